@@ -46,8 +46,9 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, sys.argv where None, and return the exit status."""
     line = parser()
-    line.set_defaults(line=line)  # of which completions are made
-    chosen = line.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    line.set_defaults(line=line, given=given)  # of which completions, and a daemon anew, are made
+    chosen = line.parse_args(given)
     if chosen.command is None:
         line.print_help()
         return EXIT_OK

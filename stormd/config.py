@@ -163,6 +163,14 @@ class Config:
         most=64,
     )
 
+    resumable: bool = _option(
+        "switch",
+        "pool",
+        "have what is stored outlive the daemon: one that is killed, restarted or upgraded is "
+        "followed by one with which trainers go on; systemd keeps the memory, elsewhere a process "
+        "that starts the daemon again",
+        default=False,
+    )
     message_bytes: int = _option(
         "size",
         "pool",
@@ -299,6 +307,14 @@ class Config:
         default=5.0,
         least=0.1,
         most=86400.0,
+    )
+    resume_seconds: float = _option(
+        "seconds",
+        "limits",
+        "with resumable, how long trainers wait for the daemon that follows, and that for them",
+        default=30.0,
+        least=0.1,
+        most=3600.0,
     )
     shutdown_seconds: float = _option(
         "seconds",

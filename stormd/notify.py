@@ -19,9 +19,12 @@ from typing import Final, Self
 
 from stormd.errors import ConfigError
 
-__all__ = ["Notifier", "feed_watchdog", "take_kept", "watchdog_seconds"]
+__all__ = ["MANAGER_VARIABLE", "Notifier", "feed_watchdog", "take_kept", "watchdog_seconds"]
 
 _LOGGER: Final = logging.getLogger("stormd.notify")
+
+MANAGER_VARIABLE: Final = "NOTIFY_SOCKET"
+"""Says where a service manager listens to the process that it has started."""
 
 _MICROSECONDS: Final = 1_000_000
 
@@ -52,7 +55,7 @@ class Notifier:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Return the notifier that the process's manager asked for, an idle one without."""
-        return cls(environ.get("NOTIFY_SOCKET", ""))
+        return cls(environ.get(MANAGER_VARIABLE, ""))
 
     def __enter__(self) -> Self:
         return self

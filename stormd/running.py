@@ -25,8 +25,9 @@ import uvloop
 from stormd import open_files
 from stormd.config import Config
 from stormd.errors import StartStopped
+from stormd.handover import Handover
 from stormd.monitoring.log_queue import LogQueue
-from stormd.notify import Notifier, watchdog_seconds
+from stormd.notify import Notifier, take_kept, watchdog_seconds
 from stormd.operation import StartReport, operated, reload_settings
 from stormd.server import Server
 
@@ -40,8 +41,8 @@ ReadConfig = Callable[[], Config]
 
 def run_daemon(
     config: Config, read: ReadConfig | None = None, terminal: LogQueue | None = None
-) -> None:
-    """Run a daemon of these settings; return once it has ended in order.
+) -> bool:
+    """Run a daemon of these settings; return, once it has ended in order, if another follows.
 
     `read` reads the settings again, None where there is no file to read them from. `terminal` is
     where its progress is shown, if a person sees it. Call it in a process that may only end
@@ -56,30 +57,36 @@ def run_daemon(
         log.warning("%d open files, the limit, are too few for max_sessions: %d", limit, wanted)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, read, terminal))
+            is_suspended = runner.run(_serve(config, read, terminal))
     except BaseException:
         _leave_signals(signal.SIG_DFL)
         raise
     _leave_signals(signal.SIG_IGN)
+    return is_suspended
 
 
 def _leave_signals(disposition: signal.Handlers) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, disposition)
 
 
-async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | None) -> None:
-    """Open, serve and close; a signal that comes while the pool is pinned gives the start up."""
+async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | None) -> bool:
+    """Open, serve and close; tell whether another is to follow.
+
+    A signal that comes while the pool is pinned gives the start up.
+    """
     within, hung_up = watchdog_seconds(), asyncio.Event()
     _take(signal.SIGHUP, hung_up.set)
     has_terminal = _has_terminal()
+    kept = take_kept()
     with Notifier.from_environment() as notifier:
+        handover = Handover(notifier, kept) if config.resumable else None
         try:
-            server = await _opened(config, notifier, terminal)
+            server = await _opened(config, notifier, terminal, handover)
         except StartStopped:
             log.info("ended before it was ready")
-            return
+            return False
         try:
             async with operated(
                 server,
@@ -96,16 +103,25 @@ async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | N
                     watch.cancel()
         finally:
             await server.close()
+    return server.is_suspended
 
 
-async def _opened(config: Config, notifier: Notifier, terminal: LogQueue | None) -> Server:
+async def _opened(
+    config: Config, notifier: Notifier, terminal: LogQueue | None, handover: Handover | None
+) -> Server:
     with _pinning_progress(notifier, terminal) as progress:
-        server = Server(config, on_progress=progress)
+        server = Server(config, on_progress=progress, handover=handover)
         for number in (signal.SIGTERM, signal.SIGINT):
             _take(number, server.stop)
+        _take(signal.SIGUSR2, partial(_suspend, server))
         await server.open()
         gc.freeze()  # else it is looked through while somebody waits, for milliseconds at a time
     return server
+
+
+def _suspend(server: Server) -> None:
+    if not server.suspend():
+        log.warning("SIGUSR2 changes nothing: nothing outlives a daemon without --resumable")
 
 
 def _take(number: signal.Signals, action: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,17 +17,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from stormd import __version__, open_files
-from stormd.cache.items import Cache
+from stormd.cache.items import Cache, Item
 from stormd.config import Config, reloaded
 from stormd.errors import DirectoryUnsafe, remedy
 from stormd.gateway import Gateway, Terms
+from stormd.handover import CONTROL, LIFELINES, Handover, layout_of
 from stormd.lanes import Lane
 from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.parts import blob_bound
-from stormd.ledger.sessions import Limits
+from stormd.ledger.records import JournalRecords, NoRecords
+from stormd.ledger.sessions import Limits, Session, session_name
 from stormd.memory.arena import Space, slack_of
 from stormd.memory.growth import FIRST_BYTES, PoolGrowth
 from stormd.memory.host_pool import HostPool
@@ -65,13 +68,21 @@ SESSIONS_SHOWN: Final = 1024
 class Server:
     """One daemon on the running event loop: `open`, `serve`, `close`, each once.
 
-    `on_progress(done, total)` is called from other threads while the pool is made, in bytes.
+    `on_progress(done, total)` is called from other threads while the pool is made, in bytes. With a
+    `handover` what is stored outlives the daemon.
     """
 
     def __init__(
-        self, config: Config, *, on_progress: Callable[[int, int], None] | None = None
+        self,
+        config: Config,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self._config = config
+        self._handover = handover
+        self._records: JournalRecords | None = None
+        self._is_suspended = False
         self._on_progress = on_progress
         self._socket = parse_address(config.address)
         self._cleanup = ExitStack()
@@ -94,6 +105,7 @@ class Server:
         self._mailbox: Mailbox[Result]
         self._gateway: Gateway
         self._lock: AddressLock
+        self._left: dict[Path, socket.socket | None]  # of an earlier daemon's, by their paths
         self._control: ControlSocket
         self._lifelines: LifelineListener
 
@@ -108,6 +120,7 @@ class Server:
         self._stopping = asyncio.Event()
         self._progress = asyncio.Event()
         try:
+            self._take_over()
             self._take_address()
             await self._make_pool()
             await self._open_lanes()
@@ -132,6 +145,7 @@ class Server:
                     await self._stopping.wait()
             except TimeoutError:
                 self._gateway.tick()
+                self._end_orphans()
                 self._growth.look()
                 self._watch_spill()
                 self._keep_address()
@@ -141,6 +155,22 @@ class Server:
     def stop(self) -> None:
         """Ask `serve` to return. From any thread or a signal handler; twice is fine."""
         self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def suspend(self) -> bool:
+        """Ask `serve` to return, and have what is held stay for the daemon that follows.
+
+        From the loop; False where nothing outlives this daemon, which goes on then.
+        """
+        if self._handover is None:
+            return False
+        self._is_suspended = True
+        self._stopping.set()
+        return True
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether another daemon is to follow, with what is held."""
+        return self._is_suspended
 
     def reload(self, config: Config) -> list[str]:
         """Take the reloadable settings of `config`; the sessions there are stay as they are.
@@ -167,12 +197,18 @@ class Server:
         4. Close the lifelines and the control socket, remove their files.
         5. Grow the pool no more, end the workers of lanes and disk, unmap the pool, and give the
            address up.
+
+        One that was suspended leaves the first three to the daemon that follows, and the files of
+        the sockets where they are.
         """
         if not self._is_open:
             return
         self._is_open = False
         try:
-            await self._end_sessions(time.monotonic() + self._config.shutdown_seconds)
+            if self._is_suspended:
+                self._leave()
+            else:
+                await self._end_sessions(time.monotonic() + self._config.shutdown_seconds)
         finally:  # whatever has failed: no socket and no lock may outlive the daemon
             self._cleanup.close()
         log.info("ended")
@@ -242,12 +278,23 @@ class Server:
 
     # --- parts of open, in order ------------------------------------------------------------
 
+    def _take_over(self) -> None:
+        """Read what an earlier daemon has left, whose settings of the pool stay then."""
+        if self._handover is not None:
+            self._cleanup.callback(self._handover.close)
+            self._config = self._handover.take(self._config)
+
     def _take_address(self) -> None:
         self._prepare_directory()
         self._lock = AddressLock(self._socket)
         self._cleanup.callback(self._lock.close)
-        for path in self._paths:
-            remove_stale(path)
+        self._left = {
+            path: None if self._handover is None else self._handover.listening(name, path)
+            for name, path in zip((CONTROL, LIFELINES), self._paths, strict=True)
+        }
+        for path, listening in self._left.items():
+            if listening is None:
+                remove_stale(path)
 
     @property
     def _paths(self) -> tuple[Path, Path]:
@@ -261,28 +308,50 @@ class Server:
         )
 
     async def _make_pool(self) -> None:
-        config = self._config
-        pool, cache = config.pool_bytes, config.cache_bytes
-        self._space = Space(pool, slack=slack_of(pool), committed=0)
-        spaces = [self._space]
-        if cache:
-            space = Space(cache, base=config.cache_offset, slack=slack_of(cache), committed=0)
-            self._cache = Cache(space, self.counters.cache)
-            spaces.append(space)
-        grows = config.pool_commit == "use"
-        first = min(FIRST_BYTES, self._space.end) if grows else config.host_bytes
+        spaces, kept = self._adopted_spaces() or (_spaces(self._config), [])
+        config, handover, first = self._config, self._handover, self._config.host_bytes
+        if config.pool_commit == "use":
+            first = min(FIRST_BYTES, spaces[0].end)
         self._pool = await asyncio.to_thread(
             HostPool,
             config.host_bytes,
             first=first,
             beside=_beside_pool(config),
+            descriptor=-1 if handover is None else handover.pool_file(config.host_bytes),
+            kept=kept,
             on_progress=self._on_progress,
             is_stopped=self._stopping.is_set,
         )
         self._cleanup.callback(self._pool.close)
-        for space in spaces:
-            space.grow(max(0, min(first, space.end) - space.base))
-        self._spaces = spaces
+        if not kept:
+            for space in spaces:
+                space.grow(max(0, min(first, space.end) - space.base))
+        self._space, self._spaces = spaces[0], spaces
+        if handover is not None:
+            self._records = handover.records()
+        if config.cache_bytes:
+            records = NoRecords() if self._records is None else self._records
+            self._cache = Cache(spaces[1], self.counters.cache, records)
+
+    def _adopted_spaces(self) -> tuple[list[Space], list[tuple[int, int]]] | None:
+        """Return the spaces with what an earlier daemon has left in them, and where memory is.
+
+        None where it has left nothing, or what contradicts itself.
+        """
+        handover = self._handover
+        if handover is None or handover.state is None:
+            return None
+        state, spaces = handover.state, _spaces(self._config)
+        try:
+            for space, committed in zip(spaces, state.layout.committed, strict=True):
+                space.grow(committed)
+            spaces[0].adopt(state.pool_blocks(), state.promised_bytes())
+            for space in spaces[1:]:
+                space.adopt(state.cache_blocks(), 0)
+        except (ValueError, AssertionError) as error:
+            handover.give_up(str(error))
+            return None
+        return spaces, [(space.base, space.committed) for space in spaces if space.committed]
 
     async def _open_lanes(self) -> None:
         self._mailbox = Mailbox(self._loop)
@@ -315,25 +384,66 @@ class Server:
             _limits(config),
             self.counters,
             self._cache,
+            self._records,
             disk=None if spill is None else spill.disk,
             reserve=0 if spill is None else spill.reserve,
         )
+        self._adopt()
         control_path, line_path = self._paths
         with _binding(control_path):
             self._control = ControlSocket(
-                self._loop, config.address, held_most=config.message_bytes
+                self._loop,
+                config.address,
+                held_most=config.message_bytes,
+                listening=self._left[control_path],
             )
         self._cleanup.callback(self._control.close)
         self._serve_on(self._control)
         with _binding(line_path):
             self._lifelines = LifelineListener(
-                self._loop, line_path, on_token=self._gateway.take_token, on_lost=self._gateway.lose
+                self._loop,
+                line_path,
+                listening=self._left[line_path],
+                on_token=self._gateway.take_token,
+                on_lost=self._gateway.lose,
             )
         self._cleanup.callback(self._lifelines.close)
         for path in self._paths:
             grant(path, config.socket_mode, config.socket_group)
+        self._have_kept()
         open_files.check_room()
         self._gateway.start(self._lifelines)
+
+    def _adopt(self) -> None:
+        """Hold what an earlier daemon has left, until its clients come."""
+        if self._handover is None or self._handover.state is None:
+            return
+        state, now = self._handover.state, time.monotonic()
+        for session in state.sessions:
+            self._ledger.leases.adopt(session, now)
+        for number, kept in enumerate(state.items, 1):
+            assert self._cache is not None, "a layout with a cache makes one"
+            item = Item(kept.label, kept.owner, kept.parts, kept.expires, number, cell=kept.cell)
+            self._cache.adopt(item)
+        log.info(
+            "went on with what was held",
+            extra={"sessions": len(state.sessions), "cached": len(state.items)},
+        )
+
+    def _have_kept(self) -> None:
+        """Have the manager keep what the daemon that follows this one goes on with."""
+        if self._handover is None:
+            return
+        self._note_layout()
+        self._handover.keep_memory()
+        sockets = {CONTROL: self._control.descriptor, LIFELINES: self._lifelines.descriptor}
+        for path, (name, descriptor) in zip(self._paths, sockets.items(), strict=True):
+            if self._left[path] is None:
+                self._handover.keep_listening(name, descriptor)
+
+    def _note_layout(self) -> None:
+        if self._records is not None:
+            self._records.laid_out(layout_of(self._config, self._spaces))
 
     def _serve_on(self, control: ControlSocket) -> None:
         config = self._config
@@ -347,6 +457,8 @@ class Server:
                 lifeline_path=str(lifeline_path(self._socket)),
                 cache_part_bytes=_cache_part_bytes(config),
                 lease_seconds=config.lease_seconds,
+                resume_seconds=0.0 if self._records is None else config.resume_seconds,
+                epoch=0 if self._records is None else self._records.epoch,
             ),
             status=self.status,
             on_progress=self._progressed,
@@ -368,12 +480,14 @@ class Server:
             return
         self._prepare_directory()
         self._lock.renew()
-        for path, socket in zip(self._paths, sockets, strict=True):
-            if not socket.is_bound:
+        for path, bound in zip(self._paths, sockets, strict=True):
+            if not bound.is_bound:
                 remove_stale(path)
                 with _binding(path):
-                    socket.bind()
+                    bound.bind()
                 grant(path, self._config.socket_mode, self._config.socket_group)
+                self._left[path] = None
+        self._have_kept()
         log.warning("files of the address were removed: bound again")
 
     def _watch_spill(self) -> None:
@@ -390,7 +504,19 @@ class Server:
 
     def _grown(self) -> None:
         """Have those go on that wait for memory, if it has come or none comes, and take more."""
+        self._note_layout()
         self._gateway.go_on()
+
+    def _end_orphans(self) -> None:
+        """End the sessions of an earlier daemon whose clients are gone, or come no more."""
+        now = time.monotonic()
+        for record in self._ledger.leases.orphans():
+            waited = now - record.seen
+            if waited > self._config.resume_seconds or not _lives(record):
+                fields = {"session": session_name(record.info.session), "cause": "orphaned"}
+                log.info("session ended", extra=fields)
+                self._gateway.end(record.info.session, "orphaned")
+        self._gateway.flush()
 
     def _is_deserted(self) -> bool:
         if self._ledger.sessions:
@@ -409,6 +535,14 @@ class Server:
         if not await self._until(lambda: not self._ledger.sessions, deadline):
             log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
         self._mailbox.close()
+        if self._handover is not None:
+            self._handover.end()
+
+    def _leave(self) -> None:
+        """Hear nobody any more, and leave all there is to the daemon that follows."""
+        self._control.leave()
+        self._lifelines.leave()
+        log.info("suspended", extra={"sessions": len(self._ledger.sessions)})
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until the condition holds; False where it does not by the deadline."""
@@ -451,6 +585,27 @@ def _beside_pool(config: Config) -> int:
     scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
     movers = config.spill_threads * WORKER_BYTES if config.spill_path else 0
     return REST_BYTES + scratch + movers + config.staging_bytes_cpu + config.message_bytes
+
+
+def _spaces(config: Config) -> list[Space]:
+    """Return the pool's space, and the cache's where there is one; none of it is there yet."""
+    pool, cache = config.pool_bytes, config.cache_bytes
+    spaces = [Space(pool, slack=slack_of(pool), committed=0)]
+    if cache:
+        base = config.cache_offset
+        spaces.append(Space(cache, base=base, slack=slack_of(cache), committed=0))
+    return spaces
+
+
+def _lives(record: Session) -> bool:
+    """Tell whether the process of a session is there, or is of another namespace of processes."""
+    if record.hello is None or not record.hello.pid:
+        return True
+    try:
+        state = Path(f"/proc/{record.hello.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def _limits(config: Config) -> Limits:

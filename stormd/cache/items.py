@@ -22,14 +22,14 @@ import math
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from stormd.cache.names import NameIndex
 from stormd.memory.arena import Block, Space, granules
 from stormd.monitoring.counters import CacheCounts
 from stormd.sizes import format_size
 
-__all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "Label", "Loan"]
+__all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "ItemRecords", "Label", "Loan"]
 
 MAX_ITEMS: Final = 16384
 """Tensors held: a name and its place in the lists take some 2 KiB of the daemon's memory."""
@@ -69,7 +69,8 @@ class Item:
     """One tensor. `expires` is a time of the caller's clock, infinite for none.
 
     `loans` counts the chunks that sessions may read; `gone` items have no name any more and are
-    freed with the last loan. `charge` is the bytes of the space that it takes.
+    freed with the last loan. `charge` is the bytes of the space that it takes, `cell` where it is
+    written down, 0 where it is not.
     """
 
     label: Label
@@ -79,6 +80,7 @@ class Item:
     number: int
     loans: int = 0
     gone: bool = False
+    cell: int = 0
     charge: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,15 +98,26 @@ class Holding:
     idle: OrderedDict[Item, None] = field(default_factory=OrderedDict)
 
 
+class ItemRecords(Protocol):
+    """Writes down what has to outlive the process."""
+
+    def cached(self, item: Item) -> None:
+        """A tensor is in the cache."""
+
+    def dropped(self, item: Item) -> None:
+        """A tensor's name means nothing any more."""
+
+
 class Cache:
     """Holds what is in `space`, which it shares with the puts that are in flight alone.
 
     `now` is in seconds of a clock that does not step back.
     """
 
-    def __init__(self, space: Space, counts: CacheCounts) -> None:
+    def __init__(self, space: Space, counts: CacheCounts, records: ItemRecords) -> None:
         self.space: Final = space
         self._counts = counts
+        self._records = records
         self._items: dict[Item, None] = {}
         self._by_name: dict[str, dict[int, Item]] = {}  # name -> uid -> item; the same items
         self._by_user: dict[int, Holding] = {}  # the same, and those that are gone and lent
@@ -165,8 +178,19 @@ class Cache:
             self._drop(before)
         if len(self._items) >= MAX_ITEMS:
             self._evict_of_many()
-        self._numbers += 1
-        item = Item(label, owner, parts, expires, self._numbers)
+        item = Item(label, owner, parts, expires, self._numbers + 1)
+        self._records.cached(item)
+        self._add(item)
+        self._counts.puts += 1
+        return item
+
+    def adopt(self, item: Item) -> None:
+        """Hold what an earlier daemon has put into the space, and written down."""
+        self._add(item)
+
+    def _add(self, item: Item) -> None:
+        self._numbers = item.number
+        label, owner, expires = item.label, item.owner, item.expires
         self._items[item] = None
         self._by_name.setdefault(label.name, {})[owner.uid] = item
         self._index.add(label.name, owner.uid, owner.gid)
@@ -176,8 +200,6 @@ class Cache:
         self._rest(item)
         if expires < math.inf:
             self._note_expiry(item)
-        self._counts.puts += 1
-        return item
 
     # --- looking up -------------------------------------------------------------------------
 
@@ -365,6 +387,7 @@ class Cache:
 
     def _drop(self, item: Item) -> None:
         """Take the name away, and the blocks as soon as nobody reads them."""
+        self._records.dropped(item)
         item.gone = True
         del self._items[item]
         owners = self._by_name[item.label.name]

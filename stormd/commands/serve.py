@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,8 @@ from stormd.errors import ConfigError, PoolUnavailable
 from stormd.example_config import render_example, render_value
 from stormd.machine import memory_limit
 from stormd.monitoring.logs import logging_process
-from stormd.output import EXIT_OK, write_line
+from stormd.notify import MANAGER_VARIABLE
+from stormd.output import EXIT_OK, EXIT_RESTART, write_line
 from stormd.sizes import format_size
 
 __all__ = ["HELP", "add_arguments", "check_pool", "fitted", "run"]
@@ -53,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
     flags = {option.name: getattr(args, option.name) for option in config_options()}
     read = functools.partial(_read, flags, args.config)
     config = read()
+    if config.resumable and not os.environ.get(MANAGER_VARIABLE):
+        # No manager keeps what outlives the daemon: this process does.
+        from stormd.supervise.holder import hold
+
+        return hold([sys.executable, "-m", "stormd", *args.given])
     with (
         _named_want(),
         logging_process(config.log_format, config.log_level, sys.stderr.fileno()) as terminal,
@@ -61,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         # The daemon's modules load here, so that no other command waits for them.
         from stormd.running import run_daemon
 
-        run_daemon(config, read if args.config is not None else None, terminal)
-    return EXIT_OK
+        is_followed = run_daemon(config, read if args.config is not None else None, terminal)
+    return EXIT_RESTART if is_followed else EXIT_OK
 
 
 def _read(flags: dict[str, Any], path: Path | None) -> Config:

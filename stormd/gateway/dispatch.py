@@ -144,6 +144,13 @@ class Dispatch:
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)
 
+    def forget(self, peer: Peer) -> None:
+        """Hear a client no more whose session goes on: it has come again on another connection."""
+        self._peers.cut_off(peer)
+        self._unsent.pop(peer, None)
+        self._held.pop(peer, None)
+        self._control.close_connection(peer.connection)
+
     # --- results ----------------------------------------------------------------------------
 
     def take_results(self, results: Sequence[Result]) -> None:

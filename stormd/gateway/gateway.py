@@ -7,6 +7,7 @@ is in it, changes nothing for another, and holds nobody up: it is worked on in p
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -172,11 +173,23 @@ class Gateway:
             self._dispatch.give_up(peer, "too much waits of it")
             self.flush()
 
-    def take_token(self, token: bytes, uid: int) -> tuple[int, tuple[int, ...]] | None:
-        """Give a lifeline the session of its token, and the descriptors to hand over."""
+    def take_token(
+        self, token: bytes, uid: int, given: list[int]
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Give a lifeline the session of its token, and the descriptors to hand over.
+
+        `given` are those that a client has sent who resumes a session; they are this method's.
+        """
         peer = self._peers.claim(token, uid)
+        if peer is None or peer.resumes is None:
+            for descriptor in given:
+                os.close(descriptor)
         if peer is None:
             self._counters.refused += 1
+            return None
+        if peer.resumes is not None and not self._opening.take_up(peer, given):
+            self.end(peer.session, "failed")
+            self.flush()
             return None
         self._ledger.leases.attach(peer.record, time.monotonic())
         descriptors, peer.descriptors = peer.descriptors, ()

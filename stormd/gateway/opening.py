@@ -6,6 +6,7 @@ routing id that it chose itself; of those who may not connect nothing is looked 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import secrets
 import time
@@ -20,7 +21,7 @@ from stormd.gateway.dispatch import Dispatch
 from stormd.gateway.peers import Peer, Peers
 from stormd.lanes import Attachment, Lane
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.sessions import Session, SessionInfo, session_name
+from stormd.ledger.sessions import Phase, Session, SessionInfo, session_name
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     CACHE_FEATURE,
@@ -31,6 +32,7 @@ from stormd.protocol import (
     Message,
     ProtocolError,
     Refused,
+    Resume,
     Status,
     StatusRequest,
     Welcome,
@@ -55,13 +57,16 @@ class Terms:
     """Who may have a session, and what Welcome says of every one.
 
     `allowed_uids` are the users that may connect; `cache_part_bytes` is the largest part of a
-    session for the cache, 0 where there is none.
+    session for the cache, 0 where there is none. `resume_seconds` is how long clients wait for the
+    daemon that follows this one, 0.0 where none takes their sessions on; `epoch` names those.
     """
 
     allowed_uids: frozenset[int]
     lifeline_path: str
     cache_part_bytes: int
     lease_seconds: float
+    resume_seconds: float = 0.0
+    epoch: int = 0
 
 
 class Opening:
@@ -119,6 +124,8 @@ class Opening:
         answer: Message
         if isinstance(message, Hello):
             answer = self._open(connection, message)
+        elif isinstance(message, Resume):
+            answer = self._resume(connection, message)
         elif isinstance(message, StatusRequest):
             answer = Status(self._status())
         else:
@@ -154,29 +161,34 @@ class Opening:
         if CACHE_FEATURE in hello.features:
             part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
             attachment = replace(attachment, part_bytes=part_bytes)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        features = [CACHE_FEATURE] if self._terms.cache_part_bytes else []
-        self._peers.add(
-            Peer(
-                record=self._enter(session, credentials, hello, attachment),
-                connection=connection,
-                credentials=credentials,
-                lane=lane,
-                token=token,
-                descriptors=attachment.descriptors,
-            )
+        peer = Peer(
+            record=self._enter(session, credentials, hello, attachment),
+            connection=connection,
+            credentials=credentials,
+            lane=lane,
+            token=secrets.token_bytes(TOKEN_BYTES),
+            descriptors=attachment.descriptors,
         )
-        self._control.adopt(connection)
+        return self._welcome(peer, attachment.staging_bytes)
+
+    def _welcome(self, peer: Peer, staging_bytes: int) -> Welcome:
+        """Take a client in, whose lifeline is to follow."""
+        terms, record = self._terms, peer.record
+        self._peers.add(peer)
+        self._control.adopt(peer.connection)
         return Welcome(
-            session=session,
-            token=token,
+            session=peer.session,
+            token=peer.token,
             protocol=PROTOCOL_VERSION,
-            features=features,
+            features=[CACHE_FEATURE] if terms.cache_part_bytes else [],
             version=__version__,
-            lifeline=self._terms.lifeline_path,
-            staging_bytes=attachment.staging_bytes,
-            part_bytes=attachment.part_bytes,
-            lease_seconds=self._terms.lease_seconds,
+            lifeline=terms.lifeline_path,
+            staging_bytes=staging_bytes,
+            part_bytes=record.part_bytes,
+            lease_seconds=terms.lease_seconds,
+            resume_seconds=terms.resume_seconds if record.hello is not None else 0.0,
+            epoch=terms.epoch,
+            secret=record.secret,
         )
 
     def _enter(
@@ -191,16 +203,73 @@ class Opening:
             pid=pid or hello.pid,
             name=hello.name[:NAME_SHOWN],
         )
+        is_cached = CACHE_FEATURE in hello.features
+        can_resume = self._terms.resume_seconds > 0 and not is_cached and hello.device != "cuda"
         record = self._ledger.leases.open(
             info,
             part_bytes=attachment.part_bytes,
             staging_bytes=attachment.segment_bytes,
             now=time.monotonic(),
-            caller=Caller(uid, gid) if CACHE_FEATURE in hello.features else None,
+            caller=Caller(uid, gid) if is_cached else None,
+            hello=_kept(hello, pid, attachment) if can_resume else None,
+            secret=secrets.token_bytes(TOKEN_BYTES) if can_resume else b"",
         )
         fields = {"session": session_name(session), "pid": info.pid, "uid": uid}
         log.info("session opened", extra=fields | {"device": info.device})
         return record
+
+    # --- Resume -----------------------------------------------------------------------------
+
+    def _resume(self, connection: Connection, resume: Resume) -> Welcome | Refused:
+        """Have the client of an earlier daemon's session go on with it."""
+        if resume.protocol != PROTOCOL_VERSION:
+            return _mismatch(resume.protocol)
+        record = self._ledger.sessions.get(resume.session)
+        uid = connection.credentials.uid
+        if record is None or not _may_resume(record, resume, uid, self._terms.epoch):
+            return Refused(
+                "DaemonLost",
+                f"this daemon has no session {session_name(resume.session)} that could go on: it "
+                "was ended, or is of a daemon whose memory was given up",
+            )
+        hello, now = record.hello, time.monotonic()
+        assert hello is not None, "a session that cannot be resumed was kept"
+        lane = self._lanes.get(hello.device)
+        if lane is None:
+            return Refused("DaemonLost", f"this daemon has no {hello.device} lane any more")
+        if record.phase is Phase.ORPHANED:
+            self._ledger.leases.resume(record, now)
+        else:  # it has come once more, before its lifeline: the first attempt was cut off
+            self._dispatch.forget(self._peers.by_session[resume.session])
+            record.seen = now
+        peer = Peer(
+            record=record,
+            connection=connection,
+            credentials=connection.credentials,
+            lane=self._lanes[NO_LANE],
+            token=secrets.token_bytes(TOKEN_BYTES),
+            descriptors=(),
+            resumes=lane,
+        )
+        return self._welcome(peer, hello.staging_bytes)
+
+    def take_up(self, peer: Peer, descriptors: list[int]) -> bool:
+        """Have a lane take on a session with what its client shares; False where it cannot."""
+        hello, lane = peer.record.hello, peer.resumes
+        assert hello is not None, "a session that cannot be resumed was kept"
+        assert lane is not None, "a client that does not resume was taken up"
+        peer.resumes = None
+        try:
+            lane.attach(peer.session, hello, descriptors)
+        except LaneUnavailable as error:
+            fields = {"session": session_name(peer.session), "reason": str(error)}
+            log.warning("a session does not go on", extra=fields)
+            return False
+        peer.lane = lane
+        entries = len(peer.record.entries)
+        shown = {"session": session_name(peer.session), "entries": entries}
+        log.info("session goes on", extra=shown)
+        return True
 
     def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -221,6 +290,20 @@ class Opening:
                 f"{hello.device}, or train on another device",
             )
         return None
+
+
+def _may_resume(record: Session, resume: Resume, uid: int, epoch: int) -> bool:
+    """Tell whether it is its client that asks for a session, and nobody has it yet."""
+    is_its_own = hmac.compare_digest(record.secret, resume.secret) and bool(record.secret)
+    is_known = resume.epoch == epoch and record.info.uid == uid
+    return is_its_own and is_known and record.phase in (Phase.ORPHANED, Phase.OPENED)
+
+
+def _kept(hello: Hello, pid: int, attachment: Attachment) -> Hello:
+    """Return what a later daemon has to know: what was granted, and the pid if the kernel knows."""
+    fields: dict[str, Any] = dict(zip(Hello.FIELDS, hello.to_wire(), strict=True))
+    fields |= {"pid": pid, "staging_bytes": attachment.staging_bytes}
+    return Hello(**fields)
 
 
 def _mismatch(version: int) -> Refused:

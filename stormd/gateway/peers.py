@@ -19,7 +19,8 @@ __all__ = ["Peer", "Peers"]
 class Peer:
     """One client. `descriptors` are empty once they were handed over; `outbox` is unsent.
 
-    `is_heard` says whether its session goes on.
+    `is_heard` says whether its session goes on. One that was another daemon's `resumes` it on a
+    lane, which has it once the lifeline has brought what is shared; until then `lane` has none.
     """
 
     record: Session
@@ -30,6 +31,7 @@ class Peer:
     descriptors: tuple[int, ...]
     outbox: list[Envelope] = field(default_factory=list)
     is_heard: bool = True
+    resumes: Lane | None = None
 
     @property
     def session(self) -> int:

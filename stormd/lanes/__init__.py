@@ -78,8 +78,12 @@ class Lane(Protocol):
             LaneUnavailable: a device cannot reach it; nothing of it is kept.
         """
 
-    def attach(self, session: int, hello: Hello) -> Attachment:
+    def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Set a session's shared memory up.
+
+        With `descriptors`, which are the lane's from then on, it is what an earlier daemon has set
+        up and the client has had since: as many, of the sizes of then, and none is to be handed
+        over. `hello.staging_bytes` is then what was granted.
 
         Raises:
             LaneUnavailable: this session cannot be served; nothing of it is left.

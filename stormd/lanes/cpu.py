@@ -7,8 +7,10 @@ and jobs so small that to hand them to a worker and back would take the loop lon
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
+import os
 import threading
 import time
 from collections import Counter
@@ -175,22 +177,33 @@ class CpuLane:
     def extend(self, offset: int, nbytes: int) -> None:
         """Do nothing: what is resident is reached."""
 
-    def attach(self, session: int, hello: Hello) -> Attachment:
+    def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page and the staging area, of the size asked for or less."""
-        if not self._working:
-            raise LaneUnavailable("the cpu lane's workers have ended: restart the daemon")
-        staging = _granted(hello.staging_bytes, self._staging_bytes)
-        self._check_staging(staging)
+        staging = hello.staging_bytes
+        if not descriptors:
+            staging = _granted(staging, self._staging_bytes)
+        given = list(descriptors) or [-1, -1]
         try:
-            memory = _shared(session, staging)
+            if not self._working:
+                raise LaneUnavailable("the cpu lane's workers have ended: restart the daemon")
+            self._check_staging(staging)
+            memory = _shared(session, staging, given)
         except OSError as error:
             raise LaneUnavailable(
                 f"no shared memory of {format_size(staging)} for a session: "
                 f"{remedy(error, SEE_LOG)}"
             ) from error
+        finally:
+            for descriptor in given:
+                if descriptor >= 0:
+                    os.close(descriptor)
         self._memories[session] = memory
+        made = memory.page.take_descriptor(), memory.staging.take_descriptor()
+        if descriptors:  # the client has them
+            for descriptor in made:
+                os.close(descriptor)
         return Attachment(
-            descriptors=(memory.page.take_descriptor(), memory.staging.take_descriptor()),
+            descriptors=() if descriptors else made,
             staging_bytes=staging,
             part_bytes=min(self._part_bytes, staging // 2),
             segment_bytes=staging,
@@ -388,10 +401,15 @@ def _granted(asked: int, most: int) -> int:
     return -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _shared(session: int, staging_bytes: int) -> _Memory:
-    page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
+def _shared(session: int, staging_bytes: int, given: list[int]) -> _Memory:
+    """Return new memory, or what the two descriptors are of; those used are taken out."""
+    if len(given) != 2:
+        raise OSError(errno.EINVAL, f"{len(given)} descriptors came of the 2 that are shared")
+    page_descriptor, given[0] = given[0], -1
+    page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES, page_descriptor)
     try:
-        staging = SharedMemory(f"stormd-{session:x}-staging", staging_bytes)
+        descriptor, given[1] = given[1], -1
+        staging = SharedMemory(f"stormd-{session:x}-staging", staging_bytes, descriptor)
         return _Memory(page, staging, Timelines(page.address))
     except OSError:
         page.close()

@@ -6,6 +6,7 @@ and its end.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,8 +30,10 @@ class NoLane:
     def extend(self, offset: int, nbytes: int) -> None:
         """Do nothing: no session stores."""
 
-    def attach(self, session: int, hello: Hello) -> Attachment:  # noqa: ARG002 - nothing is shared
+    def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:  # noqa: ARG002 - nothing is shared
         """Share nothing."""
+        for descriptor in descriptors:
+            os.close(descriptor)
         return Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
 
     def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> tuple[()]:

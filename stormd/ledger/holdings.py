@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stormd.ledger.on_disk import DiskPhase
+from stormd.ledger.records import Records
 from stormd.ledger.sessions import Entry, Limits, Session
 from stormd.memory.arena import Space, granules
 from stormd.monitoring.counters import Counters
@@ -76,12 +77,14 @@ class Shares:
 class Holdings:
     """Counts `entries`, the `raw_bytes` before encoding of those in the pool, and `shares`.
 
-    What a session has in the cache's space counts for none of the last two. `has_changed` says that
+    What a session has in the cache's space counts for none of the last two. `records` is where what
+    outlives the process is written down. `has_changed` says that
     something was taken in or given back, or is waited for; whoever has looked at that clears it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Records) -> None:
         self.shares = Shares()
+        self.records = records
         self.entries = 0
         self.raw_bytes = 0
         self.has_changed = True
@@ -136,12 +139,15 @@ class Holdings:
             self._free(record, entry_id, entry)
 
     def _free(self, record: Session, entry_id: int, entry: Entry) -> None:
-        """Give an entry's block and extent back, for which it is charged no longer."""
+        """Give an entry's block and extent back, or its promise; it is charged no longer."""
         self.remove(record, entry_id)
+        self.records.freed(entry)  # before its room is used again
         if entry.loan is not None:
             entry.loan.end()
         elif entry.block is not None:
             entry.space.release(entry.block)
+        elif entry.disk is None:
+            entry.space.withdraw(entry.promised)
         if entry.disk is not None:
             entry.disk.leave()
 
@@ -162,7 +168,7 @@ class State:
     space: Space
     limits: Limits
     counters: Counters
-    holdings: Holdings = field(default_factory=Holdings)
+    holdings: Holdings
     sessions: dict[int, Session] = field(default_factory=dict)
     is_draining: bool = False
     touched: list[tuple[Session, int]] | None = None

@@ -16,8 +16,9 @@ from stormd.ledger.cache_requests import CacheRequests
 from stormd.ledger.events import Detach, Ended, Instruction, Probe
 from stormd.ledger.holdings import State
 from stormd.ledger.places import Places
+from stormd.ledger.records import KeptSession
 from stormd.ledger.sessions import CacheAccess, Phase, Session, SessionInfo
-from stormd.protocol import Refused
+from stormd.protocol import Hello, Refused
 
 __all__ = ["ATTACH_SECONDS", "FREED_A_TURN", "STALE_SECONDS", "Leases"]
 
@@ -97,10 +98,13 @@ class Leases:
         staging_bytes: int,
         now: float,
         caller: Caller | None = None,
+        hello: Hello | None = None,
+        secret: bytes = b"",
     ) -> Session:
         """Add a session; `staging_bytes` is the size of segment 0, 0 where it is to be mapped.
 
-        With a `caller` it is one for the cache, of which there must be one.
+        With a `caller` it is one for the cache, of which there must be one. With a `hello` it can
+        be resumed by who knows its `secret`, where what is held is written down.
         """
         assert self.refusal(info.uid, has_lane=info.has_lane) is None
         assert info.session not in self._state.sessions
@@ -108,10 +112,49 @@ class Leases:
         segments = {0: staging_bytes} if staging_bytes else {}
         record = Session(info=info, part_bytes=part_bytes, seen=now, segments=segments)
         record.cache = None if caller is None else CacheAccess(caller)
-        self._state.sessions[info.session] = record
+        record.hello, record.secret = hello, secret
+        self._state.holdings.records.opened(record)
+        self._enter(record)
+        return record
+
+    def _enter(self, record: Session) -> None:
+        self._state.sessions[record.info.session] = record
         self._places.take(record)
         self._state.counters.sessions += 1
-        return record
+
+    def adopt(self, kept: KeptSession, now: float) -> None:
+        """Add a session of an earlier daemon's, with all it holds, whose client has yet to come."""
+        segments = {0: kept.staging_bytes} if kept.staging_bytes else {}
+        record = Session(
+            info=kept.info,
+            part_bytes=kept.part_bytes,
+            seen=now,
+            segments=segments,
+            phase=Phase.ORPHANED,
+            has_client=False,
+            hello=kept.hello,
+            secret=kept.secret,
+            cell=kept.cell,
+            last_entry=max(kept.entries, default=0),
+        )
+        self._enter(record)
+        self._places.attached(record)
+        touched = self._state.touched
+        for number, entry in kept.entries.items():
+            self._state.holdings.add(record, number, entry.made(self._state.space, now))
+            if touched is not None:
+                touched.append((record, number))
+
+    def orphans(self) -> list[Session]:
+        """Return the sessions whose clients have not come since another daemon ended."""
+        return [one for one in self._state.sessions.values() if one.phase is Phase.ORPHANED]
+
+    def resume(self, record: Session, now: float) -> None:
+        """Note that an orphaned session's client has come; its lifeline is to follow."""
+        record.enter(Phase.OPENED)
+        record.has_client = True
+        record.seen = now
+        self._places.waits(record)
 
     def attach(self, record: Session, now: float) -> None:
         """Note that the session's lifeline is connected: from now on it may store."""
@@ -148,6 +191,7 @@ class Leases:
             self._places.leave(record)
         record.enter(Phase.ENDING)
         record.cause = cause
+        self._state.holdings.records.ended(record)
         self._state.counters.ended[cause] += 1
         if record.cache is not None:
             record.cache.put = None  # what was stored for it is freed with the other entries
@@ -157,6 +201,9 @@ class Leases:
         record.to_free = list(record.entries)
         if record.to_free:  # else it is gone once its lane has let go of it
             self._freeing.append(record)
+        if not record.has_client:  # no lane has it, and nobody is to be told
+            record.detached = True
+            return [*self.gone(record), *self.free_some()]
         return [Detach(session), *self.free_some()]
 
     # --- what an ending session has held ----------------------------------------------------
@@ -220,4 +267,4 @@ class Leases:
         del self._state.sessions[record.info.session]
         self._state.holdings.has_changed = True
         self._places.leave(record)
-        return [Ended(record.info.session, record.cause)]
+        return [Ended(record.info.session, record.cause)] if record.has_client else []

@@ -32,10 +32,11 @@ from stormd.ledger.events import (
     StoreFailed,
     Wait,
 )
-from stormd.ledger.holdings import State, assert_session, assert_space
+from stormd.ledger.holdings import Holdings, State, assert_session, assert_space
 from stormd.ledger.leases import Leases
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.parts import blob_bound
+from stormd.ledger.records import NoRecords, Records
 from stormd.ledger.restores import Restores
 from stormd.ledger.segments import Segments
 from stormd.ledger.sessions import Limits, Phase, Session
@@ -46,6 +47,7 @@ from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     CachePut,
+    ListEntries,
     MapSegment,
     Message,
     PlanLearned,
@@ -72,7 +74,8 @@ class Ledger:
     `on_request` says by message, and `on_results` by result, who takes it in; what comes next is
     in the instructions that are returned. Everything inside a message comes from a client and is
     checked. `cache` is None where the daemon keeps none. With a `disk` entries may go there, and
-    `reserve` bytes of the pool are for their way back: at least a blob of the largest part.
+    `reserve` bytes of the pool are for their way back: at least a blob of the largest part. What
+    outlives the process is written down in `records`; without them nothing does.
     """
 
     def __init__(
@@ -81,11 +84,13 @@ class Ledger:
         limits: Limits,
         counters: Counters,
         cache: Cache | None = None,
+        records: Records | None = None,
         *,
         disk: Disk | None = None,
         reserve: int = 0,
     ) -> None:
-        self._state = State(space, limits, counters)
+        holdings = Holdings(NoRecords() if records is None else records)
+        self._state = State(space, limits, counters, holdings)
         self.holdings = self._state.holdings
         self.holdings.shares.limit(limits.share_bytes, ())
         self._cache = None if cache is None else CacheRequests(cache)
@@ -102,6 +107,7 @@ class Ledger:
             MapSegment: segments.map,
             UnmapSegment: segments.unmap,
             PlanLearned: self._learned,
+            ListEntries: self._stores.list_entries,
             **dict.fromkeys(CACHE_REQUESTS, self._cached),
         }
         self.on_results: Mapping[type[Result], OnResults] = {

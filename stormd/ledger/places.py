@@ -45,6 +45,10 @@ class Places:
         self._by_user[info.has_lane, info.uid] += 1
         self._by_kind[info.has_lane] += 1
 
+    def waits(self, record: Session) -> None:
+        """Note that a session that was another daemon's waits for its lifeline."""
+        self._unattached[record.info.session] = record
+
     def attached(self, record: Session) -> None:
         """Note that a session has its lifeline."""
         del self._unattached[record.info.session]

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from stormd.cache.items import Caller, Loan
 from stormd.ledger.on_disk import OnDisk
 from stormd.memory.arena import Block, Space
-from stormd.protocol import NO_LANE, CachePut, PlanLearned
+from stormd.protocol import NO_LANE, CachePut, Hello, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
 
 __all__ = [
@@ -82,12 +82,15 @@ class SessionInfo:
 class Phase(Enum):
     """A session's life. Only ATTACHED ones may store and restore."""
 
+    ORPHANED = auto()
+    """It was an earlier daemon's, and its client has not come yet."""
     OPENED = auto()
     ATTACHED = auto()
     ENDING = auto()
 
 
 _NEXT: Final = {
+    Phase.ORPHANED: (Phase.OPENED, Phase.ENDING),
     Phase.OPENED: (Phase.ATTACHED, Phase.ENDING),
     Phase.ATTACHED: (Phase.ENDING,),
     Phase.ENDING: (),
@@ -122,6 +125,10 @@ class Entry:
     alone; `charge` is what it counts for, `promised` its most. An entry with a `loan` is the
     cache's: its session may read it and is not charged for it. Nor is it for what is on disk.
 
+    `mode` is the codec's, once there is a block, and `cell` where the entry is written down, 0
+    where it is not. One that an earlier daemon has admitted, and nobody has asked for since, is
+    not `is_begun`.
+
     `since` is when it was asked for. `restores` counts the lane's jobs that read the block, `waits`
     the tickets that wait for it. `released` entries are invisible to the client and freed once
     nothing uses them.
@@ -139,11 +146,15 @@ class Entry:
     released: bool = False
     loan: Loan | None = None
     disk: OnDisk | None = None
+    mode: str = ""
+    cell: int = 0
+    is_begun: bool = True
 
     @property
     def in_use(self) -> bool:
         """Whether a lane or the tier on disk reads or writes for this entry, or is about to."""
-        is_moving = self.block is None if self.disk is None else self.disk.is_moving
+        is_encoded = self.block is None and self.is_begun
+        is_moving = is_encoded if self.disk is None else self.disk.is_moving
         return is_moving or self.restores > 0 or self.waits > 0
 
 
@@ -183,6 +194,10 @@ class Session:
     the entries not yet given up; `detached` once its lane has let go of it. `plan` is what its
     trainer said of its steps last; `is_restoring` where it asked for a restore after its last
     store, as in a backward pass.
+
+    A session that can be resumed has the `hello` that opened it, the `secret` of its client, and is
+    written down at `cell`. One of an earlier daemon's has no client until that comes. `listed` are
+    its entries while they are being told of.
     """
 
     info: SessionInfo
@@ -202,6 +217,11 @@ class Session:
     cause: str = ""
     plan: PlanLearned | None = None
     is_restoring: bool = False
+    hello: Hello | None = None
+    secret: bytes = b""
+    cell: int = 0
+    has_client: bool = True
+    listed: list[int] = field(default_factory=list)
 
     def enter(self, phase: Phase) -> None:
         """Go on to another phase of its life."""

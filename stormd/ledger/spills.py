@@ -165,7 +165,7 @@ class Spills:
         for result in results:
             entry, place = _moving(record, result.entry)
             if isinstance(result, SpillDone):
-                self._done(record, entry, place, now)
+                self._done(record, result.entry, entry, place, now)
             else:
                 instructions += self.end(result.detail)
                 instructions += self._failed(record, result.entry, entry, place, now)
@@ -442,6 +442,7 @@ class Spills:
     def _drop(self, order: SpillOrder, number: int, entry: Entry) -> None:
         assert entry.block is not None
         assert entry.disk is not None
+        self._state.holdings.records.freed(entry)  # before its room is used again
         entry.space.release(entry.block)
         entry.block = None
         entry.disk.enter(DiskPhase.AWAY)
@@ -449,13 +450,14 @@ class Spills:
 
     # answers
 
-    def _done(self, record: Session, entry: Entry, place: OnDisk, now: float) -> None:
+    def _done(self, record: Session, number: int, entry: Entry, place: OnDisk, now: float) -> None:
         if place.phase is DiskPhase.WRITING:
             self._writing.end(place, now, place.nbytes)
             self._charge(record, entry, 0)
         else:
             self._reading.end(place, now, place.nbytes)
             entry.block, place.into = place.into, None
+            self._state.holdings.records.stored(record, number, entry)
         place.enter(DiskPhase.CLEAN)
         if self._disk.ended:
             self._stay(record, entry, place)

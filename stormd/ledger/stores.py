@@ -7,6 +7,7 @@ names only ranges of its own session, within the limits.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 from stormd.ledger.cache_requests import CacheRequests
@@ -26,7 +27,17 @@ from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Entry, Limits, Phase, Session
 from stormd.ledger.spills import Spills
 from stormd.memory.arena import Space, granules
-from stormd.protocol import Admitted, Failed, Rejected, Release, Store, Stored
+from stormd.protocol import (
+    ENTRIES_A_PAGE,
+    Admitted,
+    Entries,
+    Failed,
+    ListEntries,
+    Rejected,
+    Release,
+    Store,
+    Stored,
+)
 from stormd.protocol.limits import FIRST_LEASED
 from stormd.sizes import format_size
 
@@ -62,6 +73,8 @@ class Stores:
             part = Part.of(message.nbytes, message.dtype, message.codec)
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
+        if message.entry <= record.last_entry and message.entry in record.entries:
+            return self._store_again(record, request, message, part)
         problem = self._problem(record, message, part)
         if problem is not None and problem[0] == "pool_full":
             if self.waits(record, part.charge, now):
@@ -83,23 +96,43 @@ class Stores:
         record.is_restoring = False
         if record.cache is not None and record.cache.put is not None:
             record.cache.put.since = now
-        self._state.holdings.add(record, message.entry, entry)
-        session = record.info.session
-        job = StoreJob(
-            session=session,
-            entry=message.entry,
-            part=part,
-            segment=message.segment,
-            offset=message.offset,
-            ready=message.ready or message.sequence,
-            sequence=message.sequence,
-            space=space,
-        )
-        admitted = Admitted(message.entry)
+        holdings = self._state.holdings
+        holdings.add(record, message.entry, entry)
+        holdings.records.admitted(record, message.entry, entry)
+        return _begun(record, request, message, part, space)
+
+    def _store_again(
+        self, record: Session, request: int, message: Store, part: Part
+    ) -> list[Instruction]:
+        """Answer for an entry that an earlier daemon has admitted, and go on with it if need be."""
+        session, number, entry = record.info.session, message.entry, record.entries[message.entry]
+        problem = _again_problem(record, message, entry, part)
+        if problem:
+            return self._rejected(record, request, message, "invalid", problem)
+        place = entry.block or entry.disk
+        if place is None:
+            entry.is_begun = True
+            return _begun(record, request, message, part, entry.space)
+        stored = Stored(number, place.nbytes, entry.mode)
         return [
-            Reply(session=session, request=request, message=admitted),
-            Jobs(session, [job]),
+            Reply(session=session, request=request, message=Admitted(number)),
+            Reply(session=session, request=request, message=stored),
+            Skip(session=session, sequence=message.sequence),
         ]
+
+    def list_entries(
+        self, record: Session, request: int, message: ListEntries, _now: float
+    ) -> list[Instruction]:
+        """Tell a page of what the session has; from the first on, as it is then."""
+        if not message.after:
+            record.listed = [number for number, one in record.entries.items() if not one.released]
+        begin = bisect_right(record.listed, message.after)
+        page = record.listed[begin : begin + ENTRIES_A_PAGE]
+        is_all = begin + len(page) >= len(record.listed)
+        if is_all:
+            record.listed = []
+        answer = Entries(page, is_all)
+        return [Reply(session=record.info.session, request=request, message=answer)]
 
     def release(
         self, record: Session, _request: int, message: Release, _now: float
@@ -117,13 +150,16 @@ class Stores:
         replies: list[Instruction] = []
         entries, flows = record.entries, self._state.counters.stores
         touched = self._state.touched
+        records = self._state.holdings.records
         freed, charged = [], 0
         for result in results:
             number, block = result.entry, result.block
             entry = entries[number]
-            entry.block, room = block, granules(block.nbytes)
+            entry.block, entry.mode, room = block, result.mode, granules(block.nbytes)
             charged += room - entry.charge
             entry.charge = room
+            if not entry.released:  # else its room is given back at once
+                records.stored(record, number, entry)
             flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
             stored = Stored(number, block.nbytes, result.mode)
             replies.append(Reply(session=record.info.session, request=0, message=stored))
@@ -149,6 +185,7 @@ class Stores:
         for result in results:
             entry = self._state.holdings.remove(record, result.entry)
             self._state.counters.stores[entry.codec].failures += 1
+            self._state.holdings.records.freed(entry)
             entry.space.withdraw(entry.promised)
             if record.phase is Phase.ENDING:
                 continue
@@ -191,6 +228,8 @@ class Stores:
         )
         if problem is not None:
             return problem
+        if not state.holdings.records.has_room:
+            return "too_many_entries", "the journal of what is held is full: release some first"
         shortage = self._promise(record, part.charge)
         return None if shortage is None else ("pool_full", shortage)
 
@@ -225,6 +264,28 @@ class Stores:
             Reply(session=session, request=request, message=rejected),
             Skip(session=session, sequence=message.sequence),
         ]
+
+
+def _begun(
+    record: Session, request: int, message: Store, part: Part, space: Space
+) -> list[Instruction]:
+    """Say that an entry is admitted, and have its lane encode it."""
+    session = record.info.session
+    job = StoreJob(
+        session=session,
+        entry=message.entry,
+        part=part,
+        segment=message.segment,
+        offset=message.offset,
+        ready=message.ready or message.sequence,
+        sequence=message.sequence,
+        space=space,
+    )
+    admitted = Admitted(message.entry)
+    return [
+        Reply(session=session, request=request, message=admitted),
+        Jobs(session, [job]),
+    ]
 
 
 # --- may it be carried out -------------------------------------------------------------------
@@ -276,6 +337,20 @@ def _invalid(session: Session, message: Store) -> str:
         or session.lane_problem()
         or _order(session, message.entry)
         or _size(session, message.nbytes)
+        or session.range_problem(message.segment, message.offset, message.nbytes)
+    )
+
+
+def _again_problem(session: Session, message: Store, entry: Entry, part: Part) -> str:
+    """Return why an entry that is there cannot be asked for again, empty where it can."""
+    is_encoded = entry.is_begun and entry.block is None and entry.disk is None
+    if entry.released or is_encoded or not session.cell:
+        return _order(session, message.entry)
+    if (entry.raw_bytes, entry.codec) != (part.nbytes, part.codec):
+        return f"entry {message.entry} has {entry.raw_bytes} bytes with codec {entry.codec}"
+    return (
+        session.phase_problem()
+        or session.lane_problem()
         or session.range_problem(message.segment, message.offset, message.nbytes)
     )
 

@@ -45,14 +45,16 @@ LEFT_CELLS: Final = 1 << 16
 _MAGIC: Final = b"STORMJNL"
 _HEADER: Final = struct.Struct("<8sIIQ")  # magic, format, checksum of the rest, epoch
 _EPOCH: Final = struct.Struct("<IQ")  # format and epoch, as the checksum covers them
-_HEAD: Final = struct.Struct("<QIIHH")  # sequence, checksum, next cell, bytes in all, kind
-_COVERED: Final = struct.Struct("<QIHH")  # the same without the checksum, as it covers them
+_HEAD: Final = struct.Struct("<QIIIHxx")  # sequence, checksum, next cell, bytes in all, kind
+_COVERED: Final = struct.Struct("<QIIH")  # the same without the checksum, as it covers them
 _SEQUENCE: Final = struct.Struct("<Q")
 _NEXT: Final = struct.Struct("<I")
 _NEXT_AT: Final = 12
 _ROOM: Final = CELL_BYTES - _HEAD.size
 _FIRST: Final = PAGE_BYTES // CELL_BYTES
-_MOST_BYTES: Final = 0xFFFF
+_MOST_BYTES: Final = 1 << 24
+"""Of one record: a cached tensor in half a million parts."""
+
 _ERASED: Final = _SEQUENCE.pack(0)
 
 

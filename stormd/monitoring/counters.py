@@ -15,10 +15,11 @@ from stormd.protocol import CODECS, REJECTIONS
 
 __all__ = ["ENDINGS", "WAIT_BOUNDS", "CacheCounts", "Counters", "Flow", "Histogram"]
 
-ENDINGS: Final = ("goodbye", "died", "unreachable", "unattached", "failed", "shutdown")
+ENDINGS: Final = ("goodbye", "died", "unreachable", "unattached", "failed", "shutdown", "orphaned")
 """Why a session ended: its Goodbye, its lifeline's end, a client that takes no answers, one that
-never connected its lifeline, a bug of ours, the daemon's own end. A client that is killed while
-answers are in flight to it counts as `died` or `unreachable`, whichever is seen first."""
+never connected its lifeline, a bug of ours, the daemon's own end, a client of an earlier daemon's
+that did not come. A client that is killed while answers are in flight to it counts as `died` or
+`unreachable`, whichever is seen first."""
 
 
 WAIT_BOUNDS: Final = (

@@ -16,7 +16,7 @@ import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import RESTORE_FIELDS, Hello, RestoreParts
+from stormd.protocol.messages import RESTORE_FIELDS, Hello, RestoreParts, Resume
 
 __all__ = ["Envelope", "decode", "decode_each", "encode", "first_request", "hello_version"]
 
@@ -103,13 +103,13 @@ def decode_each(frame: bytes) -> Iterator[Envelope]:
 
 
 def hello_version(frame: bytes) -> int | None:
-    """Return the version that a frame's Hello speaks, None where the frame opens with no Hello.
+    """Return the version that a frame's Hello or Resume speaks, None where it opens with neither.
 
-    Only the first field of Hello is looked at: it stays in its place in every version, so that a
-    peer of another version is told about the mismatch whatever else it sends.
+    Only their first field is looked at: it stays in its place in every version, so that a peer of
+    another version is told about the mismatch whatever else it sends.
     """
     op, _, version = _first_numbers(frame, 3)
-    return version if op == Hello.OP else None
+    return version if op in (Hello.OP, Resume.OP) else None
 
 
 def first_request(frame: bytes) -> int:
@@ -180,7 +180,7 @@ def _read(reader: msgpack.Unpacker) -> Any:
 def _check_sums(costly: int, parts: int) -> None:
     if costly > MAX_COSTLY:
         raise ProtocolError(
-            f"a frame with {costly} requests for a state, a put, a get or a list of names; "
+            f"a frame with {costly} requests for a state, a put, a get or a list; "
             f"the limit is {MAX_COSTLY}: send the others in frames of their own"
         )
     if parts > MAX_BATCH:

@@ -3,9 +3,10 @@
 Each is declared here once: its number, its fields in the order they travel, and what each may be.
 A field is only ever added or taken away together with a new PROTOCOL_VERSION.
 
-Client to daemon: Hello first, then MapSegment / UnmapSegment, Store, Restore / RestoreParts,
-Release, Ping, StatusRequest, PlanLearned, Goodbye. Daemon to client: Welcome, Mapped, Admitted /
-Rejected, Stored, Restored / RestoredParts, Failed, Pong, Status, Refused.
+Client to daemon: Hello or Resume first, then MapSegment / UnmapSegment, Store, Restore /
+RestoreParts, Release, Ping, StatusRequest, PlanLearned, ListEntries, Goodbye. Daemon to client:
+Welcome, Mapped, Admitted / Rejected, Stored, Restored / RestoredParts, Failed, Pong, Status,
+Entries, Refused.
 
 One storage of the client travels as one or more entries. The way of an entry:
     Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
@@ -14,6 +15,7 @@ One storage of the client travels as one or more entries. The way of an entry:
     Restore -> Restored   the destination range holds the verified bytes
            or  Failed     the bytes cannot be had (CorruptBlob, a lane's error)
     Release -> (no answer) the entry is gone as soon as nothing uses it
+A Store that is sent again behind Resume is answered as the first one was: an entry is stored once.
 
 What RestoreParts and RestoredParts say of each chunk travels as packed numbers (`pack`), eight
 bytes each: as msgpack's they took 2.5 times as long to check and to read.
@@ -28,6 +30,7 @@ from typing import Annotated, Any, Final
 from stormd.protocol.declaring import (
     Message,
     binary,
+    flag,
     integer,
     list_of,
     mapping,
@@ -51,14 +54,17 @@ from stormd.protocol.limits import (
 __all__ = [
     "CODECS",
     "DEVICES",
+    "ENTRIES_A_PAGE",
     "NO_LANE",
     "REJECTIONS",
     "RESTORED_FIELDS",
     "RESTORE_FIELDS",
     "Admitted",
+    "Entries",
     "Failed",
     "Goodbye",
     "Hello",
+    "ListEntries",
     "MapSegment",
     "Mapped",
     "Ping",
@@ -71,6 +77,7 @@ __all__ = [
     "RestoreParts",
     "Restored",
     "RestoredParts",
+    "Resume",
     "Status",
     "StatusRequest",
     "Store",
@@ -97,6 +104,9 @@ RESTORE_FIELDS: Final = 6
 RESTORED_FIELDS: Final = 1
 """Numbers of one chunk in RestoredParts."""
 
+ENTRIES_A_PAGE: Final = MAX_BATCH
+"""Entries in one Entries at the most."""
+
 
 # --- the types of fields --------------------------------------------------------------------
 
@@ -114,6 +124,8 @@ Text = Annotated[str, text(MAX_TEXT)]
 Texts = Annotated[list[str], list_of(text(MAX_TEXT), MAX_FEATURES, "texts")]
 Binary = Annotated[bytes, binary(MAX_HANDLE_BYTES)]
 Seconds = Annotated[float, seconds(above_zero=True)]
+SecondsOrNone = Annotated[float, seconds(above_zero=False)]
+Flag = Annotated[bool, flag()]
 Device = Annotated[str, one_of(*DEVICES, NO_LANE)]
 Codec = Annotated[str, one_of(*CODECS)]
 Rejection = Annotated[str, one_of(*REJECTIONS)]
@@ -262,6 +274,34 @@ class PlanLearned(Message):
     budget: BudgetText
 
 
+@message(11, kw_only=True)
+class Resume(Message):
+    """Asks for a session that an earlier daemon opened, in the place of Hello.
+
+    `epoch` and `secret` are those of the session's Welcome, and so is `session`. Answered by
+    Welcome, with another token: the client sends the descriptors that it had of the session's
+    shared memory along with that, and asks by ListEntries what there is yet. Segments that it maps
+    have to be offered again. Refused as "DaemonLost" where the daemon has no such session.
+    """
+
+    protocol: Id
+    epoch: Id
+    session: Id
+    secret: Binary
+    pid: Id
+    uid: Id
+
+
+@message(12, costly=True)
+class ListEntries(Message):
+    """Asks which entries the session has, in the order of their numbers. Answered by Entries.
+
+    Those up to `after` are left out.
+    """
+
+    after: Id
+
+
 @message(23)
 class RestoreParts(Message):
     """Asks for several entries, in this order.
@@ -286,6 +326,9 @@ class Welcome(Message):
     `staging_bytes`; none without a lane. The session lives as long as that connection.
     `part_bytes` is the largest entry this lane takes; `lease_seconds` how long the session outlives
     its last message.
+
+    Where `resume_seconds` is not 0, the session outlives the daemon. Another at the same address
+    is waited for so long, and takes the session on for who says its `secret` and the `epoch`.
     """
 
     session: Id
@@ -297,6 +340,9 @@ class Welcome(Message):
     staging_bytes: Id
     part_bytes: PartBytes
     lease_seconds: Seconds
+    resume_seconds: SecondsOrNone = 0.0
+    epoch: Id = 0
+    secret: Binary = b""
 
 
 @message(65)
@@ -374,6 +420,17 @@ class Refused(Message):
 
     kind: Text
     detail: Text
+
+
+@message(74)
+class Entries(Message):
+    """Answers ListEntries: the numbers of entries, stored or yet to be, ENTRIES_A_PAGE at the most.
+
+    Where `is_all` is false, others follow the last one.
+    """
+
+    numbers: Ids
+    is_all: Flag
 
 
 @message(77)

@@ -163,7 +163,14 @@ class ControlSocket:
         OSError: the address cannot be bound.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: str, *, held_most: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        address: str,
+        *,
+        held_most: int,
+        listening: socket.socket | None = None,
+    ) -> None:
         self._loop = loop
         self._held_most = held_most
         self._held_bytes = 0
@@ -188,8 +195,17 @@ class ControlSocket:
         self._view = memoryview(self._buffer)
         self._next_warning = 0.0
         self._listener = Listener(
-            loop, parse_address(address), on_line=self._admit, on_lack=self._make_room
+            loop,
+            parse_address(address),
+            listening=listening,
+            on_line=self._admit,
+            on_lack=self._make_room,
         )
+
+    @property
+    def descriptor(self) -> int:
+        """That of the socket that listens, to be kept by others."""
+        return self._listener.descriptor
 
     @property
     def is_bound(self) -> bool:
@@ -285,6 +301,10 @@ class ControlSocket:
                 connection.silent_ticks += 1
                 if connection.silent_ticks > SILENT_TICKS:
                     self.close_connection(connection)
+
+    def leave(self) -> None:
+        """Have the socket's file stay when this is closed, for whoever has the socket as well."""
+        self._listener.leave()
 
     def close(self) -> None:
         """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""

@@ -32,13 +32,19 @@ MAX_STRANGERS_OF_ONE: Final = 128
 for one more: who has a token sends it at once, and others must not keep those out by sending none.
 """
 
+MAX_SENT: Final = 8
+"""Descriptors that a client may send: what an earlier daemon has shared with it."""
+
+OnToken = Callable[[bytes, int, list[int]], tuple[int, tuple[int, ...]] | None]
+
 
 class LifelineListener:
     """Listens at `path` from construction on.
 
-    `on_token(token, uid)` returns the session that the token opens and the descriptors to hand
-    over, which are closed here, or None. `on_lost(session)` follows the end of an accepted
-    connection, unless `end` ended it. Who is not of the users of `allow` is closed at once.
+    `on_token(token, uid, descriptors)` returns the session that the token opens and the descriptors
+    to hand over, which are closed here, or None; those that came with the token are its own.
+    `on_lost(session)` follows the end of an accepted connection, unless `end` ended it. Who is not
+    of the users of `allow` is closed at once. `listening` is a socket that is bound there already.
 
     Raises:
         OSError: the path cannot be bound.
@@ -49,7 +55,8 @@ class LifelineListener:
         loop: asyncio.AbstractEventLoop,
         path: Path,
         *,
-        on_token: Callable[[bytes, int], tuple[int, tuple[int, ...]] | None],
+        listening: socket.socket | None = None,
+        on_token: OnToken,
         on_lost: Callable[[int], None],
     ) -> None:
         self._loop = loop
@@ -59,8 +66,15 @@ class LifelineListener:
         self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
         self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of the strangers
         self._lines: dict[int, socket.socket] = {}
-        self._listener = Listener(loop, path, on_line=self._admit, on_lack=self._make_room)
+        self._listener = Listener(
+            loop, path, listening=listening, on_line=self._admit, on_lack=self._make_room
+        )
         self._listener.start()
+
+    @property
+    def descriptor(self) -> int:
+        """That of the socket that listens, to be kept by others."""
+        return self._listener.descriptor
 
     @property
     def is_bound(self) -> bool:
@@ -88,6 +102,10 @@ class LifelineListener:
     def stop_listening(self) -> None:
         """Take no new connection, and remove the socket's file. Twice is fine."""
         self._listener.close()
+
+    def leave(self) -> None:
+        """Have the socket's file stay when this is closed, for whoever has the socket as well."""
+        self._listener.leave()
 
     def close(self) -> None:
         """Close everything, without a call of `on_lost`. Twice is fine."""
@@ -118,15 +136,21 @@ class LifelineListener:
 
     def _greet(self, line: socket.socket) -> None:
         """Read the token, all of it in one piece: 16 bytes of a local stream are never split."""
+        descriptors: list[int] = []
         try:
-            token = line.recv(TOKEN_BYTES + 1)
+            token, descriptors, _, _ = socket.recv_fds(
+                line, TOKEN_BYTES + 1, MAX_SENT, socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             token = b""
         granted = None
         if len(token) == TOKEN_BYTES:
-            granted = self._on_token(token, peer_credentials(line).uid)
+            granted = self._on_token(token, peer_credentials(line).uid, descriptors)
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
         if granted is None:
             self._dismiss(line)
             return

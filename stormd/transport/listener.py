@@ -51,7 +51,8 @@ class Listener:
     """Listens at `path` from construction on; `start` begins to accept.
 
     `on_line` gets each connection, which does not block, and whose it is. `on_lack` is called where
-    there is no descriptor for one, which then waits.
+    there is no descriptor for one, which then waits. `listening` is a socket that is bound there
+    already, if there is one.
 
     Raises:
         OSError: the path cannot be bound.
@@ -62,6 +63,7 @@ class Listener:
         loop: asyncio.AbstractEventLoop,
         path: Path,
         *,
+        listening: socket.socket | None = None,
         on_line: Callable[[socket.socket, Credentials], None],
         on_lack: Callable[[], None],
     ) -> None:
@@ -70,7 +72,16 @@ class Listener:
         self._on_line = on_line
         self._on_lack = on_lack
         self._is_started = False
-        self._socket, self._file = _listening(path)
+        if listening is None:
+            self._socket, self._file = _listening(path)
+        else:
+            listening.setblocking(False)
+            self._socket, self._file = listening, SocketFile(path)
+
+    @property
+    def descriptor(self) -> int:
+        """That of the socket, to be kept by others."""
+        return self._socket.fileno()
 
     @property
     def is_bound(self) -> bool:
@@ -103,6 +114,11 @@ class Listener:
         """Take no new connection, and remove the socket's file. Twice is fine."""
         if self.is_open:
             self._file.remove()
+            self._shut()
+
+    def leave(self) -> None:
+        """Take no new connection; the file stays, for somebody else has the socket, too."""
+        if self.is_open:
             self._shut()
 
     def _shut(self) -> None:

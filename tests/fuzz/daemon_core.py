@@ -27,6 +27,7 @@ from stormd.ledger.events import (
     StoreJob,
 )
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.records import NoRecords
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
@@ -155,7 +156,7 @@ class DaemonCore:
 
     def __init__(self) -> None:
         self.counters = Counters()
-        cache = Cache(Space(CACHE_BYTES, base=POOL_BYTES), self.counters.cache)
+        cache = Cache(Space(CACHE_BYTES, base=POOL_BYTES), self.counters.cache, NoRecords())
         self.ledger = Ledger(Space(POOL_BYTES), LIMITS, self.counters, cache)
         self._lane = _Lane()
         self._control: Any = _Control()
@@ -227,7 +228,7 @@ class DaemonCore:
         self._send(connection, hello)
         (welcome,) = self._control.take(connection)
         assert isinstance(welcome, Welcome), welcome
-        assert self._gateway.take_token(welcome.token, os.getuid()) is not None
+        assert self._gateway.take_token(welcome.token, os.getuid(), []) is not None
         return welcome.session
 
     def _send(self, connection: _Connection, message: Message) -> None:

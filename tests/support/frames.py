@@ -25,6 +25,7 @@ from stormd.protocol import (
     Envelope,
     Goodbye,
     Hello,
+    ListEntries,
     MapSegment,
     Message,
     Ping,
@@ -32,6 +33,7 @@ from stormd.protocol import (
     Release,
     Restore,
     RestoreParts,
+    Resume,
     StatusRequest,
     Store,
     Stored,
@@ -179,6 +181,15 @@ class FrameFuzzer:
             lambda: UnmapSegment(choice.randrange(1, 4)),
             lambda: PlanLearned(
                 kept_bytes=size, offloaded_bytes=offset, replayed_bytes=0, budget=name
+            ),
+            lambda: ListEntries(self._known()),
+            lambda: Resume(
+                protocol=PROTOCOL_VERSION,
+                epoch=size,
+                session=self._known(),
+                secret=b"s" * 16,
+                pid=1,
+                uid=self._uid,
             ),
             lambda: Goodbye() if choice.randrange(2) else Ping(),
             lambda: Stored(self._known(), size, "raw"),  # the daemon's own, from a client

@@ -110,6 +110,10 @@ class InPlace(Protocol):
         """Return where the daemon has mapped the range, None where it has not (yet)."""
         ...
 
+    def offers(self) -> list[MapSegment]:
+        """Return what has a daemon that takes over map all that is mapped."""
+        ...
+
     def sweep(self) -> bool:
         """Have freed allocations unmapped; tell whether a mapping of one is being given up."""
         ...
@@ -166,6 +170,10 @@ class Lane(Protocol):
         `descriptors` are those of the lifeline, the timeline page first. The lane duplicates or
         maps what it needs: the caller closes them.
         """
+        ...
+
+    def offers(self) -> list[MapSegment]:
+        """Return what a daemon that takes over has to map of the lane's own memory."""
         ...
 
     def publish(self) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from storm_client.errors import ConnectionClosed, DaemonLost, DaemonUnavailable
 from storm_client.lanes import LaneHello, Request, Slot, Stream
-from stormd.protocol import Welcome
+from stormd.protocol import MapSegment, Welcome
 from stormd.protocol.timeline import PAGE_BYTES, POISON, STORED, Timelines
 
 __all__ = ["CpuLane"]
@@ -66,6 +66,10 @@ class CpuLane:
             memory.madvise(mmap.MADV_HUGEPAGE)
         page = mmap.mmap(descriptors[0], PAGE_BYTES)
         self._shared = _Shared(memory, page)
+
+    def offers(self) -> list[MapSegment]:
+        """Return nothing: what is shared is the daemon's memory."""
+        return []
 
     def publish(self) -> int:
         """Return 0: the host's memory is in order by itself."""

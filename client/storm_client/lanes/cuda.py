@@ -125,6 +125,10 @@ class CudaLane:
         if self._may_be_in_place:
             self._in_place = _InPlace(self, shared_by_mps=self._context.shared_by_mps())
 
+    def offers(self) -> list[MapSegment]:
+        """Return that of the staging area."""
+        return [self.offer()]
+
     @property
     def in_place(self) -> _InPlace | None:
         """The daemon's way to tensors where they are.
@@ -381,6 +385,10 @@ class _InPlace:
     def find(self, address: int, nbytes: int) -> Mapped | None:  # noqa: ARG002 - an allocation is mapped as a whole
         with self._lane.entered():
             return self.segments.find(address)
+
+    def offers(self) -> list[MapSegment]:
+        with self._lane.entered():
+            return self.segments.offers()
 
     def sweep(self) -> bool:
         with self._lane.entered():

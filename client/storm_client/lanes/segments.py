@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -114,6 +114,30 @@ class Segments:
         segment.state = _State.MAPPED if mapped else _State.REFUSED
         if forgotten and mapped:
             self.outbox.append(unmap)
+
+    def offers(self) -> list[MapSegment]:
+        """Return what has another daemon map all that is mapped or on offer."""
+        wanted = [one for one in self._known.values() if one.state is not _State.REFUSED]
+        offers = [(segment, self._offer(segment)) for segment in wanted]
+        for segment, offer in offers:
+            if offer is None:  # it is freed, and was not looked for yet
+                segment.state = _State.REFUSED
+        return [offer for _, offer in offers if offer is not None]
+
+    def resume(self, offered: Collection[int], mapped: Collection[int]) -> None:
+        """Note what another daemon has made of `offers`, by number; offer what came since."""
+        self._offers.clear()
+        self.outbox.clear()
+        known = {segment.number for segment in self._known.values()}
+        self.outbox.extend(UnmapSegment(number) for number in mapped if number not in known)
+        for segment in self._known.values():
+            if segment.number in offered:
+                is_mapped = segment.number in mapped
+                segment.state = _State.MAPPED if is_mapped else _State.REFUSED
+            elif segment.state is not _State.REFUSED:
+                offer = self._offer(segment)
+                segment.state = _State.REFUSED if offer is None else _State.OFFERED
+                self.outbox.extend([] if offer is None else [offer])
 
     def sweep(self) -> bool:
         """Forget allocations that are gone; tell whether a mapping of one is being given up."""

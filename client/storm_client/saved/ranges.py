@@ -383,6 +383,13 @@ class SavedStorages:
                 record.forget(reference.handle)
             self.deaths.popleft()
 
+    def living(self) -> Iterator[StoredRange]:
+        """Yield the records that live."""
+        for reference in list(self._records.values()):
+            record = reference()
+            if record is not None:
+                yield record
+
     def __len__(self) -> int:
         """Return the number of records that live, or whose deaths wait."""
         return len(self._records)

@@ -5,6 +5,9 @@ the lock, and handle what has arrived meanwhile: a send makes libzmq read its ma
 the descriptor alone would not announce those replies. The thread "storm-io" does the rest, so that
 replies, heartbeats and the daemon's death are noticed though nobody calls in. Whoever waits does so
 until a deadline, or the daemon's death.
+
+Where the session outlives its daemon, that thread looks for the one that follows. Meanwhile nothing
+is sent, and what waits goes on waiting; then all that was not answered is asked for again.
 """
 
 from __future__ import annotations
@@ -17,18 +20,29 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from enum import Enum, auto
 from itertools import count
 
 import zmq
 
-from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
+from storm_client.errors import (
+    ConnectionClosed,
+    DaemonLost,
+    DaemonUnavailable,
+    ProtocolMismatch,
+    StormError,
+    UsageError,
+    named,
+)
 from storm_client.lanes import Lane, LaneHello
 from storm_client.transport.frames import Frames, joined
-from storm_client.transport.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
+from storm_client.transport.handshake import FIRST_NUMBER, SEND_QUEUE, Channel, open_channel
 from storm_client.transport.interrupts import Changes, Living, Wakeup
+from storm_client.transport.resume import Resumed, resumed
 from stormd.protocol import (
     Envelope,
     Goodbye,
+    MapSegment,
     Message,
     Ping,
     Pong,
@@ -38,7 +52,7 @@ from stormd.protocol import (
     encode,
 )
 
-__all__ = ["Connection", "Listener"]
+__all__ = ["Connection", "Listener", "Phase"]
 
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
@@ -47,11 +61,25 @@ QUIET_SECONDS = 0.005
 """The listener's pause after each turn while nobody waits: replies then come in batches, and a
 training thread, which handles them itself when it sends, rarely shares the interpreter lock."""
 
+GONE_SECONDS = 1.0
+"""For a daemon's lifeline to end where its other socket has: the kernel closes one after the other.
+"""
+
 GOODBYE_SECONDS = 5.0
 """How long close waits for the daemon to free the session before it leaves anyway."""
 
 FRAME_MESSAGES = 256
 """Messages sent in one frame: of the longest kind, a Release of 256 entries, they fit."""
+
+
+class Phase(Enum):
+    """What becomes of a connection."""
+
+    OPEN = auto()
+    RESUMING = auto()
+    """The daemon has ended, and one that goes on with the session is looked for."""
+    LOST = auto()
+    """The daemon is gone or the connection closed: `error` says which. Final."""
 
 
 class Listener:
@@ -65,6 +93,20 @@ class Listener:
 
     def on_wake(self) -> None:
         """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
+
+    def offers(self) -> list[MapSegment]:
+        """Return the segments that another daemon has to map; with the lock held. Here: none."""
+        return []
+
+    def settling_seconds(self) -> float:
+        """Return how long after a daemon's end its device may still write. Here: it has none."""
+        return 0.0
+
+    def on_resume(self, entries: frozenset[int], mapped: frozenset[int]) -> None:
+        """Post what another daemon, which has these entries, has not answered; locked.
+
+        `mapped` are those of `offers` that it has mapped.
+        """
 
     def close(self) -> None:
         """End: nobody else can end it any more. Here: there is nobody who could be gone."""
@@ -89,8 +131,7 @@ class Connection:
         """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
         self.outbox: list[Envelope] = []
         """What leaves with the next flush; whoever has the lock may append to it."""
-        self.lost = False
-        """Whether the daemon is gone or the connection closed."""
+        self.phase = Phase.OPEN
         self.error: StormError | None = None
         """What keeps it from being used: `check` raises it."""
         self.waiting = 0
@@ -102,6 +143,7 @@ class Connection:
         self._received: list[int] = []  # the same of a frame that is not in the inbox yet
         self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
+        self._asked: dict[int, Message] = {}  # the requests whose answers are waited for
         self._is_deferred = False  # whether the listener was woken to send what was posted
         # Held but for ending the listener's pause. No Event: its methods take a lock in Python, and
         # who is interrupted there keeps it.
@@ -116,12 +158,21 @@ class Connection:
         self._listener = Listener()
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
-        self._context, self._socket = channel.context, channel.socket
-        self._frames = Frames(channel.socket)
-        self.lifeline, self.descriptors = channel.lifeline, channel.descriptors
-        self.welcome = channel.welcome
+        self._use(channel)
+        self.descriptors = channel.descriptors
         self._wakeup: Wakeup | None = Wakeup()
         _CONNECTIONS.add(self)
+
+    def _use(self, channel: Channel) -> None:
+        """Say and hear all that follows on this channel."""
+        self._context, self._socket = channel.context, channel.socket
+        self._frames = Frames(channel.socket)
+        self.lifeline, self.welcome = channel.lifeline, channel.welcome
+
+    @property
+    def lost(self) -> bool:
+        """Whether the daemon is gone or the connection closed."""
+        return self.phase is Phase.LOST
 
     def start(self, listener: Listener | None = None) -> None:
         """Listen, and tell `listener`, of something at once perhaps; without one, nobody yet."""
@@ -140,13 +191,9 @@ class Connection:
         """
         self.start()
         self._lane = lane
-        try:
-            lane.attach(
-                self.welcome, self.descriptors, lambda message: self.request(message, timeout)
-            )
-        finally:
-            for descriptor in self.descriptors:
-                os.close(descriptor)
+        lane.attach(self.welcome, self.descriptors, lambda message: self.request(message, timeout))
+        if not self.welcome.resume_seconds:
+            self._close_shared()
 
     # --- for callers ------------------------------------------------------------------------
 
@@ -168,8 +215,8 @@ class Connection:
         """
         with self.lock:
             self.check()
-            if self.lifeline.ended:
-                self._lose(DaemonLost(self._ended))
+            if self.phase is Phase.OPEN and self.lifeline.ended:
+                self._daemon_ended()
             self.check()
 
     def post(self, request: int, message: Message) -> None:
@@ -205,7 +252,7 @@ class Connection:
             self.check()
         if self.outbox:
             self._transmit()
-        if self._is_handling:
+        if self._is_handling or self.phase is not Phase.OPEN:
             return False  # a handler sends: the loop that called it goes on
         is_news = False
         self._is_handling = True
@@ -252,6 +299,7 @@ class Connection:
         with self.lock:
             number = next(self.numbers)
             self._answers[number] = None
+            self._asked[number] = message
             try:
                 self.send(number, message)
                 while self._answers[number] is None:
@@ -262,6 +310,7 @@ class Connection:
                         )
             finally:
                 answer = self._answers.pop(number)
+                del self._asked[number]
         if isinstance(answer, Refused):
             raise named(answer.kind, answer.detail)
         assert answer is not None
@@ -321,6 +370,7 @@ class Connection:
                 self.changed.wait()  # a join would keep the lock, if a destructor's thread has it
             self._wakeup = None
             self.lifeline.close()
+            self._close_shared()
             self._context.destroy(linger=0)
         if thread is not None:
             thread.join()
@@ -329,12 +379,13 @@ class Connection:
     def _leave(self) -> bool:
         """Say goodbye; False where nobody hears it, or it was said."""
         with self.lock:
-            if self.lost:
+            if self.phase is Phase.LOST:
                 return False
+            is_heard = self.phase is Phase.OPEN
             with suppress(DaemonLost):  # it does not read: there is nobody to say goodbye to
                 self.post(0, Goodbye())
                 self._transmit()
-                self._is_leaving = True
+                self._is_leaving = is_heard
             self._lose(
                 ConnectionClosed(
                     f"the client's connection to {self.address} was closed, and what it held is "
@@ -349,6 +400,7 @@ class Connection:
             f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
             f"{self.address} it cannot share; call storm_client.connect() in the child"
         )
+        self._close_shared()
         self.lock = threading.RLock()
         self.changed = Changes(self.lock)
 
@@ -372,6 +424,11 @@ class Connection:
                     self.changed.notify_all()
 
     def _serve(self) -> None:
+        while self._serve_channel() and self._resume():
+            pass
+
+    def _serve_channel(self) -> bool:
+        """Listen to the daemon there is; tell, once it has ended, whether another may follow."""
         wakeup = self._wakeup
         assert wakeup is not None, "close drops it after this thread has ended"
         poller = select.poll()
@@ -380,23 +437,61 @@ class Connection:
             poller.register(descriptor, select.POLLIN)
         ready: dict[int, int] = {}
         next_ping = time.monotonic()
-        while not self.lost:
+        while self.phase is Phase.OPEN:
             if awakened in ready:
                 wakeup.clear()
             next_ping = self._turn(next_ping, is_awake=awakened in ready)
             if self._ownerless:
                 self._listener.close()
-                return
+                return False
             if not self.waiting:
                 self._pause.acquire(timeout=QUIET_SECONDS)
             ready = dict(poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000)))
             if lifeline in ready:
-                self._fail(DaemonLost(self._ended))
+                with self.lock:
+                    self._daemon_ended()
+        return self.phase is Phase.RESUMING
+
+    def _resume(self) -> bool:
+        """Have another daemon go on with the session; False where none does: then it is lost."""
+        ended = time.monotonic()
+        try:
+            found = resumed(
+                self.address,
+                self.welcome,
+                self.descriptors,
+                offers=self._offers,
+                deadline=ended + self.welcome.resume_seconds,
+                is_over=self._is_unwanted,
+            )
+        except (DaemonUnavailable, ProtocolMismatch) as error:
+            self._fail(DaemonLost(f"{self._ended}: {error}"))
+            return False
+        if found is None:
+            if self._ownerless:
+                self._listener.close()
+            return False
+        with self.lock:
+            settled = ended + self._listener.settling_seconds()
+        time.sleep(max(0.0, settled - time.monotonic()))
+        with self.lock:
+            if self.phase is Phase.RESUMING:
+                self._go_on(found)
+                return True
+        found.channel.close()
+        return False
+
+    def _offers(self) -> list[MapSegment]:
+        with self.lock:
+            return self._listener.offers()
+
+    def _is_unwanted(self) -> bool:
+        return self.phase is not Phase.RESUMING or bool(self._ownerless)
 
     def _turn(self, next_ping: float, *, is_awake: bool) -> float:
         """Handle what has come up, and return when the next heartbeat is due."""
         with self.lock:
-            if self.lost:
+            if self.phase is not Phase.OPEN:
                 return next_ping
             self.flush()
             is_due = time.monotonic() >= next_ping
@@ -411,14 +506,19 @@ class Connection:
 
     def _fail(self, loss: DaemonLost) -> None:
         with self.lock:
-            if not self.lost:
+            if self.phase is not Phase.LOST:
                 self._lose(loss)
 
     # --- with the lock held -----------------------------------------------------------------
 
     def _transmit(self) -> None:
-        """Send what was posted. What interrupts it neither loses a message nor sends one twice."""
+        """Send what was posted. What interrupts it neither loses a message nor sends one twice.
+
+        While another daemon is looked for nothing is sent.
+        """
         self._is_deferred = False
+        if self.phase is Phase.RESUMING:
+            return
         try:
             while self.outbox:
                 if not self._sent:
@@ -430,6 +530,9 @@ class Connection:
                 del self.outbox[: self._leaving]
                 self._sent = []
         except zmq.Again:
+            if self.lifeline.ends_within(GONE_SECONDS):  # nobody is there to take it
+                self._daemon_ended()
+                return
             self._lose(
                 DaemonLost(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
             )
@@ -449,8 +552,39 @@ class Connection:
             if self.waiting:
                 self.changed.notify_all()
 
+    def _daemon_ended(self) -> None:
+        """Begin to look for the daemon that follows, where what is stored outlives this one."""
+        if self.phase is not Phase.OPEN:
+            return
+        if not self.welcome.resume_seconds or self._thread is None:
+            self._lose(DaemonLost(self._ended))
+            self.check()
+        self.phase = Phase.RESUMING
+        if self._pause.locked():
+            self._pause.release()
+        self.wake()
+
+    def _go_on(self, found: Resumed) -> None:
+        """Use the channel to another daemon, and ask it for all that was not answered."""
+        self.lifeline.close()
+        self._context.destroy(linger=0)
+        self._use(found.channel)
+        self._handle_all()
+        self._sent, self._received, self._leaving = [], [], 0
+        # What was to be sent is about the session, which posts anew what it needs.
+        self.outbox[:] = [Envelope(number, message) for number, message in self._asked.items()]
+        self.phase = Phase.OPEN
+        self._listener.on_resume(found.entries, found.mapped)
+        self.flush()
+        self.changed.notify_all()
+
+    def _close_shared(self) -> None:
+        """Close the descriptors of the memory that is shared: nobody else has to be given them."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
     def _lose(self, loss: DaemonLost) -> None:
-        self.error, self.lost = loss, True
+        self.error, self.phase = loss, Phase.LOST
         if self._pause.locked():
             self._pause.release()
         self.changed.notify_all()

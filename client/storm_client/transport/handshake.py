@@ -7,6 +7,7 @@ is left open, and the error says what to do.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +21,14 @@ from storm_client.errors import (
     named,
 )
 from storm_client.lanes import LaneHello
-from storm_client.transport.lifeline import Lifeline
+from storm_client.transport.lifeline import Lifeline, NoAnswer
 from stormd.protocol import (
     PROTOCOL_VERSION,
     Envelope,
     Hello,
     ProtocolError,
     Refused,
+    Resume,
     Welcome,
     accepts_connections,
     decode,
@@ -35,7 +37,15 @@ from stormd.protocol import (
     socket_trouble,
 )
 
-__all__ = ["FIRST_NUMBER", "SEND_QUEUE", "Channel", "is_listening", "open_channel", "socket_path"]
+__all__ = [
+    "FIRST_NUMBER",
+    "SEND_QUEUE",
+    "Channel",
+    "is_listening",
+    "open_channel",
+    "resumed_channel",
+    "socket_path",
+]
 
 SEND_QUEUE = 16384
 """Frames that may wait for a daemon that does not read before it is given up."""
@@ -57,6 +67,11 @@ class Channel:
     descriptors: list[int]
     """For the session's lane; the caller closes them."""
     welcome: Welcome
+
+    def close(self) -> None:
+        """End the session as far as this process is concerned."""
+        self.lifeline.close()
+        self.context.destroy(linger=0)
 
 
 def socket_path(address: str) -> Path:
@@ -84,12 +99,51 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
         DaemonUnavailable: nobody answers there, or takes no session.
         ProtocolMismatch: the daemon speaks another version.
     """
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=list(lane.features),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        device=lane.device,
+        device_uuid=lane.device_uuid,
+        staging_bytes=lane.staging_bytes,
+        name=_process_name(),
+    )
+    return _opened(address, hello, timeout)
+
+
+def resumed_channel(
+    address: str, welcome: Welcome, shared: Sequence[int], timeout: float
+) -> Channel:
+    """Go on with the session of `welcome` at `address`, whose daemon has ended.
+
+    `shared` are the descriptors that came with it.
+
+    Raises:
+        NoAnswer: nobody has answered within `timeout` seconds, and another attempt may do better.
+        DaemonUnavailable: nobody listens there, or who does has no such session.
+        ProtocolMismatch: the daemon speaks another version.
+    """
+    resume = Resume(
+        protocol=PROTOCOL_VERSION,
+        epoch=welcome.epoch,
+        session=welcome.session,
+        secret=welcome.secret,
+        pid=os.getpid(),
+        uid=os.getuid(),
+    )
+    return _opened(address, resume, timeout, shared)
+
+
+def _opened(
+    address: str, first: Hello | Resume, timeout: float, shared: Sequence[int] = ()
+) -> Channel:
     _check_listening(address)
     context = _Context()
     try:
-        control = _connect(context, address)
-        welcome = _introduce(control, address, lane, timeout)
-        lifeline, descriptors = Lifeline.attach(welcome.lifeline, welcome.token, timeout)
+        control = _connect(context, address, timeout)
+        welcome = _introduce(control, address, first, timeout)
+        lifeline, descriptors = Lifeline.attach(welcome.lifeline, welcome.token, timeout, shared)
     except BaseException:
         context.destroy(linger=0)
         raise
@@ -121,36 +175,40 @@ def _check_listening(address: str) -> None:
     raise DaemonUnavailable(f"no daemon listens at {address} ({trouble}); {advice}")
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout: float
+) -> zmq.Socket[bytes]:
     control = context.socket(zmq.DEALER)
     control.setsockopt(zmq.LINGER, 0)
     control.setsockopt(zmq.SNDHWM, SEND_QUEUE)
     control.setsockopt(zmq.RCVHWM, 0)  # bounded by what this side asked for
+    # A session is its connection's: on another one, with a daemon that has followed, what is on its
+    # way would be a stranger's.
+    control.setsockopt(zmq.RECONNECT_IVL, -1)
+    control.setsockopt(zmq.SNDTIMEO, max(1, int(timeout * 1000)))  # where it has ended already
     control.connect(address)
     return control
 
 
 def _introduce(
-    control: zmq.Socket[bytes], address: str, lane: LaneHello, timeout: float
+    control: zmq.Socket[bytes], address: str, first: Hello | Resume, timeout: float
 ) -> Welcome:
-    """Exchange Hello for Welcome."""
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        features=list(lane.features),
-        pid=os.getpid(),
-        uid=os.getuid(),
-        device=lane.device,
-        device_uuid=lane.device_uuid,
-        staging_bytes=lane.staging_bytes,
-        name=_process_name(),
-    )
-    control.send(encode([Envelope(HELLO_NUMBER, hello)]))
-    if not control.poll(max(1, int(timeout * 1000))):
-        raise DaemonUnavailable(
+    """Exchange a Hello or Resume for Welcome."""
+    if not _is_answered(control, encode([Envelope(HELLO_NUMBER, first)]), timeout):
+        raise NoAnswer(
             f"whoever listens at {address} did not answer within {timeout:g} s; "
             "check that it is stormd (`stormd status`), or raise timeout"
         )
     return _welcomed(control.recv(), address)
+
+
+def _is_answered(control: zmq.Socket[bytes], frame: bytes, timeout: float) -> bool:
+    """Send a frame and wait; tell whether something has come."""
+    try:
+        control.send(frame)
+    except zmq.Again:
+        return False
+    return bool(control.poll(max(1, int(timeout * 1000))))
 
 
 def _welcomed(frame: bytes, address: str) -> Welcome:

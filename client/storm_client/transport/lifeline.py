@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.transport.interrupts import Living
 from stormd.protocol import distrust, peer_uid
 
-__all__ = ["MAX_DESCRIPTORS", "Lifeline"]
+__all__ = ["MAX_DESCRIPTORS", "Lifeline", "NoAnswer"]
 
 MAX_DESCRIPTORS = 8
 """More than any lane shares; received in one message."""
+
+
+class NoAnswer(DaemonUnavailable):
+    """Somebody listens and has not answered: a daemon that starts, or has just been killed."""
 
 
 class Lifeline:
@@ -32,15 +37,18 @@ class Lifeline:
         _LIFELINES.add(self)
 
     @classmethod
-    def attach(cls, path: str, token: bytes, timeout: float) -> tuple[Lifeline, list[int]]:
+    def attach(
+        cls, path: str, token: bytes, timeout: float, shared: Sequence[int] = ()
+    ) -> tuple[Lifeline, list[int]]:
         """Connect to `path` with the session's `token`; return it and the descriptors sent.
 
-        The descriptors are the caller's to close. The token, which opens the session, is said to
-        no process but one of those users whose daemons are spoken to.
+        The descriptors are the caller's to close. `shared` are those that an earlier daemon sent,
+        for one that goes on with the session. The token, which opens the session, is said to no
+        process but one of those users whose daemons are spoken to.
 
         Raises:
-            DaemonUnavailable: nobody answered within `timeout` seconds, or refused the token; or
-                who listens there is not to be told it.
+            NoAnswer: nobody answered within `timeout` seconds, or refused the token.
+            DaemonUnavailable: who listens there is not to be told it.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         lifeline = cls(connection)  # now, for a thread may fork before the daemon has answered
@@ -48,20 +56,20 @@ class Lifeline:
             connection.settimeout(timeout)
             connection.connect(path)
             _check_peer(connection, path)
-            connection.sendall(token)
+            socket.send_fds(connection, [token], shared)
             data, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
         except DaemonUnavailable:
             lifeline.close()
             raise
         except OSError as error:
             lifeline.close()
-            raise DaemonUnavailable(
+            raise NoAnswer(
                 f"the daemon's lifeline {path} failed within {timeout:g} s ({error}); "
                 "see `stormd status` and the daemon's log"
             ) from error
         if not data:
             lifeline.close()
-            raise DaemonUnavailable(f"the daemon closed the lifeline {path}; see its log")
+            raise NoAnswer(f"the daemon closed the lifeline {path}; see its log")
         connection.setblocking(False)
         return lifeline, descriptors
 
@@ -72,9 +80,13 @@ class Lifeline:
     @property
     def ended(self) -> bool:
         """Whether the daemon is gone; must not be asked of a closed lifeline."""
+        return self.ends_within(0.0)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the daemon's end; tell whether it has come."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(seconds * 1000))
 
     def close(self) -> None:
         """End the session as far as the daemon is concerned. Calling it twice is fine."""

@@ -36,13 +36,14 @@ from storm_client.saved.ranges import (
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_unshared
 from storm_client.transport.connection import Connection, Listener
 from storm_client.transport.memory_pressure import watch
-from storm_client.transport.restore import STALL_SECONDS, Inbound
+from storm_client.transport.restore import LAST_WRITES_SECONDS, STALL_SECONDS, Inbound
 from storm_client.transport.store import Outbound
 from storm_client.transport.transfers import Transfers, number_of
 from stormd.protocol import (
     Budget,
     Failed,
     Mapped,
+    MapSegment,
     Message,
     PlanLearned,
     Refused,
@@ -80,6 +81,10 @@ class Session(Listener):
         self._unreleased: list[int] = []
         """Entries of dead records that the daemon has not been told of."""
         self._unreleased_bytes = 0
+        self._plan: PlanLearned | None = None
+        """What the daemon has been told of steps last."""
+        self._offered: set[int] = set()
+        """The segments that another daemon was asked to map."""
         self.connection = Connection(address, lane.hello, timeout)
         try:
             self.connection.attach(lane, timeout)
@@ -319,8 +324,9 @@ class Session(Listener):
             replayed_bytes=sizes["replay"],
             budget=budget_text(budget),
         )
-        with self.connection.lock, suppress(DaemonLost):
+        with self.connection.lock:
             self.transfers.window.at_turn = plan.turn_bytes
+            self._plan = message
             self.connection.post(0, message)
 
     def close(self) -> None:
@@ -349,6 +355,43 @@ class Session(Listener):
         """Release what died meanwhile, and streams that have waited for the daemon for too long."""
         self._release_dead()
         self._inbound.end_stalled()
+
+    def offers(self) -> list[MapSegment]:
+        """Return what another daemon has to map: the staging area, and what it works on in place.
+
+        Segments that are gone are not among them.
+        """
+        segments = [] if self._in_place is None else self._in_place.offers()
+        self._offered = {offer.segment for offer in segments}
+        return self.lane.offers() + segments
+
+    def settling_seconds(self) -> float:
+        """Return how long a dead daemon's device may still write to memory of this process."""
+        return LAST_WRITES_SECONDS if self.transfers.writes_to_memory() else 0.0
+
+    def on_resume(self, entries: frozenset[int], mapped: frozenset[int]) -> None:
+        """Ask again for what was not answered, and give up what nobody here has any more."""
+        if self._in_place is not None:
+            self._in_place.segments.resume(self._offered, mapped & self._offered)
+            tell(self.connection, self._in_place.segments)
+        if self._plan is not None:
+            self.connection.post(0, self._plan)
+        asked = self.transfers.resume()
+        self._forget_dead()
+        there, held = entries.union(asked), set[int]()
+        for record in self.saved.living():
+            numbers = [part.entry for part in record.parts]
+            held.update(numbers)
+            missing = [number for number in numbers if number not in there]
+            if missing:
+                record.lose(
+                    ActivationLost(
+                        f"the daemon that took over has no entry {missing[0]}, which the one "
+                        "before had: repeat the step from its forward pass"
+                    )
+                )
+        self._unreleased = sorted(there - held)
+        self._post_releases()
 
     # --- helpers, with the lock held --------------------------------------------------------
 

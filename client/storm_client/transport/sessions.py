@@ -6,7 +6,6 @@ question each time. Sessions that nobody can use any more end, though nobody has
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from pathlib import Path
@@ -134,8 +133,6 @@ class Control(Listener):
             StormError: as Connection.
         """
         self.connection = Connection(address, LaneHello(device=NO_LANE), timeout)
-        for descriptor in self.connection.descriptors:
-            os.close(descriptor)
         self.connection.start(self)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from enum import Enum, auto
 
 import torch
 
-from storm_client.errors import StormError, named
+from storm_client.errors import ActivationLost, StormError, named
 from storm_client.lanes import Mapped, Route, Slot, Staged
 from storm_client.lanes.dtypes import ENCODED, codec_name
 from storm_client.monitoring.stats import StatsRecorder
@@ -142,6 +142,8 @@ class Transfer:
     used_by: int = 0
     """The backward pass that uses it since before it was answered for."""
     error: StormError | None = None
+    message: Message | None = None
+    """What has asked the daemon for it; None for one that was never asked for."""
 
     @property
     def is_wanted(self) -> bool:
@@ -417,7 +419,7 @@ class Transfers:
             sequence=sequence,
             ready=out.ready if isinstance(route, Mapped) else 0,
         )
-        transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
+        transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT, message=message)
         envelope = Envelope(entry, message)
         if record is not None:
             record.parts.append(Part(entry, part.start, len(part)))
@@ -520,7 +522,6 @@ class Transfers:
             self._has_grown = False
         part = incoming.parts[index]
         number = self._next_ticket()
-        transfer = Transfer(number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index)
         message = Restore(
             ticket=number,
             entry=part.entry,
@@ -528,6 +529,9 @@ class Transfers:
             offset=route.offset,
             nbytes=part.nbytes,
             sequence=sequence,
+        )
+        transfer = Transfer(
+            number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index, message=message
         )
         envelope = Envelope(number, message)
         # All of it or nothing, for no call is between: nobody waits for what was never asked for,
@@ -679,6 +683,25 @@ class Transfers:
         pending = self._pending.values()
         return any(isinstance(one.of, Incoming) and one.slot is None for one in pending)
 
+    def resume(self) -> list[int]:
+        """Ask another daemon for all that the one before has not answered, in the same order.
+
+        Returns the entries that it is to store: it may have stored them already, which it says.
+        What nobody wants any more is not asked for again, as nobody writes it.
+        """
+        entries: list[int] = []
+        for number, transfer in sorted(self._pending.items()):
+            if transfer.phase is Phase.DROPPED:
+                transfer.move_to(Phase.DONE)
+                self._give_back(transfer)
+                self._end(transfer)
+                continue
+            assert transfer.message is not None, "a transfer that was not asked for is awaited"
+            if isinstance(transfer.of, Outgoing):
+                entries.append(number)
+            self._outbox.append(Envelope(number, transfer.message))
+        return entries
+
     def end(self) -> None:
         """Let all memory go: no answer will come any more."""
         self._pending.clear()
@@ -804,6 +827,12 @@ class Transfers:
 
     def _refused(self, transfer: Transfer, out: Outgoing, reason: str, detail: str) -> None:
         """The daemon does not take a chunk, and so none of its record's."""
+        record = out.living()
+        if record is not None and record.phase not in _REFUSABLE:
+            # Another daemon does not take what the one before has admitted.
+            error = ActivationLost(f"a daemon that took over did not take the tensor on: {detail}")
+            self._lost(transfer, out, error)
+            return
         transfer.move_to(Phase.REFUSED)
         self._give_back(transfer)
         self.refuse(out, reason, detail)
@@ -951,6 +980,7 @@ class Transfers:
 
 
 _FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
+_REFUSABLE = {RangePhase.LEAVING, RangePhase.STAYING, RangePhase.LOST}
 
 
 def number_of(request: int, message: Message) -> int:

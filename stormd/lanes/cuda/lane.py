@@ -7,6 +7,7 @@ its Hello names, whatever number that device has in either process.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -84,16 +85,21 @@ class CudaLane:
         except KernelsError as error:
             raise LaneUnavailable(f"the pool cannot be registered further: {error}") from error
 
-    def attach(self, session: int, hello: Hello) -> Attachment:
+    def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""
+        given, *others = descriptors or (-1,)
+        for descriptor in others:
+            os.close(descriptor)
         device = self._devices.get(hello.device_uuid)
         if device is None:
+            if given >= 0:
+                os.close(given)
             raise LaneUnavailable(
                 f"this daemon does not serve the GPU {hello.device_uuid or 'without a UUID'}, "
                 f"only {', '.join(self._devices)}: check CUDA_VISIBLE_DEVICES on both sides"
             )
         try:
-            page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
+            page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES, given)
         except OSError as error:
             raise LaneUnavailable(
                 f"no shared page for a session: {remedy(error, SEE_LOG)}"
@@ -109,8 +115,11 @@ class CudaLane:
             post=self._post,
         )
         self._sessions[session] = CudaSession(client)
+        made = page.take_descriptor()
+        if descriptors:  # the client has it
+            os.close(made)
         return Attachment(
-            descriptors=(page.take_descriptor(),),
+            descriptors=() if descriptors else (made,),
             staging_bytes=staging,
             part_bytes=part,
             segment_bytes=0,

@@ -118,8 +118,6 @@ class Told(Listener):
 
 def started(daemon: DaemonProcess) -> tuple[Connection, Told]:
     connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
-    for descriptor in connection.descriptors:
-        os.close(descriptor)
     told = Told(connection)
     connection.start(told)
     return connection, told
@@ -177,8 +175,6 @@ def test_a_deferred_message_leaves_by_itself(connection: Connection, told: Told)
 def test_what_comes_before_anybody_listens_is_passed_over(daemon: DaemonProcess) -> None:
     """As while a lane is attached: only who has asked has an answer then."""
     connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
-    for descriptor in connection.descriptors:
-        os.close(descriptor)
     connection.start()
     with connection.lock:
         connection.defer(next(connection.numbers), StatusRequest())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stormd.ledger.holdings import Holdings, assert_session, assert_space
+from stormd.ledger.records import NoRecords
 from stormd.ledger.sessions import Entry, Session, SessionInfo
 from stormd.memory.arena import Space, granules
 
@@ -41,7 +42,7 @@ def stored(space: Space) -> Entry:
 
 
 def test_what_a_session_has_is_counted_once(record: Session, space: Space) -> None:
-    holdings = Holdings()
+    holdings = Holdings(NoRecords())
     holdings.add(record, 1, stored(space))
     assert (holdings.entries, holdings.raw_bytes, record.used_bytes) == (1, 1000, 512)
     assert_session(record)
@@ -52,7 +53,7 @@ def test_what_a_session_has_is_counted_once(record: Session, space: Space) -> No
 
 
 def test_what_is_used_is_freed_when_it_no_longer_is(record: Session, space: Space) -> None:
-    holdings = Holdings()
+    holdings = Holdings(NoRecords())
     holdings.add(record, 1, stored(space))
     record.entries[1].restores = 1
     holdings.give_up(record, 1)
@@ -63,7 +64,7 @@ def test_what_is_used_is_freed_when_it_no_longer_is(record: Session, space: Spac
 
 
 def test_another_charge_counts_from_then_on(record: Session, space: Space) -> None:
-    holdings = Holdings()
+    holdings = Holdings(NoRecords())
     holdings.add(record, 1, stored(space))
     holdings.charge(record, -256)
     assert record.used_bytes == 256

@@ -26,14 +26,20 @@ class Bench:
         self.path = path
         self.lost: asyncio.Queue[int] = asyncio.Queue()
         self.uids: list[int] = []
+        self.given: list[str] = []
         self.granted = False
         self.listener = LifelineListener(
             asyncio.get_running_loop(), path, on_token=self.grant, on_lost=self.lost.put_nowait
         )
         self.listener.allow(frozenset({os.getuid()}))
 
-    def grant(self, token: bytes, uid: int) -> tuple[int, tuple[int, ...]] | None:
+    def grant(
+        self, token: bytes, uid: int, descriptors: list[int]
+    ) -> tuple[int, tuple[int, ...]] | None:
         self.uids.append(uid)
+        self.given += [str(Path(f"/proc/self/fd/{one}").readlink()) for one in descriptors]
+        for one in descriptors:
+            os.close(one)
         if token != TOKEN or self.granted:
             return None
         self.granted = True

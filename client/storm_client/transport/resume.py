@@ -1,0 +1,162 @@
+"""Goes on with a session whose daemon has ended, with the daemon that follows it.
+
+What the session has stored outlives its daemon where Welcome said so: in memory that somebody else
+keeps, with the sockets at the address, so that a connection waits until a daemon takes it. Where
+nobody keeps them nobody listens, which is known at once. Here is the way to a channel on which the
+session can go on; nothing of the session has changed until then, and an attempt that fails leaves
+nothing.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final, NamedTuple
+
+import zmq
+
+from storm_client.errors import DaemonUnavailable
+from storm_client.lanes import STAGING
+from storm_client.transport.handshake import FIRST_NUMBER, Channel, resumed_channel
+from storm_client.transport.lifeline import NoAnswer
+from stormd.protocol import (
+    Entries,
+    Envelope,
+    ListEntries,
+    Mapped,
+    MapSegment,
+    Message,
+    ProtocolError,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
+
+__all__ = ["Resumed", "resumed"]
+
+ATTEMPT_SECONDS: Final = 2.0
+"""For each answer: a daemon that is killed while it is asked tells nothing."""
+
+PAUSE_SECONDS: Final = 0.02
+"""Between two attempts, each of which failed at once."""
+
+LOOK_MILLISECONDS: Final = 100
+"""Between two looks whether there is still somebody who wants the session."""
+
+_ENDED: Final = "the daemon that was to go on with the session ended, or takes too long"
+
+
+class Resumed(NamedTuple):
+    """A channel on which a session goes on, with what the daemon has of it."""
+
+    channel: Channel
+    entries: frozenset[int]
+    """That the daemon holds, or has promised room for."""
+    mapped: frozenset[int]
+    """The segments of those that were offered that it has mapped."""
+
+
+def resumed(
+    address: str,
+    welcome: Welcome,
+    shared: Sequence[int],
+    *,
+    offers: Callable[[], Sequence[MapSegment]],
+    deadline: float,
+    is_over: Callable[[], bool],
+) -> Resumed | None:
+    """Return the channel on which the session of `welcome` goes on, once there is a daemon.
+
+    `offers` returns the segments that are to be mapped again. None where `is_over` says that
+    nobody wants it any more, which is asked from time to time.
+
+    Raises:
+        DaemonUnavailable: nobody listens there any more or has answered by `deadline`, of
+            time.monotonic; or who does has no such session.
+        ProtocolMismatch: the daemon speaks another version.
+    """
+    while not is_over():
+        left = deadline - time.monotonic()
+        try:
+            channel = resumed_channel(address, welcome, shared, max(min(left, ATTEMPT_SECONDS), 0))
+        except NoAnswer:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(PAUSE_SECONDS)
+            continue
+        try:
+            return _agreed(channel, offers(), is_over)
+        except NoAnswer:
+            channel.close()
+        except BaseException:
+            channel.close()
+            raise
+    return None
+
+
+def _agreed(channel: Channel, offers: Sequence[MapSegment], is_over: Callable[[], bool]) -> Resumed:
+    """Have segments mapped, and learn what entries there are."""
+    ask, numbers = _Asking(channel, is_over), count(FIRST_NUMBER)
+    mapped = set()
+    for offer in offers:
+        answer = ask(next(numbers), offer)
+        if isinstance(answer, Mapped):
+            mapped.add(offer.segment)
+        elif offer.segment == STAGING:
+            raise DaemonUnavailable(f"the daemon maps no staging area: {_said(answer)}")
+    entries: list[int] = []
+    is_all = False
+    while not is_all:
+        page = ask(next(numbers), ListEntries(entries[-1] if entries else 0))
+        if not isinstance(page, Entries):
+            raise DaemonUnavailable(f"the daemon lists no entries: {_said(page)}")
+        entries += page.numbers
+        is_all = page.is_all
+    return Resumed(channel, frozenset(entries), frozenset(mapped))
+
+
+def _said(answer: Message) -> str:
+    return answer.detail if isinstance(answer, Refused) else f"it said {type(answer).__name__}"
+
+
+class _Asking:
+    """Asks on a channel that nobody else uses yet, one question after the other."""
+
+    def __init__(self, channel: Channel, is_over: Callable[[], bool]) -> None:
+        self._channel = channel
+        self._is_over = is_over
+        self._poller = zmq.Poller()
+        self._poller.register(channel.socket, zmq.POLLIN)
+        self._poller.register(channel.lifeline.fileno(), select.POLLIN)
+
+    def __call__(self, number: int, message: Message) -> Message:
+        """Return the answer.
+
+        Raises:
+            NoAnswer: the daemon has ended, or takes too long.
+        """
+        socket, deadline = self._channel.socket, time.monotonic() + ATTEMPT_SECONDS
+        try:
+            socket.send(encode([Envelope(number, message)]))
+        except zmq.Again as error:
+            raise NoAnswer(_ENDED) from error
+        while not self._is_over() and time.monotonic() < deadline:
+            ready = dict(self._poller.poll(LOOK_MILLISECONDS))
+            if socket in ready:
+                for request, answer in self._decoded(socket.recv()):
+                    if request == number:
+                        return answer
+            elif ready:
+                break
+        raise NoAnswer(_ENDED)
+
+    def _decoded(self, frame: bytes) -> list[Envelope]:
+        try:
+            return list(decode(frame))
+        except ProtocolError as error:
+            raise DaemonUnavailable(
+                f"the daemon's answer is of another version: {error}"
+            ) from error
