@@ -35,6 +35,7 @@ from storm_client.saved.ranges import Handle, RangePhase, StoredRange
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View
 from storm_client.transport.confirmation import acts_on_gradients_early
+from storm_client.transport.kept_memory import note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -271,7 +272,12 @@ class StepHooks:
             return self._replay(packed)
         self._traces.used(self._trace)
         self._trace.used(id(packed))
-        return packed.token
+        return self._kept(packed)
+
+    def _kept(self, kept: KeptTensor) -> torch.Tensor:
+        """Return a tensor that was kept, wherever it is by now."""
+        token = kept.token  # before it is looked at whether another thread has moved it
+        return token if kept.moved is None else self._load(kept.moved)
 
     @cached_property
     def _may_hand_out(self) -> bool:
@@ -306,7 +312,8 @@ class StepHooks:
             handle.version.check()
         elif (replaced := self._asked(handle.version)) is not None:
             return replaced
-        is_first = self._step.unpacked(handle)
+        assert isinstance(handle.step, Step)  # this one, or that of what was moved
+        is_first = handle.step.unpacked(handle)
         record = handle.record
         began = perf_counter()
         with ranges.span("unpack", record.nbytes, record.key):
@@ -334,6 +341,7 @@ class StepHooks:
         kept = KeptTensor.keeping(tensor)
         if nbytes and reason not in NO_ACTIVATIONS:
             self._trace.saved(id(kept), "stays", nbytes)
+            note(kept, nbytes)
         return kept
 
     def _keep(self, tensor: torch.Tensor) -> KeptTensor:
@@ -404,7 +412,7 @@ class StepHooks:
         """Return an input as it was when it was handed over."""
         if isinstance(packed, KeptTensor):
             packed.check()
-            return packed.token
+            return self._kept(packed)
         began = perf_counter()
         tensor = self._load(packed, is_input=True)
         self._brought += perf_counter() - began

@@ -41,6 +41,7 @@ from storm_client.planner.machine import LinkFigures, Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative, PlanSearch
+from storm_client.planner.shortage import lacked
 from storm_client.planner.solver import Choice, choose
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
@@ -104,6 +105,8 @@ class Planning:
         self._kinds = Kinds()
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
+        self._short = 0
+        """How much memory the devices have lacked, as far as plans know."""
         self._thread = threading.local()
         """What the step of each thread has followed whose block has ended last."""
 
@@ -123,6 +126,7 @@ class Planning:
         """
         self._free_pins()
         self._compare_plans()
+        self._note_shortage()
         for one in self._kinds.outdated():
             self._make_again(one)
         kind = self._kinds.latest
@@ -157,6 +161,13 @@ class Planning:
         if not self._runs_compiled_code:
             self._runs_compiled_code = is_in_compiled_code()
         return self._runs_compiled_code
+
+    def _note_shortage(self) -> None:
+        """Have plans made anew, with less room, where a device's memory has run out since."""
+        short = lacked(self.devices)
+        if short != self._short:
+            self._short = short
+            self._kinds.outdate()
 
     def _note_last_step(self, begun: Mark) -> None:
         """Note what the step took that this thread has begun before, now that another begins."""
@@ -242,7 +253,7 @@ class Planning:
         return [
             Plan.of(
                 problem,
-                choose(problem, machine, budget_bytes=_room(budget, kind.saved_bytes, kind)),
+                choose(problem, machine, budget_bytes=self._room(budget, kind)),
             )
             for budget in budgets
         ]
@@ -265,6 +276,16 @@ class Planning:
         kind.is_outdated = False
         is_latest = kind is self._kinds.latest
         self._make(self._kinds.prefer(kind.origin) if is_latest else kind.origin)
+
+    def _room(self, budget: Budget, kind: Kind) -> int:
+        """Return how many bytes may stay of a step of a kind."""
+        if budget == "least":
+            return 0
+        if budget == "fit":
+            room = free_bytes(kind.devices)
+        else:
+            room = int(budget * kind.saved_bytes) if isinstance(budget, float) else budget
+        return max(0, room - self._short)
 
     def _machine(self, kind: Kind, problem: Problem) -> Machine:
         """Return the figures that plans of a kind are made from; while some are compared, its own.
@@ -338,7 +359,7 @@ class Planning:
             alternative,
             problem,
             machine,
-            room=None if budget == "least" else _room(budget, kind.saved_bytes, kind),
+            room=None if budget == "least" else self._room(budget, kind),
             host=kind.host,
             is_worth_it=not kind.is_not_worth_it,
             functions=kind.functions,
@@ -355,10 +376,10 @@ class Planning:
             recomputes=kind.has_functions and not self._runs_compiled_code,
             why_not=_COMPILED if self._runs_compiled_code else switched_off,
         )
-        most = kind.checkpointed_bytes
-        if most is None or self.options.budget != "least":
-            return problem
-        return replace(problem, last_bytes=min(problem.last_bytes, most))
+        last, most = problem.last_bytes, kind.checkpointed_bytes
+        if most is not None and self.options.budget == "least":
+            last = min(last, most)
+        return replace(problem, last_bytes=max(0, last - self._short))
 
     def _go_on_without_functions(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
@@ -531,12 +552,3 @@ def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
         allowance=forward / 2 if is_least and not kind.is_not_worth_it else 0.0,
         slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
     )
-
-
-def _room(budget: Budget, saved: int, kind: Kind) -> int:
-    """Return how many bytes may stay of a step that saves `saved`."""
-    if budget == "least":
-        return 0
-    if budget == "fit":
-        return free_bytes(kind.devices)
-    return int(budget * saved) if isinstance(budget, float) else budget

@@ -544,6 +544,12 @@ class Kinds:
         with self._lock:
             return next(reversed(self._known.values()), None)
 
+    def outdate(self) -> None:
+        """Have all plans made anew."""
+        with self._lock:
+            for kind in self._known.values():
+                kind.is_outdated = True
+
     def outdated(self) -> list[Kind]:
         """Return the kinds that have to be planned."""
         with self._lock:

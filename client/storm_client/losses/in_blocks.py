@@ -28,6 +28,7 @@ from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.eligible import is_asked_for, is_eligible
 from storm_client.losses.upcasts import learn
+from storm_client.transport.memory_pressure import may_fail
 
 __all__ = ["cross_entropy", "substitute"]
 
@@ -221,7 +222,8 @@ class _Proved:
         found, rows = False, len(call.logits)
         while rows and not found:
             try:
-                found = _compared(call.first(rows))
+                with may_fail():
+                    found = _compared(call.first(rows))
                 break
             except torch.OutOfMemoryError:
                 rows //= 2

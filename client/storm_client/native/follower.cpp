@@ -161,7 +161,11 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
     Ref asked = Ref::stolen(std::exchange(follower.asked, nullptr));
     expected(PyObject_CallNoArgs(asked.get()));
   }
-  if (Py_TYPE(packed) != &KeptType) return expected(PyObject_CallOneArg(follower.unpack, packed)).release();
+  PyObject* other = Py_TYPE(packed) == &KeptType ? moved_of(packed) : packed;
+  if (other != nullptr) {
+    Ref held = Ref::borrowed(other);
+    return expected(PyObject_CallOneArg(follower.unpack, held.get())).release();
+  }
   c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
   return THPVariable_Wrap(unpack_kept(packed));
   END_HANDLE_TH_ERRORS

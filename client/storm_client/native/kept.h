@@ -10,7 +10,14 @@ extern PyTypeObject KeptType;
 // Keeps `tensor`, an ordinary one, and its present version.
 PyObject* keep(const at::Tensor& tensor);
 
-// Returns the tensor that was kept.
+// Returns what has the bytes of a tensor that was moved, for the step's unpack; null where it was
+// not. A borrowed reference. Raises RuntimeError where the tensor was changed in place before.
+PyObject* moved_of(PyObject* kept);
+
+// Returns a list of all that live, in the order in which they were kept.
+PyObject* all_kept();
+
+// Returns the tensor that was kept, and not moved.
 // Raises RuntimeError where it was changed in place since.
 at::Tensor unpack_kept(PyObject* kept);
 

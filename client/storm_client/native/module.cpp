@@ -1,4 +1,5 @@
 // The module storm_client.native._follow: its types, and what it is told of Python's.
+#include "allocations.h"
 #include "follower.h"
 #include "kept.h"
 
@@ -15,7 +16,26 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* watch(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  const char* device;
+  PyObject* relief;
+  expect(PyArg_ParseTuple(arguments, "sO", &device, &relief));
+  return PyBool_FromLong(watch_allocations(c10::Device(device).type(), relief));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* kept(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  return all_kept();
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef METHODS[] = {
+    {"kept", kept, METH_NOARGS, "Return all that is kept, in the order in which it was saved."},
+    {"watch_allocations", watch, METH_VARARGS,
+     "Have failed allocations of a device type tried again where a function of their size and the "
+     "number of attempts returns True; what it returns else, if text, is added to the error."},
     {"configure", configure, METH_VARARGS,
      "Set torch.nn.Parameter, and what returns the error of a tensor that was changed in place."},
     {nullptr, nullptr, 0, nullptr},

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -157,7 +157,11 @@ class SavedVersion:
 class KeptTensor(SavedVersion):
     """What autograd holds for a tensor that is not offloaded: its token keeps the memory."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "is_alias", "moved")
+    is_alias: bool
+    """Whether the token is an alias, which may be moved."""
+    moved: Any
+    """What its step is to unpack instead, once the token keeps nothing."""
 
     @classmethod
     def keeping(cls, tensor: torch.Tensor) -> KeptTensor:
@@ -167,8 +171,21 @@ class KeptTensor(SavedVersion):
         not be: it would hold itself, by way of the operation that it keeps alive, and never be
         freed.
         """
-        token = tensor if tensor.grad_fn is None else tensor.detach()
-        return cls(token, tensor, _storage(token))
+        is_alias = tensor.grad_fn is not None
+        token = tensor.detach() if is_alias else tensor
+        kept = cls(token, tensor, _storage(token))
+        kept.is_alias, kept.moved = is_alias, None
+        return kept
+
+    def move(self, moved: Any) -> None:
+        """Let the tensor go: what unpacks `moved` has the bytes from now on.
+
+        A thread that looks at the token before it looks at `moved` finds one or the other.
+        """
+        token = self.token.detach()
+        token.data = _nothing(token.device)
+        self.moved = moved
+        self.token = token
 
 
 def changed_in_place(  # noqa: PLR0917 - called by compiled code, by place

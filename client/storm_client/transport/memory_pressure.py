@@ -1,42 +1,83 @@
-"""Gives device memory back when PyTorch runs out of it, before it says so to the script.
+"""Makes room on a device whose memory has run out, so that an allocation of a step may not fail.
 
-A mapping in the daemon keeps memory alive that the script has freed. Here sessions hear of the
-error first and have such mappings undone. PyTorch has retried by then, so the allocation that
-failed is not saved, but the script's own retry is.
+Compiled code tries a failed allocation again (`native/allocations.cpp`) for as long as room is made
+here, in stages that cost ever more. What cannot be helped is PyTorch's own error, with a line that
+says what held the memory.
 
-PyTorch calls an observer for as long as the process lives and takes none back, so there is one
-for all sessions, which it knows weakly.
+Where there is no compiled code, PyTorch's observer hears of the error alone: the allocation fails,
+but mappings that keep freed memory alive are undone before the script is told. PyTorch calls an
+observer for as long as the process lives and takes none back, so there is one for all sessions,
+which it knows weakly.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
+from storm_client import native
+from storm_client.planner.shortage import note_shortage
 from storm_client.transport.interrupts import Living
+from storm_client.transport.kept_memory import kept_bytes
+from stormd.protocol.sizes import format_size
 
-__all__ = ["watch"]
+__all__ = ["may_fail", "relieve", "retry_allocations", "watch"]
 
 log = logging.getLogger(__name__)
 
 
 class _Owner(Protocol):
+    """What uses a device's memory for transfers."""
+
     @property
     def device(self) -> torch.device: ...
 
-    def give_back_memory(self) -> None: ...
+    def give_back_memory(self) -> None:
+        """Have mappings of freed memory undone."""
+        ...
+
+    def make_room(self) -> None:
+        """Let go of what the step can do without for now."""
+        ...
+
+    def offload_kept(self) -> int:
+        """Offload what steps keep, where nobody else holds it; return how many bytes."""
+        ...
 
 
-_OWNERS: Living[_Owner] = Living()
+_OWNERS: Final[Living[_Owner]] = Living()
+
+
+class _Thread(threading.local):
+    """Whether allocations of this thread may fail without harm."""
+
+    may_fail = False
+
+
+_thread = _Thread()
 
 
 def watch(owner: _Owner) -> None:
-    """Call the owner's `give_back_memory` whenever its device's memory runs out."""
+    """Call the owner whenever its device's memory runs out."""
     _OWNERS.add(owner)
     _observe()
+    retry_allocations()
+
+
+@contextmanager
+def may_fail() -> Iterator[None]:
+    """Make no room for what this thread allocates: it can do without."""
+    before, _thread.may_fail = _thread.may_fail, True
+    try:
+        yield
+    finally:
+        _thread.may_fail = before
 
 
 @cache
@@ -49,7 +90,77 @@ def _observe() -> None:
         log.info("nothing is given back when memory runs out: %s", error)
 
 
+def retry_allocations() -> None:
+    """Have compiled code try failed allocations again, once there is any."""
+    module = native.module()
+    if module is not None:
+        _retry(module)
+
+
+@cache
+def _retry(module: native.Native) -> None:
+    try:
+        is_watched = module.watch_allocations("cuda", _relieve)
+    except RuntimeError as error:  # as where torch has no CUDA
+        log.info("allocations that fail are not tried again: %s", error)
+        return
+    if not is_watched:
+        log.info("allocations that fail are not tried again: the allocator cannot be watched")
+
+
 def _give_back(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature
-    for owner in _OWNERS:
-        if owner.device.index == device:
-            owner.give_back_memory()
+    for owner in _owners(device):
+        owner.give_back_memory()
+
+
+def _owners(ordinal: int) -> list[_Owner]:
+    return [owner for owner in _OWNERS if owner.device.index == ordinal]
+
+
+def _relieve(nbytes: int, attempt: int) -> bool | str:
+    """Make room for an allocation that has failed; return whether to try again, or what to say."""
+    if _thread.may_fail:
+        return False
+    device = torch.device("cuda", torch.cuda.current_device())
+    return relieve(device, nbytes, attempt)
+
+
+def relieve(device: torch.device, nbytes: int, attempt: int) -> bool | str:
+    """Make room on a device, by a costlier way with each attempt; or say what held its memory.
+
+    Args:
+        device: with its index.
+        nbytes: what could not be allocated.
+        attempt: how many times room was made for it already.
+    """
+    owners = _owners(device.index)
+    if not owners:
+        return False
+    if attempt == 0:
+        for owner in owners:
+            owner.make_room()
+        return True
+    if attempt == 1:
+        note_shortage(device, nbytes)
+    moved = sum(owner.offload_kept() for owner in owners) if attempt == 1 else 0
+    if moved:
+        for owner in owners:
+            owner.make_room()
+        return True
+    return _line(device, nbytes)
+
+
+def _line(device: torch.device, nbytes: int) -> str:
+    """Say what holds a device's memory when all that may leave has left."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = max(0, total - free - torch.cuda.memory_reserved(device))
+    kept, used = kept_bytes(device), torch.cuda.memory_allocated(device)
+    said = (
+        f"stormd: all that may leave {device} has left: of {format_size(used)} in use "
+        f"{format_size(used - kept)} are parameters, gradients, optimizer states and what "
+        f"operations work on, {format_size(kept)} saved tensors that the script holds or the "
+        f"daemon did not take; {format_size(others)} are other processes'"
+    )
+    if kept >= nbytes:
+        return f"{said}; `stormd status` says what the pool has room for"
+    return f"{said}; no budget fits this step: take a smaller batch, or name layers="

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -24,6 +24,7 @@ from storm_client.monitoring.profiler_ranges import span
 from storm_client.saved.ranges import Handle, Part, RangePhase, StoredRange, UpcomingUses
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
+from storm_client.transport.memory_pressure import may_fail
 from storm_client.transport.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Transfers
 
 __all__ = ["STALL_SECONDS", "Inbound"]
@@ -403,7 +404,8 @@ class Inbound:
     def _allocate(self, nbytes: int, *, is_demanded: bool) -> torch.UntypedStorage | None:
         """Return memory; None where there is none for what nobody waits for."""
         try:
-            return self._lane.allocate(nbytes)
+            with nullcontext() if is_demanded else may_fail():
+                return self._lane.allocate(nbytes)
         except torch.OutOfMemoryError:  # the observer has had what was prefetched given up
             if not is_demanded:
                 return None

@@ -35,7 +35,8 @@ from storm_client.saved.ranges import (
 )
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_unshared
 from storm_client.transport.connection import Connection, Listener
-from storm_client.transport.memory_pressure import watch
+from storm_client.transport.kept_memory import offload_kept
+from storm_client.transport.memory_pressure import retry_allocations, watch
 from storm_client.transport.restore import LAST_WRITES_SECONDS, STALL_SECONDS, Inbound
 from storm_client.transport.store import Outbound
 from storm_client.transport.transfers import Transfers, number_of
@@ -106,7 +107,7 @@ class Session(Listener):
         self._outbound = Outbound(self.connection, lane, self.transfers)
         self._inbound = Inbound(self.connection, lane, self.transfers)
         self.connection.start(self)
-        if self._in_place is not None:
+        if self._in_place is not None or self.device.type == "cuda":
             watch(self)
 
     # --- what the hooks ask for -------------------------------------------------------------
@@ -286,6 +287,8 @@ class Session(Listener):
 
         A lost daemon has done so.
         """
+        if self.device.type == "cuda":
+            retry_allocations()
         with suppress(DaemonLost):
             self.send_unshared()
         with self.connection.lock, suppress(DaemonLost):
@@ -299,21 +302,36 @@ class Session(Listener):
 
     def give_back_memory(self) -> None:
         """Sweep, and return when the freed memory can be allocated again."""
-        in_place = self._in_place
-        if in_place is None:
+        if self._in_place is None:
             return
-        with suppress(StormError):  # the allocation that asks for it fails in any case
+        with self.connection.lock:
+            self.transfers.window.shrink()
+            self.transfers.forget_early()
+        self._unmap_freed()
+
+    def make_room(self) -> None:
+        """Let go of all device memory that the backward pass can do without for now.
+
+        What nobody else holds leaves, what was stored is not held, and what was prefetched is
+        given up. Waits a few seconds at most, until the daemon neither reads nor writes it.
+        """
+        with suppress(StormError):
+            self.send_unshared()
             with self.connection.lock:
                 self.connection.check()
-                self.transfers.window.shrink()
                 self.transfers.forget_early()
-                is_given_back = in_place.sweep()
-                tell(self.connection, in_place.segments)
-                barrier = in_place.barrier()
-            if is_given_back:
-                self.connection.request(barrier, BARRIER_SECONDS)
-                with self.connection.lock:
-                    self.connection.send(0, UnmapSegment(barrier.segment))
+                self._outbound.let_all_go()
+                end = time.monotonic() + BARRIER_SECONDS
+                while self.transfers.early_bytes and self.connection.wait(end):
+                    pass
+        self._unmap_freed()
+
+    def offload_kept(self) -> int:
+        """Offload what steps keep on the device and nobody else holds; return how many bytes."""
+        moved = 0
+        with suppress(StormError):
+            moved = offload_kept(self)
+        return moved
 
     def tell(self, plan: Plan, budget: Budget) -> None:
         """Hold no more back than a plan says, and tell the daemon of it, for people who watch."""
@@ -334,6 +352,22 @@ class Session(Listener):
         self.connection.close()
         self._inbound.close()
         self.lane.close()
+
+    def _unmap_freed(self) -> None:
+        """Have mappings of freed memory undone, and return when that is done."""
+        in_place = self._in_place
+        if in_place is None:
+            return
+        with suppress(StormError):  # the allocation that asks for it fails in any case
+            with self.connection.lock:
+                self.connection.check()
+                is_given_back = in_place.sweep()
+                tell(self.connection, in_place.segments)
+                barrier = in_place.barrier() if is_given_back else None
+            if barrier is not None:
+                self.connection.request(barrier, BARRIER_SECONDS)
+                with self.connection.lock:
+                    self.connection.send(0, UnmapSegment(barrier.segment))
 
     # --- what the connection tells of ---------------------------------------------------------
 

@@ -127,6 +127,16 @@ class Outbound:
         if self._transfers.is_held(record.key):
             raise ActivationLost(_MOVED.format(record.nbytes))
 
+    def let_all_go(self) -> None:
+        """Let all sources go that may (locked): the device has no memory left."""
+        self._relieve(limit=0)
+        end = time.monotonic() + PATIENCE_SECONDS
+        if self._in_place is not None:
+            while self._unread_bytes(self._in_place) and self._connection.wait(
+                end, COUNTER_SECONDS
+            ):
+                pass
+
     # --- what both ways need, with the lock held --------------------------------------------
 
     def _slot_later(self, nbytes: int) -> Slot | None:
@@ -175,9 +185,9 @@ class Outbound:
             self._transfers.store(out, part, route, sequence)
             self._unsent_bytes += len(part)
 
-    def _relieve(self) -> None:
-        """Let the oldest sources go while more is held than may be."""
-        while (out := self._transfers.excess()) is not None:
+    def _relieve(self, limit: int | None = None) -> None:
+        """Let the oldest sources go while more is held than `limit`, or the window's."""
+        while (out := self._transfers.excess(limit)) is not None:
             record = out.living()
             if record is not None and not self._is_taken(record, out):
                 return  # the daemon is slow: memory is what that costs

@@ -457,12 +457,14 @@ class Transfers:
         self._held[out.key] = out
         self.held_bytes += out.nbytes
 
-    def excess(self) -> Outgoing | None:
-        """Return whose source has to go next, None where all may stay.
+    def excess(self, limit: int | None = None) -> Outgoing | None:
+        """Return whose source has to go next, None where no more than `limit` bytes are held.
 
-        The oldest goes first, because a backward pass needs it last.
+        That is the window's unless it is given. The oldest goes first, because a backward pass
+        needs it last.
         """
-        return next(iter(self._held.values())) if self.held_bytes > self.window.may_hold() else None
+        most = self.window.may_hold() if limit is None else limit
+        return next(iter(self._held.values())) if self.held_bytes > most else None
 
     def is_held(self, key: int) -> bool:
         """Tell whether the source of the record of that key is held."""

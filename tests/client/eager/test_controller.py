@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_client.eager.controller import Planning
+from storm_client.planner import shortage
 from storm_client.transport.session import Session
 from support.daemon_process import DaemonProcess
 from torch import nn
@@ -128,3 +130,19 @@ def test_with_the_least_budget_no_more_is_in_flight_than_checkpointing_would_kee
         assert "checkpointing each block would keep" in str(plan)
         (session,) = client._supply.sessions._open_sessions()
         assert session.transfers.window.at_turn == plan.turn_bytes
+
+
+def test_a_plan_has_less_room_where_memory_has_run_out(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortage, "_LACKED", {})
+    net = network()
+    offload = client.offload(net, min_bytes=4096, budget=1.0)
+    train(offload, net)
+    assert offload.plan is not None
+    before = offload.plan.bytes_by_decision["keep"]
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(Planning, "devices", [cpu])
+    shortage.note_shortage(cpu, before // 2)
+    train(offload, net)
+    assert 0 < offload.plan.bytes_by_decision["keep"] <= before - before // 2

@@ -1,0 +1,127 @@
+"""Offloads what steps keep on a device, when that has no memory left.
+
+A kept tensor is what autograd holds for one that the plan keeps, written in Python or compiled. It
+is moved only if it is an alias of an operation's result that nobody else holds by now. The backward
+pass finds it as it finds any that was offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from storm_client import native
+from storm_client.devices import is_capturing
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.planner import OrderHistory, Step
+from storm_client.saved.versions import SavedVersion, View
+from storm_client.transport.interrupts import Living
+
+if TYPE_CHECKING:
+    from storm_client.saved.ranges import Handle
+    from storm_client.transport.session import Session
+
+__all__ = ["Kept", "kept_bytes", "note", "offload_kept"]
+
+LEAST_BYTES: Final = 1 << 20
+"""What is smaller is kept: moving it would free little."""
+
+CODEC: Final = "ancf"
+
+_use_count = torch._C._storage_Use_Count
+
+
+class Kept(Protocol):
+    """What autograd holds for a tensor that is kept."""
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the token is not the tensor itself."""
+        ...
+
+    @property
+    def token(self) -> torch.Tensor | None:
+        """What keeps the memory."""
+        ...
+
+    def move(self, moved: Handle, /) -> None:
+        """Let the tensor go, of which `moved` has the bytes."""
+        ...
+
+
+_NOTED: Final[Living[Kept]] = Living()
+"""Those written in Python; compiled code knows its own."""
+
+
+def note(kept: Kept, nbytes: int) -> None:
+    """Know a kept tensor for as long as it lives, if it may be moved."""
+    if nbytes >= LEAST_BYTES and kept.is_alias:
+        _NOTED.add(kept)
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Return how much of what is kept on a device could be moved, if nobody else holds it."""
+    return sum(map(_nbytes, _storages(device).values()))
+
+
+def offload_kept(session: Session) -> int:
+    """Offload what is kept on a session's device and nobody else holds; return how many bytes.
+
+    Raises:
+        DaemonLost: the daemon is gone. What has not been moved is kept.
+    """
+    device = session.device
+    if device.type == "cuda":
+        if is_capturing(device):
+            return 0
+        torch.cuda.synchronize(device)  # whichever stream has computed them
+    step, stats = Step(OrderHistory()), StatsRecorder()
+    moved = sum(_move(group, session, step, stats) for group in _storages(device).values())
+    session.send_unshared()
+    return moved
+
+
+def _living() -> Iterator[Kept]:
+    yield from _NOTED
+    module = native.module()
+    if module is not None:
+        yield from module.kept()
+
+
+def _storages(device: torch.device) -> dict[int, list[Kept]]:
+    """Return what is kept on a device, by storage."""
+    found: dict[int, list[Kept]] = {}
+    for kept in _living():
+        token = kept.token if kept.is_alias else None
+        if token is None or token.device != device or token.layout is not torch.strided:
+            continue
+        storage = token.untyped_storage()
+        if storage.nbytes() >= LEAST_BYTES and storage.resizable():
+            found.setdefault(storage._cdata, []).append(kept)
+    return found
+
+
+def _nbytes(group: list[Kept]) -> int:
+    token = group[0].token
+    return 0 if token is None else token.untyped_storage().nbytes()
+
+
+def _move(group: list[Kept], session: Session, step: Step, stats: StatsRecorder) -> int:
+    """Move what is kept of one storage, if nobody else holds that; return its bytes."""
+    tokens = [token for kept in group if (token := kept.token) is not None]
+    if len(tokens) < len(group):
+        return 0  # another thread is at it
+    storage = tokens[0].untyped_storage()
+    if _use_count(storage._cdata) != len(tokens) + 1:
+        return 0
+    record = session.find(storage, tokens[0])
+    if record is None:
+        record = session.hold(storage, tokens[0].dtype, CODEC, stats)
+    for kept, token in zip(group, tokens, strict=True):
+        version = SavedVersion.of(token, storage._cdata)
+        handle = step.handle(record, View.of(token), version)
+        session.saved.add_handle(handle)
+        kept.move(handle)
+    return storage.nbytes()
