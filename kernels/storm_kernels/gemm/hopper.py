@@ -160,11 +160,10 @@ def product(
 ) -> tuple[Tensor, Codes | None]:
     """Return x @ weight.T + bias, and with a window its blob beside it."""
     coded = None if window is None else (window,)
-    call = _Call(x, (weight,), "none", coded, room=room, tiling=tiling)
+    call = _Call(x, (weight,), "none", coded, bias=bias, room=room, tiling=tiling)
     y = call.new()
     for panel in range(2):
         call.job.raw[panel] = y.data_ptr()
-        call.job.bias[panel] = 0 if bias is None else bias.data_ptr()
     call.multiply()
     return y.view(*x.shape[:-1], weight.shape[0]), call.codes()
 
@@ -226,6 +225,7 @@ class _Call:
         activation: str,
         coded: tuple[Window, ...] | None,
         *,
+        bias: Tensor | None = None,
         room: int | None,
         tiling: Tiling,
     ) -> None:
@@ -241,12 +241,15 @@ class _Call:
             pairs=len(weights) > 1,
             encodes=coded is not None,
             activation=activation,
+            bias=bias is not None,
             cluster=tiling.cluster,
         )
         self._elements = self._x.shape[0] * self._columns
         steps = -(-x.shape[-1] // STEP)
         group = max(1, tiling.group // tiling.cluster)
         self.job = jobs.Job(rows=self._x.shape[0], columns=self._columns, steps=steps, group=group)
+        for panel in range(2):
+            self.job.bias[panel] = 0 if bias is None else bias.data_ptr()
         self._code: _Memory | None = None
         if coded is not None:
             self._code = _Memory(self._x, self._dtype, self._elements, coded, room)

@@ -64,6 +64,7 @@ class Variant:
     pairs: bool
     encodes: bool
     activation: str = "none"
+    bias: bool = False
     cluster: int = 2
 
     def defines(self) -> dict[str, int]:
@@ -73,6 +74,7 @@ class Variant:
             "GEMM_PAIRS": int(self.pairs),
             "GEMM_ENCODES": int(self.encodes),
             "GEMM_ACTIVATION": ACTIVATIONS[self.activation],
+            "GEMM_BIAS": int(self.bias),
             "GEMM_CLUSTER": self.cluster,
         }
 

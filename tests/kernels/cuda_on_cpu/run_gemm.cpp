@@ -1,5 +1,5 @@
 /* What STORM's GEMM does with sums, as CPU functions for the tests: GEMM_HALF, GEMM_PAIRS,
- * GEMM_ENCODES and GEMM_ACTIVATION as in gemm.cu. Return 0, or 1 at a dead end.
+ * GEMM_ENCODES, GEMM_ACTIVATION and GEMM_BIAS as in gemm.cu. Return 0, or 1 at a dead end.
  */
 #include "../../../kernels/storm_kernels/gemm/csrc/cuda/gemm_backward.cuh"
 
@@ -25,7 +25,7 @@ extern "C" int finish_tiles(const float *first, const float *second, const Job *
         const float *from = panel && GEMM_PAIRS ? second : first;
         mine[g][i] = r < job->rows && c < job->columns ? from[u64{r} * job->columns + c] : NAN;
       }
-    finish<Format, GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION>(mine, shared_memory(), *job, row, column);
+    finish<Format, GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_BIAS>(mine, shared_memory(), *job, row, column);
   });
 }
 

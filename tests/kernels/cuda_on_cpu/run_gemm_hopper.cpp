@@ -1,5 +1,5 @@
 /* The whole product of STORM's GEMM as a CPU function: GEMM_HALF, GEMM_PAIRS, GEMM_ENCODES,
- * GEMM_ACTIVATION and GEMM_CLUSTER as in gemm.cu. Returns 0, or 1 at a dead end.
+ * GEMM_ACTIVATION, GEMM_BIAS and GEMM_CLUSTER as in gemm.cu. Returns 0, or 1 at a dead end.
  */
 #include "../../../kernels/storm_kernels/gemm/csrc/cuda/gemm_hopper.cuh"
 
@@ -15,6 +15,7 @@ extern "C" int product(const TensorMap *left, const TensorMap *first, const Tens
   hopper::cluster = GEMM_CLUSTER;
   emulation::seed = seed;
   return !emulation::launch(grid, kThreads, kSharedBytes, [&] {
-    hopper_product<Format, GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_CLUSTER>(*left, *first, *second, *job);
+    hopper_product<Format, GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_BIAS, GEMM_CLUSTER>(
+        *left, *first, *second, *job);
   });
 }

@@ -1,5 +1,5 @@
 // The kernels of one module. What they are made for is defined by whoever compiles it: GEMM_HALF,
-// GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION and GEMM_CLUSTER, as the parameters of `hopper_product`.
+// GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_BIAS and GEMM_CLUSTER, as the parameters of `hopper_product`.
 #include "gemm_backward.cuh"
 #include "gemm_hopper.cuh"
 
@@ -13,8 +13,8 @@ extern "C" __global__ void __cluster_dims__(GEMM_CLUSTER, 1, 1) __launch_bounds_
     gemm_product(const __grid_constant__ TensorMap left, const __grid_constant__ TensorMap first,
                  const __grid_constant__ TensorMap second, const __grid_constant__ Job job)
 {
-    hopper_product<Format, GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_CLUSTER>(left, first,
-                                                                                    second, job);
+    hopper_product<Format, GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_BIAS, GEMM_CLUSTER>(
+        left, first, second, job);
 }
 
 extern "C" __global__ void __launch_bounds__(kRecordThreads)

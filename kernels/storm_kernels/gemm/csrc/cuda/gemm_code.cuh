@@ -87,11 +87,11 @@ DEVICE Planes<Format> planes_of(const u32 (&words)[kPieceWords], u32 base)
         const u32 second = bytes_of(codes[2], codes[3], 0x6420);
 #pragma unroll
         for (u32 b = 0; b < kCodeBits; b++)
-            planes.codes[b] |= bits_of_bytes(first, second, b) << 8 * eight;
+            planes.codes[b] += bits_of_bytes(first, second, b) << 8 * eight;
         const u32 upper = bytes_of(v[0], v[1], 0x7531), upper_next = bytes_of(v[2], v[3], 0x7531);
 #pragma unroll
         for (u32 b = 0; b < Format::kHighPlanes; b++)
-            planes.high[b] |= bits_of_bytes(upper, upper_next, b) << 8 * eight;
+            planes.high[b] += bits_of_bytes(upper, upper_next, b) << 8 * eight;
     }
     return planes;
 }

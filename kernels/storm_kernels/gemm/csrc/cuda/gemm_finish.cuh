@@ -35,11 +35,11 @@ struct Job {
     u32 group;            // how many tiles below each other come in turn
 };
 
-template <class Format>
+template <class Format, bool kBias>
 DEVICE u32 rounded(const float (&sums)[4], u32 i, const u8 *bias, u32 column)
 {
     float low = sums[2 * i], high = sums[2 * i + 1];
-    if (bias) {
+    if (kBias) {
         const u32 word = *reinterpret_cast<const u32 *>(bias + 2 * column);
         low += Format::low(word), high += Format::high(word);
     }
@@ -48,7 +48,7 @@ DEVICE u32 rounded(const float (&sums)[4], u32 i, const u8 *bias, u32 column)
 
 // Brings a half of a panel into the warp's shared memory: rows of 128 bytes, in each the pieces of
 // 16 bytes in an order that keeps lanes in banks of their own.
-template <class Format>
+template <class Format, bool kBias>
 DEVICE void stage(const float (&sums)[kGroups][4], u32 panel, u32 half, const u8 *bias, u32 column,
                   u8 *staged)
 {
@@ -59,9 +59,10 @@ DEVICE void stage(const float (&sums)[kGroups][4], u32 panel, u32 half, const u8
         const u32 g = kGroups / 2 * panel + 8 * half + 2 * two;
         const u32 c = mine + 16 * two;
         store_matrices(row + ((2 * two + matrix / 2) ^ lane % 8) * 16,
-                       rounded<Format>(sums[g], 0, bias, c), rounded<Format>(sums[g], 1, bias, c),
-                       rounded<Format>(sums[g + 1], 0, bias, c + 8),
-                       rounded<Format>(sums[g + 1], 1, bias, c + 8));
+                       rounded<Format, kBias>(sums[g], 0, bias, c),
+                       rounded<Format, kBias>(sums[g], 1, bias, c),
+                       rounded<Format, kBias>(sums[g + 1], 0, bias, c + 8),
+                       rounded<Format, kBias>(sums[g + 1], 1, bias, c + 8));
     }
 }
 
@@ -122,7 +123,7 @@ DEVICE void close_chunk(const Coding &to, u64 element, u32 escaped)
 
 // Pairs: the panels are the same columns of two products. Otherwise neighbouring ones of one.
 // `staged` is the warp's shared memory, of kStagedBytes.
-template <class Format, bool kPairs, bool kEncodes, u32 kActivation>
+template <class Format, bool kPairs, bool kEncodes, u32 kActivation, bool kBias>
 DEVICE void finish(const float (&sums)[kGroups][4], u8 *staged, const Job &job, u32 first_row,
                    u32 first_column)
 {
@@ -137,7 +138,7 @@ DEVICE void finish(const float (&sums)[kGroups][4], u8 *staged, const Job &job, 
         for (u32 panel = 0; panel < kPanels; panel++) {
             const u32 begin = column + (kPairs ? 0 : panel * kPanelColumns);
             if (kPairs || begin < job.columns)
-                stage<Format>(sums, panel, half, job.bias[panel], begin,
+                stage<Format, kBias>(sums, panel, half, job.bias[panel], begin,
                               staged + panel * kStagedPanel);
         }
         meet_warp();

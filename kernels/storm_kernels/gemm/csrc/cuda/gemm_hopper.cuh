@@ -108,7 +108,7 @@ DEVICE void release(u32 barrier)
             arrive_at(barrier, rank);
 }
 
-template <class Format, bool kPairs, bool kEncodes, u32 kActivation, u32 kCluster>
+template <class Format, bool kPairs, bool kEncodes, u32 kActivation, bool kBias, u32 kCluster>
 DEVICE void multiply(const Job &job, const Order &order, u8 *staged, u32 memory, u32 full, u32 empty)
 {
     const u32 group = thread_in_block() / kGroupThreads - 1;
@@ -138,13 +138,13 @@ DEVICE void multiply(const Job &job, const Order &order, u8 *staged, u32 memory,
         }
         await_products<0>();
         release<kCluster>(previous);
-        finish<Format, kPairs, kEncodes, kActivation>(
+        finish<Format, kPairs, kEncodes, kActivation, kBias>(
             sums, staged, job, (row * kCluster + rank) * kTileRows + group * 64 + warp * kWarpRows,
             column * (kPairs ? kPanelColumns : kPanels * kPanelColumns));
     }
 }
 
-template <class Format, bool kPairs, bool kEncodes, u32 kActivation, u32 kCluster>
+template <class Format, bool kPairs, bool kEncodes, u32 kActivation, bool kBias, u32 kCluster>
 DEVICE void hopper_product(const TensorMap &left, const TensorMap &first, const TensorMap &second,
                            const Job &job)
 {
@@ -174,7 +174,7 @@ DEVICE void hopper_product(const TensorMap &left, const TensorMap &first, const 
     } else {
         take_registers<232>();
         const u32 warp = thread / kWarp - kGroupThreads / kWarp;
-        multiply<Format, kPairs, kEncodes, kActivation, kCluster>(
+        multiply<Format, kPairs, kEncodes, kActivation, kBias, kCluster>(
             job, order, staged + warp * kStagedBytes, memory, full, empty);
     }
     if (kCluster > 1) {
