@@ -28,6 +28,7 @@ from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.eligible import is_asked_for, is_eligible
 from storm_client.losses.upcasts import learn
+from storm_client.planner.in_flight import give_back_unused
 from storm_client.transport.memory_pressure import may_fail
 
 __all__ = ["cross_entropy", "substitute"]
@@ -139,6 +140,8 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
         return None
     if not logits.dim() or not is_eligible(logits):
         return None
+    if logits.is_cuda and logits.dim() > 2:  # whose sum PyTorch itself adds in no fixed order
+        return None
     halves = logits.halves() if isinstance(logits, Deferred) else None
     if halves is not None:
         call = _Call(halves, target, options, torch.float32)
@@ -227,6 +230,7 @@ class _Proved:
                 break
             except torch.OutOfMemoryError:
                 rows //= 2
+        give_back_unused([call.logits.device] if call.logits.is_cuda else [])
         if found:
             self._rows.setdefault(kind, set()).add(len(call.logits))
         else:

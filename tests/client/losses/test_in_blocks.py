@@ -98,7 +98,7 @@ LOSSES: dict[str, Loss] = {
     "ignore_index": lambda x, t: F.cross_entropy(x, t.clamp_min(0), ignore_index=3),
     "upcast": lambda x, t: F.cross_entropy(x.float(), t),
     "more dimensions": lambda x, t: F.cross_entropy(
-        x.view(20, 10, CLASSES).transpose(1, 2), t.view(20, 10)
+        x.view(20, 10, CLASSES).transpose(1, 2), t.view(20, 10), reduction="none"
     ),
 }
 
@@ -108,8 +108,9 @@ LOSSES: dict[str, Loss] = {
 def test_losses_are_computed_in_tiles(
     loss: str, dtype: torch.dtype, device: str, offload: storm.Offload
 ) -> None:
+    has_tiles = device == "cpu" or loss != "more dimensions"
     for _ in range(3):
-        assert check(offload, LOSSES[loss], dtype=dtype, device=device)
+        assert check(offload, LOSSES[loss], dtype=dtype, device=device) is has_tiles
 
 
 def test_a_weighted_loss_is_tiled_where_products_are_rounded(

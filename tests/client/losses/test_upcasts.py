@@ -90,7 +90,8 @@ def flattened(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
 def transposed(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
     logits = (x * 2).view(4, 50, CLASSES).float()
     noted.append(type(logits))
-    return F.cross_entropy(logits.transpose(1, 2), target.view(4, 50))
+    losses = F.cross_entropy(logits.transpose(1, 2), target.view(4, 50), reduction="none")
+    return losses.sum()
 
 
 STEPS = {"plain": plain, "shifted": shifted, "flattened": flattened, "transposed": transposed}
@@ -107,7 +108,8 @@ def test_a_copy_for_a_loss_is_deferred_from_the_third_step_on(
         found = run(STEPS[step], offload, x, target)
         assert same(found[0], expected[0])
         assert same(found[1], expected[1])
-        assert found[2] == [Deferred if number > 1 else Tensor]
+        defers = number > 1 and (device == "cpu" or step != "transposed")
+        assert found[2] == [Deferred if defers else Tensor]
     assert run(STEPS[step], nullcontext(), x, target)[2] == [Tensor]
 
 
