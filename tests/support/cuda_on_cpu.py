@@ -15,6 +15,7 @@ import numpy as np
 from filelock import FileLock
 from storm_kernels import ancf
 from storm_kernels.ancf import DType
+from storm_kernels.ancf.cuda_launches import ALL_PIPELINES, PIPELINES
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
 from support.fenced_memory import Fenced
@@ -76,7 +77,7 @@ class Kernels:
     def encode(
         self, data: np.ndarray, dtype: DType, *, mode: str = "auto", speed: str = "fast",
         checksum: bool = True, policy: str = "adaptive", blocks: int = 1, unit_tiles: int = 2,
-        offset: int = 0,
+        offset: int = 0, likely: str | None = None,
     ) -> np.ndarray:  # fmt: skip
         source = self._memory(data.size, offset)
         target = self._memory(ancf.max_encoded_bytes(data.size, dtype))
@@ -87,6 +88,7 @@ class Kernels:
             source.address, ctypes.c_uint64(data.size), target.address, scratch.address,
             result.address, int(dtype), number, int(speed == "dense"), int(checksum),
             POLICIES.index(policy), blocks, unit_tiles,
+            ALL_PIPELINES if likely is None else PIPELINES.index(likely),
         )  # fmt: skip
         assert not failed, "threads wait for each other for ever"
         for buffer in (source, target, scratch, result):

@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf.checksum import checksum
-from storm_kernels.ancf.cuda_launches import PIPELINES
+from storm_kernels.ancf.cuda_launches import KIND_BYTES, PIPELINES, blob_kind
 from storm_kernels.ancf.layout import CHECK_LENGTH
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
 from support.fake_device_memory import Access, DeviceMemory, Range, writes_to
@@ -427,8 +427,9 @@ class CudaCodec:
         return 64
 
     def encode_async(
-        self, src, nbytes, dtype, dst, dst_bytes, scratch, size_ptr, stream, *, mode="auto"
-    ) -> None:
+        self, src, nbytes, dtype, dst, dst_bytes, scratch, size_ptr, stream, *, mode="auto",
+        likely=None,
+    ) -> None:  # fmt: skip
         self._start(stream)
         assert not dst % ALIGNMENT
         assert not scratch % ALIGNMENT
@@ -436,6 +437,8 @@ class CudaCodec:
 
         def encode() -> None:
             words[0] = self._host.encode_into(src, nbytes, dtype, dst, dst_bytes, mode=mode)
+            if likely not in (None, blob_kind(ctypes.string_at(dst, KIND_BYTES)).pipeline):
+                words[0] = self._host.encode_into(src, nbytes, dtype, dst, dst_bytes, mode="raw")
             words[1] = 0
             words[2] = ctypes.c_uint8.from_address(dst + 6).value
 

@@ -137,22 +137,25 @@ class CudaCodec:
         speed: str = "fast",
         checksum: bool = True,
         policy: str = "adaptive",
+        likely: str | None = None,
     ) -> None:
         """Encode `nbytes` bytes at device address `src` to `dst`, in order on `stream`.
 
         Afterwards three u64 at `result` (device or mapped host memory) hold the blob's bytes,
         0, and its mode. `dst` and `scratch` must be 16-byte aligned, of at least
         `max_encoded_bytes` and `scratch_bytes`; both may be reused once the stream has passed.
-        Raises UsageError before anything is launched.
+        Where the caller names a pipeline that is `likely` to be chosen, its encoder alone is
+        launched; the blob is raw where another was chosen. Raises UsageError before anything is
+        launched.
         """
-        plan = encoding(nbytes, dtype, mode, speed, policy, self._blocks)
+        plan = encoding(nbytes, dtype, mode, speed, policy, self._blocks, likely)
         if dst_bytes < plan.room:
             raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {plan.room}")
         _check_aligned(dst=dst, scratch=scratch)
         arguments = self._arguments()
         arguments.encode.pack(
             src, nbytes, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
-            checksum, plan.unit_tiles, plan.policy,
+            checksum, plan.unit_tiles, plan.policy, plan.launched,
         )  # fmt: skip
         launch = self._launch
         with self._entered():

@@ -16,6 +16,7 @@ from .options import POLICIES, parse_mode
 from .plan import max_encoded_bytes
 
 __all__ = [
+    "ALL_PIPELINES",
     "BEGIN_THREADS",
     "BLOCK_THREADS",
     "CHECK_ARGUMENTS",
@@ -34,6 +35,7 @@ __all__ = [
     "decoding",
     "encode_kernels",
     "encoding",
+    "pipeline_of",
     "scratch_bytes",
 ]
 
@@ -54,6 +56,7 @@ PLAN_BYTES: Final = 512 + 4096 + 640  # kPlanBytes + kValuesBytes + kWorkBytes o
 UNCLEARED_BYTES: Final = 512 + 4096
 MAX_UNIT_TILES: Final = 4
 AUTO_MODE: Final = 255
+ALL_PIPELINES: Final = 255  # kAllPipelines of ancf_encode.cu
 
 PIPELINES: Final = ("whole", "fast", "dense", "bitmap")  # Pipeline of ancf_format.cuh, in its order
 ENCODERS: Final = ("fast", "dense", "bitmap", "whole")  # in the order of their launches
@@ -61,6 +64,7 @@ ENCODERS: Final = ("fast", "dense", "bitmap", "whole")  # in the order of their 
 _SIZE, _WORD = "Q", "I"  # arguments of 64 bits, addresses among them, and of 32
 ENCODE_ARGUMENTS: Final = dict.fromkeys(("src", "nbytes", "dst", "scratch", "result"), _SIZE) | (
     dict.fromkeys(("words", "dtype", "mode", "dense", "checksum", "unit_tiles", "policy"), _WORD)
+    | {"launched": _WORD}
 )
 DECODE_ARGUMENTS: Final = dict.fromkeys(
     ("blob", "blob_bytes", "dst", "dst_bytes", "scratch", "status"), _SIZE
@@ -75,7 +79,7 @@ TAKEN: Final = {
     "ancf_values": ("src", "scratch", "mode", "policy"),
     **{f"ancf_encode_{kind}": (*_ENCODER, "unit_tiles") for kind in ("whole", "fast")},
     **{f"ancf_encode_{kind}": _ENCODER for kind in ("dense", "bitmap")},
-    "ancf_encode_raw": ("src", "dst", "scratch"),
+    "ancf_encode_raw": (*_ENCODER, "launched"),
     "ancf_check": ("spans", "count", "sums"),
     "ancf_decode_begin": ("blob", "blob_bytes", "dst_bytes", "scratch", "status"),
     **{f"ancf_decode_{kind}": _DECODER for kind in PIPELINES},
@@ -84,6 +88,8 @@ TAKEN: Final = {
 
 KIND_BYTES: Final = 16
 """How much of a header says what kind of blob it is."""
+
+_COPY: Final = "ancf_encode_raw"
 
 _MODE_AT, _DTYPE_AT, _SECOND_BITS_AT = 6, 7, 14  # FORMAT.md, section 2
 
@@ -113,6 +119,7 @@ class Encoding(NamedTuple):
     mode: int
     is_dense: int
     policy: int
+    launched: int
 
 
 def blob_kind(header: bytes) -> BlobKind:
@@ -125,6 +132,15 @@ def blob_kind(header: bytes) -> BlobKind:
     if number not in DType.__members__.values():
         raise CorruptBlob(f"the blob's header names element type {number}, which does not exist")
     return BlobKind(DType(number), _pipeline(header[_MODE_AT], header[_SECOND_BITS_AT]))
+
+
+def pipeline_of(mode: str) -> str | None:
+    """Return the pipeline that has probably encoded a blob of that mode at speed fast.
+
+    None for raw and constant, which several of them come to.
+    """
+    known = {"sparse": "bitmap", "window": "fast", "truncated": "dense"}
+    return None if mode in ("raw", "constant") else known.get(mode, "whole")
 
 
 def _pipeline(mode: int, second_bits: int) -> str:
@@ -143,10 +159,24 @@ def scratch_bytes(nbytes: int, dtype: DType) -> int:
 
 @lru_cache(maxsize=4096)
 def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
-    nbytes: int, dtype: DType, mode: str, speed: str, policy: str, most_blocks: int
+    nbytes: int,
+    dtype: DType,
+    mode: str,
+    speed: str,
+    policy: str,
+    most_blocks: int,
+    likely: str | None = None,
 ) -> Encoding:
-    """Return how to encode `nbytes` bytes; raise UsageError for names that do not exist."""
+    """Return how to encode `nbytes` bytes; raise UsageError for names that do not exist.
+
+    Of several encoders only that of the pipeline `likely` is launched, where one is named.
+    """
     asked = parse_mode(mode, speed, policy)
+    kernels = _kernels(asked, speed, dtype)
+    is_guess = f"ancf_encode_{likely}" in kernels and _COPY in kernels
+    if is_guess:
+        needed = ("ancf_values", f"ancf_encode_{likely}", _COPY)
+        kernels = tuple(kernel for kernel in kernels if kernel in needed)
     tiles, teams = _tiles(nbytes, dtype), _teams(dtype)
     clear_words = (scratch_bytes(nbytes, dtype) - UNCLEARED_BYTES) // 4
     # As few units as keep all teams busy: each waits to be told where the one before it ends.
@@ -160,7 +190,7 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
                 _launch_of_warps(kernel, dtype, tiles, most_blocks)
                 if kernel in ENCODE_WARPS
                 else _launch(kernel, blocks)
-                for kernel in _kernels(asked, speed, dtype)
+                for kernel in kernels
             ),
         ),
         room=max_encoded_bytes(nbytes, dtype),
@@ -169,6 +199,7 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
         mode=AUTO_MODE if asked is None else int(asked),
         is_dense=int(speed == "dense"),
         policy=POLICIES.index(policy),
+        launched=PIPELINES.index(likely) if is_guess and likely else ALL_PIPELINES,
     )
 
 
@@ -207,7 +238,7 @@ def _kernels(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
     values = ("ancf_values",) if asked in (Mode.TERNARY, Mode.VALUES) else ()
     encoders = (f"ancf_encode_{kind}" for kind in _encoders(asked, speed, dtype))
     # A tensor that turns out to be too large when it is encoded is copied at the end.
-    copy = () if asked is Mode.RAW else ("ancf_encode_raw",)
+    copy = () if asked is Mode.RAW else (_COPY,)
     return (*values, *encoders, *copy)
 
 

@@ -69,14 +69,18 @@ class PreparedCodec:
         scratch: int,
         result: int,
         stream: int,
+        likely: str | None = None,
     ) -> None:
         """Put an encoder on `stream`; `source` and `blob` are address and bytes, of room for it.
 
-        Three words at `result` then hold the blob's bytes, a status and the mode.
+        Three words at `result` then hold the blob's bytes, a status and the mode, which is raw
+        where another pipeline was chosen than the one that is `likely` to be.
         """
         mode = "raw" if raw else self._ready.get(dtype, "raw")
         kind = RAW if mode == "raw" else dtype
-        self._codec.encode_async(*source, kind, *blob, scratch, result, stream, mode=mode)
+        self._codec.encode_async(
+            *source, kind, *blob, scratch, result, stream, mode=mode, likely=likely
+        )
 
     @property
     def check_words(self) -> int:

@@ -89,8 +89,9 @@ class Transit:
 class Scratch(Transit):
     """What one batch needs in flight: events, and memory for what the codec says and sorts.
 
-    `rooms` are the device addresses of its blobs. On the way back, `kinds` is what they are, and
-    `is_coding` whether the decoders are on their stream.
+    `rooms` are the device addresses of its blobs. On the way out, `guessed` is which pipelines
+    alone were launched, None where that was not guessed. On the way back, `kinds` is what they are,
+    and `is_coding` whether the decoders are on their stream.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -110,6 +111,7 @@ class Scratch(Transit):
         """Of the ring, by bytes."""
         self.rooms: list[int] = []
         self.kinds: list[BlobKind] = []
+        self.guessed: list[str | None] = []
         self.is_coding = False
 
     def coding_seconds(self) -> float:

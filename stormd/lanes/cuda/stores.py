@@ -20,6 +20,7 @@ from storm_kernels.cuda_driver import write_value
 
 from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
+from stormd.lanes.cuda.guesses import Guesses
 from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
 from stormd.lanes.cuda.turns import Turns
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
@@ -48,6 +49,7 @@ class Stores:
     def __init__(self, client: CudaClient) -> None:
         self._client = client
         self._turns = Turns()
+        self._guesses = Guesses()
 
     def expect(self, sequence: int) -> None:
         """Note the number of a store that will come, or was rejected; from the event loop."""
@@ -128,6 +130,7 @@ class Stores:
 
     def _encode_all(self, batch: list[StoreJob], scratch: Scratch) -> None:
         client, stream = self._client, self._client.opened.store_stream.handle
+        scratch.guessed.clear()
         scratch.code_began.record(stream)
         for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
             self._encode(job, scratch, index, room)
@@ -160,17 +163,21 @@ class Stores:
         client.post(_done(job, block, Mode.RAW, seconds))
 
     def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
-        first = index * RESULT_WORDS
+        first, part = index * RESULT_WORDS, job.part
         scratch.words[first], scratch.words[first + 1] = 0, UNWRITTEN
+        is_raw = part.codec == "raw"
+        likely = None if is_raw else self._guesses.likely(part.nbytes, part.dtype)
+        scratch.guessed.append(likely)
         with nvtx_range("encode", job.nbytes, job.entry):
             self._client.device.codec.encode(
                 (self._client.address(job), job.nbytes),
-                job.part.dtype,
-                (room, job.part.bound),
-                raw=job.part.codec == "raw",
+                part.dtype,
+                (room, part.bound),
+                raw=is_raw,
                 scratch=scratch.work.address,
                 result=scratch.result.device_address + 8 * first,
                 stream=self._client.opened.store_stream.handle,
+                likely=likely,
             )
 
     def _sources(self, batch: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
@@ -178,12 +185,19 @@ class Stores:
         found: list[tuple[int, EncoderResult]] = []
         for index, (job, room) in enumerate(zip(tuple(batch), scratch.rooms, strict=True)):
             try:
-                found.append((room, _encoded(job, scratch, index)))
+                result = _encoded(job, scratch, index)
+                found.append((room, result))
+                self._learn(job, scratch.guessed[index], result)
             except Exception as error:
                 log.exception("entry %d cannot be stored", job.entry)
                 batch.remove(job)
                 self._fail(job, error)
         return found
+
+    def _learn(self, job: StoreJob, guessed: str | None, result: EncoderResult) -> None:
+        part = job.part
+        if part.codec != "raw":
+            self._guesses.learn(part.nbytes, part.dtype, guessed, MODE_NAMES[result.mode])
 
     def _copy_down(
         self, batch: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]

@@ -8,7 +8,14 @@ import torch
 from storm_kernels import backends
 from storm_kernels.ancf import DType, max_encoded_bytes, reference
 from storm_kernels.ancf.checksum import checksum, from_sums
-from storm_kernels.ancf.cuda_launches import KIND_BYTES, PIPELINES, blob_kind
+from storm_kernels.ancf.cuda_launches import (
+    KIND_BYTES,
+    PIPELINES,
+    blob_kind,
+    encode_kernels,
+    pipeline_of,
+)
+from storm_kernels.ancf.layout import Mode
 from storm_kernels.errors import CorruptBlob
 
 pytestmark = [
@@ -194,6 +201,22 @@ def test_checksums_of_spans(codec, offset):
     rng = np.random.default_rng(offset)
     parts = [rng.integers(0, 256, size, np.uint8) for size in (*SIZES, (1 << 25) + 77)]
     assert check_sums(codec, parts, offset) == [checksum(part) for part in parts]
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32], ids=lambda d: d.name)
+def test_a_guess_of_the_pipeline_changes_no_bit_and_a_wrong_one_makes_a_raw_blob(codec, dtype):
+    for count in (0, 1, 4097, 300_001):
+        for name, data in samples(dtype, count).items():
+            chosen = reference.encode(data, dtype)
+            raw = reference.encode(data, dtype, mode="raw").tobytes()
+            right = pipeline_of(Mode(int(chosen[6])).name.lower())
+            for likely in PIPELINES:
+                blob = encode(codec, data, dtype, likely=likely).tobytes()
+                if likely == right or f"ancf_encode_{likely}" not in encode_kernels(dtype):
+                    assert blob == chosen.tobytes(), (name, likely)
+                else:
+                    assert blob == raw or right is None, (name, likely)
+                    assert blob in (raw, chosen.tobytes()), (name, likely)
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda d: d.name)

@@ -10,6 +10,7 @@ import pytest
 import storm_kernels.ancf
 from storm_kernels.ancf import DType, Mode, reference
 from storm_kernels.ancf.cuda_launches import (
+    ALL_PIPELINES,
     CHECK_ARGUMENTS,
     DECODE_ARGUMENTS,
     ENCODE_ARGUMENTS,
@@ -61,6 +62,18 @@ def test_a_raw_copy_takes_two_launches_and_the_usual_tensor_five() -> None:
     assert [one.kernel for one in plan.launches] == ["ancf_choose", "ancf_encode_whole"]
     plan = encoding(1 << 20, DType.BFLOAT16, "auto", "fast", "adaptive", 264)
     assert len(plan.launches) == 5
+
+
+def test_a_likely_pipeline_takes_its_encoder_alone_and_what_copies_where_it_is_not() -> None:
+    for likely in ("fast", "bitmap", "whole"):
+        plan = encoding(1 << 20, DType.BFLOAT16, "auto", "fast", "adaptive", 264, likely)
+        wanted = ["ancf_choose", f"ancf_encode_{likely}", "ancf_encode_raw"]
+        assert [one.kernel for one in plan.launches] == wanted
+        assert plan.launched == PIPELINES.index(likely)
+    for mode, likely in (("auto", "dense"), ("raw", "whole")):  # which is none of those that may be
+        plan = encoding(1 << 20, DType.BFLOAT16, mode, "fast", "adaptive", 264, likely)
+        assert plan == encoding(1 << 20, DType.BFLOAT16, mode, "fast", "adaptive", 264)
+        assert plan.launched == ALL_PIPELINES
 
 
 def test_a_large_tensor_takes_all_blocks_and_a_small_one_few() -> None:

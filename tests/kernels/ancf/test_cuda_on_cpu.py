@@ -14,7 +14,7 @@ import pytest
 from storm_kernels.ancf import DType, read_header, reference
 from storm_kernels.ancf.checksum import checksum as checksum_of
 from storm_kernels.ancf.checksum import from_sums
-from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES, decoding
+from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES, decoding, pipeline_of
 from storm_kernels.ancf.header import Header
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
@@ -89,6 +89,26 @@ def test_launches_have_the_warps_that_the_kernels_count_on(kernels, dtype):
         launched = ENCODE_WARPS.get(f"ancf_encode_{pipeline}", {}).get(dtype.element_bytes, 16)
         assert kernels(dtype).encode_warps(number) == launched
         assert kernels(dtype).decode_warps(number) * 32 == decoding(1, dtype, pipeline, 1).threads
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32], ids=lambda d: d.name)
+def test_a_guess_of_the_pipeline_changes_no_bit_and_a_wrong_one_makes_a_raw_blob(
+    kernels, dtype, blocks
+):
+    random = np.random.default_rng(3).integers(0, 256, 24_000, dtype=np.uint8)
+    cases = {name: bits(values, dtype) for name, values in tensors(12_500).items()}
+    for name, data in {**cases, "random": random, "nothing": random[:0]}.items():
+        chosen = reference.encode(data, dtype)
+        raw = reference.encode(data, dtype, mode="raw")
+        right = pipeline_of(Mode(int(chosen[6])).name.lower())
+        for likely in PIPELINES:
+            blob = kernels(dtype).encode(data, dtype, blocks=blocks, likely=likely)
+            if right is None:  # which several encoders find
+                assert blob.tobytes() in (chosen.tobytes(), raw.tobytes()), (name, likely)
+            else:
+                wanted = chosen if likely == right else raw
+                assert blob.tobytes() == wanted.tobytes(), (name, likely)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

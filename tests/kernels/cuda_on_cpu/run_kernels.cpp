@@ -24,7 +24,7 @@ extern "C" u32 decode_warps(u32 pipeline) { return pipeline == kFast ? kFastWarp
 
 extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *result, u32 dtype,
                       u32 mode, u32 dense, u32 checksum, u32 policy, u32 blocks,
-                      u32 unit_tiles) {
+                      u32 unit_tiles, u32 launched) {
   u32 words = (scratch_bytes(nbytes) - kPlanBytes - kValuesBytes) / 4;
   bool ok = emulation::launch(2, kChooseThreads, kChooseSharedBytes,
                               [&] { ancf_choose(src, nbytes, scratch, words, dtype, mode, dense, checksum); });
@@ -33,16 +33,19 @@ extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *resul
                                  [&] { ancf_values(src, scratch, mode, policy); });
   }
   auto *told = reinterpret_cast<Result *>(result);
-  for (auto kernel : {ancf_encode_fast, ancf_encode_whole}) {
-    ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes,
-                                 [&] { kernel(src, dst, scratch, told, unit_tiles); });
-  }
-  ok = ok && emulation::launch(blocks, kDenseWarps * kWarpThreads, kDenseShared,
-                               [&] { ancf_encode_dense(src, dst, scratch, told); });
-  ok = ok && emulation::launch(blocks, kBitmapWarps * kWarpThreads, kBitmapShared,
-                               [&] { ancf_encode_bitmap(src, dst, scratch, told); });
-  ok = ok && emulation::launch(1, kBlockThreads, 0, [&] {
-    ancf_encode_raw(src, dst, scratch);
+  auto is_launched = [&](u32 pipeline) { return launched == kAllPipelines || launched == pipeline; };
+  auto by_teams = [&](Pipeline pipeline, auto kernel) {
+    ok = ok && (!is_launched(pipeline) || emulation::launch(blocks, kBlockThreads, kSharedBytes,
+                                                            [&] { kernel(src, dst, scratch, told, unit_tiles); }));
+  };
+  by_teams(kFast, ancf_encode_fast);
+  by_teams(kWhole, ancf_encode_whole);
+  ok = ok && (!is_launched(kDense) || emulation::launch(blocks, kDenseWarps * kWarpThreads, kDenseShared,
+                                                        [&] { ancf_encode_dense(src, dst, scratch, told); }));
+  ok = ok && (!is_launched(kWithBitmap) || emulation::launch(blocks, kBitmapWarps * kWarpThreads, kBitmapShared,
+                                                             [&] { ancf_encode_bitmap(src, dst, scratch, told); }));
+  ok = ok && emulation::launch(blocks, kBlockThreads, 0, [&] {
+    ancf_encode_raw(src, dst, scratch, told, launched);
   });
   return ok ? 0 : 1;
 }

@@ -110,16 +110,27 @@ ancf_encode_whole(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch,
 }
 #endif
 
-/* Runs after these: copies the original bytes where only then it was clear that the blob
- * must be raw. */
+/* For `launched`: not one of them, but all that may be wanted. */
+constexpr u32 kAllPipelines = 255;
+
+/* Runs after these: copies the original bytes where only then it was clear that the blob must be raw.
+ * Where one encoder alone was `launched`, on the guess that the plan would be its own, and it was not,
+ * this makes the whole of a raw blob: nobody else has read the source. */
 KERNEL_TWICE(kBlockThreads)
-ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {
+ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 launched) {
   await_launches_before();
   const Plan &plan = *plan_of(scratch);
-  if (!work_of(scratch)->copy_raw) return;
+  Work *work = work_of(scratch);
+  bool is_left = launched != kAllPipelines && pipeline_of(plan) != launched;
+  if (!is_left && !work->copy_raw) return;
+  u64 check = 0;
   visit_chunks(src, plan.raw_nbytes, [&](const uint4 (&rows)[kRows], u64 at, u32 lane) {
     store_chunk(rows, dst + kHeaderBytes, at, plan.raw_nbytes, lane);
+    if (is_left) check += column_check(rows, at, lane);
   });
+  if (!is_left) return;
+  if (thread_in_block() == 0) fetch_add(&work->refused, 1u);
+  finish(plan, plan.tiles, check, dst, scratch, result);
 }
 
 /* Bytes on the device. */
