@@ -155,7 +155,7 @@ def _draw_threads(axes: Axes, timeline: Timeline) -> None:
     for height, kind in enumerate(kinds):
         spans = [(p.begin, p.end - p.begin) for p in timeline.pauses if p.kind == kind]
         axes.broken_barh(spans, (height - 0.4, 0.8), color=f"C{height}")
-    axes.set_yticks(range(len(kinds)), ["replaying", "waiting", "handing over"])
+    axes.set_yticks(range(len(kinds)), ["recomputing", "restoring", "storing"])
     axes.set_xlim(0.0, end or 1.0)
     axes.set_ylabel("else computing")
 

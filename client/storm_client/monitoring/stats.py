@@ -34,27 +34,26 @@ class OffloadStats:
     """
 
     saved_bytes: int
-    """What autograd handed over."""
+    """What autograd saved, duplicates included."""
     skipped_bytes: int
-    """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
-    somebody else still holds in memory, and could change ("in_use"); what a budget lets stay
-    ("budget"); what the training thread has no time to offload
-    in a CPU-bound step ("host"); where layers were chosen, what is saved outside of them
+    """Kept on the device by policy: parameters, small tensors and kinds that cannot be stored. Also
+    what is referenced elsewhere and could change ("in_use"), what the budget keeps ("budget"), what
+    a CPU-bound step has no time to offload ("host"), and what is saved outside of chosen layers
     ("outside")."""
     deduplicated_bytes: int
     """Duplicates: in a range that was stored before."""
     offloaded_bytes: int
-    """Given to the daemon, before encoding."""
+    """Sent to the daemon, before compression."""
     stored_bytes: int
-    """What that takes in the daemon's arena."""
+    """What that takes in the daemon's pool."""
     kept_bytes: int
-    """Meant for the daemon but left with the client."""
+    """To be offloaded, but kept on the device: the daemon did not take it."""
     replayed_bytes: int
     """Freed, and recomputed by the operations that had made it."""
     skipped: Mapping[str, int]
-    """Tensors passed over, by reason."""
+    """Tensors kept by policy, by reason."""
     kept: Mapping[str, int]
-    """Ranges left with the client, by reason."""
+    """Storage ranges that the daemon did not take, by reason."""
     store_seconds: float
     """Spent by training threads on storing tensors."""
     restore_wait_seconds: float
@@ -87,11 +86,11 @@ class OffloadStats:
         """Return name, size and details of each line about bytes."""
         rows = (
             ("saved by autograd", self.saved_bytes, ""),
-            ("  passed over", self.skipped_bytes, _listed(self.skipped, str)),
-            ("  deduplicated", self.deduplicated_bytes, ""),
+            ("  kept by policy", self.skipped_bytes, _listed(self.skipped, str)),
+            ("  duplicates", self.deduplicated_bytes, ""),
             ("  offloaded", self.offloaded_bytes, _listed(self.offloaded_by_dtype, format_size)),
-            ("  replayed", self.replayed_bytes, ""),
-            ("  kept", self.kept_bytes, _listed(self.kept, str)),
+            ("  recomputed", self.replayed_bytes, ""),
+            ("  not taken", self.kept_bytes, _listed(self.kept, str)),
             (
                 "stored in the pool",
                 self.stored_bytes,
@@ -105,7 +104,7 @@ class OffloadStats:
         return (
             ("storing", self.store_seconds),
             ("waiting to restore", self.restore_wait_seconds),
-            ("replaying", self.replay_seconds),
+            ("recomputing", self.replay_seconds),
         )
 
     def __reduce__(self) -> tuple[type[OffloadStats], tuple[object, ...]]:

@@ -79,15 +79,15 @@ def recorded() -> OffloadStats:
 def test_printed_it_is_a_table() -> None:
     assert str(recorded()).splitlines() == [
         "saved by autograd      3.3 GiB",
-        "  passed over         14.0 MiB  small 2, parameter 1",
-        "  deduplicated       260.0 MiB",
+        "  kept by policy      14.0 MiB  small 2, parameter 1",
+        "  duplicates         260.0 MiB",
         "  offloaded            2.5 GiB  bfloat16 2.0 GiB, bool 512.0 MiB",
-        "  replayed            64.0 MiB",
-        "  kept               512.0 MiB  pool_full 1",
+        "  recomputed          64.0 MiB",
+        "  not taken          512.0 MiB  pool_full 1",
         "stored in the pool     1.2 GiB  ratio 2.00, window 1.0 GiB, raw 256.0 MiB",
         "storing                0.500 s",
         "waiting to restore     1.250 s",
-        "replaying              0.125 s",
+        "recomputing            0.125 s",
     ]
     assert repr(recorded()).startswith("OffloadStats(saved_bytes=")
     assert "stored in the pool         0 B  ratio 1.00" in str(StatsRecorder().snapshot())
