@@ -65,7 +65,11 @@ CASES: Final = {
 }
 """By device: the GPT of `stormd bench train` at widths 4096 and 1024, and Llamas."""
 
-_TILINGS: Final = tuple((cluster, group) for cluster in (1, 2) for group in (8, 16, 32))
+_TILINGS: Final = (
+    *((1, group, 0) for group in (8, 16, 32)),
+    *((2, group, lead) for group in (8, 16, 32) for lead in (0, 3)),
+)
+"""Cluster, group and lead of the tilings that are compared."""
 
 
 def add_gemm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -228,8 +232,8 @@ class _Ways:
         (window,) = hopper.windows(self.x, (self.gate,))
         ways[_STORM] = partial(hopper.product, self.x, self.gate)
         ways["storm, encoded too"] = partial(hopper.product, self.x, self.gate, window=window)
-        for cluster, group in _TILINGS if tilings else ():
-            tiling = hopper.Tiling(cluster, group)
+        for numbers in _TILINGS if tilings else ():
+            tiling = hopper.Tiling(*numbers)
             ways[_tiled(tiling)] = partial(hopper.product, self.x, self.gate, tiling=tiling)
         return ways
 
@@ -247,8 +251,8 @@ class _Ways:
         gated = partial(hopper.gated, self.x, weights, "silu")
         ways[_STORM] = partial(gated, coded=(first, second))
         ways["storm, not encoded"] = gated
-        for cluster, group in _TILINGS if tilings else ():
-            tiling = hopper.Tiling(cluster, group)
+        for numbers in _TILINGS if tilings else ():
+            tiling = hopper.Tiling(*numbers)
             ways[_tiled(tiling)] = partial(gated, coded=(first, second), tiling=tiling)
         return ways
 
@@ -380,7 +384,7 @@ def _encoder(like: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _tiled(tiling: Any) -> str:
-    return f"storm, clusters of {tiling.cluster}, groups of {tiling.group}"
+    return f"storm, cluster {tiling.cluster}, group {tiling.group}, lead {tiling.lead}"
 
 
 def _counted_bytes(case: Case, ratio: float) -> dict[str, float]:

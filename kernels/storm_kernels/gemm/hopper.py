@@ -40,11 +40,13 @@ __all__ = [
 class Tiling:
     """How tiles of 128 rows are shared out: a `cluster` of blocks reads weights together.
 
-    `group` tiles below each other are at work before the next columns are.
+    `group` tiles below each other are at work before the next columns are. Of a block's two
+    warpgroups one is `lead` steps of 64 products ahead, at most 3.
     """
 
     cluster: int = 2
     group: int = 16
+    lead: int = 0
 
 
 TILING: Final = Tiling()
@@ -162,8 +164,7 @@ def product(
     coded = None if window is None else (window,)
     call = _Call(x, (weight,), "none", coded, bias=bias, room=room, tiling=tiling)
     y = call.new()
-    for panel in range(2):
-        call.job.raw[panel] = y.data_ptr()
+    call.job.out = y.data_ptr()
     call.multiply()
     return y.view(*x.shape[:-1], weight.shape[0]), call.codes()
 
@@ -247,7 +248,13 @@ class _Call:
         self._elements = self._x.shape[0] * self._columns
         steps = -(-x.shape[-1] // STEP)
         group = max(1, tiling.group // tiling.cluster)
-        self.job = jobs.Job(rows=self._x.shape[0], columns=self._columns, steps=steps, group=group)
+        self.job = jobs.Job(
+            rows=self._x.shape[0],
+            columns=self._columns,
+            steps=steps,
+            group=group,
+            lead=min(tiling.lead, steps),
+        )
         for panel in range(2):
             self.job.bias[panel] = 0 if bias is None else bias.data_ptr()
         self._code: _Memory | None = None

@@ -16,6 +16,7 @@ from .window import CHUNK, SLOT_BYTES, geometry, header
 
 __all__ = [
     "ACTIVATIONS",
+    "BACKWARD_SHARED_BYTES",
     "BACKWARD_THREADS",
     "PANEL_COLUMNS",
     "PRODUCT_SHARED_BYTES",
@@ -43,11 +44,12 @@ STEP: Final = 64  # kStep: products that a stage of the ring has
 PANEL_COLUMNS: Final = 128  # kPanelColumns
 TILE_ROWS: Final = 128  # kTileRows
 PRODUCT_THREADS: Final = 384  # kThreads
-PRODUCT_SHARED_BYTES: Final = 1024 + 4 * 48 * 1024 + 8 * 4096 + 64  # kSharedBytes
+PRODUCT_SHARED_BYTES: Final = 1024 + 4 * 48 * 1024 + 8 * 4096 + 80  # kSharedBytes
 RECORD_THREADS: Final = 256  # kRecordThreads
 RECORDS_SHARED_BYTES: Final = 4 * (8 + 2 * RECORD_THREADS)  # RecordsShared
 RECORD_BLOCKS_A_PROCESSOR: Final = 4
 BACKWARD_THREADS: Final = 256  # kBackwardThreads
+BACKWARD_SHARED_BYTES: Final = BACKWARD_THREADS * 64  # kBackwardShared
 
 _HEADER_BYTES: Final = 256
 
@@ -92,17 +94,18 @@ class Coding(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """What becomes of a product's sums; addresses that are 0 are left out."""
+    """What becomes of a product's sums."""
 
     _fields_ = [
         ("out", ctypes.c_uint64),
-        ("raw", ctypes.c_uint64 * 2),
         ("bias", ctypes.c_uint64 * 2),
         ("codings", Coding * 2),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
         ("steps", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
+        ("lead", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     ]
 
 

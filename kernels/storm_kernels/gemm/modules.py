@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BackendUnavailable, CudaDriverError
-from .jobs import PRODUCT_SHARED_BYTES, RECORDS_SHARED_BYTES, Variant
+from .jobs import BACKWARD_SHARED_BYTES, PRODUCT_SHARED_BYTES, RECORDS_SHARED_BYTES, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ OPTIONS: Final = ("--std=c++17", f"--include-path={_FOLDER}", "--gpu-architectur
 _SHARED_BYTES: Final = {
     "gemm_product": PRODUCT_SHARED_BYTES,
     "gemm_records": RECORDS_SHARED_BYTES,
-    "gemm_backward": 0,
+    "gemm_backward": BACKWARD_SHARED_BYTES,
 }
 
 

@@ -36,6 +36,6 @@ extern "C" int records(const Records *records, u32 blobs) {
 
 extern "C" int backward(const Backward *job) {
   constexpr u32 warps = kBackwardThreads / kWarp;
-  return !emulation::launch((job->tiles + warps - 1) / warps, kBackwardThreads, 0,
+  return !emulation::launch((job->tiles + warps - 1) / warps, kBackwardThreads, kBackwardShared,
                             [&] { gated_backward<Format, GEMM_ACTIVATION>(*job); });
 }

@@ -48,9 +48,9 @@ def bits(tensor: Tensor) -> Tensor:
 @on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_products(shape: tuple[int, int, int], dtype: torch.dtype, cluster: int) -> None:
-    tiling = hopper.Tiling(cluster)
+@pytest.mark.parametrize(("cluster", "lead"), [(1, 3), (2, 0), (2, 3)])
+def test_products(shape: tuple[int, int, int], dtype: torch.dtype, cluster: int, lead: int) -> None:
+    tiling = hopper.Tiling(cluster, lead=lead)
     x, weight, other = operands(*shape, dtype)
     bias = other[:, 0].contiguous()
     y, none = hopper.product(x, weight, bias, tiling=tiling)

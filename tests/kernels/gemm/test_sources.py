@@ -123,7 +123,8 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
     made = hopper._Memory(x, ancf.DType.BFLOAT16, 40 * 256, (window,), room)
     made.blobs = (memory[:room],)
     variant = Variant(ancf.DType.BFLOAT16, pairs=False, encodes=True)
-    job = jobs.Job(rows=40, columns=256, steps=1, group=1)
+    y = torch.empty(40, 256, dtype=x.dtype)
+    job = jobs.Job(rows=40, columns=256, steps=1, group=1, out=y.data_ptr())
     for panel in range(2):
         job.codings[panel] = made.coding(0)
     emulated.launch(variant, "gemm_product", (1, 384), x, (x, gate, gate, job))
@@ -134,7 +135,7 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
     assert (memory[room:] == 7).all()
 
 
-@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize(("seed", "lead"), [(0, 0), (5, 3)])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "pairs", "rows", "columns", "depth"),
@@ -146,7 +147,7 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
 )
 def test_the_products_of_a_device_as_ptx_has_them(
     built: Path, dtype: torch.dtype, pairs: bool, rows: int, columns: int, depth: int, cluster: int,
-    seed: int,
+    seed: int, lead: int,
 ) -> None:  # fmt: skip
     """Barriers, copies into the ring, descriptors, the order of tiles: all but the instructions."""
     variant = Variant(
@@ -156,12 +157,10 @@ def test_the_products_of_a_device_as_ptx_has_them(
     library = build(built, variant, "run_gemm_hopper.cpp", "-O2")
     torch.manual_seed(rows)
     x, gate, up = (torch.randn(size, depth).to(dtype) for size in (rows, columns, columns))
-    raws = [torch.full((rows, columns), 7.0).to(dtype) for _ in range(2)]
     out = torch.full((rows, columns), 7.0).to(dtype)
-    job = jobs.Job(rows=rows, columns=columns, steps=-(-depth // jobs.STEP), group=2)
+    steps = -(-depth // jobs.STEP)
+    job = jobs.Job(rows=rows, columns=columns, steps=steps, group=2, lead=min(lead, steps))
     job.out = out.data_ptr()
-    for panel in range(2):
-        job.raw[panel] = raws[panel if pairs else 0].data_ptr()
     weights = [gate, up if pairs else gate]
     share = jobs.PANEL_COLUMNS // cluster
     maps = [tensor_map(x, jobs.TILE_ROWS), *(tensor_map(one, share) for one in weights)]
@@ -171,12 +170,11 @@ def test_the_products_of_a_device_as_ptx_has_them(
         *map(ctypes.byref, maps), ctypes.byref(job), blocks, ctypes.c_uint64(seed)
     )
     assert not failed, "threads wait for each other for ever"
-    for raw, weight in zip(raws[: 1 + pairs], weights, strict=False):
-        expected = (x.double() @ weight.double().t()).to(dtype)
-        torch.testing.assert_close(raw, expected, rtol=2**-7, atol=2**-6)
-    if pairs:
-        joined = activate("silu", raws[0]) * raws[1]
-        assert np.array_equal(bits(out), bits(joined))
+    exact = [x.double() @ one.double().t() for one in weights]
+    expected = activate("silu", exact[0]) * exact[1] if pairs else exact[0]
+    assert (out.double() - expected).norm() < 0.01 * expected.norm()
+    atol = float(expected.abs().max()) * 2**-7
+    torch.testing.assert_close(out.double(), expected, rtol=2**-5, atol=atol)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")

@@ -19,14 +19,52 @@ struct Backward {
     u32 tiles, unused;
 };
 
-DEVICE void load_raw(const u8 *from, u32 (&words)[kPieceWords])
+// A warp's shared memory: 64 bytes a lane, in pieces of 16 whose order keeps lanes in banks of their
+// own. Memory is read and written by neighbouring lanes in neighbouring pieces.
+constexpr u32 kLaneBytes = 2 * kPiece;
+constexpr u32 kExchangeBytes = kWarp * kLaneBytes;
+constexpr u32 kBackwardShared = kBackwardThreads / kWarp * kExchangeBytes;
+
+DEVICE uint4 *exchanged(u8 *memory, u32 lane, u32 piece)
 {
+    return reinterpret_cast<uint4 *>(memory + lane * kLaneBytes + (piece ^ lane / 2 % 4) * 16);
+}
+
+// The elements of all lanes, of which `bytes` are there.
+DEVICE void load_elements(const u8 *from, u64 bytes, u8 *memory, u32 (&words)[kPieceWords])
+{
+    const u32 lane = thread_in_block() % kWarp;
 #pragma unroll
-    for (u32 i = 0; i < kPieceWords / 4; i++) {
-        const uint4 four = reinterpret_cast<const uint4 *>(from)[i];
+    for (u32 i = 0; i < 4; i++) {
+        const u32 piece = kWarp * i + lane;
+        if (16 * piece < bytes)
+            *exchanged(memory, piece / 4, piece % 4) = reinterpret_cast<const uint4 *>(from)[piece];
+    }
+    meet_warp();
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        const uint4 four = *exchanged(memory, lane, i);
         words[4 * i] = four.x, words[4 * i + 1] = four.y;
         words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
     }
+    meet_warp();
+}
+
+DEVICE void store_elements(const u32 (&words)[kPieceWords], u8 *memory, u64 bytes, u8 *to)
+{
+    const u32 lane = thread_in_block() % kWarp;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+        *exchanged(memory, lane, i) =
+            make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    meet_warp();
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        const u32 piece = kWarp * i + lane;
+        if (16 * piece < bytes)
+            reinterpret_cast<uint4 *>(to)[piece] = *exchanged(memory, piece / 4, piece % 4);
+    }
+    meet_warp();
 }
 
 // The lane's 32 elements. `escapes` points at the warp's next, and is moved on. All lanes call it.
@@ -63,16 +101,18 @@ DEVICE void gated_backward(const Backward &job)
         const u32 *const directory = reinterpret_cast<const u32 *>(blobs[i]->bytes + kHeaderBytes);
         escapes[i] = blobs[i]->bytes + job.payload_offset + 8ull * directory[tile];
     }
+    u8 *const memory = shared_memory() + thread_in_block() / kWarp * kExchangeBytes;
     for (u32 part = 0; part < kTile / (kWarp * kPiece); part++) {
-        const u64 element = static_cast<u64>(tile) * kTile + (part * kWarp + lane) * kPiece;
+        const u64 first = static_cast<u64>(tile) * kTile + part * kWarp * kPiece;
+        if (first >= job.elements)
+            return;
+        const u64 element = first + lane * kPiece, bytes = 2 * (job.elements - first);
         const bool is_there = element < job.elements;
         const Place place = place_of<Format>(is_there ? element : 0, job.elements);
         u32 gate[kPieceWords], up[kPieceWords], grad[kPieceWords];
         decode<Format>(job, job.gate, place, is_there, escapes[0], gate);
         decode<Format>(job, job.up, place, is_there, escapes[1], up);
-        if (!is_there)
-            continue;
-        load_raw(job.grad + 2 * element, grad);
+        load_elements(job.grad + 2 * first, bytes, memory, grad);
 #pragma unroll
         for (u32 i = 0; i < kPieceWords; i++) {
             const u32 activated = activated_word<Format, kActivation>(gate[i]);
@@ -82,8 +122,8 @@ DEVICE void gated_backward(const Backward &job)
             up[i] = product_word<Format>(activated, up[i]);
             gate[i] = of_gate;
         }
-        store_raw(gate, job.grad_gate + 2 * element);
-        store_raw(grad, job.grad_up + 2 * element);
-        store_raw(up, job.out + 2 * element);
+        store_elements(gate, memory, bytes, job.grad_gate + 2 * first);
+        store_elements(grad, memory, bytes, job.grad_up + 2 * first);
+        store_elements(up, memory, bytes, job.out + 2 * first);
     }
 }

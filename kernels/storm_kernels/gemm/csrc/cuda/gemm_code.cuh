@@ -15,7 +15,8 @@ constexpr u32 kPieceWords = kPiece / 2;
 
 struct Bfloat16 {
     static constexpr u32 kHighPlanes = 0;  // bit planes of a residue, above its lowest eight bits
-    static constexpr u32 kBits = 8 + kHighPlanes + kCodeBits;
+    static constexpr u32 kPlanes = kHighPlanes + kCodeBits;
+    static constexpr u32 kBits = 8 + kPlanes;
 
     static DEVICE u32 symbols(u32 rotated) { return bytes_of(rotated, 0, 0x4341); }
     static DEVICE u32 symbol(u32 element) { return element >> 7 & 0xff; }
@@ -27,7 +28,8 @@ struct Bfloat16 {
 
 struct Half {
     static constexpr u32 kHighPlanes = 3;
-    static constexpr u32 kBits = 8 + kHighPlanes + kCodeBits;
+    static constexpr u32 kPlanes = kHighPlanes + kCodeBits;
+    static constexpr u32 kBits = 8 + kPlanes;
 
     static DEVICE u32 symbols(u32 rotated) { return rotated >> 11 & 0x001f001fu; }
     static DEVICE u32 symbol(u32 element) { return element >> 10 & 0x1f; }
@@ -40,11 +42,11 @@ struct Half {
 // Planes of 32 elements; bit i of a word is element i.
 template <class Format>
 struct Planes {
-    u32 residues[8];  // the lowest eight bits of each
-    u32 high[Format::kHighPlanes + 1];
-    u32 codes[kCodeBits];
+    u32 residues[8];            // the lowest eight bits of each
+    u32 bits[Format::kPlanes];  // the rest of residues, then codes
 
-    DEVICE u32 escapes() const { return codes[0] & codes[1] & codes[2]; }
+    DEVICE u32 code(u32 b) const { return bits[Format::kHighPlanes + b]; }
+    DEVICE u32 escapes() const { return code(0) & code(1) & code(2); }
 };
 
 // Both elements of a word, rotated left by one bit.
@@ -87,11 +89,11 @@ DEVICE Planes<Format> planes_of(const u32 (&words)[kPieceWords], u32 base)
         const u32 second = bytes_of(codes[2], codes[3], 0x6420);
 #pragma unroll
         for (u32 b = 0; b < kCodeBits; b++)
-            planes.codes[b] += bits_of_bytes(first, second, b) << 8 * eight;
+            planes.bits[Format::kHighPlanes + b] += bits_of_bytes(first, second, b) << 8 * eight;
         const u32 upper = bytes_of(v[0], v[1], 0x7531), upper_next = bytes_of(v[2], v[3], 0x7531);
 #pragma unroll
         for (u32 b = 0; b < Format::kHighPlanes; b++)
-            planes.high[b] += bits_of_bytes(upper, upper_next, b) << 8 * eight;
+            planes.bits[b] += bits_of_bytes(upper, upper_next, b) << 8 * eight;
     }
     return planes;
 }
@@ -110,7 +112,7 @@ DEVICE void elements_of(const Planes<Format> &planes, u32 base, const u8 *escape
         u32 symbols = base * 0x01010101u;
 #pragma unroll
         for (u32 b = 0; b < kCodeBits; b++)
-            symbols += bytes_of_bits(planes.codes[b] >> 4 * four) << b;
+            symbols += bytes_of_bits(planes.code(b) >> 4 * four) << b;
         if (missing >> 4 * four & 15)
 #pragma unroll
             for (u32 i = 0; i < 4; i++)
@@ -119,7 +121,7 @@ DEVICE void elements_of(const Planes<Format> &planes, u32 base, const u8 *escape
         u32 high = 0;
 #pragma unroll
         for (u32 b = 0; b < Format::kHighPlanes; b++)
-            high |= bytes_of_bits(planes.high[b] >> 4 * four) << b;
+            high |= bytes_of_bits(planes.bits[b] >> 4 * four) << b;
         const u32 upper = Format::high_bytes(symbols, high), lower = planes.residues[four];
         words[2 * four] = rotated_back(bytes_of(lower, upper, 0x5140));
         words[2 * four + 1] = rotated_back(bytes_of(lower, upper, 0x7362));
@@ -140,18 +142,11 @@ DEVICE Place place_of(u64 element, u64 elements)
 }
 
 template <class Format>
-DEVICE void store_planes(const Planes<Format> &planes, u8 *fixed, const Place &place)
+DEVICE void store_residues(const Planes<Format> &planes, u8 *fixed, const Place &place)
 {
     uint4 *const residues = reinterpret_cast<uint4 *>(fixed + place.residues);
     residues[0] = make_uint4(planes.residues[0], planes.residues[1], planes.residues[2], planes.residues[3]);
     residues[1] = make_uint4(planes.residues[4], planes.residues[5], planes.residues[6], planes.residues[7]);
-    u8 *plane = fixed + place.planes;
-#pragma unroll
-    for (u32 b = 0; b < Format::kHighPlanes; b++, plane += place.step)
-        *reinterpret_cast<u32 *>(plane) = planes.high[b];
-#pragma unroll
-    for (u32 b = 0; b < kCodeBits; b++, plane += place.step)
-        *reinterpret_cast<u32 *>(plane) = planes.codes[b];
 }
 
 template <class Format>
@@ -167,10 +162,7 @@ DEVICE Planes<Format> load_planes(const u8 *fixed, const Place &place)
     }
     const u8 *plane = fixed + place.planes;
 #pragma unroll
-    for (u32 b = 0; b < Format::kHighPlanes; b++, plane += place.step)
-        planes.high[b] = *reinterpret_cast<const u32 *>(plane);
-#pragma unroll
-    for (u32 b = 0; b < kCodeBits; b++, plane += place.step)
-        planes.codes[b] = *reinterpret_cast<const u32 *>(plane);
+    for (u32 b = 0; b < Format::kPlanes; b++, plane += place.step)
+        planes.bits[b] = *reinterpret_cast<const u32 *>(plane);
     return planes;
 }

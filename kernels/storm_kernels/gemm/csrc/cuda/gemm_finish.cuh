@@ -26,13 +26,14 @@ struct Coding {
 };
 
 struct Job {
-    u8 *out;              // of the two panels together (pairs), or null
-    u8 *raw[kPanels];     // each panel as it is, or null
+    u8 *out;              // of the two panels together (pairs), or each as it is
     const u8 *bias[kPanels];
     Coding codings[kPanels];
     u32 rows, columns;    // of every result; columns are a multiple of kPanelColumns
     u32 steps;            // of 64 products, an element
     u32 group;            // how many tiles below each other come in turn
+    u32 lead;             // steps; at most those of a tile, and fewer than the ring has stages
+    u32 unused;
 };
 
 template <class Format, bool kBias>
@@ -83,25 +84,38 @@ DEVICE void load_staged(const u8 *staged, u32 (&words)[kPieceWords])
     }
 }
 
-DEVICE void store_raw(const u32 (&words)[kPieceWords], u8 *to)
+DEVICE void stage_again(u8 *staged, const u32 (&words)[kPieceWords])
 {
 #pragma unroll
-    for (u32 i = 0; i < kPieceWords / 4; i++)
-        reinterpret_cast<uint4 *>(to)[i] =
-            make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    for (u32 eight = 0; eight < 4; eight++)
+        *reinterpret_cast<uint4 *>(const_cast<u8 *>(staged_piece(staged, eight))) =
+            make_uint4(words[4 * eight], words[4 * eight + 1], words[4 * eight + 2], words[4 * eight + 3]);
 }
 
-// Encodes a lane's 32 elements. Two neighbouring lanes have 64 of a chunk, whose `before` others
-// escaped; returns that with these. All lanes call it.
-template <class Format>
-DEVICE u32 encode(const u32 (&words)[kPieceWords], const u8 *staged, const Coding &to, u64 element,
-                  u64 elements, u32 before, bool is_there)
+// Copies a staged half of a panel to rows of `pitch` bytes, eight lanes a row: whole lines.
+DEVICE void store_staged(const u8 *staged, u8 *to, u64 pitch, u32 rows)
 {
-    const Planes<Format> planes = planes_of<Format>(words, to.base);
+    const u32 lane = thread_in_block() % kWarp, piece = lane % 8;
+#pragma unroll
+    for (u32 four = 0; four < kWarpRows; four += 4) {
+        const u32 row = four + lane / 8;
+        const uint4 eight =
+            *reinterpret_cast<const uint4 *>(staged + row * kStagedRow + (piece ^ row % 8) * 16);
+        if (row < rows)
+            *reinterpret_cast<uint4 *>(to + row * pitch + 16 * piece) = eight;
+    }
+}
+
+// Encodes a lane's 32 elements, all but their bit planes. Two neighbouring lanes have 64 of a chunk,
+// whose `before` others escaped; returns that with these. All lanes call it.
+template <class Format>
+DEVICE u32 encode(const Planes<Format> &planes, const u8 *staged, const Coding &to, u64 element,
+                  const Place &place, u32 before, bool is_there)
+{
     u32 escapes = is_there ? planes.escapes() : 0;
     const u32 count = count_ones(escapes), other = from_lane_across(count, 1);
     if (is_there) {
-        store_planes(planes, to.fixed, place_of<Format>(element, elements));
+        store_residues(planes, to.fixed, place);
         u8 *slot = to.slots + element / kChunk * kSlotBytes + 1 + before;
         slot += thread_in_block() % 2 ? other : 0;
         for (; escapes; escapes &= escapes - 1) {
@@ -111,6 +125,23 @@ DEVICE u32 encode(const u32 (&words)[kPieceWords], const u8 *staged, const Codin
         }
     }
     return before + count + other;
+}
+
+// Stores the bit planes of a chunk: two neighbouring lanes have its first half in `first` and its
+// second one in `second`, and store a half each. `place` is that of the lane's second one.
+template <class Format>
+DEVICE void store_bits(const u32 (&first)[Format::kPlanes], const u32 (&second)[Format::kPlanes],
+                       u8 *fixed, const Place &place, bool is_there)
+{
+    const bool is_odd = thread_in_block() % 2;
+    u8 *plane = fixed + place.planes - (is_odd ? 4 : 8);
+#pragma unroll
+    for (u32 b = 0; b < Format::kPlanes; b++, plane += place.step) {
+        const u32 other = from_lane_across(is_odd ? first[b] : second[b], 1);
+        if (is_there)
+            *reinterpret_cast<uint2 *>(plane) =
+                make_uint2(is_odd ? other : first[b], is_odd ? second[b] : other);
+    }
 }
 
 // Says how many of a chunk escaped: the last that is done with it.
@@ -129,41 +160,56 @@ DEVICE void finish(const float (&sums)[kGroups][4], u8 *staged, const Job &job, 
 {
     const u32 lane = thread_in_block() % kWarp, row = first_row + lane / 2;
     const u64 elements = static_cast<u64>(job.rows) * job.columns;
-    u32 escaped[kPanels] = {};
+    const u32 rows_left = first_row < job.rows ? job.rows - first_row : 0;
+    const u64 pitch = 2ull * job.columns;
+    u32 escaped[kPanels] = {}, bits[kPanels][Format::kPlanes];
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         const u32 column = first_column + half * kHalfColumns;
+        const u64 corner = first_row * pitch + 2 * column;  // bytes
         u32 words[kPanels][kPieceWords];
 #pragma unroll
         for (u32 panel = 0; panel < kPanels; panel++) {
             const u32 begin = column + (kPairs ? 0 : panel * kPanelColumns);
             if (kPairs || begin < job.columns)
                 stage<Format, kBias>(sums, panel, half, job.bias[panel], begin,
-                              staged + panel * kStagedPanel);
+                                     staged + panel * kStagedPanel);
         }
         meet_warp();
 #pragma unroll
         for (u32 panel = 0; panel < kPanels; panel++) {
-            const u32 begin = column + (kPairs ? 0 : panel * kPanelColumns) + lane % 2 * kPiece;
-            const bool is_there = row < job.rows && (kPairs || begin < job.columns);
-            const u64 element = static_cast<u64>(row) * job.columns + begin;
+            const u32 begin = column + (kPairs ? 0 : panel * kPanelColumns);
+            const bool is_panel = kPairs || begin < job.columns;
             const u8 *const mine = staged + panel * kStagedPanel;
+            if (!kPairs && is_panel)
+                store_staged(mine, job.out + corner + 2 * (begin - column), pitch, rows_left);
+            if (!kPairs && !kEncodes)
+                continue;
             load_staged(mine, words[panel]);
-            if (job.raw[panel] && is_there)
-                store_raw(words[panel], job.raw[panel] + 2 * element);
             if (kEncodes) {
-                escaped[panel] = encode<Format>(words[panel], mine, job.codings[panel], element,
-                                                elements, escaped[panel], is_there);
+                const bool is_there = row < job.rows && is_panel;
+                const u64 element = static_cast<u64>(row) * job.columns + begin + lane % 2 * kPiece;
+                const Coding &to = job.codings[panel];
+                const Planes<Format> planes = planes_of<Format>(words[panel], to.base);
+                const Place place = place_of<Format>(element, elements);
+                escaped[panel] = encode(planes, mine, to, element, place, escaped[panel], is_there);
+                if (half == 0)
+#pragma unroll
+                    for (u32 b = 0; b < Format::kPlanes; b++)
+                        bits[panel][b] = planes.bits[b];
+                else
+                    store_bits<Format>(bits[panel], planes.bits, to.fixed, place, is_there);
                 if (half == 1 && lane % 2 == 1 && is_there)
-                    close_chunk(job.codings[panel], element, escaped[panel]);
+                    close_chunk(to, element, escaped[panel]);
             }
         }
-        if (kPairs && row < job.rows) {
-            const u64 element = static_cast<u64>(row) * job.columns + column + lane % 2 * kPiece;
+        if (kPairs) {
 #pragma unroll
             for (u32 i = 0; i < kPieceWords; i++)
                 words[0][i] = gated_word<Format, kActivation>(words[0][i], words[1][i]);
-            store_raw(words[0], job.out + 2 * element);
+            stage_again(staged, words[0]);
+            meet_warp();
+            store_staged(staged, job.out + corner, pitch, rows_left);
         }
         meet_warp();
     }

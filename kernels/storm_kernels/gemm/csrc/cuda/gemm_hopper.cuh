@@ -4,6 +4,9 @@
 // of 64 products, which wait in a ring; the two others multiply, 64 rows each with 256 rows of the
 // weights, and finish. The 256 are 128 of two matrices (pairs), or neighbours in one.
 //
+// One of the two begins `lead` steps before the other and stays ahead, so that while one finishes a
+// tile the other still multiplies.
+//
 // The blocks of a cluster have tiles below each other, so the same rows of weights: each sends for
 // its share of these, for all.
 #pragma once
@@ -23,7 +26,7 @@ constexpr u32 kStageBytes = kLeftBytes + kPanels * kPanelBytes;
 constexpr u32 kStages = 4;
 constexpr u32 kSwizzleAlign = 1024;
 constexpr u32 kConsumerWarps = kConsumers * kGroupThreads / kWarp;
-constexpr u32 kBarrierBytes = 16 * kStages;
+constexpr u32 kBarrierBytes = 16 * kStages + 16;
 constexpr u32 kSharedBytes =
     kSwizzleAlign + kStages * kStageBytes + kConsumerWarps * kStagedBytes + kBarrierBytes;
 static_assert(kSharedBytes <= 227 << 10, "a block has no more");
@@ -114,8 +117,12 @@ DEVICE void multiply(const Job &job, const Order &order, u8 *staged, u32 memory,
     const u32 group = thread_in_block() / kGroupThreads - 1;
     const u32 warp = thread_in_block() / kWarp % 4;
     const u32 rank = kCluster > 1 ? cluster_rank() : 0;
+    const u32 started = empty + 8 * kStages;
+    u32 until_started = group == 0 ? job.lead : 0;
     float sums[kGroups][4];
     Ring ring;
+    if (group == 1 && job.lead)
+        await(started, 0);
     for (u32 number = block_index() / kCluster; number < order.count(); number += blocks() / kCluster) {
         u32 row, column, previous = 0;
         order.find(number, row, column);
@@ -131,6 +138,8 @@ DEVICE void multiply(const Job &job, const Order &order, u8 *staged, u32 memory,
                 else
                     multiply_bfloat16(sums, left + 2 * i, right + 2 * i, step + i);
             end_group_of_products();
+            if (until_started && --until_started == 0 && thread_in_block() % kWarp == 0)
+                arrive(started);
             await_products<1>();
             if (step)
                 release<kCluster>(previous);
@@ -161,6 +170,7 @@ DEVICE void hopper_product(const TensorMap &left, const TensorMap &first, const 
             init_barrier(full + 8 * i, 1);
             init_barrier(empty + 8 * i, kConsumerWarps * kCluster);
         }
+        init_barrier(empty + 8 * kStages, kGroupThreads / kWarp);
         publish_barriers();
     }
     if (kCluster > 1)
