@@ -9,12 +9,14 @@ empty memory, behind something that keeps the device busy until all of it is que
 CUPTI, by `torch.profiler`, would tell the same of all kernels. It is the script's own to use: one
 profiler runs at a time in a process, and launches stay slower once it has been loaded.
 
-Long operations are not run again: of them the events tell enough. Where one cannot be run, for want
-of memory or since settings have changed, they have to do as well.
+A step that others were seen before has no events: nobody knew that it would have to be learned.
+Long operations that have some are not run again: of them the events tell enough. Where one cannot
+be run, for want of memory or since settings have changed, they have to do as well.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -68,9 +70,12 @@ class OperationTimes:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         made: Any,
-        span: Timing,
-    ) -> Timing:
-        """Return what tells how long an operation takes that has just run within `span`."""
+        span: Timing | None = None,
+    ) -> Timing | None:
+        """Return what tells how long an operation takes that has just run, within `span` if given.
+
+        None where nothing can: nobody can tell it from others, and it was not timed.
+        """
         try:
             key = function, _likeness(arguments), _likeness(options.items())
             kind = self._kinds.get(key)
@@ -79,7 +84,8 @@ class OperationTimes:
         if kind is None:
             kind = self._kinds[key] = _Repeated(self, function, arguments, options)
             kind.nbytes += _nbytes(made)
-        kind.spans.append(span)
+        if span is not None:
+            kind.spans.append(span)
         return kind
 
     def allows(self) -> bool:
@@ -120,14 +126,15 @@ class _Repeated:
         self._seconds: float | None = None
 
     def __call__(self) -> float:
-        """Return the seconds; waits for the device."""
+        """Return the seconds, 0.0 where they cannot be known; waits for the device."""
         if self._seconds is None:
-            self._seconds = min(span() for span in self.spans)
-            if self._seconds < LONG_SECONDS and self._may_run():
+            shortest = min((span() for span in self.spans), default=math.inf)
+            if (shortest < LONG_SECONDS or not self.spans) and self._may_run():
                 began = time.perf_counter()
                 with suppress(RuntimeError, TypeError, StormError):  # of which memory's is one
-                    self._seconds = min(self._seconds, self._repeated())
+                    shortest = min(shortest, self._repeated())
                 self._times.spent(time.perf_counter() - began)
+            self._seconds = shortest if math.isfinite(shortest) else 0.0
             self.spans.clear()
             self._places.clear()
         return self._seconds
@@ -143,9 +150,9 @@ class _Repeated:
     def _repeated(self) -> float:
         """Run it a few times in a row; return what one of them took."""
         with torch.cuda.device(self._device):
-            for place in self._places:
-                place.fill()
             try:
+                for place in self._places:
+                    place.fill()
                 self._recipe.run()  # what the first run takes is not what the others do
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 keep_busy(QUEUED_SECONDS)

@@ -28,14 +28,15 @@ class Recorder(Watching):
     """Hands what functions of the table make to a Recording."""
 
     def __init__(self, recording: Recording, *, measures: bool, times: bool = False) -> None:
-        """Report to `recording`; how long each takes on a GPU is measured if `measures`.
+        """Report to `recording`; operations on a GPU have events around them if it `measures`.
 
-        On a CPU it is not: what else runs there decides that. What reporting takes this thread is
-        counted if that `times`.
+        On a CPU it is not measured what they take: what else runs there decides that. What
+        reporting takes this thread is counted if it `times`.
         """
         super().__init__()
         self._recording: Recording | None = None if are_altered() else recording
-        self._operations = OperationTimes() if measures else None
+        self._measures = measures
+        self._operations = OperationTimes()
         self._times = times
 
     def end(self) -> None:
@@ -62,14 +63,14 @@ class Recorder(Watching):
         ):
             return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()
-        operations = self._operations if _is_on_gpu(args) else None
-        begin = None if operations is None else Mark(args[0].device)
+        begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
         began = time.thread_time() if self._times else 0.0
         if not recording.goes_on(function, args, made):
             timing: Callable[[], float] | None = None
-            if operations is not None and begin is not None:
-                timing = operations.of(function, args, kwargs or {}, made, begin.until_now())
+            if begin is not None or (recording.step.kind is None and _is_on_gpu(args)):
+                span = None if begin is None else begin.until_now()
+                timing = self._operations.of(function, args, kwargs or {}, made, span)
             recording.ran(function, args, kwargs or {}, made, timing)
         if self._times:
             recording.seconds += time.thread_time() - began

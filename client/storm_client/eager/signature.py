@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
-from storm_client.planner.blocks import checkpointed_bytes
+from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 from storm_client.planner.host import HostBound, HostPass
 from storm_client.planner.in_flight import last_bytes
@@ -234,11 +234,16 @@ class Kind:
         return sum(value.nbytes for value in self.values if value.is_saved)
 
     @cached_property
+    def block_ends(self) -> frozenset[int]:
+        """The values that checkpointing each block of its steps would keep."""
+        return block_ends(self.values)
+
+    @cached_property
     def checkpointed_bytes(self) -> int | None:
-        """What checkpointing each block of its steps would keep; None where none are known."""
+        """What those come to; None where no blocks are known."""
         if self.origin is not None:
             return self.origin.checkpointed_bytes
-        return checkpointed_bytes((value.layer, value.nbytes) for value in self.values)
+        return sum(self.values[n].nbytes for n in self.block_ends) or None
 
     def follow(self, decisions: list[Decision]) -> None:
         """Follow these from now on. Where they are new, every replay has to prove itself anew.
@@ -341,6 +346,7 @@ class Kind:
             forward_seconds=self.times.busy_seconds(),
             turn_seconds=self.times.turn_seconds(),
             last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
+            block_ends=self.block_ends,
         )
 
     def reject(self, number: int, reason: str) -> None:

@@ -61,6 +61,8 @@ class Problem:
     """From the end of the forward pass until the backward pass asks for something."""
     last_bytes: int = 0
     """In-flight limit at the end of the forward pass: of what is saved last so much may stay."""
+    block_ends: frozenset[int] = frozenset()
+    """Values that checkpointing would keep: others are recomputed from them, and not they."""
 
     def may_recompute(self, value: Value) -> bool:
         """Tell whether a value may be recomputed, as far as its own operation goes."""

@@ -255,6 +255,8 @@ class _State:
         priced, value = self.priced, self.priced.values[number]
         if not priced.problem.may_recompute(value) or math.isinf(priced.seconds[number]):
             return None
+        if number in priced.problem.block_ends:
+            return None
         if left == 0 or draft.looks == 0:
             return None
         draft.looks -= 1
@@ -338,8 +340,23 @@ class _State:
             if behind * priced.machine.link <= priced.window:
                 return
             found = self._relief(number) if number in self.stored else None
-            if found is not None:
+            if found is not None and not self._is_too_deep(found[1]):
                 self.take(found[1])
+
+    def _is_too_deep(self, way: _Way) -> bool:
+        """Tell whether too many operations in a row are run once a way is taken, too.
+
+        What rests on the value was recomputed from it as stored before. Blocks end each chain.
+        """
+        priced = self.priced
+        if priced.problem.block_ends or len(priced.values) >= MANY_VALUES:
+            return False
+        recomputed = self.recomputed.keys() | way.recomputed.keys()
+        depths: dict[int, int] = {}
+        for number in sorted(recomputed):  # inputs have lower numbers, but for a few
+            inputs = priced.values[number].inputs
+            depths[number] = 1 + max((depths.get(n, 0) for n in inputs), default=0)
+        return max(depths.values(), default=0) > MOST_DEPTH
 
     def _relief(self, number: int) -> tuple[float, _Way] | None:
         """Return what recomputing a stored value spares the link, for a second that it takes.

@@ -145,6 +145,24 @@ def test_nothing_is_held_of_what_an_operation_was_given() -> None:
     assert place.tensor().tolist() == [0] * 8
 
 
+@pytest.mark.usefixtures("cuda")
+def test_what_had_no_events_is_run_again_if_it_can_be() -> None:
+    times, one = OperationTimes(), torch.ones(8)
+    made = torch.sigmoid(one)
+    timing = times.of(torch.sigmoid, (one,), {}, made)
+    assert timing is not None
+    assert timing() == pytest.approx(1e-6)
+    unlike = one.as_subclass(type("Own", (torch.Tensor,), {}))
+    assert times.of(torch.sigmoid, (unlike,), {}, made) is None
+
+
+def test_what_had_no_events_and_no_room_is_not_known(cuda: SimpleNamespace) -> None:
+    cuda.free, one = 0, torch.ones(8)
+    timing = OperationTimes().of(torch.sigmoid, (one,), {}, torch.sigmoid(one))
+    assert timing is not None
+    assert timing() == 0.0
+
+
 @pytest.mark.gpu
 def test_what_the_host_does_between_an_operations_events_is_not_counted() -> None:
     """As hooks do, which run inside of it."""

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
-from storm_client.planner.blocks import checkpointed_bytes
+from dataclasses import dataclass
+
+from storm_client.planner.blocks import block_ends
+
+
+@dataclass
+class Made:
+    layer: str
+    inputs: tuple[int, ...] = ()
+    nbytes: int = 100
+    is_expensive: bool = False
+    is_saved: bool = True
+
+
+def made(*layers: str) -> list[Made]:
+    return [Made(layer) for layer in layers]
 
 
 def test_of_each_block_the_last_that_it_has_made_counts() -> None:
-    made = [("embed", 7), *[(f"layers.{n}", size) for n in range(3) for size in (100, 400, 10 + n)]]
-    assert checkpointed_bytes([*made, ("head", 1000)]) == 10 + 11 + 12
+    layers = ["embed", *[f"layers.{n}" for n in range(3) for _ in range(3)], "head"]
+    assert block_ends(made(*layers)) == {3, 6, 9}
 
 
 def test_a_layer_that_is_alone_in_its_list_is_no_block() -> None:
-    assert checkpointed_bytes([("layers.0", 10), ("stages.0", 3), ("stages.1", 4)]) == 7
-    assert checkpointed_bytes([("layers.0", 10)]) is None
+    assert block_ends(made("layers.0", "stages.0", "stages.1")) == {1, 2}
+    assert block_ends(made("layers.0")) == frozenset()
 
 
 def test_without_numbered_layers_nothing_is_known() -> None:
-    assert checkpointed_bytes([("", 10), ("(model)", 20), ("encoder", 30)]) is None
-    assert checkpointed_bytes([]) is None
+    assert block_ends(made("", "(model)", "encoder")) == frozenset()
+    assert block_ends([]) == frozenset()
 
 
 def test_blocks_of_a_model_beside_others_are_told_apart() -> None:
-    assert checkpointed_bytes([("0:layers.0", 1), ("1:layers.0", 2), ("1:layers.1", 4)]) == 6
+    assert block_ends(made("0:layers.0", "1:layers.0", "1:layers.1")) == {1, 2}
+
+
+def ends(*last: Made) -> frozenset[int]:
+    """Return what is kept of a block that ends so, beside one of a value."""
+    return block_ends([Made("layers.0"), *last]) - {0}
+
+
+BLOCK = "layers.1"
+
+
+def test_a_norm_at_the_end_is_recomputed_from_what_it_saves() -> None:
+    assert ends(Made(BLOCK), Made(BLOCK, (1,))) == {1}
+    assert ends(Made(BLOCK), Made(BLOCK, (1,)), Made(BLOCK, (2, -1))) == {1}
+
+
+def test_what_is_made_from_more_or_from_other_things_is_kept_itself() -> None:
+    for last in (
+        [Made(BLOCK), Made(BLOCK, (0, 1))],  # the sum of a residual
+        [Made(BLOCK), Made(BLOCK, (1,), is_expensive=True)],
+        [Made(BLOCK, is_saved=False), Made(BLOCK, (1,))],
+        [Made(BLOCK, nbytes=101), Made(BLOCK, (1,))],
+        [Made(BLOCK), Made(BLOCK, (0,))],  # of the block before
+        [Made(BLOCK, (2,)), Made(BLOCK, (1,))],
+    ):
+        numbered = ends(*last)
+        assert numbered == ({2} if last[0].inputs == () else {1}), last

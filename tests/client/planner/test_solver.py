@@ -291,3 +291,15 @@ def test_values_that_rest_on_each_other_crosswise_are_planned() -> None:
     values.append(value(200, 100, "exp", 199, 198))
     choice = chosen(values, budget_bytes=50)
     assert choice.decisions[-1] == OFFLOAD
+
+
+def test_chains_do_not_grow_behind_what_rests_on_them() -> None:
+    """What rests on a stored value is recomputed from it, and it not from much else later."""
+    values = [value(0)]
+    values += [value(n, 100, "linear", n - 1, seconds=1.0, expensive=True) for n in range(1, 60)]
+    choice = chosen(values, forward_seconds=0.0)
+    longest = run = 0
+    for decision in choice.decisions:
+        run = run + 1 if decision == REPLAY else 0
+        longest = max(longest, run)
+    assert 8 <= longest <= 16
