@@ -167,18 +167,23 @@ def _print(command: list[str], found: list[dict[str, Any]]) -> None:
         "wait: what the link needs beyond the forward pass, as the planner expects it. Take the "
         "largest budget that fits into the GPU:"
     )
-    console.print(f"stormd run --pool-bytes {pool} --budget least -- {' '.join(command)}")
+    line = f"stormd run --pool-bytes {pool} --budget least -- {' '.join(command)}"
+    console.print(line, soft_wrap=True)  # to be copied
 
 
 def _table(budgets: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    columns = ("budget", "kept", "offloaded", "recomputed", "link", "wait", "recompute", "pool")
-    table = Table(*columns, box=None)
+    sizes = ("kept", "offloaded", "recomputed")
+    times = ("link ms", "wait ms", "recompute ms")
+    table = Table("budget", *sizes, *times, "pool", box=None, pad_edge=False, collapse_padding=True)
     for one in budgets:
-        sizes = (format_size(one[f"{name}_bytes"]) for name in ("keep", "offload", "replay"))
-        times = (_ms(one[f"{name}_seconds"]) for name in ("link", "wait", "replay"))
-        table.add_row(str(one["budget"]), *sizes, *times, format_size(one["pool_bytes"]))
+        table.add_row(
+            str(one["budget"]),
+            *(format_size(one[f"{name}_bytes"]) for name in ("keep", "offload", "replay")),
+            *(f"{1e3 * one[f'{name}_seconds']:.1f}" for name in ("link", "wait", "replay")),
+            format_size(one["pool_bytes"]),
+        )
     return table
 
 

@@ -92,7 +92,7 @@ def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[
         "trainer 1 of 2, on cuda:0: a step takes 2000.0 ms and saves 14.0 GiB",
         "at a peak of 3.0 GiB",
         "link 55.0 GB/s",
-        "least 1.0 GiB 1.0 GiB 1.0 GiB 250.0 ms 250.0 ms 250.0 ms 1.0 GiB",
+        "least 1.0 GiB 1.0 GiB 1.0 GiB 250.0 250.0 250.0 1.0 GiB",
         "stormd run --pool-bytes 25GiB --budget least -- python train.py",
     ):
         assert part in printed
