@@ -35,18 +35,20 @@ def compile(  # noqa: A001 - torch.compile's name
 ) -> Model:
     """Return `model`, a module or function, compiled with a plan of its saved tensors inside.
 
-    Each graph keeps, offloads or recomputes what its backward graph needs, such that at most
-    `budget` of it is on the device at any moment: "least", "fit" (what the device has free), bytes
-    or a size as "12GiB" for all graphs together that are compiled for this client with that budget,
-    as blocks one by one, or as a float a fraction of what each graph saves; by default what
-    STORMD_BUDGET says, else "least". A graph that returns a loss has no less than the least
-    possible. Results are those of torch.compile without offload, bit for bit where its kernels are
-    deterministic.
+    Each graph keeps, offloads or recomputes what its backward graph needs. Results are those of
+    torch.compile without offload, bit for bit where its kernels are deterministic.
 
-    `client` is what `storm_client.connect` returned, by default one that the process shares, which
-    is connected when the first value leaves. Tensors of less than `min_bytes` stay. `codec` is
-    "ancf" (lossless) or "raw". `codegen` is "inductor", or "eager" to run PyTorch's own kernels.
-    The rest is torch.compile's; `options` are settings of torch._inductor.config.
+    - `budget`: what may be kept on the device at any moment. "least"; "fit" (what the device has
+      free); bytes or a size as "12GiB", for all graphs together that are compiled for this client
+      with that budget, as blocks one by one; or as a float a fraction of what each graph saves. By
+      default what STORMD_BUDGET says, else "least". A graph that returns a loss has no less than
+      the least possible.
+    - `client`: what `storm_client.connect` returned, by default one that the process shares. That
+      one connects when the first tensor is offloaded.
+    - `codec`: "ancf" (lossless) or "raw". Tensors of less than `min_bytes` are kept.
+    - `codegen`: "inductor", or "eager" to run PyTorch's own kernels.
+    - `mode`, `fullgraph` and `dynamic` are torch.compile's; `options` are settings of
+      torch._inductor.config.
 
     Raises:
         UsageError: a bad value; when `model` is called, also a budget below the least possible,

@@ -33,24 +33,27 @@ def compile_step(
 
         step = storm.compile_step(step, budget="12GiB")
 
-    The first call for arguments of such shapes, dtypes and plain values records all operations of
-    the function, forward, backward and update, without running them; every call runs what was
-    recorded, as one plan of what is kept, offloaded and recomputed. So its Python code runs
-    when it is captured, and not again; loops over `storm_client.micro_batches` stay loops. It is
-    captured anew where an argument's shape or plain value differs, or which of them share memory,
-    a variable of the function's own, a module's mode or attribute, or an optimizer's setting; the
-    last `captures` are kept. Learning rates, momentum and betas may change at each step, as
-    schedulers change them. What an optimizer makes in its first step is made by a capture of its
-    own.
+    The first call records all operations of the function, forward, backward and update, without
+    running them. Every call runs what was recorded, under one plan of what is kept, offloaded and
+    recomputed. So the function's Python code runs only when it is captured; loops over
+    `storm_client.micro_batches` are run as loops.
 
-    Parameters, gradients, buffers and the state of optimizers are changed in place, and have the
-    bits that they would have: with codegen "eager" those of the function itself; with "inductor"
-    those of its recorded graphs compiled by Inductor without offload, where its kernels are
-    deterministic. Generators advance as without capture. Results carry no autograd graph.
+    It is captured again where one of these differs, and the last `captures` are kept:
+
+    - an argument's shape, dtype or plain value, or which arguments share memory;
+    - a variable of the function's own, a module's mode or attribute, an optimizer's setting.
+
+    Learning rates, momentum and betas may change at each step. What an optimizer makes in its first
+    step is made by a capture of its own.
+
+    Parameters, gradients, buffers and the state of optimizers are changed in place. With codegen
+    "eager" they have the bits of the function itself; with "inductor" those of its recorded graphs
+    compiled by Inductor without offload, where its kernels are deterministic. Generators advance as
+    without capture. Results carry no autograd graph.
 
     A run computes first and changes state last. If it raises before that, nothing has changed but
-    that generators have advanced; Ctrl-C during the change waits for its end. Only if an operation
-    of the update itself fails, as for want of memory, is a part of the state changed.
+    generators; Ctrl-C during the change waits for its end. Only if an operation of the update
+    itself fails, as for want of memory, is part of the state changed.
 
     `budget`, `client`, `codec` and `min_bytes` are those of `compile`; `codegen` is "inductor" or
     "eager", which runs PyTorch's own kernels and compiles nothing.
