@@ -6,7 +6,7 @@ touched here. Each kind of event has its module, and all of them one State:
 - leases.py: a session's life, from its opening until it is gone
 - stores.py, restores.py, segments.py: a client's requests, and what lanes answer to each
 - cache_requests.py: what only sessions for the shared cache may ask for
-- spills.py: what goes to the tier on disk and comes back
+- spills.py: what goes to the tier on disk and comes back (spill_*.py: when, and which)
 - holdings.py: how what is held adds up
 
 What the pool has no room for yet, and will have once it has grown, is answered by Wait.
@@ -96,6 +96,7 @@ class Ledger:
         self._cache = None if cache is None else CacheRequests(cache)
         restores = Restores(self._state)
         self.leases = Leases(self._state, self._cache)
+        self._disk = disk
         self.spills = None if disk is None else Spills(self._state, restores, disk, reserve)
         self._stores = Stores(self._state, restores, self._cache, self.spills)
         segments = Segments(restores)
@@ -228,7 +229,7 @@ class Ledger:
         self.leases.assert_invariants()
         entries = [entry for record in records for entry in record.entries.values()]
         assert holdings.entries == len(entries)
-        held = 0 if self.spills is None else self.spills.held_bytes
+        held = 0 if self._disk is None else self._disk.held_bytes
         assert_space(space, [entry for entry in entries if entry.space is space], held=held)
         if self.spills is not None:
             self.spills.assert_invariants()

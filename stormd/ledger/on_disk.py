@@ -66,6 +66,16 @@ class Disk:
     written: dict[int, float] = field(default_factory=dict)
     ended: str = ""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pool for which no entry is charged: clean, or being read into."""
+        return self.rooms[DiskPhase.CLEAN] + self.rooms[DiskPhase.READING]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the pool that what is on the disk takes, or would take there."""
+        return self.rooms.total() - self.rooms[DiskPhase.LOST]
+
     def loss(self) -> str:
         """Return, for people, what became of an entry that is LOST."""
         return f"it was on disk alone, and the tier there has ended: {self.ended}"

@@ -1,4 +1,4 @@
-"""Which of a session's entries is written next, given back next, or read next. Pure.
+"""Which of the sessions' entries are written next, given back next, or read next. Pure.
 
 Numbers stay in these lists when their entries have gone on; whoever takes one looks whether it is
 still what was meant. So nothing is searched when an entry is freed.
@@ -7,14 +7,16 @@ still what was meant. So nothing is searched when an entry is freed.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from stormd.ledger.on_disk import DiskPhase
-from stormd.ledger.sessions import Entry, Session
+from stormd.ledger.holdings import State
+from stormd.ledger.on_disk import Disk, DiskPhase
+from stormd.ledger.sessions import Entry, Phase, Session
 
-__all__ = ["LEAST_BYTES", "Numbered", "SpillOrder"]
+__all__ = ["LEAST_BYTES", "Numbered", "SpillOrder", "SpillOrders"]
 
 Numbered = tuple[int, Entry]
 """An entry with its number."""
@@ -123,6 +125,81 @@ class SpillOrder:
             if entry is not None and fits(entry):
                 return number, entry
         return None
+
+
+class SpillOrders:
+    """Of all sessions that have something for the tier to move."""
+
+    def __init__(self, state: State, disk: Disk) -> None:
+        self._state = state
+        self._disk = disk
+        self._by_session: dict[int, SpillOrder] = {}
+        self._asking = itertools.count(1)
+        state.touched = []
+
+    def look(self) -> None:
+        """Take in what has become of entries since the last look."""
+        state = self._state
+        touched, state.touched = state.touched or [], []
+        for record, number in touched:
+            entry = record.entries.get(number)
+            if entry is None or record.phase is Phase.ENDING or entry.space is not state.space:
+                continue
+            place = entry.disk
+            if place is not None:
+                place.order = (place.order or next(self._asking)) if entry.waits else 0
+            self._of(record).note(number, entry)
+
+    def living(self) -> list[SpillOrder]:
+        """Return those of sessions that go on, and forget the others."""
+        orders = self._by_session
+        for session in [n for n, one in orders.items() if one.record.phase is Phase.ENDING]:
+            del orders[session]
+        return list(orders.values())
+
+    def drop_idle(self) -> bool:
+        """Give the block of the oldest clean entry back that nobody waits for."""
+        if not self._disk.held_bytes:
+            return False
+        for order in sorted(self.living(), key=lambda one: -one.clean_count):
+            found = order.next_clean()
+            if found is not None:
+                self._drop(order, *found)
+                return True
+        return False
+
+    def drop_waiting(self) -> bool:
+        """Give a block back that is waited for, by a restore that cannot begin yet."""
+        if not self._disk.held_bytes:
+            return False
+        for order in self.living():
+            found = order.last_waiting()
+            if found is not None:
+                self._drop(order, *found)
+                return True
+        return False
+
+    def _drop(self, order: SpillOrder, number: int, entry: Entry) -> None:
+        """Have an entry that is in both places be on the disk alone."""
+        assert entry.block is not None
+        assert entry.disk is not None
+        self._state.holdings.records.freed(entry)  # before its room is used again
+        entry.space.release(entry.block)
+        entry.block = None
+        entry.disk.enter(DiskPhase.AWAY)
+        order.note(number, entry)
+
+    def end(self) -> None:
+        """Forget all, and note nothing any more: the tier has ended."""
+        self._by_session.clear()
+        self._state.touched = None
+
+    def _of(self, record: Session) -> SpillOrder:
+        session = record.info.session
+        order = self._by_session.get(session)
+        if order is None:
+            order = self._by_session[session] = SpillOrder(record)
+        return order
 
 
 def _is_dirty(entry: Entry) -> bool:

@@ -1,33 +1,30 @@
-"""What goes to the disk and comes back, and when: the ledger's side of the tier.
+"""What goes to the disk and comes back: the ledger's side of the tier.
 
 Written is the oldest of whoever holds most: a backward pass wants it last. Not what is being
 encoded, restored, waited for or lent. A block is given back once its blob is whole on the disk and
-room is wanted, so of a pool that is large enough nothing is written. An extent is kept until its
-entry is freed: what was read back is given up again without being written again.
+room is wanted. An extent is kept until its entry is freed: what was read back is given up again
+without being written again.
 
 Part of the pool, the reserve, is never promised to stores. So what is asked for can be read even
-where everything else in the pool is to stay. Restores of a session begin in their order; for the
-first of them blocks are taken from others that have not begun. Hence nobody waits for room that is
-kept by those who wait for him.
+where everything else in the pool is to stay, and nobody waits for room that is kept by those who
+wait for him. When the tier ends, what is on the disk alone is lost, and nothing else.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from stormd.ledger.bandwidth import Bandwidth
 from stormd.ledger.events import Instruction
 from stormd.ledger.holdings import State
 from stormd.ledger.on_disk import Disk, DiskPhase, OnDisk
 from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Entry, Phase, Session
-from stormd.ledger.spill_events import ReadJob, SpillDone, SpillFailed, SpillJob, WriteJob
-from stormd.ledger.spill_order import SpillOrder
-from stormd.memory.arena import Space, granules
+from stormd.ledger.spill_events import SpillDone, SpillFailed, SpillJob
+from stormd.ledger.spill_order import SpillOrders
+from stormd.ledger.spill_reads import Reads
+from stormd.ledger.spill_writes import Writes
+from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 from stormd.sizes import format_size
 
@@ -35,49 +32,6 @@ __all__ = ["ADMIT_SECONDS", "Spills"]
 
 ADMIT_SECONDS: Final = 1.0
 """For which a store may wait for the disk. A client keeps a tensor itself after two."""
-
-AHEAD_PART: Final = 8
-"""This part of the pool is kept clean or free by writing ahead of the need."""
-
-MOVING_BYTES: Final = 64 << 20
-MOVING_MOST: Final = 64
-"""Handed to the tier at one time in each direction, in bytes and blobs: enough for every thread to
-find the next, little enough that what is asked for does not wait long behind it."""
-
-
-@dataclass(slots=True)
-class _Direction:
-    """What the tier has been handed of one direction, and how fast that went."""
-
-    count: int = 0
-    nbytes: int = 0
-    by_session: Counter[int] = field(default_factory=Counter)
-    speed: Bandwidth = field(default_factory=Bandwidth)
-
-    @property
-    def has_room(self) -> bool:
-        return self.nbytes < MOVING_BYTES and self.count < MOVING_MOST
-
-    def begin(self, place: OnDisk, now: float) -> None:
-        self.count += 1
-        self.nbytes += place.room
-        self.by_session[place.session] += place.room
-        self.speed.begin(now)
-
-    def end(self, place: OnDisk, now: float, moved: int) -> None:
-        self.count -= 1
-        self.nbytes -= place.room
-        self.by_session[place.session] -= place.room
-        if not self.by_session[place.session]:
-            del self.by_session[place.session]
-        self.speed.end(now, moved)
-
-    def as_status(self, now: float) -> dict[str, Any]:
-        return {
-            "bytes": self.speed.total_bytes,
-            "busy_seconds": self.speed.busy_seconds,
-            "bytes_per_second": self.speed.a_second(now) or 0.0,
-        }
 
 
 class Spills:
@@ -91,15 +45,10 @@ class Spills:
         self._restores = restores
         self._disk = disk
         self._reserve = granules(reserve)
-        self._orders: dict[int, SpillOrder] = {}
-        self._generations = itertools.count(1)
-        self._asking = itertools.count(1)
-        self._writing = _Direction()
-        self._reading = _Direction()
-        self._begun: list[SpillJob] = []
-        self._wanted = 0
+        self._orders = SpillOrders(state, disk)
+        self._writes = Writes(state, disk, self._orders, self.store_capacity)
+        self._reads = Reads(state, disk, self._orders, self._reserve)
         self._lost = 0
-        state.touched = []
 
     # --- room for stores --------------------------------------------------------------------
 
@@ -111,7 +60,7 @@ class Spills:
     @property
     def is_waited_for(self) -> bool:
         """Whether a store waits for what the disk does."""
-        return self._wanted > 0
+        return self._writes.wanted > 0
 
     def promise(self, nbytes: int) -> bool:
         """Have the pool promise room for a store, giving clean blocks back for it."""
@@ -120,8 +69,8 @@ class Spills:
             return True
         if self._disk.ended:
             return False
-        self._look()
-        while self._drop_idle():
+        self._orders.look()
+        while self._orders.drop_idle():
             if space.promise(nbytes, keep=self._kept()):
                 return True
         return False
@@ -135,23 +84,23 @@ class Spills:
 
         Something is being written then, at whose end the store is to be asked for again.
         """
-        if self._disk.ended or nbytes > self.store_capacity or not self._is_writing(now):
+        if self._disk.ended or nbytes > self.store_capacity or not self._writes.is_writing(now):
             return False
-        missing = self._dirty() + nbytes - self.store_capacity
-        rate = self._writing.speed.a_second(now)
+        missing = self._writes.dirty_bytes + nbytes - self.store_capacity
+        rate = self._writes.direction.speed.a_second(now)
         if rate is not None and missing > rate * ADMIT_SECONDS:
             return False
-        self._wanted = max(self._wanted, nbytes)
+        self._writes.wanted = max(self._writes.wanted, nbytes)
         return True
 
     def shortage(self, now: float) -> str:
         """Return, for people, why the disk makes no room for a store in time, and what to do."""
         if self._disk.ended:
             return f"the tier on disk has ended ({self._disk.ended}): restart the daemon"
-        if not self._writing.count:
+        if not self._writes.direction.count:
             taken = format_size(self._disk.space.taken)
             return f"{taken} of the tier on disk are taken, too: raise spill_bytes or pool_bytes"
-        rate = format_size(int(self._writing.speed.a_second(now) or 0))
+        rate = format_size(int(self._writes.direction.speed.a_second(now) or 0))
         return f"the tier on disk takes {rate} a second, which is too slow: raise pool_bytes"
 
     # --- what the tier answers --------------------------------------------------------------
@@ -160,7 +109,7 @@ class Spills:
         self, record: Session, results: Iterable[SpillDone | SpillFailed], now: float
     ) -> list[Instruction]:
         """Take in what was written or read, or came to nothing: then the tier has ended."""
-        self._wanted = 0  # who waits asks again
+        self._writes.wanted = 0  # who waits asks again
         instructions: list[Instruction] = []
         for result in results:
             entry, place = _moving(record, result.entry)
@@ -180,9 +129,8 @@ class Spills:
         if self._disk.ended:
             return []
         self._disk.ended = reason
-        self._wanted = 0
-        self._orders.clear()
-        self._state.touched = None
+        self._writes.wanted = 0
+        self._orders.end()
         return [
             instruction
             for record in self._state.sessions.values()
@@ -194,14 +142,10 @@ class Spills:
     def moves(self, now: float) -> list[SpillJob]:
         """Return what is to be read and written now."""
         if self._disk.ended:
-            return []
-        self._look()
-        jobs, self._begun = self._begun, []
-        while self._reading.has_room and (read := self._read_next(now) or self._read_ahead(now)):
-            jobs.append(read)
-        while self._is_write_due() and (write := self._write_next(now)):
-            jobs.append(write)
-        return jobs
+            return self._writes.take_begun()
+        self._orders.look()
+        reads = self._reads.begin(now, ahead=not self._writes.wanted)
+        return reads + self._writes.begin(now)
 
     # --- what the operator sees -------------------------------------------------------------
 
@@ -213,8 +157,8 @@ class Spills:
             "used_bytes": disk.space.taken,
             "away_bytes": disk.rooms[DiskPhase.AWAY] + disk.rooms[DiskPhase.READING],
             "oldest_seconds": max(0.0, now - next(iter(disk.written.values()), now)),
-            "write": self._writing.as_status(now),
-            "read": self._reading.as_status(now),
+            "write": self._writes.direction.as_status(now),
+            "read": self._reads.direction.as_status(now),
             "lost_entries": self._lost,
             "ended": disk.ended,
         }
@@ -222,11 +166,6 @@ class Spills:
     def spilled_bytes(self, session: int) -> int:
         """Return what a session has on the disk."""
         return self._disk.by_session[session]
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the pool for which no entry is charged: clean, or being read into."""
-        return self._disk.rooms[DiskPhase.CLEAN] + self._disk.rooms[DiskPhase.READING]
 
     def assert_invariants(self) -> None:
         """Raise AssertionError where the tier contradicts the sessions: for tests."""
@@ -241,221 +180,27 @@ class Spills:
             _assert_place(entry, place, has_ended=bool(disk.ended))
         disk.assert_invariants([place for _, place in places])
         for phase, way in (
-            (DiskPhase.WRITING, self._writing),
-            (DiskPhase.READING, self._reading),
+            (DiskPhase.WRITING, self._writes.direction),
+            (DiskPhase.READING, self._reads.direction),
         ):
             moving = [place for _, place in places if place.phase is phase]
             assert (way.count, way.nbytes) == (len(moving), sum(one.room for one in moving))
         if not disk.ended:
-            assert self._dirty() <= self.store_capacity
-        assert not self._wanted or not disk.ended
+            assert self._writes.dirty_bytes <= self.store_capacity
+        assert not self._writes.wanted or not disk.ended
 
     # --- parts of the above -----------------------------------------------------------------
 
     def _kept(self) -> int:
         """Return what a store must leave free: the reserve, less what is there for reading."""
-        return 0 if self._disk.ended else max(0, self._reserve - self.held_bytes)
-
-    def _dirty(self) -> int:
-        """Return the bytes of the pool that are promised, or that must be written to be free."""
-        return self._state.space.taken - self.held_bytes
-
-    def _look(self) -> None:
-        """Take in what has become of entries since the last look."""
-        touched, self._state.touched = self._state.touched or [], []
-        for record, number in touched:
-            entry = record.entries.get(number)
-            if entry is None or record.phase is Phase.ENDING or entry.space is not self._pool:
-                continue
-            place = entry.disk
-            if place is not None:
-                place.order = (place.order or next(self._asking)) if entry.waits else 0
-            self._order_of(record).note(number, entry)
-
-    @property
-    def _pool(self) -> Space:
-        return self._state.space
-
-    def _order_of(self, record: Session) -> SpillOrder:
-        session = record.info.session
-        order = self._orders.get(session)
-        if order is None:
-            order = self._orders[session] = SpillOrder(record)
-        return order
-
-    def _living(self) -> list[SpillOrder]:
-        """Return the orders of sessions that go on, and forget the others."""
-        ended = [
-            session for session, order in self._orders.items() if order.record.phase is Phase.ENDING
-        ]
-        for session in ended:
-            del self._orders[session]
-        return list(self._orders.values())
-
-    # writing
-
-    def _is_writing(self, now: float) -> bool:
-        """Tell whether something is being written; begin where something can be."""
-        if not self._writing.count:
-            self._look()
-            job = self._write_next(now)
-            if job is not None:
-                self._begun.append(job)
-        return self._writing.count > 0
-
-    def _is_write_due(self) -> bool:
-        spare = self.store_capacity // AHEAD_PART + self._wanted
-        ahead = self._dirty() - self._writing.nbytes
-        return ahead > self.store_capacity - spare and self._writing.has_room
-
-    def _write_next(self, now: float) -> WriteJob | None:
-        """Begin to write the oldest entry of whoever holds most; None where there is no such."""
-        for order in sorted(self._living(), key=lambda one: -one.record.used_bytes):
-            found = order.next_dirty()
-            if found is None:
-                continue
-            number, entry = found
-            assert entry.block is not None
-            wanted = disk_bytes(entry.block.nbytes)
-            if not self._disk.space.promise(wanted):
-                order.note(number, entry)
-                return None
-            return self._write(order.record, number, entry, wanted, now)
-        return None
-
-    def _write(
-        self, record: Session, number: int, entry: Entry, wanted: int, now: float
-    ) -> WriteJob:
-        assert entry.block is not None
-        place = OnDisk(
-            disk=self._disk,
-            session=record.info.session,
-            generation=next(self._generations),
-            extent=self._disk.space.place(wanted, wanted),
-            nbytes=entry.block.nbytes,
-            since=now,
-        )
-        entry.disk = place
-        self._writing.begin(place, now)
-        return WriteJob(
-            session=place.session,
-            entry=number,
-            generation=place.generation,
-            block=entry.block,
-            extent=place.extent,
-        )
-
-    # reading
-
-    def _read_next(self, now: float) -> ReadJob | None:
-        """Begin to read what a restore waits for, of whom least is being read."""
-        orders = sorted(self._living(), key=self._read_of)
-        for order in orders:
-            found = order.head()
-            if found is not None and self._make_read_room(found[1], is_first=True):
-                return self._read(*found, now)
-        for order in orders:
-            found = order.first_asked()
-            if found is not None and self._make_read_room(found[1], is_first=False):
-                return self._read(*found, now)
-        return None
-
-    def _read_of(self, order: SpillOrder) -> int:
-        return self._reading.by_session[order.record.info.session]
-
-    def _read_ahead(self, now: float) -> ReadJob | None:
-        """Begin to read what a backward pass will want next, where there is room to spare."""
-        if self._wanted:
-            return None
-        for order in self._living():
-            found = order.last_away() if order.record.is_restoring else None
-            if found is not None and order.first_asked() is None:
-                number, entry = found
-                assert entry.disk is not None
-                if self._pool.promise(entry.disk.room, keep=self._reserve):
-                    return self._read(number, entry, now)
-        return None
-
-    def _read(self, number: int, entry: Entry, now: float) -> ReadJob:
-        """Begin to read an entry, for which room is promised."""
-        place = entry.disk
-        assert place is not None
-        place.into = self._pool.place(place.room, place.nbytes)
-        place.enter(DiskPhase.READING)
-        self._reading.begin(place, now)
-        return ReadJob(
-            session=place.session,
-            entry=number,
-            generation=place.generation,
-            block=place.into,
-            extent=place.extent,
-        )
-
-    def _make_read_room(self, entry: Entry, *, is_first: bool) -> bool:
-        """Have the pool promise room for what is to be read, giving clean blocks back for it.
-
-        For what holds up others, also those that are waited for.
-        """
-        assert entry.disk is not None
-        room = entry.disk.room
-        while not self._pool.promise(room, keep=self._kept_for_shares(room)):
-            if not self._drop_idle() and not (is_first and self._drop_waiting()):
-                wanted = room + self._kept_for_shares(room)
-                if self._pool.lacks(wanted):
-                    self._pool.want(wanted)
-                    self._state.holdings.has_changed = True
-                return False
-        return True
-
-    def _kept_for_shares(self, nbytes: int) -> int:
-        """Return what must stay free for those who have not taken their shares.
-
-        Nothing, where what is read fits into the reserve, which is nobody's share.
-        """
-        limits, shares = self._state.limits, self._state.holdings.shares
-        if not limits.share_bytes or self.held_bytes + nbytes <= self._reserve:
-            return 0
-        return limits.max_sessions * limits.share_bytes - shares.within_bytes
-
-    def _drop_idle(self) -> bool:
-        """Give the block of the oldest clean entry back that nobody waits for."""
-        if not self.held_bytes:
-            return False
-        for order in sorted(self._living(), key=lambda one: -one.clean_count):
-            found = order.next_clean()
-            if found is not None:
-                self._drop(order, *found)
-                return True
-        return False
-
-    def _drop_waiting(self) -> bool:
-        """Give a block back that is waited for, by a restore that cannot begin yet."""
-        if not self.held_bytes:
-            return False
-        for order in self._living():
-            found = order.last_waiting()
-            if found is not None:
-                self._drop(order, *found)
-                return True
-        return False
-
-    def _drop(self, order: SpillOrder, number: int, entry: Entry) -> None:
-        assert entry.block is not None
-        assert entry.disk is not None
-        self._state.holdings.records.freed(entry)  # before its room is used again
-        entry.space.release(entry.block)
-        entry.block = None
-        entry.disk.enter(DiskPhase.AWAY)
-        order.note(number, entry)
-
-    # answers
+        return 0 if self._disk.ended else max(0, self._reserve - self._disk.held_bytes)
 
     def _done(self, record: Session, number: int, entry: Entry, place: OnDisk, now: float) -> None:
         if place.phase is DiskPhase.WRITING:
-            self._writing.end(place, now, place.nbytes)
+            self._writes.direction.end(place, now, place.nbytes)
             self._charge(record, entry, 0)
         else:
-            self._reading.end(place, now, place.nbytes)
+            self._reads.direction.end(place, now, place.nbytes)
             entry.block, place.into = place.into, None
             self._state.holdings.records.stored(record, number, entry)
         place.enter(DiskPhase.CLEAN)
@@ -466,10 +211,10 @@ class Spills:
         self, record: Session, number: int, entry: Entry, place: OnDisk, now: float
     ) -> list[Instruction]:
         if place.phase is DiskPhase.WRITING:
-            self._writing.end(place, now, 0)
+            self._writes.direction.end(place, now, 0)
             self._stay(record, entry, place)
             return []
-        self._reading.end(place, now, 0)
+        self._reads.direction.end(place, now, 0)
         assert place.into is not None
         entry.space.release(place.into)
         place.into = None

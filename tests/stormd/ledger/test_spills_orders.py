@@ -12,7 +12,7 @@ from hypothesis.stateful import precondition, rule
 from support.ledger_bench import KIB, LIMITS, LedgerBench
 from support.ledger_machine import LedgerMachine
 
-from stormd.ledger import spill_order, spills
+from stormd.ledger import bandwidth, spill_order
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.spill_events import ReadJob, WriteJob
 from stormd.memory.arena import granules
@@ -33,7 +33,7 @@ class SpillMachine(LedgerMachine):
 
     def __init__(self) -> None:
         self.least_bytes, spill_order.LEAST_BYTES = spill_order.LEAST_BYTES, 1
-        self.moving_most, spills.MOVING_MOST = spills.MOVING_MOST, 3
+        self.moving_most, bandwidth.MOVING_MOST = bandwidth.MOVING_MOST, 3
         super().__init__()
 
     def bench(self) -> LedgerBench:
@@ -123,7 +123,7 @@ class SpillMachine(LedgerMachine):
             assert not record.tickets, "a restore waits for ever"
 
     def teardown(self) -> None:
-        spill_order.LEAST_BYTES, spills.MOVING_MOST = self.least_bytes, self.moving_most
+        spill_order.LEAST_BYTES, bandwidth.MOVING_MOST = self.least_bytes, self.moving_most
         for session in self.living:
             self.made.end(session)
         while self.made.ledger.leases.is_freeing:
