@@ -102,6 +102,18 @@ def innermost() -> Any:
     return getattr(owner, "owner", owner)  # compiled hooks have one that is written in Python
 
 
+class Watcher(Protocol):
+    """Compiled code that looks at a thread's calls; both functions are written in C."""
+
+    def watch(self) -> None:
+        """Look at what this thread calls from now on."""
+        ...
+
+    def unwatch(self) -> None:
+        """Look at nothing any more that it calls; does nothing where that is so."""
+        ...
+
+
 class Entered(Protocol):
     """What a block is for."""
 
@@ -123,6 +135,11 @@ class Entered(Protocol):
         """What PyTorch's functions pass through in the block."""
         ...
 
+    @property
+    def watcher(self) -> Watcher | None:
+        """What looks at the operators that are called in the block."""
+        ...
+
 
 class _Guard(weakref.ref["partial[None]"]):
     """Of what ends a block: takes the hooks off if that dies first. Drop the guard to disarm it."""
@@ -138,16 +155,24 @@ class _ModeGuard(weakref.ref["partial[None]"]):
     pop = _pop_mode
 
 
+class _WatcherGuard(weakref.ref["partial[None]"]):
+    """The same for what looks at the block's calls."""
+
+    __slots__ = ("pop",)
+    pop: Callable[[], object]
+
+
 class _Block:
     """One entry, from before its hooks are on until they are off."""
 
-    __slots__ = ("entered", "guard", "mode", "mode_guard", "pops")
+    __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guard")
 
     def __init__(self, entered: Entered, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode: TorchFunctionMode | None = None
         self.mode_guard: _ModeGuard | None = None
+        self.watcher_guard: _WatcherGuard | None = None
         self.pops = pops
         """What takes off what the block has put on, called one after the other without Python."""
 
@@ -168,7 +193,9 @@ class Blocks(threading.local):
     def enter(self, entered: Entered) -> None:
         """Put the hooks of `entered` on."""
         hooks, mode = entered.hooks, entered.mode
-        block = _Block(entered, *((_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)))
+        unwatch = None if (watcher := entered.watcher) is None else watcher.unwatch
+        pops = (_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)
+        block = _Block(entered, *pops if unwatch is None else (unwatch, *pops))
         block.mode = mode
         leave = None if self._leaving is None else self._leaving()
         self._leaving = None
@@ -176,15 +203,22 @@ class Blocks(threading.local):
             _push_hooks(*hooks)
             if mode is not None:
                 _push_mode(mode)
+            if watcher is not None:
+                watcher.watch()
             if leave is None:
                 self._unguarded.append(block)
             else:
                 leave.args[1].append(block)
                 if mode is not None:
                     block.mode_guard = _ModeGuard(leave, _TAKE_OFF)
+                if unwatch is not None:
+                    block.watcher_guard = guard = _WatcherGuard(leave, _TAKE_OFF)
+                    guard.pop = unwatch
                 block.guard = _Guard(leave, _TAKE_OFF)
         except BaseException:
-            block.guard = block.mode_guard = None
+            block.guard = block.mode_guard = block.watcher_guard = None
+            if unwatch is not None:
+                unwatch()
             if mode is not None and _is_on(mode):
                 _pop_mode()
             top = _top_hooks(True)
@@ -207,10 +241,10 @@ class Blocks(threading.local):
         block = entered[-1]
         if block.mode is not None and not _is_on(block.mode):
             _take_out(block.mode)
-            block.pops = (_pop_hooks,)
+            block.pops = tuple(pop for pop in block.pops if pop is not _pop_mode)
         pops = map(call, block.pops)
         # No signal is looked for between these, which call nothing, and the end of the call.
-        block.guard = block.mode_guard = None
+        block.guard = block.mode_guard = block.watcher_guard = None
         del entered[-1]
         deque(pops, 0)
         if kind is None:

@@ -19,10 +19,11 @@ from storm_client import native
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.devices import is_capturing
 from storm_client.eager.controller import Planning
+from storm_client.eager.following import NativePath
 from storm_client.eager.recompute import Replayed, Result, Trial, checksum, compare, same_bits
 from storm_client.eager.recorder import Mark
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
-from storm_client.hook_stack import untraced
+from storm_client.hook_stack import Watcher, untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
 from storm_client.monitoring.native_counts import NativeCounts
@@ -84,12 +85,14 @@ class StepHooks:
         self._step = Step(history)
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
+        path = self._native_path()
         self._planned = planning.begin(
             policy.min_bytes,
             pack=self._pack_input,
             unpack=self._bring,
             publish=self._publish_ready,
             is_ready=self._leave_when_ready,
+            native=path,
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -99,7 +102,7 @@ class StepHooks:
         the backward pass has asked for something."""
         self._brought = 0.0
         """Seconds spent on bringing inputs of replays, which count as waiting."""
-        self._follower = self._find_follower()
+        self._follower = self._find_follower(path)
         """Compiled code that follows the step, until the block has ended."""
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
 
@@ -108,26 +111,42 @@ class StepHooks:
         """What has to see PyTorch's functions in the block."""
         return self._planned.mode
 
-    def _find_follower(self) -> _follow.Follower | None:
-        """Return compiled hooks where all that the step is expected to do can be followed so."""
+    @property
+    def watcher(self) -> Watcher | None:
+        """What has to see the operators that the block calls."""
+        return self._planned.watcher if self._follower is None else self._follower
+
+    def _native_path(self) -> NativePath | None:
+        """Return compiled code, if it may follow the step as far as its kind allows."""
         if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
             return None
         follow = native.module()
         if follow is None or ranges.are_wanted():
             return None
-        counts = self._recorder.native
-        if counts is None:
-            counts = self._recorder.native = NativeCounts(follow.Tallies())
-        script = self._planned.compiled(follow, counts)
-        if script is None:
+        if self._recorder.native is None:
+            self._recorder.native = NativeCounts(follow.Tallies())
+        return NativePath(follow, self._recorder.native)
+
+    def _find_follower(self, path: NativePath | None) -> _follow.Follower | None:
+        """Return compiled hooks where all that the step is expected to do can be followed so."""
+        script = self._planned.script
+        if path is None or script is None:
             return None
+        follow, counts = path
+        hooks = (
+            self._pack_beside,
+            self._pack_expected,
+            self.unpack,
+            self._planned.pack_input,
+            self._bring,
+            self._planned.note_made,
+            self._note_asked,
+        )
         return follow.Follower(  # type: ignore[no-any-return]
             script,
             counts.tallies,
             self._policy.owned(follow),
-            self._pack_beside,
-            self.unpack,
-            self._note_asked,
+            hooks,
             self._policy.min_bytes,
             counts.row("", "skipped", "small"),
             counts.row("", "skipped", "parameter"),
@@ -144,10 +163,7 @@ class StepHooks:
         """
         self._layers.end(self)
         self._tell()
-        follower, self._follower = self._follower, None
-        if follower is not None and follower.walks:
-            self._planned.stand_at(follower.position)
-        followed = self._planned.end()
+        followed = self._end_plan()
         results = [record for reference in self._results if (record := reference()) is not None]
         self._results.clear()
         try:
@@ -161,6 +177,22 @@ class StepHooks:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
 
+    def _end_plan(self) -> Kind | None:
+        """Learn from the step; return the kind whose plan it has followed to its end."""
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            try:
+                position = follower.end()
+            except DaemonLost as loss:
+                if not self._keeps:
+                    raise lost_in_forward(loss) from loss
+                position = -1
+            if position >= 0:
+                self._planned.stand_at(position)
+            elif follower.walks:
+                self._planned.leave()
+        return self._planned.end()
+
     def _tell(self) -> None:
         """Tell the daemon of the plan that the block has followed, unless it knows it."""
         if self._session is not None:
@@ -171,7 +203,9 @@ class StepHooks:
     def abandon(self) -> None:
         """Let go of what was noted of a block that an exception has ended."""
         self._layers.end(self)
-        self._follower = None
+        if self._follower is not None:
+            self._follower.forget()
+            self._follower = None
         self._planned.abandon()
 
     @property
@@ -187,14 +221,41 @@ class StepHooks:
         follower = self._follower
         if follower is None or not follower.walks:
             return self._pack(tensor)
+        if position < 0:  # something else has happened
+            self._planned.stand_at(-1 - position)
+            self._planned.leave()
+            follower.leave()
+            return self._pack(tensor)
         self._planned.stand_at(position)
         packed = self._pack(tensor)
         position = self._planned.position
         if position < 0:
+            self._planned.leave()
             follower.leave()
         else:
             follower.go_on(position)
         return packed
+
+    @untraced
+    def _pack_expected(self, tensor: torch.Tensor, position: int) -> Packed:
+        """Offload a result that is what the event at a position expects, as compiled code found."""
+        layer = self._planned.layer_of(position)
+        try:
+            decision = self._policy.decide(tensor)
+            if tensor.is_cuda and is_capturing(tensor.device):
+                decision = Keep("capture")
+            if isinstance(decision, Keep):
+                return self._skip(tensor, decision.reason, layer)
+            session = self._sessions.of(tensor.device)
+            if session is None:
+                return self._skip(tensor, "device", layer)
+            if self._session is None:
+                self._session = session
+            return self._offload(tensor, tensor.untyped_storage(), session, layer)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return self._keep(tensor)
 
     @untraced
     def _pack_timed(self, tensor: torch.Tensor) -> Packed:

@@ -20,8 +20,8 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
     followed = Followed()
     find = hooks.StepHooks._find_follower
 
-    def noted(self: hooks.StepHooks) -> object:
-        follower = find(self)
+    def noted(self: hooks.StepHooks, path: object) -> object:
+        follower = find(self, path)
         followed.append(follower is not None)
         return follower
 

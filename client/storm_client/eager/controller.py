@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from storm_client.eager.following import compiled
+from storm_client.eager.following import LONG_ENOUGH, MOST_DOUBLED, NativePath, compiled
 from storm_client.eager.function_modes import is_in_compiled_code
 from storm_client.eager.operation_times import keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
@@ -48,10 +48,8 @@ from stormd.protocol.sizes import format_apart
 
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins
-    from storm_client.eager.signature import Expected
     from storm_client.eager.step_times import StepTimes
-    from storm_client.monitoring.native_counts import NativeCounts
-    from storm_client.native import Native, _follow
+    from storm_client.native import _follow
     from storm_client.saved.ranges import WeakStorage
     from storm_client.saved.snapshots import Ready
 
@@ -118,8 +116,11 @@ class Planning:
         unpack: Callable[[Any], torch.Tensor],
         publish: Callable[[torch.Tensor], int],
         is_ready: Callable[[torch.Tensor, Ready], None],
+        native: NativePath | None = None,
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
+
+        It is followed by compiled code where `native` can do that.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -136,6 +137,14 @@ class Planning:
         watches = self.options.replays and has_replays and not self._may_run_compiled_code()
         walks = kind is not None and kind.has_functions == watches
         step = StepRecord(self._kinds, kind, walks=walks)
+        fills = kind is not None and kind.wants_full_queue
+        times = kind is not None and kind.times_the_host and not fills
+        script = None
+        if native is not None and not (fills or times):
+            script = self._compiled(step, native)
+        calls = None
+        if native is not None and watches and script is None:
+            calls = self._call_log(step, native, max(least, 1))
         recording = Recording(
             step,
             max(least, 1),
@@ -145,17 +154,39 @@ class Planning:
             is_ready=is_ready,
             functions=self._functions,
             layers=self._layers,
+            calls=calls,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
-        fills = kind is not None and kind.wants_full_queue
-        times = kind is not None and kind.times_the_host and not fills
-        mode = Recorder(recording, measures=kind is None, times=times) if watches else None
+        mode = None
+        if watches and script is None:
+            mode = Recorder(recording, measures=kind is None, times=times)
         if fills and kind is not None and kind.clock is not None:
             with torch.cuda.device(kind.clock):
                 keep_busy(kind.times.pass_seconds)
         begun = Mark(None if kind is None else kind.clock)
         self._note_last_step(begun)
-        return PlannedStep(self, recording, mode, begun, times=times, fills=fills)
+        return PlannedStep(
+            self, recording, mode, begun, times=times, fills=fills, compiled=script, calls=calls
+        )
+
+    def _compiled(self, step: StepRecord, native: NativePath) -> _follow.Script | None:
+        """Return what compiled code may follow from the step's begin on."""
+        kind = step.kind
+        if kind is None or step.script is None or self.options.verifies:
+            return None
+        if kind.told is None or kind.told() is None:
+            return None  # the daemon is told of a plan by a step that Python follows
+        if kind.rests > 0:
+            kind.rests -= 1
+            return None
+        return compiled(kind, native.follow, native.counts)
+
+    def _call_log(self, step: StepRecord, native: NativePath, least: int) -> _follow.CallLog | None:
+        """Return what notes the calls of a step, if that has to be done."""
+        kind = step.kind
+        if kind is None or step.script is None or kind.noted is not None or self.options.verifies:
+            return None
+        return native.follow.CallLog(least)  # type: ignore[no-any-return]
 
     def _may_run_compiled_code(self) -> bool:
         if not self._runs_compiled_code:
@@ -418,6 +449,8 @@ class PlannedStep:
         *,
         times: bool,
         fills: bool,
+        compiled: _follow.Script | None,
+        calls: _follow.CallLog | None,
     ) -> None:
         """Follow what `recording` says; if it `times`, what that takes the thread is counted.
 
@@ -433,26 +466,53 @@ class PlannedStep:
         self.recording: Recording | None = recording
         """What says what becomes of a saved tensor; None once the block has ended."""
         self._step = recording.step
-        self._followed: list[Expected] | None = None
+        self._compiled = compiled
+        self._calls = calls
+        self._followed = None if compiled is None else recording.step.script
         """The script that compiled code follows."""
         self.mode = mode
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget
 
-    def compiled(self, follow: Native, counts: NativeCounts) -> _follow.Script | None:
-        """Return what compiled code may follow from here on; None where Python has to."""
-        kind = self._step.kind
-        if kind is None or self._step.script is None or self.mode is not None or self.verifies:
-            return None
-        if self.times or self._fills or kind.told is None:
-            return None
-        self._followed = kind.script
-        return compiled(kind, follow, counts)
+    @property
+    def script(self) -> _follow.Script | None:
+        """What compiled code may follow from here on; None where Python has to."""
+        return self._compiled
+
+    @property
+    def watcher(self) -> _follow.CallLog | None:
+        """What notes the calls of a step that Python follows, for compiled code to follow it."""
+        return self._calls
+
+    def layer_of(self, position: int) -> str:
+        """Return in which layer the value of an event of the script is made."""
+        return "" if self._followed is None else self._followed[position].value.layer
+
+    def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
+        """Hold a value that others are to be made from; see Recording."""
+        return None if self.recording is None else self.recording.pack_input(tensor, number)
+
+    def note_made(self, number: int, tensor: torch.Tensor) -> None:
+        """Note from when on the bytes are there of a value that will leave; see Recording."""
+        if self.recording is not None:
+            self.recording.note_made(number, tensor)
 
     def stand_at(self, position: int) -> None:
         """Note that so many events of the script have happened, as compiled code has seen."""
         if self._step.script is self._followed:
             self._step.stand_at(position)
+
+    def leave(self) -> None:
+        """Note that the step is no more what compiled code has followed it as.
+
+        Nobody has watched its functions: if that was to be done, nothing is learned from it.
+        """
+        kind = self._step.kind
+        if self._followed is None or kind is None or not kind.has_replays:
+            return
+        self._step.stop()
+        kind.rests = LONG_ENOUGH << min(kind.parted, MOST_DOUBLED)
+        kind.parted += 1
 
     @property
     def position(self) -> int:
@@ -485,6 +545,10 @@ class PlannedStep:
         """
         followed = None
         if self.recording is not None:
+            kind = self._step.kind
+            noted = self.recording.noted()
+            if noted is not None and kind is not None and self._step.script is kind.script:
+                kind.noted = noted
             is_trial = self._is_trial or self.recording.tries
             host = None
             if self.times:

@@ -1,22 +1,36 @@
 """Compiles the script of a kind of step for compiled code to follow.
 
-Of the script's events compiled code needs those that say what becomes of a saved tensor. What it
-does not expect, or what is offloaded, it hands over to Python, which walks along the same script.
+Of the script's events compiled code needs those that say what becomes of a saved tensor, and, where
+something is recomputed, the calls of operators that made what matters. Which calls those are is
+noted in a step that Python follows: each value that matters has to be one output of a single call,
+and each call of the same operators has its place between them. What compiled code does not expect
+it hands over to Python, which walks along the same script.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from storm_client.eager.signature import SAVED, Expected, Kind
-from storm_client.planner.decisions import Keep
+from storm_client.eager.operations import is_simple
+from storm_client.eager.signature import CAST, SAVED, Expected, Kind
+from storm_client.planner.decisions import Keep, Replay
 
 if TYPE_CHECKING:
     from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
 
-__all__ = ["compiled"]
+__all__ = ["LONG_ENOUGH", "MOST_DOUBLED", "NativePath", "Noted", "can_be_followed", "compiled"]
+
+_CONSTANT = -1
+"""Stands for an input that stays."""
+
+LONG_ENOUGH = 16
+"""Steps that Python follows after one that has left its script; twice as many each time."""
+
+MOST_DOUBLED = 6
+"""How often that is doubled."""
 
 
 class _What(IntEnum):
@@ -24,25 +38,128 @@ class _What(IntEnum):
 
     KEEP = 0
     PYTHON = 1
+    RECOMPUTE = 2
+    CALL = 3
+
+
+class _Does(IntEnum):
+    """What is done with a call's output; as in native/script.h."""
+
+    COUNT = 0
+    LOOK_UP = 1
+    RECOMPUTE = 2
+
+
+class NativePath(NamedTuple):
+    """The compiled module, and what counts what it does."""
+
+    follow: Native
+    counts: NativeCounts
+
+
+class Noted(NamedTuple):
+    """A saved tensor, or a call's output, which has a name; as native/call_log.cpp tells it."""
+
+    position: int
+    """Of the event in the script; -1 for a call with which nothing is done."""
+    name: str
+    overload: str
+    place: int
+    nbytes: int
+    arguments: tuple[int, ...]
+    """Which of the function's tensors the call's are; -1 for what it was not given."""
+
+
+_Event: TypeAlias = tuple[int, int, int, int, int, bool, bool, Any]
+
+
+def can_be_followed(kind: Kind) -> bool:
+    """Tell whether compiled code may follow a kind, as far as its replays go."""
+    if kind.script is None:
+        return False
+    if not kind.has_replays:
+        return True
+    return kind.noted is not None and all(
+        number in kind.verified or kind.has_tried(number)
+        for number, decision in enumerate(kind.decisions or ())
+        if isinstance(decision, Replay) and kind.values[number].is_saved
+    )
 
 
 def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script | None:
     """Return the script of a kind, compiled; None where Python has to follow its steps."""
-    if kind.script is None or kind.has_replays:
+    if not can_be_followed(kind):
         return None
     if kind.compiled is None:
+        assert kind.script is not None
         script = kind.script[:-1]  # behind the last event there is nothing
-        events = [
-            _event(position, expected, counts)
-            for position, expected in enumerate(script)
-            if expected.what is SAVED
+        if kind.has_replays:
+            events = _with_calls(kind, script, counts)
+        else:
+            events = [
+                _saved(kind, position, expected, counts, is_new=expected.is_new)
+                for position, expected in enumerate(script)
+                if expected.what is SAVED
+            ]
+        kept = [
+            number
+            for number, decision in enumerate(kind.decisions or ())
+            if isinstance(decision, Keep)
         ]
-        kind.compiled = follow.Script(events, len(script))
+        kind.compiled = follow.Script(events, kept, len(script))
     return kind.compiled
 
 
-def _event(position: int, expected: Expected, counts: NativeCounts) -> tuple[int, int, int, int]:
+def _saved(
+    kind: Kind, position: int, expected: Expected, counts: NativeCounts, *, is_new: bool
+) -> _Event:
     value, decision = expected.value, expected.decision
-    if not isinstance(decision, Keep) or expected.matters:
-        return position, _What.PYTHON, value.nbytes, 0
-    return position, _What.KEEP, value.nbytes, counts.row(value.layer, "skipped", decision.reason)
+    what, row = _What.PYTHON, 0
+    if isinstance(decision, Keep):
+        what, row = _What.KEEP, counts.row(value.layer, "skipped", decision.reason)
+    elif isinstance(decision, Replay) and value.number in kind.verified:
+        what, row = _What.RECOMPUTE, counts.row(value.layer, "replayed")
+    return (position, what, value.nbytes, row, value.number, expected.matters, is_new, None)
+
+
+def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) -> list[_Event]:
+    """Return what a step saves and calls, in order."""
+    noted = kind.noted
+    assert noted is not None
+    names = {one.name for one in noted if one.name and one.position >= 0}
+    told = [one for one in noted if not one.name or one.name in names]
+    position, positions = len(script), []
+    for one in reversed(told):  # a call has the place of what is saved next
+        position = position if one.name else one.position
+        positions.append(position)
+    seen: set[int] = set()
+    events: list[_Event] = []
+    for one, at in zip(told, reversed(positions), strict=True):
+        expected = script[one.position] if one.position >= 0 else None
+        number = -1 if expected is None else expected.value.number
+        is_new = number not in seen
+        seen.add(number)
+        if one.name:
+            call = _call(one, expected)
+            matters = expected is not None
+            nbytes = one.nbytes
+            events.append((at, _What.CALL, nbytes, 0, number, matters, is_new, call))
+        elif expected is not None:
+            events.append(_saved(kind, at, expected, counts, is_new=is_new))
+    return events
+
+
+def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
+    head = one.name, one.overload, one.place
+    if expected is None:
+        return (*head, _Does.COUNT, None, True, False, ())
+    simple = expected.what is CAST or is_simple(expected.what)
+    if not expected.matters:
+        return (*head, _Does.COUNT, None, simple, expected.leaves, ())
+    inputs: tuple[int, ...] = ()
+    does = _Does.LOOK_UP
+    if isinstance(expected.decision, Replay):
+        does = _Does.RECOMPUTE
+        inputs = tuple(_CONSTANT if n < 0 else expected.inputs[n] for n in one.arguments)
+    dtype = expected.value.dtype
+    return (*head, does, dtype, simple, expected.leaves, inputs)

@@ -21,7 +21,16 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.nn import functional
 
-__all__ = ["EXCHANGED", "EXPENSIVE", "REPLAYABLE", "Function", "bound", "is_bound", "is_simple"]
+__all__ = [
+    "EXCHANGED",
+    "EXPENSIVE",
+    "REPLAYABLE",
+    "Function",
+    "bound",
+    "is_bound",
+    "is_simple",
+    "tunes",
+]
 
 Function = Callable[..., Any]
 
@@ -241,7 +250,7 @@ def is_bound(function: Function, arguments: Sequence[Any], options: Mapping[str,
     and where the kernel is chosen by measuring, which each thread does for itself.
     """
     known = _BOUND.get(function)
-    if (known is not None and not known.is_original) or (function in EXPENSIVE and _tunes()):
+    if (known is not None and not known.is_original) or (function in EXPENSIVE and tunes()):
         return False
     depends = _DEPENDS.get(function)
     return depends is None or not depends(arguments, options)
@@ -274,7 +283,7 @@ def _is_repeated(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     return mode == "replicate"
 
 
-_tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
+tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
 """Tells whether products look for their kernels by measuring; False without CUDA."""
 
 _DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool]]] = {

@@ -41,6 +41,7 @@ __all__ = [
     "checksum",
     "compare",
     "copied",
+    "lost",
     "same_bits",
 ]
 
@@ -51,6 +52,28 @@ _autocasts = torch.is_autocast_enabled
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+_LOST: Final = {
+    "changed": "a tensor of shape {} was changed in place (version {}, now {}), from which a saved "
+    "tensor was to be recomputed; change a copy of it, or pass offload(..., replay=False)",
+    "parameter": "the memory of a parameter of shape {} is not there, from which a saved tensor "
+    "was to be recomputed; pass offload(..., replay=False)",
+    "settings": "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
+    "number of threads, small numbers as zero, overridden operators), or on a CPU the thread "
+    "itself, are others in the backward pass, in which a saved tensor was to be recomputed, than "
+    "in the forward pass; have them be the same in both passes, or pass offload(..., replay=False)",
+    "memory": "the memory of a tensor that had stayed is gone: its storage was resized after the "
+    "tensor was saved; pass offload(..., replay=False)",
+    "layout": "computing a saved tensor again gave {} in {} bytes instead of what it was, in {}; "
+    "pass offload(..., replay=False)",
+}
+
+
+def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
+    """Return the error of a tensor that cannot be recomputed; compiled code asks for it, too."""
+    told = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
+    return ActivationLost(_LOST[what].format(*told))
 
 
 class Source(Protocol):
@@ -81,16 +104,9 @@ class Alias(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Return it; ActivationLost if it has changed or its memory was given up."""
         if self.held._version != self.version:
-            raise ActivationLost(
-                f"a tensor of shape {list(self.held.shape)} was changed in place (version "
-                f"{self.version}, now {self.held._version}), from which a saved tensor was to be "
-                "recomputed; change a copy of it, or pass offload(..., replay=False)"
-            )
+            raise lost("changed", (list(self.held.shape), self.version, self.held._version))
         if self.held.untyped_storage().nbytes() != self.nbytes:
-            raise ActivationLost(
-                f"the memory of a parameter of shape {list(self.held.shape)} is not there, from "
-                "which a saved tensor was to be recomputed; pass offload(..., replay=False)"
-            )
+            raise lost("parameter", (list(self.held.shape),))
         return self.held
 
 
@@ -159,13 +175,7 @@ class Recipe:
             ActivationLost: it would make other bits now.
         """
         if self._settings != self._present_settings():
-            raise ActivationLost(
-                "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
-                "number of threads, small numbers as zero, overridden operators), or on a CPU the "
-                "thread itself, are others in the backward pass, in which a saved tensor was to be "
-                "recomputed, than in the forward pass; have them be the same in both passes, "
-                "or pass offload(..., replay=False)"
-            )
+            raise lost("settings")
         arguments = [self._filled(argument) for argument in self._arguments]
         options = {name: self._filled(value) for name, value in self._options.items()}
         records = self._differentiates
@@ -339,10 +349,7 @@ class Result:
             ActivationLost: an input has changed, or the operation makes something else.
         """
         if self._recipe is None:
-            raise ActivationLost(
-                "the memory of a tensor that had stayed is gone: its storage was resized after the "
-                "tensor was saved; pass offload(..., replay=False)"
-            )
+            raise lost("memory")
         stream = _stream(self._device)
         tensor = self._remembered(stream)
         if tensor is None:
@@ -375,10 +382,7 @@ class Result:
         tensor: torch.Tensor = made if index is None else made[index]
         nbytes = tensor.untyped_storage().nbytes()
         if not self._view.describes(tensor) or nbytes != self.nbytes:
-            raise ActivationLost(
-                f"computing a saved tensor again gave {View.of(tensor)} in {nbytes} "
-                f"bytes instead of {self._view} in {self.nbytes}; pass offload(..., replay=False)"
-            )
+            raise lost("layout", (tensor, nbytes, self.nbytes))
         return tensor
 
 

@@ -14,11 +14,12 @@ again from. Where it leaves the script everything is looked at from there on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from storm_client.eager.following import Noted
 from storm_client.eager.operations import EXPENSIVE, Function
 from storm_client.eager.recompute import (
     Alias,
@@ -39,6 +40,9 @@ from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.snapshots import Ready, SnapshotProof, base_of, is_result
 from storm_client.saved.versions import SavedVersion, View
+
+if TYPE_CHECKING:
+    from storm_client.native import _follow
 
 __all__ = ["Recording"]
 
@@ -164,6 +168,7 @@ class Recording:
         is_ready: Callable[[torch.Tensor, Ready], None],
         functions: frozenset[Function],
         layers: Layers,
+        calls: _follow.CallLog | None = None,
     ) -> None:
         """Look at what has `least` bytes; inputs are handed over by `pack`.
 
@@ -171,12 +176,14 @@ class Recording:
         that, and `is_ready` hears of what will leave by that. `functions` may be recomputed.
         """
         self._layers = layers
+        self._calls = calls
+        """Notes which calls make what matters, for compiled code to follow the next steps."""
         self.functions = functions
         self.step = step
         self.pins = Pins()
         """Of all storages that were looked at; results hold it, too."""
         self._least = least
-        self._pack = pack
+        self.pack_input = pack
         self._unpack = unpack
         self._publish = publish
         self._is_ready = is_ready
@@ -202,8 +209,32 @@ class Recording:
             return None
         if tensor.untyped_storage().nbytes() != expected.value.nbytes:
             return None
+        self._note_saved()
         self.step.advance()
         return expected
+
+    def noted(self) -> list[Noted] | None:
+        """Return what the step has saved and called; None unless all that matters is known."""
+        step, calls = self.step, self._calls
+        if calls is None or step.script is None or step.expected.what is not None:
+            return None
+        return [Noted(*one) for one in calls.entries()]
+
+    def _note_saved(self) -> None:
+        if self._calls is not None:
+            self._calls.saved(self.step.count)
+
+    def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        """Note that the function that has run has made what the script expects."""
+        calls = self._calls
+        if calls is not None and not calls.made(made, tensors, self.step.count):
+            self._calls = None  # by several calls: only Python can do that again
+
+    def _note_cast(self, cast: _Cast, source: torch.Tensor) -> None:
+        """The same of a cast that autocast has made."""
+        calls, address = self._calls, cast.seen.pin.address
+        if calls is not None and not calls.cast(address, [source], self.step.count):
+            self._calls = None
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Note that autograd saves `tensor`; None in a step that is too long to be watched."""
@@ -240,6 +271,8 @@ class Recording:
         """Note that a function of the table begins."""
         self.step.functions += 1
         self._first_number = _next_number()
+        if self._calls is not None:
+            self._calls.begin()
         if self._casts:
             self._casts.clear()
 
@@ -249,6 +282,8 @@ class Recording:
         Where that is not known, it is no. Most functions of a step that follows its script are so.
         """
         step = self.step
+        if self._calls is not None:
+            self._calls.end()
         expected = step.expected
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
             return False
@@ -256,8 +291,9 @@ class Recording:
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False
-        if expected.leaves:
-            self._note_made(expected.value.number, made)
+        if expected.leaves and made.nbytes >= LARGE_BYTES:
+            self._note_call(made, _tensors(arguments))
+            self.note_made(expected.value.number, made)
         step.advance()
         return True
 
@@ -352,6 +388,7 @@ class Recording:
                 return None
             self._expect_operation(tensor, seen, expected.decision, is_first=expected.is_new)
             result = seen.result
+        self._note_saved()
         self.step.advance()
         return SavedValue(expected.value, expected.decision, result)
 
@@ -374,12 +411,14 @@ class Recording:
             place = None if outputs[0] is made else index
             if expected.matters and not self._walks_by_made(expected, call, output, place):
                 return False
+            if expected.matters or (expected.leaves and output.nbytes >= LARGE_BYTES):
+                self._note_call(output, call.tensors())
             if expected.leaves:
-                self._note_made(expected.value.number, output)
+                self.note_made(expected.value.number, output)
             step.advance()
         return True
 
-    def _note_made(self, number: int, output: torch.Tensor) -> None:
+    def note_made(self, number: int, output: torch.Tensor) -> None:
         """Note from when on the bytes of a value that will leave are there.
 
         That may be read before it leaves. It is, once a step has shown that it is not written to
@@ -432,6 +471,7 @@ class Recording:
                     if inputs is None:
                         return False
                     self._cast_again(cast, source, inputs)
+                self._note_cast(cast, source)
                 return True
         return False
 
@@ -573,7 +613,7 @@ class Recording:
             seen.result.expect_use()
             version = SavedVersion.of(tensor, seen.pin.address)
             return Made(seen.result, View.of(tensor), version)
-        return Saved(self._pack(tensor, seen.number), self._unpack)
+        return Saved(self.pack_input(tensor, seen.number), self._unpack)
 
 
 _VALUES = (

@@ -17,8 +17,10 @@ import torch
 
 __all__ = [
     "DECIDING",
+    "GETTERS",
     "deciding_settings",
     "kinds_of_casts",
+    "omp_threads_address",
     "overridden_kernels",
     "settings_of_kernels",
 ]
@@ -62,12 +64,7 @@ def deciding_settings() -> tuple[object, ...]:
     Two equal results mean that the same function makes the same bits, by its own kernels; on a CPU
     if as many threads share it (`settings_of_kernels`).
     """
-    precision = torch._C._get_fp32_precision_getter
-    return (
-        torch.get_default_dtype(),
-        *[getter() for getter in _GETTERS],
-        *[precision(*kind) for kind in _OF_SINGLE_PRECISION],
-    )
+    return tuple([getter(*arguments) for getter, arguments in GETTERS])
 
 
 def settings_of_kernels(device: str, *, is_simple: bool = False) -> tuple[object, ...]:
@@ -131,6 +128,24 @@ _HALF = 0.5
 """Not a constant to Python's compiler, which would compute with it once and for all."""
 
 
+def omp_threads_address() -> int:
+    """Return where the function is that tells among how many threads OpenMP shares work.
+
+    0 where PyTorch has been built without.
+    """
+    with suppress(OSError, AttributeError):
+        return ctypes.cast(_torch_cpu().omp_get_max_threads, ctypes.c_void_p).value or 0
+    return 0
+
+
+def _torch_cpu() -> ctypes.PyDLL:
+    """Return PyTorch's library, whose functions are called with the interpreter's lock.
+
+    To give that up takes longer than the calls.
+    """
+    return ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
 def _find_omp_threads() -> Callable[[], object]:
     """Return what tells among how many threads OpenMP shares work that this thread begins.
 
@@ -138,9 +153,7 @@ def _find_omp_threads() -> Callable[[], object]:
     on a CPU.
     """
     with suppress(OSError, AttributeError):
-        # The interpreter lock is kept: to give it up takes longer than the call.
-        library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        tell: Callable[[], object] = library.omp_get_max_threads
+        tell: Callable[[], object] = _torch_cpu().omp_get_max_threads
         return tell
     return object
 
@@ -155,3 +168,10 @@ _OF_SINGLE_PRECISION: Final = [
     (by, kind) for by in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")
 ]
 """Who computes what, in single precision or less."""
+
+GETTERS: Final[tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]] = (
+    (torch.get_default_dtype, ()),
+    *[(getter, ()) for getter in _GETTERS],
+    *[(torch._C._get_fp32_precision_getter, kind) for kind in _OF_SINGLE_PRECISION],
+)
+"""Functions written in C, and their arguments, that tell `deciding_settings`."""

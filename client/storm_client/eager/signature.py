@@ -36,6 +36,7 @@ from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.problem import Problem, Value
 
 if TYPE_CHECKING:
+    from storm_client.eager.following import Noted
     from storm_client.native import _follow
     from storm_client.planner.machine import Machine
     from storm_client.planner.plan import Plan
@@ -165,6 +166,16 @@ class Kind:
     _gave_back = False
     """Whether that was done before."""
 
+    compiled: _follow.Script | None = None
+    """The script for compiled code, once a step has needed it."""
+    noted: list[Noted] | None = None
+    """What a step that followed the present plan has saved and called, where each value that
+    matters was made by a single call; None until that is known."""
+    rests = 0
+    """Steps that Python follows before compiled code may again."""
+    parted = 0
+    """Steps that compiled code has followed to where they did something else."""
+
     def __init__(
         self, events: tuple[Event, ...], values: list[RecordedValue], functions: int = 0
     ) -> None:
@@ -201,8 +212,6 @@ class Kind:
         self.script: list[Expected] | None = None
         """What a step that follows the plan does, and nothing behind that; None where it has to be
         watched closely."""
-        self.compiled: _follow.Script | None = None
-        """The script for compiled code, once a step has needed it."""
         self.is_ambiguous = False
         """Whether a step was like this one and then did something else."""
         self.followed = 0
@@ -256,10 +265,10 @@ class Kind:
             self.verified, self.followed = self._proved.setdefault(tuple(decisions), set()), 0
             self._tries.clear()
             self._is_unsettled = True
+            self.compiled = self.noted = None
         self.decisions = decisions
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
-        self.compiled = None
 
     def measured_like(self, decisions: list[Decision]) -> Alternative | None:
         """Return a plan that decides the same, and of which it is known what steps take."""
@@ -272,6 +281,10 @@ class Kind:
     def watch_closely(self) -> None:
         """Have no step walk along the script any more."""
         self.is_ambiguous, self.script, self.compiled = True, None, None
+
+    def has_tried(self, number: int) -> bool:
+        """Tell whether no backward pass is expected to ask for a value any more."""
+        return self._tries[number] > MOST_TRIES
 
     def goes_on_trying(self, number: int) -> bool:
         """Tell whether the backward passes may yet show what a value's trials are to show.
@@ -371,6 +384,7 @@ class StepRecord:
 
     __slots__ = (
         "_events",
+        "_is_stopped",
         "_kinds",
         "_left",
         "_position",
@@ -401,6 +415,7 @@ class StepRecord:
             self._follow(kind.script, 0)
         self._events: list[Event] = []
         self.values: list[RecordedValue] = []
+        self._is_stopped = False
         self.functions = 0
         """How many of the table it has run, as far as they were watched."""
 
@@ -411,8 +426,12 @@ class StepRecord:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step is too long to be remembered."""
-        return self.count >= MOST_EVENTS
+        """Whether the step is not remembered: it is too long, or was stopped."""
+        return self._is_stopped or self.count >= MOST_EVENTS
+
+    def stop(self) -> None:
+        """Remember the step no more: nobody has seen all that it did."""
+        self._is_stopped, self.script, self.expected = True, None, _NOTHING
 
     def advance(self) -> None:
         """Note that what was expected has happened."""

@@ -13,13 +13,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, TypeAlias
 
-import torch
-
 from storm_client.native.build import BuildError, module_path, why_not
-from storm_client.saved.versions import changed_in_place
+from storm_client.native.configuring import configured
 
 __all__ = ["SWITCH", "Native", "module", "reason"]
 
@@ -96,7 +93,7 @@ def reason() -> str:
     return _loader.reason
 
 
-def _load(path: Path) -> ModuleType:
+def _load(path: Path) -> Native:
     """Load the module, which nobody but this user, or root, may have written.
 
     Raises:
@@ -111,8 +108,7 @@ def _load(path: Path) -> ModuleType:
         raise ImportError(f"{path} is no extension module of this Python")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
-    found.configure(torch.nn.Parameter, changed_in_place)
-    return found
+    return configured(found)
 
 
 def _start_building() -> subprocess.Popen[bytes]:

@@ -32,23 +32,29 @@ NAME = "_follow"
 BUILD_SECONDS = 900.0
 """After so many a compiler is given up; it takes half a minute of one processor."""
 
-FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-g0")
+FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-g0", "-DNDEBUG")
+"""PyTorch is built without its debug checks, which decide how large some of its classes are."""
 
 _TRY = """
 import sys, torch, importlib.machinery as m, importlib.util as u
 spec = u.spec_from_file_location("_follow", sys.argv[1])
 follow = u.module_from_spec(spec); spec.loader.exec_module(follow)
-follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"))
+follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"), lambda *_: None, None, (),
+                 bool, set(), frozenset, 0)
 tallies = follow.Tallies(); rows = [tallies.add_row() for _ in range(3)]
 x = torch.ones(64, requires_grad=True); w = torch.full((64,), 2.0)
-script = follow.Script([(0, 0, 256, rows[2])], 1)
+call = ("aten::exp", "", 0, 0, None, True, False, ())
+script = follow.Script([(0, 0, 256, rows[2], 0, False, True, None),
+                        (1, 3, 256, 0, -1, False, False, call)], [0], 1)
 unexpected = lambda *_: sys.exit("unexpected")
-hooks = follow.Follower(script, tallies, follow.Owned([w]), unexpected, unexpected, lambda: None,
-                        128, rows[0], rows[1])
+hooks = follow.Follower(script, tallies, follow.Owned([w]), (*[unexpected] * 6, lambda: None), 128,
+                        rows[0], rows[1])
+hooks.watch()
 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
     y = (x * w).exp()
+hooks.unwatch()
 y.sum().backward()
-assert hooks.walks and hooks.position == 1 and torch.equal(x.grad, 2 * y.detach())
+assert hooks.end() == 1 and torch.equal(x.grad, 2 * y.detach())
 assert tallies.drain()[0] == [(1, 1, 256), (2, 1, 256)]
 """
 """Tells whether the module at a path fits the installed torch."""

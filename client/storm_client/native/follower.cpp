@@ -1,36 +1,84 @@
 #include "follower.h"
 
+#include "binding.h"
 #include "kept.h"
+#include "recomputed.h"
 #include "tensors.h"
+#include "watching.h"
 
 #include <c10/core/InferenceMode.h>
 
 namespace storm {
 namespace follower {
 
-PyObject* parameter_type = nullptr;
+PyObject* is_capturing = nullptr;  // of torch._C; None where there is no CUDA
+
+// Calls of the step's Python, by what they are for.
+enum Hook {
+  PACK,           // a tensor, and the position to look at it at: its handle
+  PACK_EXPECTED,  // a tensor that the event at a position expects: its handle
+  UNPACK,         // what those return: the tensor
+  PACK_INPUT,     // a tensor that others are made from, and its number: what BRING is given
+  BRING,          // that: the tensor
+  MADE,           // a value's number, and the tensor that has just been made
+  ASKED,          // called once, when the backward pass asks for something
+  HOOKS,
+};
+
+// A call that is under way, as far as the script looks at it.
+struct Pending {
+  bool is_looked_at = false;
+  std::vector<c10::IValue> inputs;  // if the call that is expected next is to be made again
+};
 
 // Hooks of one step. What they do not expect they hand over to Python, where the step goes on from
 // the same event, or leaves the script for good.
-struct Follower {
-  // References that tell Python's garbage collector: hooks of Python's may hold this one.
+struct Follower : public Watcher {
+  PyObject* self = nullptr;  // whose part this is
   PyObject* script_object = nullptr;
   PyObject* tallies_object = nullptr;
   PyObject* owned_object = nullptr;
-  PyObject* pack = nullptr;    // of a tensor, and the position among all events; returns its handle
-  PyObject* unpack = nullptr;  // of what that returns
-  PyObject* asked = nullptr;   // called once, when the backward pass asks for something
+  PyObject* hooks[HOOKS] = {};
 
   const Script* script = nullptr;
   Tallies* tallies = nullptr;
   const Owned* owned = nullptr;
-  int64_t least = 0;  // bytes: what has fewer is kept
-  uint32_t at = 0;    // in the script
-  bool walks = true;  // along the script, until something else happens
+  int64_t least = 0;   // bytes: what has fewer is kept
+  uint32_t at = 0;     // in the script
+  bool walks = true;   // along the script, until something else happens
+  bool parted = false;  // a call was not the one that was expected; Python does not know yet
   uint32_t small_row = 0;
   uint32_t parameter_row = 0;
 
+  Pending call;
+  Pending cast;
+  std::vector<Unpacked> unpacked;
+  std::recursive_mutex lock;  // protects `values`, and all results of the step
+  Values values;
+
   const Event& next() const { return script->events[at]; }
+  void begins(const at::RecordFunction& call, bool is_cast) override;
+  void ends(const at::RecordFunction& call, bool is_cast) override;
+  bool advance(const at::RecordFunction& call, uint32_t place, const at::Tensor& output,
+               const std::vector<c10::IValue>& inputs);
+};
+
+// Holds a step's lock. Nobody waits for that with the interpreter's lock held, which whoever has
+// it may need to go on.
+class Locked {
+ public:
+  explicit Locked(std::recursive_mutex& lock) : lock_(lock) {
+    if (lock_.try_lock()) return;
+    PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    lock_.lock();
+    if (state != nullptr) PyEval_RestoreThread(state);
+  }
+  ~Locked() { lock_.unlock(); }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+ private:
+  std::recursive_mutex& lock_;
 };
 
 struct FollowerObject {
@@ -44,43 +92,43 @@ Follower& follower_of(PyObject* self) {
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *script, *tallies, *owned, *pack, *unpack, *asked;
+  PyObject *script, *tallies, *owned, *hooks;
   long long least = 0;
   unsigned small_row = 0, parameter_row = 0;
-  expect(PyArg_ParseTuple(arguments, "O!O!O!OOOLII", &ScriptType, &script, &TalliesType, &tallies,
-                          &OwnedType, &owned, &pack, &unpack, &asked, &least, &small_row,
+  expect(PyArg_ParseTuple(arguments, "O!O!O!O!LII", &ScriptType, &script, &TalliesType, &tallies,
+                          &OwnedType, &owned, &PyTuple_Type, &hooks, &least, &small_row,
                           &parameter_row));
+  if (PyTuple_GET_SIZE(hooks) != HOOKS) {
+    PyErr_Format(PyExc_ValueError, "%zd hooks, and there are %d", PyTuple_GET_SIZE(hooks), HOOKS);
+    throw python_error();
+  }
   Ref self = expected(type->tp_alloc(type, 0));
   auto& follower = *new (&follower_of(self.get())) Follower();
+  follower.self = self.get();
   follower.script_object = Py_NewRef(script);
   follower.tallies_object = Py_NewRef(tallies);
   follower.owned_object = Py_NewRef(owned);
-  follower.pack = Py_NewRef(pack);
-  follower.unpack = Py_NewRef(unpack);
-  follower.asked = Py_NewRef(asked);
+  for (int hook = 0; hook < HOOKS; ++hook) {
+    follower.hooks[hook] = Py_NewRef(PyTuple_GET_ITEM(hooks, hook));
+  }
   follower.script = &script_of(script);
   follower.tallies = &tallies_of(tallies);
   follower.owned = &owned_of(owned);
   follower.least = least;
   follower.small_row = small_row;
   follower.parameter_row = parameter_row;
+  if (!follower.script->calls.empty()) look_for_overridden();
   return self.release();
   END_HANDLE_TH_ERRORS
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  const auto& follower = follower_of(self);
-  Py_VISIT(follower.pack);
-  Py_VISIT(follower.unpack);
-  Py_VISIT(follower.asked);
+  for (PyObject* hook : follower_of(self).hooks) Py_VISIT(hook);
   return 0;
 }
 
 int clear(PyObject* self) {
-  auto& follower = follower_of(self);
-  Py_CLEAR(follower.pack);
-  Py_CLEAR(follower.unpack);
-  Py_CLEAR(follower.asked);
+  for (PyObject*& hook : follower_of(self).hooks) Py_CLEAR(hook);
   return 0;
 }
 
@@ -95,79 +143,236 @@ void dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-// Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
-PyObject* hand_over(Follower& follower, PyObject* tensor) {
-  Ref position = expected(PyLong_FromLong(follower.walks ? follower.next().position : -1));
-  PyObject* arguments[] = {tensor, position.get()};
-  Ref pack = Ref::borrowed(follower.pack);  // which may be dropped meanwhile
-  if (!pack) {
+Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr) {
+  Ref hook = Ref::borrowed(follower.hooks[which]);  // which may be dropped meanwhile
+  if (!hook) {
     PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
     throw python_error();
   }
-  return expected(PyObject_Vectorcall(pack.get(), arguments, 2, nullptr)).release();
+  PyObject* arguments[] = {first, second};
+  const size_t count = (first != nullptr) + (second != nullptr);
+  return expected(PyObject_Vectorcall(hook.get(), arguments, count, nullptr));
 }
 
-PyObject* stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
-  PyObject* kept = keep(tensor);
+// --- calls ------------------------------------------------------------------------------------
+
+void Follower::begins(const at::RecordFunction& begun, bool is_cast) {
+  auto& pending = is_cast ? cast : call;
+  pending.is_looked_at = walks && !parted && script->names.count(begun.name()) > 0;
+  pending.inputs.clear();
+  if (!pending.is_looked_at) return;
+  for (size_t expected = script->next_call[at]; expected < script->calls.size(); ++expected) {
+    const auto& one = script->calls[expected];
+    if (one.name == begun.name() && one.overload == begun.overload_name()) {
+      if (one.does == Does::RECOMPUTE) {
+        pending.inputs.assign(begun.inputs().begin(), begun.inputs().end());
+      }
+      return;
+    }
+    if (!one.is_cast) return;  // casts of its arguments end before it does
+  }
+}
+
+void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
+  auto& pending = is_cast ? cast : call;
+  if (!pending.is_looked_at || parted) return;
+  pending.is_looked_at = false;
+  uint32_t place = 0;
+  Locked locked(lock);
+  for_each_tensor(ended.outputs(), [&](const at::Tensor& output) {
+    auto* impl = output.unsafeGetTensorImpl();
+    const bool is_told = is_ordinary(impl) && output.requires_grad() &&
+                         static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
+    if (is_told && !parted) parted = !advance(ended, place, output, pending.inputs);
+    ++place;
+  });
+  pending.inputs.clear();
+}
+
+// Tells whether an output of a call is what the script expects, and does what becomes of it.
+bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at::Tensor& output,
+                       const std::vector<c10::IValue>& inputs) {
+  const Event& event = next();
+  if (event.what != What::CALL) return false;
+  const Call& expected = script->calls[event.call];
+  const auto nbytes = static_cast<int64_t>(storage_of(output.unsafeGetTensorImpl())->nbytes());
+  if (expected.name != ended.name() || expected.overload != ended.overload_name() ||
+      expected.place != place || event.nbytes != nbytes) {
+    return false;
+  }
+  if (expected.does != Does::COUNT) {
+    if (expected.dtype && *expected.dtype != output.scalar_type()) return false;
+    Seen* seen = values.look_up(event, output);
+    if (seen == nullptr) return false;
+    if (expected.does == Does::RECOMPUTE &&
+        !bind(*script, expected, inputs, output, *seen, values, *owned, least, unpacked)) {
+      return false;
+    }
+  }
+  if (expected.leaves) unpacked.push_back({output, event.number, nullptr});
+  ++at;
+  return true;
+}
+
+// Has Python hold what recipes rest on, and note what has been made.
+void pack_inputs(Follower& follower) {
+  while (!follower.unpacked.empty()) {
+    const auto [tensor, number, source] = std::move(follower.unpacked.back());
+    follower.unpacked.pop_back();
+    Ref wrapped = expected(THPVariable_Wrap(tensor));
+    Ref of = expected(PyLong_FromLong(number));
+    if (source == nullptr) {
+      ask(follower, MADE, of.get(), wrapped.get());
+      continue;
+    }
+    Ref packed = ask(follower, PACK_INPUT, wrapped.get(), of.get());
+    Locked locked(follower.lock);
+    source->is_packed(packed.get());
+  }
+}
+
+// --- saved tensors ----------------------------------------------------------------------------
+
+// Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
+// A negative position has it leave the script there.
+Ref hand_over(Follower& follower, PyObject* tensor, bool leaves) {
+  const long at = follower.next().position;
+  Ref position = expected(PyLong_FromLong(leaves ? -1 - at : at));
+  return ask(follower, PACK, tensor, position.get());
+}
+
+Ref stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
+  Ref kept = Ref::stolen(keep(tensor));
   follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
   return kept;
 }
 
-// Returns null where Python is to look at the tensor. The order of questions is that of
-// `StepHooks._pack` and `Policy.decide`.
-PyObject* pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor) {
+Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen, uint32_t row) {
+  if (seen.result == nullptr) seen.result = std::make_shared<Result>(base_of(tensor));
+  Ref handle = Ref::stolen(recomputed(seen.result, tensor));
+  follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
+  return handle;
+}
+
+bool captures(const at::Tensor& tensor) {
+  if (!tensor.is_cuda() || is_capturing == Py_None) return false;
+  Ref found = expected(PyObject_CallNoArgs(is_capturing));
+  return PyObject_IsTrue(found.get()) == 1;
+}
+
+// What becomes of a result that is as large as the next event expects.
+Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
+  const Event& event = follower.next();
+  if (event.what == What::RECOMPUTE && captures(tensor)) {
+    return hand_over(follower, object, /*leaves=*/true);
+  }
+  if (event.matters) {
+    Locked locked(follower.lock);
+    Seen* seen = follower.values.look_up(event, tensor);
+    if (seen != nullptr && event.what == What::RECOMPUTE) {
+      Ref handle = give_up(follower, tensor, *seen, event.row);
+      ++follower.at;
+      return handle;
+    }
+    if (seen == nullptr) follower.parted = true;
+  }
+  if (follower.parted) return hand_over(follower, object, /*leaves=*/true);
+  ++follower.at;
+  if (event.what == What::KEEP) return stay(follower, tensor, event.row);
+  Ref position = expected(PyLong_FromLong(event.position));
+  return ask(follower, PACK_EXPECTED, object, position.get());
+}
+
+// The order of questions is that of `StepHooks._pack` and `Policy.decide`.
+Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto* storage = storage_of(impl);
   const Event& event = follower.next();
-  const bool fits = event.what == What::KEEP && event.nbytes == static_cast<int64_t>(storage->nbytes());
-  if (fits && is_result(tensor)) {
-    ++follower.at;
-    return stay(follower, tensor, event.row);
-  }
+  const bool is_save = event.what != What::CALL && event.what != What::END;
+  const bool fits = is_save && event.nbytes == static_cast<int64_t>(storage->nbytes());
+  if (fits && !follower.parted && is_result(tensor)) return pack_result(follower, object, tensor);
   const int64_t nbytes = nbytes_of(impl);
   if (nbytes == 0 || (nbytes < follower.least && !is_view(tensor))) {
     return stay(follower, tensor, follower.small_row);
   }
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type ||
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type() ||
       follower.owned->has(storage)) {
     return stay(follower, tensor, follower.parameter_row);
   }
-  if (fits && !tensor.requires_grad()) {
+  if (fits && event.what == What::KEEP && !event.matters && !follower.parted &&
+      !tensor.requires_grad()) {
     ++follower.at;
     return stay(follower, tensor, event.row);
   }
-  return nullptr;
+  return hand_over(follower, object, follower.parted);
 }
 
 PyObject* pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
+  if (!follower.unpacked.empty()) pack_inputs(follower);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  if (follower.walks && (type == THPVariableClass || type == parameter_type)) {
+  if (follower.walks && (type == THPVariableClass || type == parameter_type())) {
     const auto& tensor = THPVariable_Unpack(object);
     if (is_ordinary(tensor.unsafeGetTensorImpl())) {
-      PyObject* packed = pack_ordinary(follower, object, tensor);
-      if (packed != nullptr) return packed;
+      return pack_ordinary(follower, object, tensor).release();
     }
   }
-  return hand_over(follower, object);
+  return hand_over(follower, object, follower.walks && follower.parted).release();
   END_HANDLE_TH_ERRORS
+}
+
+at::Tensor recompute(Follower& follower, PyObject* packed) {
+  const auto& version = version_of_recomputed(packed);
+  version.check();
+  at::Tensor replaced = version.replaced();
+  if (replaced.defined()) return replaced;
+  const auto began = std::chrono::steady_clock::now();
+  Locked locked(follower.lock);
+  Ref function = Ref::borrowed(follower.hooks[BRING]);
+  Bringing bring{function.get()};
+  at::Tensor tensor = unpack_recomputed(packed, bring);
+  const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - began;
+  follower.tallies->replay_seconds += lasted.count() - bring.seconds;
+  return tensor;
 }
 
 PyObject* unpack(PyObject* self, PyObject* packed) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
-  if (follower.asked != nullptr) {
-    Ref asked = Ref::stolen(std::exchange(follower.asked, nullptr));
+  if (follower.hooks[ASKED] != nullptr) {
+    Ref asked = Ref::stolen(std::exchange(follower.hooks[ASKED], nullptr));
     expected(PyObject_CallNoArgs(asked.get()));
   }
-  PyObject* other = Py_TYPE(packed) == &KeptType ? moved_of(packed) : packed;
-  if (other != nullptr) {
-    Ref held = Ref::borrowed(other);
-    return expected(PyObject_CallOneArg(follower.unpack, held.get())).release();
+  const auto* type = Py_TYPE(packed);
+  PyObject* moved = type == &KeptType ? moved_of(packed) : nullptr;
+  if (moved != nullptr) {
+    Ref held = Ref::borrowed(moved);
+    return ask(follower, UNPACK, held.get()).release();
   }
+  if (type != &KeptType && type != &RecomputedType) return ask(follower, UNPACK, packed).release();
   c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
-  return THPVariable_Wrap(unpack_kept(packed));
+  const bool is_kept = type == &KeptType;
+  return THPVariable_Wrap(is_kept ? unpack_kept(packed) : recompute(follower, packed));
+  END_HANDLE_TH_ERRORS
+}
+
+// --- the step's course ------------------------------------------------------------------------
+
+PyObject* watch(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  if (follower.script->calls.empty()) Py_RETURN_NONE;
+  follower.watch();
+  Py_INCREF(self);  // until nobody is told any more
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unwatch(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  if (follower_of(self).unwatch()) Py_DECREF(self);
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -175,12 +380,12 @@ PyObject* go_on(PyObject* self, PyObject* argument) {
   auto& follower = follower_of(self);
   const long position = PyLong_AsLong(argument);
   if (position == -1 && PyErr_Occurred()) return nullptr;
-  if (position < 0 || static_cast<size_t>(position) >= follower.script->next.size()) {
-    PyErr_Format(PyExc_ValueError, "position is %ld, and the script has %zu", position,
-                 follower.script->next.size());
+  const auto& next = follower.script->next;
+  if (position < 0 || static_cast<size_t>(position) >= next.size()) {
+    PyErr_Format(PyExc_ValueError, "position is %ld, and the script has %zu", position, next.size());
     return nullptr;
   }
-  follower.at = follower.script->next[position];
+  if (position != follower.next().position) follower.at = next[position];
   Py_RETURN_NONE;
 }
 
@@ -189,9 +394,24 @@ PyObject* leave(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* get_position(PyObject* self, void*) {
-  const auto& follower = follower_of(self);
-  return PyLong_FromLong(follower.next().position);
+PyObject* forget(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  auto unpacked = std::move(follower.unpacked);
+  follower.unpacked.clear();
+  Locked locked(follower.lock);
+  follower.values.clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* end(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  pack_inputs(follower);
+  expected(forget(self, nullptr));
+  return PyLong_FromLong(follower.parted || !follower.walks ? -1 : follower.next().position);
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* get_walks(PyObject* self, void*) { return PyBool_FromLong(follower_of(self).walks); }
@@ -199,22 +419,26 @@ PyObject* get_walks(PyObject* self, void*) { return PyBool_FromLong(follower_of(
 // The object whose method looks at what is handed over: that of the step.
 PyObject* get_owner(PyObject* self, void*) {
   HANDLE_TH_ERRORS
-  auto& follower = follower_of(self);
-  if (follower.pack == nullptr) Py_RETURN_NONE;
-  return expected(PyObject_GetAttrString(follower.pack, "__self__")).release();
+  PyObject* hook = follower_of(self).hooks[PACK];
+  if (hook == nullptr) Py_RETURN_NONE;
+  return expected(PyObject_GetAttrString(hook, "__self__")).release();
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef METHODS[] = {
     {"pack", pack, METH_O, "Return what autograd is to hold instead of a tensor."},
     {"unpack", unpack, METH_O, "Return the tensor that was packed."},
+    {"watch", watch, METH_NOARGS, "Look at what this thread calls from now on."},
+    {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
     {"go_on", go_on, METH_O, "Go on from a position among all events of the kind."},
     {"leave", leave, METH_NOARGS, "Have Python look at all that is saved from now on."},
+    {"end", end, METH_NOARGS,
+     "Return how many events there were, -1 if others; nothing is called or saved any more."},
+    {"forget", forget, METH_NOARGS, "Let go of what is only needed for what is saved next."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef GETTERS[] = {
-    {"position", get_position, nullptr, "How many events of the kind there were.", nullptr},
     {"owner", get_owner, nullptr, "What looks at what is handed over.", nullptr},
     {"walks", get_walks, nullptr, "Whether the step is still along its script.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -239,9 +463,9 @@ PyTypeObject follower_type() {
 
 PyTypeObject FollowerType = follower::follower_type();
 
-void set_parameter_type(PyObject* type) {
-  Py_INCREF(type);
-  Py_XSETREF(follower::parameter_type, type);
+void set_is_capturing(PyObject* function) {
+  Py_INCREF(function);
+  Py_XSETREF(follower::is_capturing, function);
 }
 
 }  // namespace storm

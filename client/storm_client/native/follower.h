@@ -9,7 +9,7 @@ namespace storm {
 
 extern PyTypeObject FollowerType;
 
-// Sets torch.nn.Parameter.
-void set_parameter_type(PyObject* type);
+// Sets what tells whether a CUDA graph is being captured, None where there is no CUDA.
+void set_is_capturing(PyObject* function);
 
 }  // namespace storm

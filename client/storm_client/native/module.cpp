@@ -1,17 +1,27 @@
 // The module storm_client.native._follow: its types, and what it is told of Python's.
 #include "allocations.h"
+#include "binding.h"
+#include "call_log.h"
 #include "follower.h"
 #include "kept.h"
+#include "recomputed.h"
+#include "settings.h"
 
 namespace storm {
 namespace module {
 
 PyObject* configure(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
-  PyObject *parameter, *changed;
-  expect(PyArg_ParseTuple(arguments, "OO", &parameter, &changed));
+  PyObject *parameter, *changed, *lost, *capturing, *getters, *tunes, *names, *overridden;
+  unsigned long long omp_threads = 0;
+  expect(PyArg_ParseTuple(arguments, "OOOOO!OO!OK", &parameter, &changed, &lost, &capturing,
+                          &PyTuple_Type, &getters, &tunes, &PySet_Type, &names, &overridden,
+                          &omp_threads));
   set_parameter_type(parameter);
   set_changed_error(changed);
+  set_lost_error(lost);
+  set_is_capturing(capturing);
+  set_settings(getters, tunes, names, overridden, omp_threads);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -37,7 +47,7 @@ PyMethodDef METHODS[] = {
      "Have failed allocations of a device type tried again where a function of their size and the "
      "number of attempts returns True; what it returns else, if text, is added to the error."},
     {"configure", configure, METH_VARARGS,
-     "Set torch.nn.Parameter, and what returns the error of a tensor that was changed in place."},
+     "Set what is asked of Python; see _follow.pyi."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -62,7 +72,8 @@ PyMODINIT_FUNC PyInit__follow() {
   using namespace storm;
   Ref made = Ref::stolen(PyModule_Create(&module::MODULE));
   if (!made) return nullptr;
-  for (PyTypeObject* type : {&KeptType, &TalliesType, &OwnedType, &ScriptType, &FollowerType}) {
+  for (PyTypeObject* type : {&KeptType, &RecomputedType, &TalliesType, &OwnedType, &ScriptType,
+                             &CallLogType, &FollowerType}) {
     if (!module::add_type(made.get(), type)) return nullptr;
   }
   return made.release();

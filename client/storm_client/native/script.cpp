@@ -1,5 +1,7 @@
 #include "script.h"
 
+#include <torch/csrc/Dtype.h>
+
 namespace storm {
 namespace script {
 
@@ -10,24 +12,67 @@ struct ScriptObject {
 
 Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
-// Script(events, length): events are tuples of position, kind, bytes and row.
+// (name, overload, place, does, dtype or None, is simple, leaves, numbers of inputs)
+Call call_of(PyObject* tuple) {
+  const char *name, *overload;
+  PyObject *dtype, *inputs;
+  int does = 0, is_simple = 0, leaves = 0;
+  Call call;
+  expect(PyArg_ParseTuple(tuple, "ssIiOppO!", &name, &overload, &call.place, &does, &dtype,
+                          &is_simple, &leaves, &PyTuple_Type, &inputs));
+  call.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto& schema = call.op->schema();
+  call.name = schema.name().c_str();
+  call.overload = schema.overload_name().c_str();
+  call.does = static_cast<Does>(does);
+  if (THPDtype_Check(dtype)) call.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+  call.is_simple = is_simple;
+  call.is_cast = schema.name() == "aten::to";
+  call.is_convolution = schema.name().find("conv") != std::string::npos;
+  call.dropout = schema.argumentIndexWithName("dropout_p").value_or(-1);
+  call.leaves = leaves;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at) {
+    call.inputs.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(inputs, at))));
+  }
+  expect(!PyErr_Occurred());
+  return call;
+}
+
+// (position, what, bytes, row, number, matters, is new, call or None)
+Event event_of(PyObject* tuple, Script& script) {
+  Event event;
+  int what = 0, matters = 0, is_new = 0;
+  long long nbytes = 0;
+  PyObject* call;
+  expect(PyArg_ParseTuple(tuple, "iiLIippO", &event.position, &what, &nbytes, &event.row,
+                          &event.number, &matters, &is_new, &call));
+  event.what = static_cast<What>(what);
+  event.nbytes = nbytes;
+  event.matters = matters;
+  event.is_new = is_new;
+  if (event.what == What::CALL) {
+    event.call = static_cast<uint32_t>(script.calls.size());
+    script.calls.push_back(call_of(call));
+    script.names.insert(script.calls.back().name);
+  }
+  return event;
+}
+
+// Script(events, numbers of values that are kept, length)
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject* events = nullptr;
+  PyObject *events, *kept;
   int length = 0;
-  expect(PyArg_ParseTuple(arguments, "O!i", &PyList_Type, &events, &length));
+  expect(PyArg_ParseTuple(arguments, "O!O!i", &PyList_Type, &events, &PyList_Type, &kept, &length));
   Ref self = expected(type->tp_alloc(type, 0));
   auto& script = *new (&mutable_script(self.get())) Script();
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(events); ++at) {
-    Event event;
-    int what = 0;
-    long long nbytes = 0;
-    expect(PyArg_ParseTuple(PyList_GET_ITEM(events, at), "iiLI", &event.position, &what, &nbytes,
-                            &event.row));
-    event.what = static_cast<What>(what);
-    event.nbytes = nbytes;
-    script.events.push_back(event);
+    script.events.push_back(event_of(PyList_GET_ITEM(events, at), script));
   }
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(kept); ++at) {
+    script.kept.insert(static_cast<int>(PyLong_AsLong(PyList_GET_ITEM(kept, at))));
+  }
+  expect(!PyErr_Occurred());
   Event end;
   end.position = length;
   script.events.push_back(end);
@@ -35,6 +80,12 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   for (int position = 0; position <= length; ++position) {
     while (script.events[event].position < position) ++event;
     script.next.push_back(event);
+  }
+  auto call = static_cast<uint32_t>(script.calls.size());
+  script.next_call.resize(script.events.size());
+  for (size_t at = script.events.size(); at-- > 0;) {
+    if (script.events[at].what == What::CALL) call = script.events[at].call;
+    script.next_call[at] = call;
   }
   return self.release();
   END_HANDLE_TH_ERRORS

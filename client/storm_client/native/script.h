@@ -1,26 +1,65 @@
-// What a step that follows its plan saves, in order: the events of a kind of step, compiled.
+// What a step that follows its plan calls and saves, in order: a kind of step's events, compiled.
 #pragma once
 
 #include "common.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <unordered_set>
+
 namespace storm {
 
 enum class What : uint8_t {
-  KEEP,    // a saved tensor that is kept on the device
-  PYTHON,  // a saved tensor that Python looks at
+  KEEP,       // a saved tensor that is kept on the device
+  PYTHON,     // a saved tensor that Python looks at
+  RECOMPUTE,  // a saved tensor that is recomputed
+  CALL,       // one output of a call of an operator
   END,
 };
 
+// What is done with an output.
+enum class Does : uint8_t {
+  COUNT,      // nothing: it stands between those with which something is done
+  LOOK_UP,    // it is noted which value of the step it is, since others are made from that
+  RECOMPUTE,  // besides, a recipe is made of it
+};
+
+struct Call {
+  std::optional<c10::OperatorHandle> op;
+  // Their addresses name an operator as long as it is registered.
+  const char* name = nullptr;
+  const char* overload = nullptr;
+  uint32_t place = 0;  // among the outputs
+  Does does = Does::COUNT;
+  std::optional<c10::ScalarType> dtype;
+  bool is_simple = true;      // neither product nor attention: a GPU has one kernel for it
+  bool is_convolution = false;
+  bool is_cast = false;
+  int dropout = -1;           // which of its inputs says how much is dropped, if one does
+  bool leaves = false;        // its output may leave as it was made
+  std::vector<int> inputs;    // which values its tensors are; CONSTANT for those that stay
+};
+
+constexpr int CONSTANT = -1;
+
 struct Event {
   What what = What::END;
-  int64_t nbytes = -1;   // of the whole storage
-  uint32_t row = 0;      // of the tallies
-  int32_t position = 0;  // among all events of the kind, of which some are no events here
+  int64_t nbytes = -1;     // of the whole storage
+  uint32_t row = 0;        // of the tallies
+  int32_t position = 0;    // among all events of the kind, of which some are no events here
+  int32_t number = -1;     // of its value in the step
+  bool matters = false;    // whether the value is recomputed, or another one from it
+  bool is_new = false;     // whether no event before is of this value
+  uint32_t call = 0;       // of those of the script
 };
 
 struct Script {
-  std::vector<Event> events;  // END is the last
-  std::vector<uint32_t> next;  // by position among all events, the first event here from there on
+  std::vector<Event> events;       // END is the last
+  std::vector<Call> calls;
+  std::vector<uint32_t> next;      // by position among all events, the first event here from there
+  std::vector<uint32_t> next_call; // by event, the call that is next, the number of calls if none is
+  std::unordered_set<const char*> names;  // of the operators of calls
+  std::unordered_set<int> kept;    // numbers of values that are kept, also as inputs
 };
 
 extern PyTypeObject ScriptType;

@@ -25,11 +25,13 @@ bool is_view(const at::Tensor& tensor) {
   return meta != nullptr && meta->has_bw_view();
 }
 
-bool is_result(const at::Tensor& tensor) {
+const at::Tensor& base_of(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_view_autograd_meta(tensor);
-  if (meta != nullptr && meta->has_bw_view()) return !meta->get_backward_view().base_.is_leaf();
-  return !tensor.is_leaf();
+  const bool has_base = meta != nullptr && meta->has_bw_view();
+  return has_base ? meta->get_backward_view().base_ : tensor;
 }
+
+bool is_result(const at::Tensor& tensor) { return !base_of(tensor).is_leaf(); }
 
 at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& counter) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(

@@ -14,6 +14,9 @@ bool is_result(const at::Tensor& tensor);
 
 bool is_view(const at::Tensor& tensor);
 
+// The tensor of which one is a view, or itself.
+const at::Tensor& base_of(const at::Tensor& tensor);
+
 inline c10::StorageImpl* storage_of(const at::TensorImpl* impl) {
   return impl->unsafe_storage().unsafeGetStorageImpl();
 }

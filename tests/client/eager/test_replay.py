@@ -23,6 +23,7 @@ from storm_client.planner.machine import CPU
 from storm_client.policy import Policy
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.daemon_process import DaemonProcess
+from support.following import follow_by
 from support.planning import replay_all
 from support.random_programs import run
 from support.thread_counts import omp_threads, one_thread, one_thread_more
@@ -814,6 +815,7 @@ def test_steps_of_a_known_kind_walk_along_its_script(
     device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the first step of another size leaves the script, at its beginning."""
+    follow_by("python", monkeypatch)
     left: list[int] = []
     leave = StepRecord.leave_script
 

@@ -11,6 +11,7 @@ import pytest
 import storm_client as storm
 import torch
 from support.following import PATHS, Followed, follow_by
+from support.planning import replay_all
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -300,6 +301,49 @@ def a_changed_output_of_ones_own(block: Block, device: str) -> list[Tensor]:
 
 
 @case
+def casts(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    net = nn.Linear(WIDTH, WIDTH).to(device)
+    with torch.no_grad():
+        net.weight.copy_(w)
+        net.bias.zero_()
+    with block(), torch.autocast(device, torch.bfloat16):
+        y = net(net(x).float().exp()).tanh()
+        loss = (net(y) * y).float().square().mean()
+    loss.backward()
+    return [loss.detach(), net.weight.grad, net.bias.grad]
+
+
+@case
+def a_layer(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    norm = nn.LayerNorm(WIDTH).to(device)
+    with block():
+        y = norm(x @ w)
+        gate, up = y @ w, y @ w.t()
+        z = nn.functional.silu(gate) * up
+        q = z.view(2, 2, ROWS // 2, WIDTH // 2)
+        a = nn.functional.scaled_dot_product_attention(q, q, q * 2, is_causal=True)
+        a = torch.cat([a.flatten(0, 2), a.flatten(0, 2) + 1]).softmax(-1)
+        loss = (a.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt().mul(a).sum()
+    loss.backward()
+    return [loss.detach(), w.grad, norm.weight.grad]
+
+
+@case
+def recomputed_after_a_change(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        z = (y * 2).exp()
+        loss = z.sin().sum()
+    with torch.no_grad():
+        w.mul_(2)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
 def in_two_threads(block: Block, device: str) -> list[Tensor]:
     found: dict[int, list[Tensor]] = {}
 
@@ -322,16 +366,24 @@ def outcome(run: Callable[[], list[Tensor]]) -> list[Tensor] | str:
         return str(error).partition("Hint")[0]
 
 
-@pytest.mark.parametrize("budget", [1.0, "least"])
+@pytest.mark.parametrize("fate", ["kept", "recomputed"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_save_is_the_same_to_both(
-    name: str, budget: float | str, device: str, client: storm.Client, followed: Followed
+    name: str,
+    fate: str,
+    device: str,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if fate == "recomputed":
+        replay_all(monkeypatch)
+
     def run(block: Block) -> list[Tensor]:
         return CASES[name](block, device)
 
     expected = outcome(lambda: run(nullcontext))
-    offload = client.offload(min_bytes=256, budget=budget)
+    offload = client.offload(min_bytes=256, budget=1.0 if fate == "kept" else "least")
     for _ in range(STEPS):
         found = outcome(lambda: run(lambda: offload))
         assert isinstance(found, str) == isinstance(expected, str), found
@@ -378,10 +430,32 @@ def test_both_count_the_same(
     assert counted("python")[0]["budget"] > 0
 
 
-def test_a_step_that_leaves_its_script_goes_on_in_python(
-    device: str, client: storm.Client, compiled: Followed
+@pytest.mark.parametrize("name", ["a_chain", "a_layer", "views", "duplicates", "casts"])
+def test_steps_with_recomputation_are_followed_by_compiled_code(
+    name: str,
+    device: str,
+    client: storm.Client,
+    compiled: Followed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    offload = client.offload(min_bytes=256, budget=1.0)
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256)
+    for _ in range(STEPS):
+        CASES[name](lambda: offload, device)
+    assert compiled[-1]
+    assert offload.stats().replayed_bytes > 0
+
+
+@pytest.mark.parametrize("budget", [1.0, "least"])
+def test_a_step_that_leaves_its_script_goes_on_in_python(
+    budget: float | str,
+    device: str,
+    client: storm.Client,
+    compiled: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256, budget=budget)
 
     def step(block: Block, rows: int) -> list[Tensor]:
         x, w = seeded(device, rows, WIDTH), seeded(device, WIDTH, WIDTH, seed=2, grad=True)

@@ -1,0 +1,162 @@
+#include "binding.h"
+
+#include "tensors.h"
+#include "watching.h"
+
+#include <ATen/ops/empty.h>
+#include <cstring>
+
+namespace storm {
+namespace binding {
+
+PyObject* parameter = nullptr;
+
+// At a multiple of which PyTorch's own memory begins. What lies otherwise, as NumPy's may, has its
+// first elements added by themselves, and a copy would not.
+constexpr uintptr_t ALIGNMENT = 64;
+
+bool lies_elsewhere(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.storage().data()) % ALIGNMENT != 0;
+}
+
+bool is_parameter(const at::Tensor& tensor, const Owned& owned) {
+  const at::Tensor& base = base_of(tensor);
+  if (!base.is_leaf()) return false;
+  if (owned.has(storage_of(tensor.unsafeGetTensorImpl()))) return true;
+  if (!base.requires_grad()) return false;
+  const auto state = PyGILState_Ensure();
+  PyObject* object = THPVariable_Wrap(base);
+  const bool found = object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter;
+  Py_XDECREF(object);
+  PyErr_Clear();
+  PyGILState_Release(state);
+  return found;
+}
+
+// A copy with the same strides in a storage of its own, at the same offset: how a tensor lies in
+// memory may decide in which order an operator adds its elements.
+at::Tensor copied(const at::Tensor& tensor) {
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto options = at::TensorOptions().dtype(at::kByte).device(tensor.device());
+  at::DisableRecordFunctionGuard untold;
+  at::NoGradGuard nothing_recorded;
+  at::Tensor copy = at::empty({nbytes}, options);
+  if (tensor.is_cpu()) {  // in this thread alone, whose count of threads would be another after it
+    std::memcpy(copy.mutable_data_ptr(), tensor.storage().data(), nbytes);
+  } else {
+    auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(tensor.storage()), copy.key_set(),
+                                                     copy.dtype());
+    impl->set_sizes_contiguous({nbytes});
+    copy.copy_(at::Tensor(std::move(impl)));
+  }
+  return View(tensor).over(copy.storage());
+}
+
+// How an input that stays is held.
+std::shared_ptr<Source> constant(const at::Tensor& tensor, const Owned& owned, int64_t least) {
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return std::make_shared<Alias>(tensor);
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const bool is_small = nbytes < least;
+  if (!is_small && !is_parameter(tensor, owned)) return nullptr;
+  // What no operation made can be written to without being counted.
+  const bool copies = is_small && !is_result(tensor);
+  return std::make_shared<Alias>(copies ? copied(tensor) : alias_of(tensor));
+}
+
+bool lies_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
+  bool found = false;
+  const auto* storage = storage_of(output.unsafeGetTensorImpl());
+  for_each_tensor(inputs, [&](const at::Tensor& one) {
+    const auto* impl = one.unsafeGetTensorImpl();
+    found |= impl->has_storage() && storage_of(impl) == storage;
+  });
+  return found;
+}
+
+bool draws(const Call& call, const std::vector<c10::IValue>& inputs) {
+  if (call.dropout < 0 || static_cast<size_t>(call.dropout) >= inputs.size()) return false;
+  const auto& dropout = inputs[call.dropout];
+  return !dropout.isDouble() || dropout.toDouble() != 0.0;
+}
+
+}  // namespace binding
+
+void set_parameter_type(PyObject* type) {
+  Py_INCREF(type);
+  Py_XSETREF(binding::parameter, type);
+}
+
+PyObject* parameter_type() { return binding::parameter; }
+
+Seen* Values::see(int number, const at::Tensor& tensor) {
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  Seen seen{number, version, tensor.storage().getWeakStorageImpl(), nullptr};
+  return &seen_.insert_or_assign(storage, std::move(seen)).first->second;
+}
+
+Seen* Values::look_up(const Event& event, const at::Tensor& tensor) {
+  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  if (found != seen_.end() && found->second.version == version) {
+    const bool is_same = !event.is_new && found->second.number == event.number;
+    return is_same ? &found->second : nullptr;
+  }
+  return event.is_new ? see(event.number, tensor) : nullptr;
+}
+
+Seen* Values::meet(int number, const at::Tensor& tensor, int64_t least) {
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  if (static_cast<int64_t>(storage->nbytes()) < least || !is_result(tensor)) return nullptr;
+  const auto found = seen_.find(storage);
+  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  if (found != seen_.end() && found->second.version == version) {
+    return found->second.number == number ? &found->second : nullptr;
+  }
+  return see(number, tensor);
+}
+
+bool bind(const Script& script, const Call& call, std::vector<c10::IValue> inputs,
+          const at::Tensor& output, Seen& made, Values& values, const Owned& owned, int64_t least,
+          std::vector<Unpacked>& unpacked) {
+  const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
+  if (measures || binding::lies_in(output, inputs) || binding::draws(call, inputs)) return false;
+  const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
+  if (!circumstances) return false;
+  std::vector<std::shared_ptr<Source>> sources;
+  std::vector<Unpacked> packed_later;
+  size_t next = 0;
+  bool fits = true;
+  // The value may be moved by what is seen besides: its place in the table is not kept.
+  const auto result = made.result != nullptr ? made.result : std::make_shared<Result>(output);
+  made.result = result;
+  for_each_tensor(inputs, [&](const at::Tensor& one) {
+    fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
+           !binding::lies_elsewhere(one);
+    if (!fits) return;
+    const int number = call.inputs[next++];
+    if (number == CONSTANT) {
+      sources.push_back(binding::constant(one, owned, least));
+      fits = sources.back() != nullptr;
+      return;
+    }
+    Seen* seen = values.meet(number, one, least);
+    fits = seen != nullptr;
+    if (!fits) return;
+    if (seen->result != nullptr) {
+      sources.push_back(std::make_shared<Made>(seen->result, one));
+      return;
+    }
+    auto source = std::make_shared<Packed>(one);
+    if (script.kept.count(number) == 0) packed_later.push_back({one, number, source});
+    sources.push_back(std::move(source));
+  });
+  if (!fits || next != call.inputs.size()) return false;
+  for (auto& one : packed_later) unpacked.push_back(std::move(one));
+  result->made_by(std::make_shared<Recipe>(*call.op, std::move(inputs), std::move(sources),
+                                           *circumstances),
+                  call.place);
+  return true;
+}
+
+}  // namespace storm

@@ -1,0 +1,55 @@
+// What a followed step has made so far of what matters to recomputation, and the recipes that are
+// made of its calls where they have just run.
+#pragma once
+
+#include "owned.h"
+#include "recipes.h"
+#include "script.h"
+
+#include <unordered_map>
+
+namespace storm {
+
+// A storage of the step at hand, at one version.
+struct Seen {
+  int number;  // of its value
+  uint32_t version;
+  WeakStorage pin;  // keeps the address from being used again
+  std::shared_ptr<Result> result;
+};
+
+// The values of one step, by storage. The lock of the step protects it.
+class Values {
+ public:
+  // The value that an event expects if the tensor has it now; null if it has another.
+  Seen* look_up(const Event& event, const at::Tensor& tensor);
+
+  // What a recipe's input is as the value of that number; null if it cannot be that.
+  Seen* meet(int number, const at::Tensor& tensor, int64_t least);
+
+  void clear() { seen_.clear(); }
+
+ private:
+  Seen* see(int number, const at::Tensor& tensor);
+
+  std::unordered_map<const c10::StorageImpl*, Seen> seen_;
+};
+
+// An input that is to be packed by Python, once that may run.
+struct Unpacked {
+  at::Tensor tensor;
+  int number;
+  std::shared_ptr<Packed> source;  // none for what is only told to have been made
+};
+
+// Makes the recipe of a call's output, whose value is `made`, and has that be recomputed. Tells
+// whether the call's inputs are what its script expects, and nothing else decides what it makes.
+bool bind(const Script& script, const Call& call, std::vector<c10::IValue> inputs,
+          const at::Tensor& output, Seen& made, Values& values, const Owned& owned, int64_t least,
+          std::vector<Unpacked>& unpacked);
+
+// Sets torch.nn.Parameter.
+void set_parameter_type(PyObject* type);
+PyObject* parameter_type();
+
+}  // namespace storm

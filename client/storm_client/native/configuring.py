@@ -1,0 +1,32 @@
+"""Tells the compiled module what it asks of Python."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from storm_client.eager.operations import tunes
+from storm_client.eager.recompute import lost
+from storm_client.eager.settings import GETTERS, omp_threads_address, overridden_kernels
+from storm_client.saved.versions import changed_in_place
+
+__all__ = ["configured"]
+
+_is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+def configured(follow: Any) -> Any:
+    """Return the module, which has been loaded just now."""
+    follow.configure(
+        torch.nn.Parameter,
+        changed_in_place,
+        lost,
+        _is_capturing,
+        GETTERS,
+        tunes,
+        torch.library._impls,
+        overridden_kernels,
+        omp_threads_address(),
+    )
+    return follow

@@ -1,0 +1,360 @@
+#include "recipes.h"
+
+#include "tensors.h"
+#include "watching.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+
+namespace storm {
+namespace recipes {
+
+PyObject* lost_error = nullptr;
+
+Ref shape_of(const at::Tensor& tensor) {
+  Ref shape = expected(PyList_New(tensor.dim()));
+  for (int64_t at = 0; at < tensor.dim(); ++at) {
+    PyList_SET_ITEM(shape.get(), at, expected(PyLong_FromLongLong(tensor.size(at))).release());
+  }
+  return shape;
+}
+
+uint64_t stream_of(c10::Device device) {
+  if (device.is_cpu()) return 0;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+}
+
+// Has operators of this thread cast what they are given, or not, as they did in other
+// circumstances. That is set, not entered: who leaves the outermost `torch.autocast` of a thread
+// drops the casts that autocast has kept for all threads.
+class Autocasting {
+ public:
+  Autocasting(c10::DeviceType device, std::optional<c10::ScalarType> dtype)
+      : device_(device),
+        was_on_(at::autocast::is_autocast_enabled(device)),
+        kept_(at::autocast::is_autocast_cache_enabled()),
+        before_(at::autocast::get_autocast_dtype(device)),
+        differs_(dtype.has_value() || was_on_) {
+    if (!differs_) return;
+    at::autocast::set_autocast_cache_enabled(false);
+    at::autocast::set_autocast_enabled(device, dtype.has_value());
+    at::autocast::set_autocast_dtype(device, dtype.value_or(before_));
+  }
+  ~Autocasting() {
+    if (!differs_) return;
+    at::autocast::set_autocast_dtype(device_, before_);
+    at::autocast::set_autocast_enabled(device_, was_on_);
+    at::autocast::set_autocast_cache_enabled(kept_);
+  }
+  Autocasting(const Autocasting&) = delete;
+  Autocasting& operator=(const Autocasting&) = delete;
+
+ private:
+  c10::DeviceType device_;
+  bool was_on_;
+  bool kept_;
+  c10::ScalarType before_;
+  bool differs_;
+};
+
+// Has no hooks see what is saved, and nobody go back through that graph.
+class WithoutHooks {
+ public:
+  explicit WithoutHooks(bool records) {
+    const auto& present = at::SavedTensorDefaultHooks::get_tls_state();
+    if (!records || present.stack.empty()) return;
+    before_ = present;
+    at::SavedTensorDefaultHooks::set_tls_state({});
+  }
+  ~WithoutHooks() {
+    if (before_) at::SavedTensorDefaultHooks::set_tls_state(*before_);
+  }
+  WithoutHooks(const WithoutHooks&) = delete;
+  WithoutHooks& operator=(const WithoutHooks&) = delete;
+
+ private:
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> before_;
+};
+
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+const c10::DispatchKeySet MODES_OF_PYTHON({c10::DispatchKey::Python,
+                                           c10::DispatchKey::PythonTLSSnapshot});
+
+}  // namespace recipes
+
+using namespace recipes;
+
+void set_lost_error(PyObject* function) {
+  Py_INCREF(function);
+  Py_XSETREF(recipes::lost_error, function);
+}
+
+void raise_lost(const char* what, PyObject* details) {
+  Ref error = expected(PyObject_CallFunction(recipes::lost_error, "sO", what, details));
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
+  throw python_error();
+}
+
+// --- views ------------------------------------------------------------------------------------
+
+View::View(const at::Tensor& tensor)
+    : keys(tensor.key_set()),
+      dtype(tensor.dtype()),
+      sizes(tensor.sizes().begin(), tensor.sizes().end()),
+      strides(tensor.strides().begin(), tensor.strides().end()),
+      offset(tensor.storage_offset()) {}
+
+bool View::describes(const at::Tensor& tensor) const {
+  return tensor.dtype() == dtype && tensor.sizes() == at::IntArrayRef(sizes) &&
+         tensor.strides() == at::IntArrayRef(strides) && tensor.storage_offset() == offset &&
+         tensor.is_conj() == keys.has(c10::DispatchKey::Conjugate) &&
+         tensor.is_neg() == keys.has(c10::DispatchKey::Negative);
+}
+
+at::Tensor View::over(c10::Storage storage) const {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, std::move(storage), keys, dtype);
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor Bringing::tensor(PyObject* packed) {
+  const auto began = std::chrono::steady_clock::now();
+  Ref brought = expected(PyObject_CallOneArg(function, packed));
+  seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  return THPVariable_Unpack(brought.get());
+}
+
+// --- sources ----------------------------------------------------------------------------------
+
+Alias::Alias(at::Tensor held)
+    : held_(std::move(held)),
+      version_(held_.unsafeGetTensorImpl()->version_counter().current_version()),
+      nbytes_(storage_of(held_.unsafeGetTensorImpl())->nbytes()) {}
+
+at::Tensor Alias::tensor(Bringing&) {
+  const auto now = held_.unsafeGetTensorImpl()->version_counter().current_version();
+  if (now != version_) {
+    Ref shape = shape_of(held_);
+    Ref details = expected(Py_BuildValue("OII", shape.get(), version_, now));
+    raise_lost("changed", details.get());
+  }
+  if (storage_of(held_.unsafeGetTensorImpl())->nbytes() != nbytes_) {
+    Ref shape = shape_of(held_);
+    Ref details = expected(Py_BuildValue("(O)", shape.get()));
+    raise_lost("parameter", details.get());
+  }
+  return held_;
+}
+
+Packed::Packed(const at::Tensor& tensor) : kept_(alias_of(tensor)), version_(tensor) {}
+
+Packed::~Packed() {
+  if (handle_ == nullptr) return;
+  const auto state = PyGILState_Ensure();
+  Py_DECREF(handle_);
+  PyGILState_Release(state);
+}
+
+void Packed::is_packed(PyObject* handle) {
+  handle_ = Py_NewRef(handle);
+  kept_.reset();
+}
+
+at::Tensor Packed::tensor(Bringing& bring) {
+  if (handle_ == nullptr) {
+    version_.check();
+    return kept_;
+  }
+  return bring.tensor(handle_);
+}
+
+Made::Made(std::shared_ptr<Result> result, const at::Tensor& tensor)
+    : result_(std::move(result)), view_(tensor), version_(tensor) {
+  result_->expect_use();
+}
+
+at::Tensor Made::tensor(Bringing& bring) {
+  if (version_.is_unchanged()) return result_->viewed(view_, bring);
+  if (!result_->has_recipe()) version_.check();
+  return result_->viewed_anew(view_, bring);
+}
+
+// --- recipes ----------------------------------------------------------------------------------
+
+std::optional<Circumstances> Circumstances::present(c10::DeviceType device, bool is_simple) {
+  auto settings = Settings::present(device, is_simple);
+  if (!settings) return {};
+  std::optional<c10::ScalarType> autocast;
+  if (at::autocast::is_autocast_enabled(device)) autocast = at::autocast::get_autocast_dtype(device);
+  const bool records = !is_simple && at::GradMode::is_enabled();
+  return Circumstances{device, autocast, *settings, is_simple, records};
+}
+
+Recipe::Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
+               std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances)
+    : op_(std::move(op)), sources_(std::move(sources)), circumstances_(circumstances) {
+  for (auto& value : inputs) {
+    Input input;
+    for_each_tensor(value, [&](const at::Tensor& one) { requires_grad_.push_back(one.requires_grad()); });
+    if (value.isTensor() && value.toTensor().defined()) {
+      input.is = Input::TENSOR;
+    } else if (value.isTensorList()) {
+      input.is = Input::LIST;
+      input.has.assign(value.toTensorList().size(), true);
+    } else if (value.isOptionalTensorList()) {
+      input.is = Input::OPTIONAL_LIST;
+      for (const std::optional<at::Tensor>& one : value.toOptionalTensorVector()) {
+        input.has.push_back(one && one->defined());
+      }
+    } else {
+      input.value = std::move(value);
+    }
+    inputs_.push_back(std::move(input));
+  }
+}
+
+std::vector<c10::IValue> Recipe::filled(Bringing& bring) {
+  std::vector<c10::IValue> stack;
+  size_t next = 0;
+  const auto take = [&] {
+    at::Tensor tensor = sources_[next]->tensor(bring);
+    if (circumstances_.records && requires_grad_[next]) tensor = tensor.detach().requires_grad_();
+    ++next;
+    return tensor;
+  };
+  for (const auto& input : inputs_) {
+    if (input.is == Input::VALUE) {
+      stack.push_back(input.value);
+    } else if (input.is == Input::TENSOR) {
+      stack.emplace_back(take());
+    } else if (input.is == Input::LIST) {
+      c10::List<at::Tensor> list;
+      for (size_t at = 0; at < input.has.size(); ++at) list.push_back(take());
+      stack.emplace_back(std::move(list));
+    } else {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const bool has : input.has) {
+        list.push_back(has ? std::optional<at::Tensor>(take()) : std::nullopt);
+      }
+      stack.emplace_back(std::move(list));
+    }
+  }
+  return stack;
+}
+
+at::Tensor Recipe::run(size_t place, Bringing& bring) {
+  look_for_overridden();
+  const auto now = Settings::present(circumstances_.device, circumstances_.is_simple);
+  if (!now || *now != circumstances_.settings) {
+    Ref details = expected(PyTuple_New(0));
+    raise_lost("settings", details.get());
+  }
+  std::vector<c10::IValue> stack = filled(bring);
+  at::Tensor made;
+  {
+    at::AutoGradMode recording(circumstances_.records);
+    WithoutHooks unseen(circumstances_.records);
+    Autocasting casting(circumstances_.device, circumstances_.autocast);
+    c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
+    Unwatched untold;
+    WithoutInterpreter others_may_run;
+    op_.callBoxed(stack);
+    made = output_at(stack, place);
+    stack.clear();
+  }
+  TORCH_CHECK(made.defined(), op_.operator_name(), " has no output ", place, " any more");
+  return circumstances_.records ? made.detach() : made;
+}
+
+// --- results ----------------------------------------------------------------------------------
+
+Result::Result(const at::Tensor& tensor)
+    : origin_(tensor.storage().getWeakStorageImpl()),
+      nbytes_(storage_of(tensor.unsafeGetTensorImpl())->nbytes()),
+      view_(tensor),
+      device_(tensor.device()),
+      original_(alias_of(tensor)) {}
+
+void Result::made_by(std::shared_ptr<Recipe> recipe, size_t place) {
+  recipe_ = std::move(recipe);
+  place_ = place;
+  original_.reset();
+}
+
+void Result::expect_use() {
+  ++uses_;
+  ++left_;
+}
+
+at::Tensor Result::viewed(const View& view, Bringing& bring) {
+  // Its own memory is what PyTorch would read, whatever has been written to it.
+  auto origin = origin_.lock();
+  if (origin && origin->nbytes() == nbytes_) {
+    asked({}, 0);
+    return view.over(c10::Storage(std::move(origin)));
+  }
+  return viewed_anew(view, bring);
+}
+
+at::Tensor Result::viewed_anew(const View& view, Bringing& bring) {
+  const at::Tensor tensor = made(bring);
+  return view.over(tensor.storage());
+}
+
+at::Tensor Result::made(Bringing& bring) {
+  if (!recipe_) {
+    Ref details = expected(PyTuple_New(0));
+    raise_lost("memory", details.get());
+  }
+  const uint64_t stream = stream_of(device_);
+  bool is_as_it_was = memo_.defined() && memo_stream_ == stream;
+  for (const auto& [counter, version] : given_) {
+    is_as_it_was = is_as_it_was && counter.current_version() == version;
+  }
+  at::Tensor tensor = memo_;
+  if (!is_as_it_was) {
+    tensor = recipe_->run(place_, bring);
+    const size_t nbytes = storage_of(tensor.unsafeGetTensorImpl())->nbytes();
+    if (!view_.describes(tensor) || nbytes != nbytes_) {
+      Ref wrapped = expected(THPVariable_Wrap(tensor));
+      Ref details = expected(Py_BuildValue("OKK", wrapped.get(), static_cast<uint64_t>(nbytes),
+                                           static_cast<uint64_t>(nbytes_)));
+      raise_lost("layout", details.get());
+    }
+  }
+  asked(tensor, stream);
+  return tensor;
+}
+
+void Result::asked(at::Tensor made, uint64_t stream) {
+  if (--left_ > 0) {
+    memo_ = std::move(made);
+    memo_stream_ = stream;
+  } else {
+    memo_.reset();
+    left_ = uses_;
+    given_.clear();
+  }
+}
+
+void Result::given(const c10::VariableVersion& counter) {
+  if (memo_.defined()) given_.emplace_back(counter, counter.current_version());
+}
+
+}  // namespace storm

@@ -1,0 +1,164 @@
+// How a value is recomputed: the operator that has made it, called again on the same inputs. What
+// eager/recompute.py does for functions of Python's, with the same rules and errors.
+#pragma once
+
+#include "settings.h"
+#include "versions.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <mutex>
+
+namespace storm {
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+// Raises ActivationLost: `what` names the reason in eager/recompute.py, which writes the text.
+[[noreturn]] void raise_lost(const char* what, PyObject* details);
+
+// Sets what returns the error for a reason and its details.
+void set_lost_error(PyObject* function);
+
+// How a tensor lies in its storage.
+struct View {
+  explicit View(const at::Tensor& tensor);
+  bool describes(const at::Tensor& tensor) const;
+  // The tensor over a storage that holds the bytes again, with a version counter of its own.
+  at::Tensor over(c10::Storage storage) const;
+
+  c10::DispatchKeySet keys;
+  caffe2::TypeMeta dtype;
+  c10::SmallVector<int64_t, 5> sizes;
+  c10::SmallVector<int64_t, 5> strides;
+  int64_t offset;  // in elements
+};
+
+class Result;
+
+// Returns what Python has packed, and counts the seconds that this takes.
+struct Bringing {
+  PyObject* function;
+  double seconds = 0.0;
+
+  at::Tensor tensor(PyObject* packed);
+};
+
+// How an input of a recipe is held.
+class Source {
+ public:
+  virtual ~Source() = default;
+  // The tensor as it was.
+  // Raises RuntimeError, StormError: it cannot be had.
+  virtual at::Tensor tensor(Bringing& bring) = 0;
+};
+
+// What stays: a parameter, or something small.
+class Alias : public Source {
+ public:
+  explicit Alias(at::Tensor held);
+  at::Tensor tensor(Bringing& bring) override;
+
+ private:
+  at::Tensor held_;
+  uint32_t version_;
+  size_t nbytes_;
+};
+
+// What was kept, or what Python has packed for it since.
+class Packed : public Source {
+ public:
+  explicit Packed(const at::Tensor& tensor);
+  ~Packed() override;
+  at::Tensor tensor(Bringing& bring) override;
+  // Has Python hold it from now on, as a handle.
+  void is_packed(PyObject* handle);
+
+ private:
+  at::Tensor kept_;
+  SavedVersion version_;
+  PyObject* handle_ = nullptr;
+};
+
+// A view of what another recipe makes, at a version.
+class Made : public Source {
+ public:
+  Made(std::shared_ptr<Result> result, const at::Tensor& tensor);
+  at::Tensor tensor(Bringing& bring) override;
+
+ private:
+  std::shared_ptr<Result> result_;
+  View view_;
+  SavedVersion version_;
+};
+
+// What decides how a call's result is computed besides its arguments.
+struct Circumstances {
+  c10::DeviceType device;
+  std::optional<c10::ScalarType> autocast;  // to which dtype, where that is on
+  Settings settings;
+  bool is_simple;
+  bool records;  // whether it may have chosen its kernels by what needs a gradient
+
+  // The present ones; none where they cannot be told.
+  static std::optional<Circumstances> present(c10::DeviceType device, bool is_simple);
+};
+
+class Recipe {
+ public:
+  // `sources` stand for the tensors among the inputs of a call of `op`, those of lists one by one.
+  Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
+         std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances);
+  // The output at a place, as no part of any graph. The interpreter's lock is given up meanwhile.
+  at::Tensor run(size_t place, Bringing& bring);
+
+ private:
+  struct Input {
+    c10::IValue value;  // where it is no tensor and has none
+    enum { VALUE, TENSOR, LIST, OPTIONAL_LIST } is = VALUE;
+    std::vector<bool> has;  // of a list, where it has a tensor
+  };
+
+  std::vector<c10::IValue> filled(Bringing& bring);
+
+  c10::OperatorHandle op_;
+  std::vector<Input> inputs_;
+  std::vector<bool> requires_grad_;  // by source
+  std::vector<std::shared_ptr<Source>> sources_;
+  Circumstances circumstances_;
+};
+
+// One storage that a recipe makes. The lock of its step protects it.
+class Result {
+ public:
+  // Stands for `tensor`, which is held as long as its recipe is not known.
+  explicit Result(const at::Tensor& tensor);
+
+  bool has_recipe() const { return recipe_ != nullptr; }
+  void made_by(std::shared_ptr<Recipe> recipe, size_t place);
+  void expect_use();
+  // A view of its memory: its own while somebody holds that, else what is made anew.
+  at::Tensor viewed(const View& view, Bringing& bring);
+  at::Tensor viewed_anew(const View& view, Bringing& bring);
+  // Notes who has been handed the memory, and may change it under that version's counter.
+  void given(const c10::VariableVersion& counter);
+
+ private:
+  at::Tensor made(Bringing& bring);
+  void asked(at::Tensor made, uint64_t stream);
+
+  WeakStorage origin_;
+  size_t nbytes_;
+  View view_;
+  c10::Device device_;
+  at::Tensor original_;
+  std::shared_ptr<Recipe> recipe_;
+  size_t place_ = 0;
+  at::Tensor memo_;
+  uint64_t memo_stream_ = 0;
+  std::vector<std::pair<c10::VariableVersion, uint32_t>> given_;
+  int uses_ = 0;
+  int left_ = 0;
+};
+
+}  // namespace storm

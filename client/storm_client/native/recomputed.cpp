@@ -1,0 +1,60 @@
+#include "recomputed.h"
+
+#include "tensors.h"
+
+namespace storm {
+namespace recomputed_type {
+
+struct Recomputed {
+  std::shared_ptr<Result> result;
+  View view;
+  SavedVersion version;
+};
+
+struct RecomputedObject {
+  PyObject_HEAD
+  Recomputed recomputed;
+};
+
+Recomputed& of(PyObject* self) { return reinterpret_cast<RecomputedObject*>(self)->recomputed; }
+
+void dealloc(PyObject* self) {
+  of(self).~Recomputed();
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject type() {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "storm_client.native._follow.Recomputed";
+  type.tp_basicsize = sizeof(RecomputedObject);
+  type.tp_dealloc = dealloc;
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  type.tp_doc = "What autograd holds for a tensor that is recomputed.";
+  return type;
+}
+
+}  // namespace recomputed_type
+
+PyTypeObject RecomputedType = recomputed_type::type();
+
+PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor) {
+  recomputed_type::Recomputed made{std::move(result), View(tensor), SavedVersion(tensor)};
+  PyObject* self = RecomputedType.tp_alloc(&RecomputedType, 0);
+  expect(self != nullptr);
+  made.result->expect_use();
+  new (&recomputed_type::of(self)) recomputed_type::Recomputed(std::move(made));
+  return self;
+}
+
+at::Tensor unpack_recomputed(PyObject* self, Bringing& bring) {
+  const auto& [result, view, version] = recomputed_type::of(self);
+  const at::Tensor tensor = result->viewed(view, bring);
+  result->given(version.counter());
+  return alias_of(tensor, version.counter());
+}
+
+const SavedVersion& version_of_recomputed(PyObject* self) {
+  return recomputed_type::of(self).version;
+}
+
+}  // namespace storm
