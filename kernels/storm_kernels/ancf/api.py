@@ -227,6 +227,8 @@ def _encode(flat: torch.Tensor, options: _Options, backend: str, threads: int) -
 def _encode_on_host(
     flat: torch.Tensor, dtype: DType, backend: BackendName, threads: int, options: _Options
 ) -> NDArray[np.uint8]:
+    # New memory costs more than the codec where pages are small. What is not written to stays
+    # without pages, and is given back in place: nothing is copied.
     buffer = np.empty(max_encoded_bytes(flat.nbytes, dtype), np.uint8)
     size = host_backend(backend).encode_into(
         flat.data_ptr(),
@@ -237,7 +239,8 @@ def _encode_on_host(
         threads=threads,
         **options,
     )
-    return buffer[:size].copy()
+    buffer.resize(size, refcheck=False)
+    return buffer
 
 
 def _encode_on_device(flat: torch.Tensor, dtype: DType, options: _Options) -> torch.Tensor:

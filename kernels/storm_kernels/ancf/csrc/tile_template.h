@@ -3,7 +3,7 @@
  * The includer defines TABLE (the name of its `struct kernels`), TABLE_NAME, and the primitives
  *   planes_of_bytes, bytes_of_planes, planes_of_symbols, symbols_of_planes, put_bytes, take_bytes,
  *   mover, make_mover, extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and
- *   compress_, expand_ and expand_signed_ for u8, u16, u32 and u64,
+ *   compress_, expand_ and expand_signed_ for u8, u16, u32 and u64, and split_rotated or nothing,
  * by its own functions or those of primitives_portable.h. The loops below are plain C that the
  * compiler vectorises under the includer's flags. Everything is static: two instruction sets in
  * one library cannot be mixed up by the linker. */

@@ -95,6 +95,14 @@ static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape
                                  uint8_t *restrict symbols, struct codes *codes, uint8_t *planes)
 {
     const unsigned groups = groups_of(p), padded = 64 * groups, r = shape.residue_bits;
+#if BITS == 16 && defined(split_rotated)
+    if (shape.rotate && r == 8) {
+        split_rotated(x, m, p, symbols, planes);
+        planes_of_symbols(c, 0, symbols, groups, codes->planes);
+        clear_pad_codes(codes, code_bits(c), m, groups);
+        return planes + p;
+    }
+#endif
     FN(rotate)(shape, x, m, padded, v);
     uint8_t code[SCRATCH];
     for (unsigned i = 0; i < padded; i++)

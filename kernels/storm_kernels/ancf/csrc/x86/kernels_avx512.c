@@ -9,6 +9,15 @@
 /* Copies this large go past the caches: nobody reads them again soon. */
 #define STREAM_BYTES (4u << 20)
 
+/* 0, 2, 4 to 126. */
+static inline __m512i avx512_twice_lane(void)
+{
+    uint8_t lanes[64];
+    for (unsigned i = 0; i < 64; i++)
+        lanes[i] = (uint8_t)(2 * i);
+    return _mm512_loadu_si512(lanes);
+}
+
 static inline void avx512_planes_of_bytes(const uint8_t *bytes, unsigned groups, unsigned bits,
                                           uint64_t planes[][WORDS])
 {
@@ -28,6 +37,26 @@ static inline void avx512_bytes_of_planes(const uint64_t planes[][WORDS], unsign
             values = _mm512_mask_add_epi8(values, planes[b][g], values,
                                           _mm512_set1_epi8((char)(1 << b)));
         _mm512_storeu_si512(bytes + 64 * g, values);
+    }
+}
+
+/* m elements of 16 bits, rotated left by one, as their high and their low bytes: p low bytes, as many
+ * high ones in whole vectors, 0 from the m-th on. One pass, and no array of rotated elements. */
+static inline void avx512_split_rotated(const void *elements, unsigned m, unsigned p, uint8_t *high,
+                                        uint8_t *low)
+{
+    const uint8_t *x = elements;
+    const __m512i odd = _mm512_add_epi8(avx512_twice_lane(), _mm512_set1_epi8(1));
+    const __m512i even = avx512_twice_lane();
+    for (unsigned i = 0; i < p; i += 64) {
+        uint64_t there = i < m ? ~UINT64_C(0) >> (m - i < 64 ? 64 - (m - i) : 0) : 0;
+        uint64_t wanted = ~UINT64_C(0) >> (p - i < 64 ? 64 - (p - i) : 0);
+        __m512i first = _mm512_maskz_loadu_epi16((__mmask32)there, x + 2 * (size_t)i);
+        __m512i second = _mm512_maskz_loadu_epi16((__mmask32)(there >> 32), x + 2 * (size_t)i + 64);
+        first = _mm512_shldi_epi16(first, first, 1);
+        second = _mm512_shldi_epi16(second, second, 1);
+        _mm512_storeu_si512(high + i, _mm512_permutex2var_epi8(first, odd, second));
+        _mm512_mask_storeu_epi8(low + i, wanted, _mm512_permutex2var_epi8(first, even, second));
     }
 }
 
@@ -262,6 +291,7 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
 #define TABLE kernels_avx512
 #define TABLE_NAME "avx512"
 
+#define split_rotated avx512_split_rotated
 #define LOOKS_UP_BYTES
 #define LOOKS_UP_SYMBOLS
 #define planes_of_bytes avx512_planes_of_bytes
