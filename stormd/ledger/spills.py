@@ -67,7 +67,7 @@ class Spills:
         space = self._state.space
         if space.promise(nbytes, keep=self._kept()):
             return True
-        if self._disk.ended:
+        if self._disk.ended or self._writes.dirty_bytes + nbytes > self.store_capacity:
             return False
         self._orders.look()
         while self._orders.drop_idle():

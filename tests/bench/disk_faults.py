@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 from support.failing_file import FAULTS, FailingFile
+from support.spilling import ENCRYPT
 
 from stormd.ledger.events import (
     Instruction,
@@ -71,7 +72,7 @@ class Round:
         self.file = FailingFile(FILE_BYTES, self._random, chance)
         self._tier = SpillTier(
             file=self.file,
-            sealer=Encryption() if seed % 2 else Checksums(),
+            sealer=Encryption() if seed % 2 and ENCRYPT == "on" else Checksums(),
             pool_address=self._address,
             post=self._post,
             threads=2,

@@ -17,6 +17,7 @@ from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.failing_file import FAULTS, FailingFile
 from support.patience import patient_clients
+from support.spilling import ENCRYPT, ENCRYPTIONS, skip_without_disk
 from support.waiting import wait_until
 
 from stormd.config import Config
@@ -35,6 +36,7 @@ Start = Callable[..., DaemonThread]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start daemons of a small pool with a tier on disk."""
+    skip_without_disk(tmp_path)
     started: list[DaemonThread] = []
     with tempfile.TemporaryDirectory(prefix="storm-") as base, patient_clients():
 
@@ -47,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 part_bytes_cpu=MIB,
                 staging_bytes_cpu=4 * MIB,
                 spill_path=str(tmp_path),
-                **{"spill_bytes": 128 * MIB, **settings},
+                **{"spill_bytes": 128 * MIB, "spill_encrypt": ENCRYPT, **settings},
             )
             started.append(DaemonThread(config))
             return started[-1]
@@ -71,7 +73,7 @@ def _expected() -> torch.Tensor:
     return gradient(chain(x, LENGTH), x)
 
 
-@pytest.mark.parametrize("encrypt", ["on", "off"])
+@pytest.mark.parametrize("encrypt", ENCRYPTIONS)
 def test_a_pool_of_a_quarter_of_what_is_stored(start: Start, encrypt: str) -> None:
     daemon = start(spill_encrypt=encrypt)
     expected = _expected()

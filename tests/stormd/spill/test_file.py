@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.spilling import skip_without_disk
 
 from stormd.errors import SpillUnavailable
 from stormd.memory.extents import PAGE
@@ -24,8 +25,15 @@ def _pages(text: bytes) -> memoryview:
     return memory
 
 
-def test_what_was_written_is_read() -> None:
-    file = _opened()
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """Return an empty directory on a disk."""
+    skip_without_disk(tmp_path)
+    return tmp_path
+
+
+def test_what_was_written_is_read(disk: Path) -> None:
+    file = SpillFile(disk, MIB)
     text = os.urandom(3 * PAGE)
     file.write(5 * PAGE, _pages(text))
     into = _pages(bytes(3 * PAGE))
@@ -35,18 +43,13 @@ def test_what_was_written_is_read() -> None:
     file.close()
 
 
-def _opened(nbytes: int = MIB) -> SpillFile:
-    # not pytest's own folder, which may be in memory on some machines
-    return SpillFile(Path.cwd(), nbytes)
-
-
-def test_it_has_no_name_and_all_of_its_room(tmp_path: Path) -> None:
-    before = _taken(tmp_path)
-    file = SpillFile(tmp_path, 8 * MIB)
-    assert not list(tmp_path.iterdir())
-    assert _taken(tmp_path) - before >= 7 * MIB
+def test_it_has_no_name_and_all_of_its_room(disk: Path) -> None:
+    before = _taken(disk)
+    file = SpillFile(disk, 8 * MIB)
+    assert not list(disk.iterdir())
+    assert _taken(disk) - before >= 7 * MIB
     file.close()
-    assert not list(tmp_path.iterdir())
+    assert not list(disk.iterdir())
 
 
 def _taken(path: Path) -> int:
@@ -55,7 +58,7 @@ def _taken(path: Path) -> int:
 
 
 def test_a_file_system_without_nameless_files_has_its_name_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really = os.open
 
@@ -65,38 +68,38 @@ def test_a_file_system_without_nameless_files_has_its_name_removed(
         return really(path, flags, mode)
 
     monkeypatch.setattr(os, "open", no_tmpfile)
-    file = SpillFile(tmp_path, MIB)
-    assert not list(tmp_path.iterdir())
+    file = SpillFile(disk, MIB)
+    assert not list(disk.iterdir())
     file.write(0, _pages(bytes(PAGE)))
     file.close()
 
 
 def test_a_file_system_without_direct_transfers_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: Any) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(SpillUnavailable, match=r"without O_DIRECT.*choose a directory on a local"):
-        SpillFile(tmp_path, MIB)
-    assert not list(tmp_path.iterdir())
+        SpillFile(disk, MIB)
+    assert not list(disk.iterdir())
 
 
-def test_no_such_directory(tmp_path: Path) -> None:
+def test_no_such_directory(disk: Path) -> None:
     with pytest.raises(SpillUnavailable, match=r"no/where cannot be used .No such file.*exists"):
-        SpillFile(tmp_path / "no" / "where", MIB)
+        SpillFile(disk / "no" / "where", MIB)
 
 
-def test_room_that_is_not_there_is_found_at_start(tmp_path: Path) -> None:
-    there = os.statvfs(tmp_path)
+def test_room_that_is_not_there_is_found_at_start(disk: Path) -> None:
+    there = os.statvfs(disk)
     with pytest.raises(SpillUnavailable, match=r"has .* free \(.*set --spill-bytes lower"):
-        SpillFile(tmp_path, there.f_blocks * there.f_frsize * 4 // PAGE * PAGE)
-    assert not list(tmp_path.iterdir())
+        SpillFile(disk, there.f_blocks * there.f_frsize * 4 // PAGE * PAGE)
+    assert not list(disk.iterdir())
 
 
-def test_short_transfers_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = SpillFile(tmp_path, MIB)
+def test_short_transfers_are_gone_on_with(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SpillFile(disk, MIB)
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:PAGE], at))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read(fd, [views[0][:PAGE]], at))
@@ -108,8 +111,8 @@ def test_short_transfers_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     file.close()
 
 
-def test_a_transfer_that_gets_nowhere_is_an_error(tmp_path: Path) -> None:
-    file = SpillFile(tmp_path, MIB)
+def test_a_transfer_that_gets_nowhere_is_an_error(disk: Path) -> None:
+    file = SpillFile(disk, MIB)
     with pytest.raises(OSError, match=r"ends before"):
         file.read(2 * MIB, _pages(bytes(PAGE)))
     file.close()

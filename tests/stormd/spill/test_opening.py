@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.spilling import ENCRYPT, skip_without_disk
 
 from stormd.config import Config
 from stormd.errors import ConfigError, SpillUnavailable
@@ -16,7 +17,8 @@ MIB = 1 << 20
 
 
 def _config(tmp_path: Path, **settings: Any) -> Config:
-    whole = {"pool_bytes": 64 * MIB, "spill_bytes": 32 * MIB, **settings}
+    skip_without_disk(tmp_path)
+    whole = {"spill_encrypt": ENCRYPT, "pool_bytes": 64 * MIB, "spill_bytes": 32 * MIB, **settings}
     return Config(spill_path=str(tmp_path), **whole)
 
 

@@ -1,0 +1,343 @@
+"""Which entries go to the disk and come back, in which order, and what a store waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.ledger_bench import KIB, LIMITS, LedgerBench
+
+from stormd.ledger import spill_order
+from stormd.ledger.events import Wait
+from stormd.ledger.on_disk import DiskPhase
+from stormd.ledger.parts import blob_bound
+from stormd.ledger.spill_events import ReadJob, SpillDone, WriteJob
+from stormd.memory.arena import granules
+from stormd.memory.extents import disk_bytes
+from stormd.protocol import Admitted, Failed, Rejected, Restored, Store
+
+NBYTES = 8 * KIB - 256
+ROOM = granules(blob_bound(NBYTES))
+"""Of the pool, for each entry."""
+
+ON_DISK = disk_bytes(blob_bound(NBYTES))
+CAPACITY = 10 * ROOM
+RESERVE = 2 * ROOM
+LARGE = 100 * ON_DISK
+
+
+@pytest.fixture(autouse=True)
+def _small_blobs_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill_order, "LEAST_BYTES", 1)
+
+
+def _bench(disk_bytes: int = LARGE, sessions: int = 1) -> LedgerBench:
+    limits = replace(LIMITS, max_entries=100, quota_bytes=0)
+    made = LedgerBench(limits, CAPACITY, disk_bytes=disk_bytes, reserve=RESERVE)
+    for session in range(1, sessions + 1):
+        made.open(session)
+    return made
+
+
+def _store(made: LedgerBench, *entries: int, session: int = 1) -> None:
+    """Store entries, with the disk doing what a store waits for and nothing else."""
+
+    def write_one() -> None:
+        made.tier.move()
+        made.tier.finish()
+
+    made.on_wait = write_one
+    for entry in entries:
+        made.store(entry, NBYTES, session=session)
+        assert isinstance(made.lane.last(), Admitted), made.lane.last()
+        made.lane.finish()
+    made.ledger.assert_invariants()
+
+
+def _phase(made: LedgerBench, entry: int, session: int = 1) -> DiskPhase | None:
+    place = made.ledger.sessions[session].entries[entry].disk
+    return None if place is None else place.phase
+
+
+def _ask(made: LedgerBench, entry: int, now: float = 0.0) -> object:
+    """Return what a store is answered with first."""
+    record = made.ledger.sessions[1]
+    message = Store(
+        entry=entry, segment=0, offset=0, nbytes=NBYTES, dtype="uint8", codec="raw", sequence=0
+    )
+    answers = made.ledger.on_request[Store](record, 1, message, now)
+    made.lane.take([one for one in answers if not isinstance(one, Wait)])
+    return answers[0]
+
+
+def _away(made: LedgerBench, count: int = 14) -> None:
+    """Store entries 1 to `count` and have the disk do all it can."""
+    for entry in range(1, count + 1):
+        _store(made, entry)
+        made.tier.settle()
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+def test_of_a_pool_that_is_large_enough_nothing_is_written() -> None:
+    made = _bench()
+    _store(made, *range(1, 8))  # seven eighths of what stores may take
+    made.tier.move()
+    assert not made.tier.jobs
+
+
+def test_the_oldest_is_written_first_and_given_back_when_room_is_wanted() -> None:
+    made = _bench()
+    _store(made, *range(1, 9))
+    made.tier.move()
+    assert [job.entry for job in made.tier.jobs] == [1]
+    made.tier.finish()
+    assert _phase(made, 1) is DiskPhase.CLEAN
+    _store(made, 9, 10)
+    assert _phase(made, 1) is DiskPhase.CLEAN  # what is kept for reading was free
+    _store(made, 11)
+    assert _phase(made, 1) is DiskPhase.AWAY
+    assert made.ledger.sessions[1].used_bytes <= CAPACITY - RESERVE
+
+
+def test_whoever_holds_most_gives_first() -> None:
+    made = _bench(sessions=2)
+    _store(made, 1, 2, session=2)
+    _store(made, *range(1, 7))
+    made.tier.move()
+    assert [(job.session, job.entry) for job in made.tier.jobs] == [(1, 1)]
+
+
+def test_what_is_restored_or_waited_for_is_not_written() -> None:
+    made = _bench()
+    made.store(1, NBYTES)  # is encoded all the time
+    for entry in range(2, 8):
+        made.store(entry, NBYTES)
+        made.lane.finish(1)
+    made.restore(1, NBYTES, ticket=1)
+    made.restore(2, NBYTES, ticket=2)  # waits behind it
+    made.store(8, NBYTES)
+    made.lane.finish(1)
+    made.tier.move()
+    assert [job.entry for job in made.tier.jobs] == [3]
+
+
+def test_small_blobs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill_order, "LEAST_BYTES", ROOM + 1)
+    made = _bench()
+    _store(made, *range(1, 9))
+    made.tier.move()
+    assert not made.tier.jobs
+    _ask(made, 9)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == "pool_full"
+
+
+def test_a_block_is_kept_until_its_write_is_whole() -> None:
+    made = _bench()
+    _store(made, *range(1, 9))
+    made.tier.move()
+    used = made.used
+    made.release(1)
+    assert made.used == used  # a thread still reads it
+    made.tier.finish()
+    assert made.used == used - ROOM
+    assert 1 not in made.ledger.sessions[1].entries
+    assert made.ledger.spills is not None
+    assert made.ledger.spills.as_status(0.0)["used_bytes"] == 0
+
+
+def test_a_step_is_written_from_its_beginning_once_one_did_not_fit() -> None:
+    made = _bench()
+    _away(made)
+    for entry in range(14, 0, -1):
+        made.restore(entry, NBYTES, ticket=entry)
+        made.tier.settle()
+        made.lane.finish()
+        made.release(entry)
+    made.tier.settle()
+    _store(made, 21)
+    made.tier.move()
+    assert [job.entry for job in made.tier.jobs] == [21]
+    _store(made, 22)
+    made.restore(22, NBYTES, ticket=99)  # a backward pass: nothing more is written ahead
+    before = list(made.tier.jobs)
+    made.tier.move()
+    assert made.tier.jobs == before
+
+
+# --- admission ------------------------------------------------------------------------------
+
+
+def test_a_store_waits_for_the_disk_and_has_its_room_then() -> None:
+    made = _bench()
+    _store(made, *range(1, 9))
+    assert isinstance(_ask(made, 9), Wait)
+    assert made.ledger.is_waited_for
+    made.tier.move()
+    assert isinstance(made.tier.jobs[0], WriteJob)
+    made.tier.finish()
+    assert not made.ledger.is_waited_for
+    _ask(made, 9)
+    assert isinstance(made.lane.last(), Admitted)
+
+
+def test_what_a_slow_disk_cannot_take_in_time_stays_with_the_trainer() -> None:
+    made = _bench()
+    _store(made, *range(1, 9))
+    made.tier.move(now=0.0)
+    made.ledger.on_results[SpillDone](
+        made.ledger.sessions[1],
+        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry, seconds=60.0)],
+        60.0,
+    )
+    _store(made, 9)
+    made.tier.move(now=60.0)
+    assert not isinstance(_ask(made, 10, now=60.0), Wait)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert "the tier on disk takes" in answer.detail
+    assert "too slow: raise pool_bytes" in answer.detail
+
+
+def test_a_disk_that_stands_still_is_slow_before_it_has_answered() -> None:
+    made = _bench()
+    _away(made, 9)
+    made.tier.move(now=0.0)
+    _ask(made, 10)
+    made.lane.finish()
+    waits = _ask(made, 11, now=0.0)
+    assert isinstance(waits, Wait)
+    made.tier.move(now=0.0)
+    assert not isinstance(_ask(made, 11, now=1e9), Wait)
+
+
+def test_a_full_disk_refuses_as_a_full_pool_does() -> None:
+    made = _bench(disk_bytes=2 * ON_DISK)
+    _away(made, 10)
+    assert not isinstance(_ask(made, 11), Wait)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == "pool_full"
+    assert "of the tier on disk are taken, too: raise spill_bytes" in answer.detail
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_comes_back_and_its_extent_stays() -> None:
+    made = _bench()
+    _away(made)
+    assert _phase(made, 1) is DiskPhase.AWAY
+    made.restore(1, NBYTES, ticket=7)
+    made.tier.move()
+    (job,) = (one for one in made.tier.jobs if one.entry == 1)
+    assert isinstance(job, ReadJob)
+    made.tier.settle()
+    assert _phase(made, 1) is DiskPhase.CLEAN
+    made.lane.finish()
+    assert made.lane.last() == Restored(7)
+
+
+def test_in_a_backward_pass_the_newest_come_back_ahead() -> None:
+    made = _bench()
+    _away(made)
+    away = [n for n in range(1, 15) if _phase(made, n) is DiskPhase.AWAY]
+    for entry in (14, 13, 12, 11, 10):
+        made.restore(entry, NBYTES, ticket=entry)
+        made.lane.finish()
+        made.release(entry)
+    made.tier.move()
+    read = [job.entry for job in made.tier.jobs if isinstance(job, ReadJob)]
+    assert read == away[: -len(read) - 1 : -1]
+    assert read
+
+
+def test_the_first_restore_takes_the_room_of_those_behind_it() -> None:
+    made = _bench()
+    _away(made)
+    made.restore_together(*((entry, entry, NBYTES) for entry in range(1, 7)))
+    made.tier.settle()
+    for _ in range(6):
+        made.lane.finish()
+        made.tier.settle()
+    assert not made.ledger.sessions[1].tickets
+
+
+# --- the end --------------------------------------------------------------------------------
+
+
+def test_the_end_loses_what_is_away_and_nothing_else() -> None:
+    made = _bench()
+    _away(made)
+    phases = {entry: _phase(made, entry) for entry in range(1, 15)}
+    made.restore(1, NBYTES, ticket=1)
+    assert made.ledger.spills is not None
+    made.lane.take(made.ledger.spills.end("a write failed"))
+    answer = made.lane.last()
+    assert isinstance(answer, Failed)
+    assert (answer.kind, answer.ticket) == ("ActivationLost", 1)
+    assert "it was on disk alone, and the tier there has ended: a write failed" in answer.detail
+    for entry, before in phases.items():
+        lost = before is DiskPhase.AWAY
+        assert _phase(made, entry) is (DiskPhase.LOST if lost else None)
+        made.restore(entry, NBYTES, ticket=100 + entry)
+        if lost:
+            answer = made.lane.last()
+            assert isinstance(answer, Failed)
+            assert f"entry {entry}: it was on disk alone" in answer.detail
+        else:
+            made.lane.finish()
+            assert made.lane.last() == Restored(100 + entry)
+    made.ledger.assert_invariants()
+    made.release(*range(1, 15))
+    assert made.used == 0
+    status = made.ledger.spills.as_status(0.0)
+    assert (status["used_bytes"], status["ended"]) == (0, "a write failed")
+    assert status["lost_entries"] == sum(one is DiskPhase.AWAY for one in phases.values())
+
+
+def test_what_was_asked_for_while_a_read_was_to_fail_is_answered() -> None:
+    """The tier has ended, and a thread of it has yet to say that its read came to nothing."""
+    made = _bench()
+    _away(made)
+    for entry in (14, 13, 12, 11, 10):
+        made.restore(entry, NBYTES, ticket=entry)
+        made.lane.finish()
+        made.release(entry)
+    made.tier.move()
+    ahead = made.tier.jobs[0].entry
+    assert made.ledger.spills is not None
+    made.lane.take(made.ledger.spills.end("the disk stands still"))
+    made.restore(ahead, NBYTES, ticket=99)
+    assert _phase(made, ahead) is DiskPhase.READING
+    made.tier.finish(fail=True)
+    answer = made.lane.last()
+    assert isinstance(answer, Failed)
+    assert answer.ticket == 99
+    made.ledger.assert_invariants()
+
+
+def test_status_tells_bytes_age_and_speed() -> None:
+    made = _bench()
+    _store(made, *range(1, 9))
+    made.tier.move(now=1.0)
+    made.ledger.on_results[SpillDone](
+        made.ledger.sessions[1],
+        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry, seconds=2.0)],
+        3.0,
+    )
+    assert made.ledger.spills is not None
+    status = made.ledger.spills.as_status(6.0)
+    assert status["used_bytes"] == ON_DISK
+    assert status["oldest_seconds"] == 5.0
+    nbytes = blob_bound(NBYTES)
+    assert status["write"] == {
+        "bytes": nbytes,
+        "busy_seconds": 2.0,
+        "bytes_per_second": nbytes / 2.0,
+    }
+    (session,) = made.ledger.sessions_status()
+    assert session["spilled_bytes"] == ON_DISK
