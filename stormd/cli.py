@@ -15,7 +15,18 @@ from types import ModuleType
 from typing import Final
 
 from stormd import __version__
-from stormd.commands import advise, bench, completion, demo, doctor, run, serve, status, top
+from stormd.commands import (
+    advise,
+    bench,
+    completion,
+    demo,
+    doctor,
+    run,
+    serve,
+    status,
+    top,
+    upgrade,
+)
 from stormd.commands.parsing import Parser
 from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
 from stormd.output import (
@@ -36,6 +47,7 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
     "serve": serve,
     "status": status,
     "top": top,
+    "upgrade": upgrade,
     "doctor": doctor,
     "bench": bench,
     "demo": demo,

@@ -22,6 +22,7 @@ __all__ = [
     "SpillUnavailable",
     "StartStopped",
     "StormdError",
+    "UpgradeUnavailable",
     "remedy",
 ]
 
@@ -52,6 +53,10 @@ class ConfigError(StormdError):
 
 class NoDaemon(StormdError):
     """The environment's: no daemon answers where one was asked for."""
+
+
+class UpgradeUnavailable(StormdError):
+    """The operator's: a daemon cannot be replaced under its trainers, or not from here."""
 
 
 class AddressInUse(StormdError):

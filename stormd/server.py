@@ -229,6 +229,7 @@ class Server:
             "address": self._config.address,
             "uptime_seconds": time.monotonic() - self._opened_at,
             "lanes": list(self._lanes),
+            "resumable": self._handover is not None,
             "pool": {
                 "capacity_bytes": self._space.capacity,
                 "committed_bytes": self._space.committed,
@@ -539,9 +540,12 @@ class Server:
             self._handover.end()
 
     def _leave(self) -> None:
-        """Hear nobody any more, and leave all there is to the daemon that follows."""
-        self._control.leave()
-        self._lifelines.leave()
+        """Hear nobody any more, and leave all there is to the daemon that follows.
+
+        From here on no session ends and nothing is freed: the journal says so no more.
+        """
+        self._mailbox.close()
+        self._gateway.leave()
         log.info("suspended", extra={"sessions": len(self._ledger.sessions)})
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:

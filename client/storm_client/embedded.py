@@ -33,8 +33,9 @@ END_SECONDS = 15.0
 
 POLL_SECONDS = 0.02
 
-NOT_FOR_DAEMONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Where a script sets it to 1, as Megatron's do, a daemon's copies and kernels would take turns."""
+NOT_FOR_DAEMONS = ("CUDA_DEVICE_MAX_CONNECTIONS", "NOTIFY_SOCKET")
+"""Where a script sets the first to 1, as Megatron's do, a daemon's copies and kernels would take
+turns. The second is of the script's own manager."""
 
 
 class EmbeddedDaemon:
@@ -78,9 +79,10 @@ class EmbeddedDaemon:
 
     def resident_bytes(self) -> int:
         """Return what the process has of the machine's memory; 0 once it has ended."""
-        with suppress(OSError):
-            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-            return pages * mmap.PAGESIZE
+        with suppress(OSError):  # where it outlives a crash, it is the child of the process here
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            sizes = [Path(f"/proc/{pid}/statm").read_text() for pid in (self.pid, *children)]
+            return sum(int(size.split()[1]) for size in sizes) * mmap.PAGESIZE
         return 0
 
     def kill(self) -> None:
@@ -160,7 +162,7 @@ def _environment() -> dict[str, str]:
 
     Whoever connects is warned of unknown variables; a script is not to fail by them.
     """
-    left_out = {NOT_FOR_DAEMONS, *unknown_variables(os.environ)}
+    left_out = {*NOT_FOR_DAEMONS, *unknown_variables(os.environ)}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 

@@ -44,8 +44,8 @@ HELP = "run a command with a daemon of its own, and CUDA's MPS where it can be h
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is beside the command, and the command."""
     parser.usage = (
-        "stormd run [--pool-bytes SIZE] [--spill-path DIR --spill-bytes SIZE] [--budget BUDGET] "
-        "[--mps MODE] -- COMMAND ..."
+        "stormd run [--pool-bytes SIZE] [--spill-path DIR --spill-bytes SIZE] [--resumable] "
+        "[--budget BUDGET] [--mps MODE] -- COMMAND ..."
     )
     parser.description = (
         f"{parser.description} A daemon that answers already is used as it is; the command "
@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, metavar, text in _SPILL_FLAGS:
         parser.add_argument(_option_of(name).flag, metavar=metavar, help=text)
+    parser.add_argument(
+        "--resumable",
+        action="store_true",
+        help="start the daemon again where it is killed, with what it holds: the command goes on",
+    )
     parser.add_argument(
         "--budget",
         metavar="BUDGET",
@@ -112,8 +117,13 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         addresses=(named,) if named else tuple(default_addresses(environ, os.getuid())),
         own_address=named,
         pool_bytes=None if args.pool_bytes is None else config.pool_bytes,
-        daemon_flags=tuple(
-            f"{_option_of(name).flag}={text}" for name, text in spill.items() if text is not None
+        daemon_flags=(
+            *(
+                f"{_option_of(name).flag}={text}"
+                for name, text in spill.items()
+                if text is not None
+            ),
+            *(["--resumable"] if args.resumable else []),
         ),
         budget=args.budget,
         mps=_mps_mode(args.mps, config),

@@ -171,6 +171,12 @@ class Dispatch:
         if is_waited_for:
             self._control.unpark()
 
+    def leave(self) -> None:
+        """Do nothing more of what was to be done later: the sessions are another daemon's."""
+        for timer in (self._holding, self._freeing):
+            if timer is not None:
+                timer.cancel()
+
     # --- the ends of sessions ---------------------------------------------------------------
 
     def end(self, session: int, cause: str) -> None:

@@ -230,6 +230,12 @@ class Gateway:
             self.end(session, cause)
         self.flush()
 
+    def leave(self) -> None:
+        """Hear nobody any more; sessions stay as they are, for the daemon that follows."""
+        self._dispatch.leave()
+        self._control.leave()
+        self._lifelines.leave()
+
     def flush(self) -> None:
         """Send what is in the outboxes, at the end of any event."""
         self._dispatch.flush()

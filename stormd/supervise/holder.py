@@ -37,8 +37,8 @@ _PASSED: Final = (*_ENDING, signal.SIGUSR2)
 """What the daemon is told of. A hang-up ends it only where it says so itself."""
 
 _BRIEF_SECONDS: Final = 0.5
-_MOST_BRIEF: Final = 10
-"""A daemon that serves for a shorter time is killed by what it goes on with, as often in a row."""
+_MOST_BRIEF: Final = 20
+"""A daemon that is killed after a shorter time, so often in a row, is by what it goes on with."""
 
 _MOST_STARTS: Final = 3
 """Of a daemon that has served before, and does not get to serve again."""
@@ -225,8 +225,10 @@ class _Holder:
         if self._phase is _Phase.ENDING or ended == 0 or not self._has_served:
             return False
         has_served = self._phase is _Phase.SERVING
-        is_brief = has_served and time.monotonic() - self._serving_since < _BRIEF_SECONDS
-        self._brief = self._brief + 1 if is_brief else 0
+        if has_served and time.monotonic() - self._serving_since > _BRIEF_SECONDS:
+            self._brief = 0
+        elif ended != EXIT_RESTART:
+            self._brief += 1
         why = "is replaced" if ended == EXIT_RESTART else f"ended with status {exit_status(ended)}"
         if self._starts >= _MOST_STARTS or self._brief >= _MOST_BRIEF:
             say(f"the daemon {why} and is not started any more: see what it said above")

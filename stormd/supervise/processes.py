@@ -37,8 +37,9 @@ def exit_status(returncode: int) -> int:
 
 def end_by(number: int) -> NoReturn:
     """End this process by a signal that ends what does not handle it."""
-    signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     os._exit(exit_status(-number))  # not reached
 

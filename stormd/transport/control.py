@@ -303,8 +303,9 @@ class ControlSocket:
                     self.close_connection(connection)
 
     def leave(self) -> None:
-        """Have the socket's file stay when this is closed, for whoever has the socket as well."""
+        """Close, but leave the socket's file, for whoever has the socket as well."""
         self._listener.leave()
+        self.close()
 
     def close(self) -> None:
         """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""

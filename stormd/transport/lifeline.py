@@ -104,8 +104,9 @@ class LifelineListener:
         self._listener.close()
 
     def leave(self) -> None:
-        """Have the socket's file stay when this is closed, for whoever has the socket as well."""
+        """Close, but leave the socket's file, for whoever has the socket as well."""
         self._listener.leave()
+        self.close()
 
     def close(self) -> None:
         """Close everything, without a call of `on_lost`. Twice is fine."""

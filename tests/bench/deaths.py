@@ -82,7 +82,7 @@ def kill_clients(
     found = _in_groups(_client_deaths, rounds, seed, device, groups)
     return {
         "kills": sum(len(one.seconds) for one in found),
-        "reclaim_seconds": _spread([seconds for one in found for seconds in one.seconds]),
+        "reclaim_seconds": spread([seconds for one in found for seconds in one.seconds]),
         "survivors_right_steps": sum(one.survivors_steps for one in found),
         "daemon_settled": found[0].settled,
         "daemon_at_the_end": found[0].held,
@@ -99,7 +99,7 @@ def kill_daemons(
     return {
         "kills": len(seconds) // CLIENTS,
         "clients": CLIENTS,
-        "told_seconds": _spread(seconds),
+        "told_seconds": spread(seconds),
         "errors": dict(sum((one.errors for one in found), Counter[str]())),
     }
 
@@ -123,13 +123,13 @@ def _client_deaths(rounds: int, seed: int, device: str) -> ClientDeaths:
     moments, found = random.Random(seed), ClientDeaths()
     sessions = SESSIONS[device]
     with _daemon(device) as daemon, Trainers() as trainers:
-        survivors = _start(trainers, daemon, SURVIVORS, device)
+        survivors = start_trainers(trainers, daemon, SURVIVORS, device)
         found.settled = _belongings(daemon)
         for number in range(rounds):
-            (victim,) = _start(trainers, daemon, 1, device)
+            (victim,) = start_trainers(trainers, daemon, 1, device)
             time.sleep(moments.random() * STEP_SECONDS)
             trainers.kill(victim)
-            found.seconds.append(_reclaimed(daemon, SURVIVORS * sessions))
+            found.seconds.append(reclaimed(daemon, SURVIVORS * sessions))
             found.survivors_steps += sum(_right_steps(trainers, pid) for pid in survivors)
             if number == SETTLED_ROUND:
                 found.settled = _belongings(daemon)
@@ -137,7 +137,7 @@ def _client_deaths(rounds: int, seed: int, device: str) -> ClientDeaths:
         found.held = _belongings(daemon)
         for pid in survivors:
             trainers.kill(pid)
-        _reclaimed(daemon, 0)
+        reclaimed(daemon, 0)
         assert not daemon.status()["counters"]["ended"]["failed"]
     return found
 
@@ -147,7 +147,7 @@ def _daemon_deaths(rounds: int, seed: int, device: str) -> DaemonDeaths:
     with Trainers() as trainers:
         for _ in range(rounds):
             with _daemon(device) as daemon:
-                clients = _start(trainers, daemon, CLIENTS, device)
+                clients = start_trainers(trainers, daemon, CLIENTS, device)
                 time.sleep(moments.random() * STEP_SECONDS)
                 killed = time.monotonic()
                 os.kill(daemon.pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ def _daemon(device: str) -> ChildDaemon:
     return ChildDaemon(flags=[*FLAGS[device], "--cache-bytes=1MiB", f"--device={device}"])
 
 
-def _start(trainers: Trainers, daemon: ChildDaemon, count: int, device: str) -> list[int]:
+def start_trainers(trainers: Trainers, daemon: ChildDaemon, count: int, device: str) -> list[int]:
     """Start so many trainers; each has done a first step right."""
     pids = [trainers.start(daemon.address, device=device) for _ in range(count)]
     for pid in pids:
@@ -176,7 +176,7 @@ def _is_settled(now: dict[str, int], settled: dict[str, int]) -> bool:
     return all(now[name] <= settled[name] + slack.get(name, 0) for name in settled)
 
 
-def _reclaimed(daemon: ChildDaemon, sessions: int) -> float:
+def reclaimed(daemon: ChildDaemon, sessions: int) -> float:
     """Wait until so many sessions are left; return the seconds that took.
 
     A session leaves the list when all that it held is free; without any, the pool must be empty.
@@ -228,7 +228,7 @@ def _device_bytes(pid: int) -> int | None:
     return by_pid.get(pid)
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
+def spread(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     return {
         "median": statistics.median(ordered),

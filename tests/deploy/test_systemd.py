@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from stormd.config import Config, load_config
+from stormd.handover import CONTROL, LIFELINES
 from stormd.monitoring.health import STUCK_SECONDS
-from stormd.output import EXIT_USAGE
+from stormd.output import EXIT_RESTART, EXIT_USAGE
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
 
@@ -136,12 +137,22 @@ def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
     unit = settings(deploy / "systemd" / "stormd.service")
     program, command, *rest = shlex.split(unit["ExecStart"][0])
     assert (Path(program).name, command) == ("stormd", "serve")
+    rest.remove("--resumable")
     flags = dict(zip(rest[::2], rest[1::2], strict=True))
     assert flags.pop("--config") == f"/etc/{unit['ConfigurationDirectory'][0]}/stormd.toml"
     names = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
     config = load_config(flags=names, environ={})
     assert parse_address(config.address).parent == SYSTEM_DIRECTORY
     assert config.socket_mode == 0o660
+
+
+def test_what_is_stored_outlives_a_restart(deploy: Path) -> None:
+    unit = settings(deploy / "systemd" / "stormd.service")
+    assert "--resumable" in shlex.split(unit["ExecStart"][0])
+    assert int(unit["FileDescriptorStoreMax"][0]) >= len((CONTROL, LIFELINES, "pool", "journal"))
+    assert unit["RestartKillSignal"] == ["SIGUSR2"]
+    for name in ("SuccessExitStatus", "RestartForceExitStatus"):
+        assert unit[name] == [str(EXIT_RESTART)]
 
 
 def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:

@@ -461,7 +461,6 @@ class Connection:
                 self.welcome,
                 self.descriptors,
                 offers=self._offers,
-                deadline=ended + self.welcome.resume_seconds,
                 is_over=self._is_unwanted,
             )
         except (DaemonUnavailable, ProtocolMismatch) as error:

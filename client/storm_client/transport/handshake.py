@@ -21,7 +21,7 @@ from storm_client.errors import (
     named,
 )
 from storm_client.lanes import LaneHello
-from storm_client.transport.lifeline import Lifeline, NoAnswer
+from storm_client.transport.lifeline import Gone, Lifeline, NoAnswer
 from stormd.protocol import (
     PROTOCOL_VERSION,
     Envelope,
@@ -109,7 +109,16 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
         staging_bytes=lane.staging_bytes,
         name=_process_name(),
     )
-    return _opened(address, hello, timeout)
+    _check_listening(address)
+    context = _Context()
+    try:
+        control = _connect(context, address, timeout)
+        welcome = _introduce(control, address, hello, timeout)
+        lifeline, descriptors = Lifeline.attach(welcome.lifeline, welcome.token, timeout)
+    except BaseException:
+        context.destroy(linger=0)
+        raise
+    return Channel(context, control, lifeline, descriptors, welcome)
 
 
 def resumed_channel(
@@ -117,9 +126,11 @@ def resumed_channel(
 ) -> Channel:
     """Go on with the session of `welcome` at `address`, whose daemon has ended.
 
-    `shared` are the descriptors that came with it.
+    `shared` are the descriptors that came with it. The lifeline is connected first: its end tells
+    at once that a daemon has ended which was about to answer.
 
     Raises:
+        Gone: a daemon has ended meanwhile.
         NoAnswer: nobody has answered within `timeout` seconds, and another attempt may do better.
         DaemonUnavailable: nobody listens there, or who does has no such session.
         ProtocolMismatch: the daemon speaks another version.
@@ -132,22 +143,18 @@ def resumed_channel(
         pid=os.getpid(),
         uid=os.getuid(),
     )
-    return _opened(address, resume, timeout, shared)
-
-
-def _opened(
-    address: str, first: Hello | Resume, timeout: float, shared: Sequence[int] = ()
-) -> Channel:
     _check_listening(address)
-    context = _Context()
+    lifeline, context = Lifeline.connect(welcome.lifeline, timeout), _Context()
     try:
         control = _connect(context, address, timeout)
-        welcome = _introduce(control, address, first, timeout)
-        lifeline, descriptors = Lifeline.attach(welcome.lifeline, welcome.token, timeout, shared)
+        fresh = _introduce(control, address, resume, timeout, lifeline)
+        return Channel(
+            context, control, lifeline, lifeline.open(fresh.token, timeout, shared), fresh
+        )
     except BaseException:
+        lifeline.close()
         context.destroy(linger=0)
         raise
-    return Channel(context, control, lifeline, descriptors, welcome)
 
 
 class _Socket(zmq.Socket[bytes]):
@@ -191,10 +198,14 @@ def _connect(
 
 
 def _introduce(
-    control: zmq.Socket[bytes], address: str, first: Hello | Resume, timeout: float
+    control: zmq.Socket[bytes],
+    address: str,
+    first: Hello | Resume,
+    timeout: float,
+    lifeline: Lifeline | None = None,
 ) -> Welcome:
-    """Exchange a Hello or Resume for Welcome."""
-    if not _is_answered(control, encode([Envelope(HELLO_NUMBER, first)]), timeout):
+    """Exchange a Hello or Resume for Welcome, unless the end of `lifeline` comes first."""
+    if not _is_answered(control, encode([Envelope(HELLO_NUMBER, first)]), timeout, lifeline):
         raise NoAnswer(
             f"whoever listens at {address} did not answer within {timeout:g} s; "
             "check that it is stormd (`stormd status`), or raise timeout"
@@ -202,13 +213,26 @@ def _introduce(
     return _welcomed(control.recv(), address)
 
 
-def _is_answered(control: zmq.Socket[bytes], frame: bytes, timeout: float) -> bool:
-    """Send a frame and wait; tell whether something has come."""
+def _is_answered(
+    control: zmq.Socket[bytes], frame: bytes, timeout: float, lifeline: Lifeline | None
+) -> bool:
+    """Send a frame and wait; tell whether something has come.
+
+    Raises:
+        Gone: the daemon ended before that.
+    """
     try:
         control.send(frame)
     except zmq.Again:
         return False
-    return bool(control.poll(max(1, int(timeout * 1000))))
+    poller = zmq.Poller()
+    poller.register(control, zmq.POLLIN)
+    if lifeline is not None:
+        poller.register(lifeline.fileno(), zmq.POLLIN)
+    ready = dict(poller.poll(max(1, int(timeout * 1000))))
+    if ready and control not in ready:
+        raise Gone("the daemon ended before it had answered")
+    return bool(ready)
 
 
 def _welcomed(frame: bytes, address: str) -> Welcome:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.transport.interrupts import Living
 from stormd.protocol import distrust, peer_uid
 
-__all__ = ["MAX_DESCRIPTORS", "Lifeline", "NoAnswer"]
+__all__ = ["MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
 
 MAX_DESCRIPTORS = 8
 """More than any lane shares; received in one message."""
@@ -26,12 +27,17 @@ class NoAnswer(DaemonUnavailable):
     """Somebody listens and has not answered: a daemon that starts, or has just been killed."""
 
 
+class Gone(NoAnswer):
+    """There was a daemon, which has ended before it answered."""
+
+
 class Lifeline:
     """A connected lifeline. Readable, in the sense of poll, means that the daemon is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Own `connection`."""
         self._socket = connection
+        self._path = ""
         self.inherited = False
         """Whether this is a copy in a forked child."""
         _LIFELINES.add(self)
@@ -50,28 +56,54 @@ class Lifeline:
             NoAnswer: nobody answered within `timeout` seconds, or refused the token.
             DaemonUnavailable: who listens there is not to be told it.
         """
+        lifeline = cls.connect(path, timeout)
+        return lifeline, lifeline.open(token, timeout, shared)
+
+    @classmethod
+    def connect(cls, path: str, timeout: float) -> Lifeline:
+        """Connect to `path`; it is readable, in the sense of poll, once the daemon there is gone.
+
+        Raises:
+            NoAnswer, DaemonUnavailable: as `attach`.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         lifeline = cls(connection)  # now, for a thread may fork before the daemon has answered
-        try:
+        lifeline._path = path
+        with lifeline._failing(timeout):
             connection.settimeout(timeout)
             connection.connect(path)
             _check_peer(connection, path)
-            socket.send_fds(connection, [token], shared)
-            data, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+        return lifeline
+
+    def open(self, token: bytes, timeout: float, shared: Sequence[int] = ()) -> list[int]:
+        """Open the session of `token`; return the descriptors sent. Closed where it fails.
+
+        Raises:
+            NoAnswer: as `attach`.
+        """
+        with self._failing(timeout):
+            self._socket.settimeout(timeout)
+            socket.send_fds(self._socket, [token], shared)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
+            if not data:
+                raise NoAnswer(f"the daemon closed the lifeline {self._path}; see its log")
+            self._socket.setblocking(False)
+        return descriptors
+
+    @contextmanager
+    def _failing(self, timeout: float) -> Iterator[None]:
+        """Close it where what is done fails, and say so in our words."""
+        try:
+            yield
         except DaemonUnavailable:
-            lifeline.close()
+            self.close()
             raise
         except OSError as error:
-            lifeline.close()
+            self.close()
             raise NoAnswer(
-                f"the daemon's lifeline {path} failed within {timeout:g} s ({error}); "
+                f"the daemon's lifeline {self._path} failed within {timeout:g} s ({error}); "
                 "see `stormd status` and the daemon's log"
             ) from error
-        if not data:
-            lifeline.close()
-            raise NoAnswer(f"the daemon closed the lifeline {path}; see its log")
-        connection.setblocking(False)
-        return lifeline, descriptors
 
     def fileno(self) -> int:
         """Return the descriptor to poll, -1 when closed."""

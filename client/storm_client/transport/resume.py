@@ -20,7 +20,7 @@ import zmq
 from storm_client.errors import DaemonUnavailable
 from storm_client.lanes import STAGING
 from storm_client.transport.handshake import FIRST_NUMBER, Channel, resumed_channel
-from storm_client.transport.lifeline import NoAnswer
+from storm_client.transport.lifeline import Gone, NoAnswer
 from stormd.protocol import (
     Entries,
     Envelope,
@@ -37,8 +37,8 @@ from stormd.protocol import (
 
 __all__ = ["Resumed", "resumed"]
 
-ATTEMPT_SECONDS: Final = 2.0
-"""For each answer: a daemon that is killed while it is asked tells nothing."""
+ATTEMPT_SECONDS: Final = 5.0
+"""For each answer: one that a daemon has taken before it was killed may never come."""
 
 PAUSE_SECONDS: Final = 0.02
 """Between two attempts, each of which failed at once."""
@@ -65,41 +65,45 @@ def resumed(
     shared: Sequence[int],
     *,
     offers: Callable[[], Sequence[MapSegment]],
-    deadline: float,
     is_over: Callable[[], bool],
 ) -> Resumed | None:
     """Return the channel on which the session of `welcome` goes on, once there is a daemon.
 
-    `offers` returns the segments that are to be mapped again. None where `is_over` says that
-    nobody wants it any more, which is asked from time to time.
+    One is waited for as long as Welcome said, and where one comes and ends once more, for as long
+    again. `offers` returns the segments that are to be mapped again. None where `is_over` says that
+    nobody wants the session any more, which is asked from time to time.
 
     Raises:
-        DaemonUnavailable: nobody listens there any more or has answered by `deadline`, of
-            time.monotonic; or who does has no such session.
+        DaemonUnavailable: nobody listens there any more or has answered in time; or who does has
+            no such session.
         ProtocolMismatch: the daemon speaks another version.
     """
+    deadline = time.monotonic() + welcome.resume_seconds
     while not is_over():
         left = deadline - time.monotonic()
         try:
             channel = resumed_channel(address, welcome, shared, max(min(left, ATTEMPT_SECONDS), 0))
+            return _agreed(channel, offers(), is_over)
+        except Gone:
+            deadline = time.monotonic() + welcome.resume_seconds
         except NoAnswer:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(PAUSE_SECONDS)
-            continue
-        try:
-            return _agreed(channel, offers(), is_over)
-        except NoAnswer:
-            channel.close()
-        except BaseException:
-            channel.close()
-            raise
+        time.sleep(PAUSE_SECONDS)
     return None
 
 
 def _agreed(channel: Channel, offers: Sequence[MapSegment], is_over: Callable[[], bool]) -> Resumed:
-    """Have segments mapped, and learn what entries there are."""
-    ask, numbers = _Asking(channel, is_over), count(FIRST_NUMBER)
+    """Have segments mapped, and learn what entries there are; the channel is closed on an error."""
+    try:
+        return _asked(channel, offers, _Asking(channel, is_over))
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _asked(channel: Channel, offers: Sequence[MapSegment], ask: _Asking) -> Resumed:
+    numbers = count(FIRST_NUMBER)
     mapped = set()
     for offer in offers:
         answer = ask(next(numbers), offer)
@@ -142,7 +146,7 @@ class _Asking:
         try:
             socket.send(encode([Envelope(number, message)]))
         except zmq.Again as error:
-            raise NoAnswer(_ENDED) from error
+            raise Gone(_ENDED) from error
         while not self._is_over() and time.monotonic() < deadline:
             ready = dict(self._poller.poll(LOOK_MILLISECONDS))
             if socket in ready:
@@ -150,7 +154,7 @@ class _Asking:
                     if request == number:
                         return answer
             elif ready:
-                break
+                raise Gone(_ENDED)
         raise NoAnswer(_ENDED)
 
     def _decoded(self, frame: bytes) -> list[Envelope]:

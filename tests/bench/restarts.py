@@ -1,0 +1,148 @@
+"""Kills and restarts the daemon under trainers, again and again, which must not notice.
+
+    PYTHONPATH=tests python -m bench.restarts --kills 200 --restarts 50 --json restarts.json
+
+What stays true: every gradient is right to the bit and no trainer raises, whatever the daemon was
+doing, going on with what an earlier one has left included; in the end nothing is left of anything.
+The pauses are random by purpose: they are no wait for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.deaths import FLAGS, NOTICED_SECONDS, reclaimed, spread, start_trainers
+from storm_bench.child_daemon import ChildDaemon
+from support.trainers import Trainers
+from support.waiting import wait_until
+
+from stormd.errors import NoDaemon
+from stormd.machine import describe
+
+TRAINERS = 2
+LONGEST_PAUSE = 1.0
+"""Seconds that a daemon has served when it is ended: within the first tenth its clients come."""
+
+
+def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu") -> dict[str, Any]:
+    """End the daemon of two trainers, so many times by SIGKILL and in order; return figures."""
+    moments = random.Random(seed)
+    ends = [signal.SIGKILL] * kills + [signal.SIGUSR2] * restarts
+    moments.shuffle(ends)
+    seconds, steps = [], 0
+    with _daemon(device) as daemon, Trainers() as trainers:
+        pids = start_trainers(trainers, daemon, TRAINERS, device)
+        for number in ends:
+            served_by = _served_by(daemon)
+            time.sleep(moments.random() * LONGEST_PAUSE)
+            ended = time.monotonic()
+            _end(served_by, number)
+            for pid in pids:
+                steps += _steps_so_far(trainers, pid)
+                seconds.append(_first_step_since(trainers, pid, ended))
+        assert _counters(daemon)["failed"] == 0
+        for pid in pids:
+            trainers.kill(pid)
+        reclaimed(daemon, 0)
+    return {
+        "kills": kills,
+        "restarts": restarts,
+        "trainers": TRAINERS,
+        "right_steps": steps + len(seconds),
+        "seconds_to_the_next_step": spread(seconds),
+    }
+
+
+def end_all(rounds: int, seed: int = 0, *, device: str = "cpu") -> None:
+    """Kill the daemon and its trainers together, so many times: nothing is left of them."""
+    moments = random.Random(seed)
+    with _daemon(device) as daemon, Trainers() as trainers:
+        for _ in range(rounds):
+            pids = start_trainers(trainers, daemon, TRAINERS, device)
+            time.sleep(moments.random() * 0.1)
+            _end(_served_by(daemon), signal.SIGKILL)
+            for pid in pids:
+                trainers.kill(pid)
+            reclaimed(daemon, 0)
+
+
+@contextmanager
+def _daemon(device: str) -> Iterator[ChildDaemon]:
+    flags = [*FLAGS[device], "--cache-bytes=1MiB", f"--device={device}", "--resumable"]
+    with ChildDaemon(flags=flags) as daemon:
+        yield daemon
+
+
+def _end(pid: int, number: int) -> None:
+    """Send a daemon that serves a signal; its holder starts the next."""
+    os.kill(pid, number)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), NOTICED_SECONDS)
+
+
+def _served_by(daemon: ChildDaemon) -> int:
+    """Return the process id of the daemon, once one answers."""
+    found: list[int] = []
+
+    def answers() -> bool:
+        try:
+            found.append(daemon.status()["pid"])
+        except NoDaemon:  # it was ended while it was asked
+            return False
+        return True
+
+    wait_until(answers, NOTICED_SECONDS)
+    return found[-1]
+
+
+def _counters(daemon: ChildDaemon) -> dict[str, int]:
+    ended: dict[str, int] = daemon.status()["counters"]["ended"]
+    return ended
+
+
+def _steps_so_far(trainers: Trainers, pid: int) -> int:
+    words = trainers.heard(pid)
+    assert set(words) <= {"same"}, words
+    return len(words)
+
+
+def _first_step_since(trainers: Trainers, pid: int, ended: float) -> float:
+    """Return the seconds from the daemon's end to the end of the next step, which is right."""
+    at = 0.0
+    while at <= ended:
+        at, words = trainers.next(pid, NOTICED_SECONDS)
+        assert words == "same", words
+    return at - ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.restarts")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--restarts", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=tuple(FLAGS), default="cpu")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    how = f"--device {args.device} --kills {args.kills} --restarts {args.restarts}"
+    result: dict[str, Any] = {
+        "machine": describe() | {"command": f"python -m bench.restarts {how} --seed {args.seed}"},
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "ended_daemons": end_daemons(args.kills, args.restarts, args.seed, device=args.device),
+    }
+    end_all(10, args.seed, device=args.device)
+    text = json.dumps(result, indent=2)
+    args.json.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
