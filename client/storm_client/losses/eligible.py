@@ -21,9 +21,9 @@ def is_asked_for() -> bool:
 
 def is_eligible(logits: Tensor) -> bool:
     """Tell whether logits are a plain tensor of more than a tile, and need a gradient."""
+    if not (is_plain(logits) and logits.requires_grad and torch.is_grad_enabled()):
+        return False
     least = TILE_BYTES.get(logits.device.type)
     if least is None or logits.numel() * torch.float32.itemsize <= least:
-        return False
-    if not (logits.requires_grad and torch.is_grad_enabled() and is_plain(logits)):
         return False
     return not (are_altered() or (logits.is_cuda and is_capturing(logits.device)))

@@ -87,21 +87,26 @@ def _operation(node: Any) -> str:
     return sub(r"Backward\d*$", "", node.name())
 
 
-@untraced
 def _asks(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Be `Tensor.float`."""
-    if (
-        type(self) is not Tensor
-        or self.dtype not in _HALF
-        or arguments
-        or options
-        or not is_asked_for()
-        or not is_eligible(self)
-        or not self.is_contiguous()
-    ):
+    """Be `Tensor.float`; what compiles traces this, and knows C's function by its place alone."""
+    if torch.compiler.is_compiling():
+        return self.to(torch.float32, *arguments, **options)
+    if arguments or options or not _may_defer(self):
         return _float(self, *arguments, **options)
     frame = sys._getframe(1)
-    site = _Site(frame.f_code, frame.f_lasti)
+    return _cast(self, _Site(frame.f_code, frame.f_lasti))
+
+
+def _may_defer(source: Tensor) -> bool:
+    """Tell whether a tensor may be logits that a loss in tiles will be given a copy of."""
+    if type(source) is not Tensor or source.dtype not in _HALF or not is_asked_for():
+        return False
+    return is_eligible(source) and source.is_contiguous()
+
+
+@untraced
+def _cast(self: Tensor, site: _Site) -> Tensor:
+    """Return the copy of what may be logits, or a deferred one where that was learned."""
     if site in _deferring:
         apply: Any = _Deferral.apply
         deferred: Tensor = apply(self, _Upcast(self, site))

@@ -320,7 +320,10 @@ def test_a_gradient_takes_the_logits_memory_where_nobody_has_them(
         loss.backward()
         del loss
     assert len(upcasts._deferring) == 1
-    assert (addresses[0] == addresses[1]) is (keeps and not held)
+    is_in_place = addresses[0] == addresses[1]
+    assert is_in_place <= (not held)
+    if keeps:
+        assert is_in_place is not bool(held)
     for one in held.values():
         expected = (x * 2).detach().float().view(one.shape)
         assert same(one.float().detach(), expected)
@@ -337,16 +340,45 @@ def test_small_tensors_and_other_calls_are_left_alone(offload: storm.Offload) ->
     assert type((x * 2).float()) is Tensor
 
 
-def test_compiled_code_sees_pytorch_s_cast(offload: storm.Offload) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_code_has_the_cast_in_its_graph(inside: bool, offload: storm.Offload) -> None:
+    x, target = make()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    before = torch.compile(lambda x: x.float() * 3, backend=backend, fullgraph=True)
+    before(x)
+    for _ in range(3):
+        run(plain, offload, x, target)
+    assert Tensor.float is not upcasts._float
+    after = torch.compile(lambda x: x.float() * 2, backend=backend, fullgraph=True)
+    with offload if inside else nullcontext():
+        for compiled, factor in ((before, 3), (after, 2)):
+            assert same(compiled(x).detach(), (x.to(torch.float32) * factor).detach())
+    casts = [
+        [node.target for node in one.graph.nodes if node.op == "call_method"] for one in graphs
+    ]
+    assert casts in ([["float"], ["to"]], [["to"], ["to"]])
+
+
+def test_scripted_and_traced_code_has_it_too(offload: storm.Offload) -> None:
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float() + 1
+
     x, target = make()
     for _ in range(3):
         run(plain, offload, x, target)
-    compiled = torch.compile(
-        lambda x: F.cross_entropy((x * 2).float(), target), backend="aot_eager", fullgraph=True
-    )
     with offload:
-        loss = compiled(x)
-    assert same(loss.detach(), F.cross_entropy((x * 2).float(), target).detach())
+        expected = x.to(torch.float32) + 1
+        assert same(torch.jit.script(Cast())(x), expected)
+        assert same(torch.jit.trace(Cast(), x)(x), expected)
+        assert same(torch.fx.symbolic_trace(Cast())(x), expected)
+        assert same(torch.export.export(Cast(), (x,)).module()(x), expected)
+        assert same(torch.vmap(lambda row: row.float() + 1)(x), expected)
 
 
 def test_nothing_is_left_of_a_copy(offload: storm.Offload) -> None:
