@@ -1,7 +1,7 @@
 """What PyTorch's allocator holds of a GPU beyond the peak of what is allocated, and where.
 
     stormd run --mps on --pool-bytes 64GiB -- python tests/bench/reserved.py llama
-    stormd run -- python tests/bench/reserved.py gpt2 lora moe --steps 30
+    stormd run -- python tests/bench/reserved.py gpt2 lora moe --show
 
 Models are those of zoo.py. Each is trained without offload and with it, in processes of their own.
 Rows say what is reserved, what of that was never in use at the same time, and in which streams'
@@ -21,7 +21,7 @@ from typing import Any
 
 import storm_client as storm
 import torch
-from zoo import MODELS
+from zoo import MEASURED, MODELS
 
 GIB = 1 << 30
 GOAL_GIB = 0.3
@@ -33,7 +33,7 @@ FRAMES = 6
 
 
 def train(options: argparse.Namespace, model: str, method: str) -> dict[str, Any]:
-    """Return what the allocator held of some steps, the first left out."""
+    """Return what the allocator held of the last steps."""
     options.model, options.device = model, torch.device("cuda")
     options.tokens = 64 if options.small else 4096
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def train(options: argparse.Namespace, model: str, method: str) -> dict[str, Any
     if options.show:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
     for step in range(options.steps):
-        if step == options.steps // 2:
+        if step == options.steps - MEASURED:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         torch.manual_seed(step)
@@ -132,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", choices=MODELS)
     parser.add_argument("--method", choices=["none", "storm"], help="in this process")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--budget", default=None)
     parser.add_argument("--show", action="store_true", help="list the largest free blocks")
     parser.add_argument("--small", action="store_true", help="narrow and short, to try it")

@@ -24,7 +24,7 @@ pytestmark = [
 
 LIMITS = 30
 SIDE = 2048
-LAYERS = 24
+LAYERS = 16
 MIB = 1 << 20
 
 
@@ -33,7 +33,7 @@ def client() -> Iterator[storm.Client]:
     build()
     assert native.module() is not None
     with (
-        ChildDaemon(flags=["--pool-bytes=2GiB", "--device=cuda"]) as daemon,
+        ChildDaemon(flags=["--pool-bytes=8GiB", "--device=cuda"]) as daemon,
         storm.connect(daemon.address, embedded="never", timeout=60) as client,
     ):
         yield client
