@@ -160,7 +160,8 @@ class Dispatch:
 
     def _take(self, results: Sequence[Result]) -> None:
         now, peers = time.monotonic(), self._peers.by_session
-        is_waited_for = self._ledger.is_waited_for
+        spills = self._ledger.spills
+        is_waited_for = spills is not None and spills.is_waited_for
         for (session, kind), alike in groupby(results, _alike):
             try:
                 self.perform(self._ledger.on_results[kind](peers[session].record, alike, now))

@@ -78,8 +78,8 @@ class Holdings:
     """Counts `entries`, the `raw_bytes` before encoding of those in the pool, and `shares`.
 
     What a session has in the cache's space counts for none of the last two. `records` is where what
-    outlives the process is written down. `has_changed` says that
-    something was taken in or given back, or is waited for; whoever has looked at that clears it.
+    outlives the process is written down. `has_changed` says that something was taken in or given
+    back, or is waited for; whoever has looked at that clears it.
     """
 
     def __init__(self, records: Records) -> None:
@@ -98,6 +98,8 @@ class Holdings:
 
     def charge(self, record: Session, nbytes: int) -> None:
         """Charge a session for so many bytes more; with fewer than 0, for fewer."""
+        if not nbytes:  # as of a blob that is as large as was promised
+            return
         self.has_changed = True
         before = record.used_bytes
         record.used_bytes += nbytes
