@@ -26,6 +26,7 @@ from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.recompute import Trial
 from storm_client.eager.recorder import Mark, Recorder, Span
 from storm_client.eager.recording import Recording
+from storm_client.eager.recurrence import Recurrence
 from storm_client.eager.signature import Kind, Kinds, StepRecord
 from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
@@ -105,6 +106,7 @@ class Planning:
         """What the steps know storages by, and what has to be freed when it has died."""
         self._short = 0
         """How much memory the devices have lacked, as far as plans know."""
+        self._recurrence = Recurrence()
         self._thread = threading.local()
         """What the step of each thread has followed whose block has ended last."""
 
@@ -128,15 +130,17 @@ class Planning:
         self._free_pins()
         self._compare_plans()
         self._note_shortage()
+        learns = self._recurrence.is_seen
         for one in self._kinds.outdated():
-            self._make_again(one)
+            if one.is_planned or (learns and one.is_learned):
+                self._make_again(one)
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused(kind.devices)
-        has_replays = kind is None or kind.has_replays
-        watches = self.options.replays and has_replays and not self._may_run_compiled_code()
+        watches = self._is_watched(kind, learns=learns)
         walks = kind is not None and kind.has_functions == watches
         step = StepRecord(self._kinds, kind, walks=walks)
+        step.is_learned = learns
         fills = kind is not None and kind.wants_full_queue
         times = kind is not None and kind.times_the_host and not fills
         script = None
@@ -168,6 +172,18 @@ class Planning:
         return PlannedStep(
             self, recording, mode, begun, times=times, fills=fills, compiled=script, calls=calls
         )
+
+    def _is_watched(self, kind: Kind | None, *, learns: bool) -> bool:
+        """Tell whether the functions of a step are watched that is expected to be of a kind.
+
+        So they are where something is recomputed, or may be; of steps that no other is like they
+        are not, until such steps come again.
+        """
+        if not self.options.replays or self._may_run_compiled_code():
+            return False
+        if kind is None or kind.is_planned:
+            return kind is None or kind.has_replays
+        return learns
 
     def _compiled(self, step: StepRecord, native: NativePath) -> _follow.Script | None:
         """Return what compiled code may follow from the step's begin on."""
@@ -239,6 +255,7 @@ class Planning:
         """
         followed = step.kind
         kind = self._kinds.ended(step)
+        self._recurrence.saw(is_new=kind is None or kind.seen == 1)
         if kind is None or kind is not followed or kind.decisions is None:
             return None
         kind.times.pass_seconds = pass_seconds

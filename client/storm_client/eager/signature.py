@@ -157,6 +157,10 @@ class Kind:
 
     search: PlanSearch | None = None
     """Which plan its steps follow next, once it is known what their forward pass takes."""
+    is_learned = True
+    """Whether the functions of its steps were watched as far as they may be."""
+    seen = 0
+    """Steps that were like it."""
     machine: Machine | None = None
     """The figures that its latest plan was made from."""
     origin: Kind | None = None
@@ -226,6 +230,11 @@ class Kind:
         """What has proved itself by each plan that was followed."""
         self.compared: dict[Alternative, list[Decision]] = {}
         """What the plans decide that are compared."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan for it."""
+        return self.decisions is not None
 
     @property
     def is_on_gpu(self) -> bool:
@@ -392,6 +401,7 @@ class StepRecord:
         "expected",
         "functions",
         "has_parted",
+        "is_learned",
         "kind",
         "script",
         "values",
@@ -404,6 +414,8 @@ class StepRecord:
         self._left: Kind | None = None
         """Whose script was left in the middle, so that some values were not looked at."""
         self.kind = kind
+        self.is_learned = True
+        """Whether its functions are watched as far as they may be."""
         self.has_parted = False
         """Whether something has happened that was not expected of its kind."""
         self.script: list[Expected] | None = None
@@ -609,10 +621,13 @@ class Kinds:
         with self._lock:
             latest = next(reversed(self._known.values()), None)
             if latest is not None and latest.events is key:
+                latest.seen += 1
                 return latest  # without the key's hash, which takes longer than all else here
             known = self._known.pop(key, None)
             if known is None:
                 known = Kind(key, step.values, step.functions)
+                known.is_learned = step.is_learned
+            known.seen += 1
             self._add(known)
         return known
 
