@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 __all__ = ["block_ends"]
 
-FEWEST: int = 2
+LEAST_MADE: Final = 4
+"""Values of a block: a list of single functions is none of blocks."""
+
+FEWEST: Final = 2
 """Blocks of one list, from which on they are taken to be what somebody would checkpoint."""
 
 
@@ -38,6 +41,8 @@ def block_ends(values: Sequence[Made]) -> frozenset[int]:
     """
     layers = enumerate(value.layer for value in values)
     last = {layer: n for n, layer in layers if layer.rpartition(".")[2].isdecimal()}
+    made = Counter(value.layer for value in values)
+    last = {layer: n for layer, n in last.items() if made[layer] >= LEAST_MADE}
     lists = Counter(layer.rpartition(".")[0] for layer in last)
     ends = [n for layer, n in last.items() if lists[layer.rpartition(".")[0]] >= FEWEST]
     return frozenset(_made_from(number, values) for number in ends)

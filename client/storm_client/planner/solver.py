@@ -40,6 +40,9 @@ __all__ = ["Choice", "choose", "operation_seconds"]
 MOST_DEPTH = 16
 """Operations in a row that recompute a value from what is stored."""
 
+MOST_IN_BLOCK = 48
+"""The same once what rests on a value is recomputed from what that is recomputed from."""
+
 MOST_LOOKS = 100
 """Operations looked at for one way: where values rest on each other crosswise there is no end."""
 
@@ -346,17 +349,17 @@ class _State:
     def _is_too_deep(self, way: _Way) -> bool:
         """Tell whether too many operations in a row are run once a way is taken, too.
 
-        What rests on the value was recomputed from it as stored before. Blocks end each chain.
+        What rests on the value was recomputed from it as stored before.
         """
         priced = self.priced
-        if priced.problem.block_ends or len(priced.values) >= MANY_VALUES:
+        if len(priced.values) >= MANY_VALUES:
             return False
         recomputed = self.recomputed.keys() | way.recomputed.keys()
         depths: dict[int, int] = {}
         for number in sorted(recomputed):  # inputs have lower numbers, but for a few
             inputs = priced.values[number].inputs
             depths[number] = 1 + max((depths.get(n, 0) for n in inputs), default=0)
-        return max(depths.values(), default=0) > MOST_DEPTH
+        return max(depths.values(), default=0) > MOST_IN_BLOCK
 
     def _relief(self, number: int) -> tuple[float, _Way] | None:
         """Return what recomputing a stored value spares the link, for a second that it takes.

@@ -101,12 +101,13 @@ def test_over_a_slow_link_more_stays(make_daemon: Callable[..., DaemonProcess]) 
 
 
 class Blocks(nn.Module):
-    """Layers in a list, of which each makes three tensors that are saved."""
+    """Layers in a list, of which each makes some tensors that are saved."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layer = lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64))  # noqa: E731
+        parts = lambda: [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]  # noqa: E731
+        layer = lambda: nn.Sequential(*parts(), nn.LayerNorm(64))  # noqa: E731
         self.layers = nn.ModuleList(layer() for _ in range(3))
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from storm_client.planner.blocks import block_ends
+from storm_client.planner.blocks import LEAST_MADE, block_ends
 
 
 @dataclass
@@ -17,16 +17,19 @@ class Made:
 
 
 def made(*layers: str) -> list[Made]:
-    return [Made(layer) for layer in layers]
+    """Return values of layers; of one with a number all that a block has at the least."""
+    return [
+        Made(layer) for layer in layers for _ in range(LEAST_MADE if layer[-1:].isdigit() else 1)
+    ]
 
 
 def test_of_each_block_the_last_that_it_has_made_counts() -> None:
-    layers = ["embed", *[f"layers.{n}" for n in range(3) for _ in range(3)], "head"]
-    assert block_ends(made(*layers)) == {3, 6, 9}
+    layers = ["embed", *[f"layers.{n}" for n in range(3)], "head"]
+    assert block_ends(made(*layers)) == {4, 8, 12}
 
 
 def test_a_layer_that_is_alone_in_its_list_is_no_block() -> None:
-    assert block_ends(made("layers.0", "stages.0", "stages.1")) == {1, 2}
+    assert block_ends(made("layers.0", "stages.0", "stages.1")) == {7, 11}
     assert block_ends(made("layers.0")) == frozenset()
 
 
@@ -36,12 +39,25 @@ def test_without_numbered_layers_nothing_is_known() -> None:
 
 
 def test_blocks_of_a_model_beside_others_are_told_apart() -> None:
-    assert block_ends(made("0:layers.0", "1:layers.0", "1:layers.1")) == {1, 2}
+    assert block_ends(made("0:layers.0", "1:layers.0", "1:layers.1")) == {7, 11}
+
+
+def test_a_list_of_single_functions_is_none_of_blocks() -> None:
+    """As `nn.Sequential(Linear, ReLU, Linear)` is."""
+    assert block_ends([Made(f"{n}") for n in range(10)]) == frozenset()
 
 
 def ends(*last: Made) -> frozenset[int]:
-    """Return what is kept of a block that ends so, beside one of a value."""
-    return block_ends([Made("layers.0"), *last]) - {0}
+    """Return what is kept of a block that ends so, whose last have the numbers from 1 on."""
+    before = [Made(BLOCK, is_saved=False) for _ in range(LEAST_MADE)]
+    first = made("layers.0")
+    offset = len(first) + len(before) - 1
+
+    def moved(one: Made) -> Made:
+        return replace(one, inputs=tuple(n + offset if n > 0 else n for n in one.inputs))
+
+    found = block_ends([*first, *before, *map(moved, last)]) - {len(first) - 1}
+    return frozenset(n - offset for n in found)
 
 
 BLOCK = "layers.1"
