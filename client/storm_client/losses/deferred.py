@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["ADVICE", "Deferred", "Root", "Watch"]
+__all__ = ["ADVICE", "USE", "Deferred", "Root", "Watch"]
 
 ADVICE: Final = 'pass loss="plain" to offload(), which has the copy made at once'
 
@@ -82,6 +82,16 @@ class Watch:
     """Whether somebody may look at a deferred tensor's gradient."""
 
     is_on = False
+
+
+class Use:
+    """How this process uses the gradients of losses."""
+
+    differentiates_twice = False
+    """Whether it has asked for a gradient's graph, which one of deferred logits has not."""
+
+
+USE: Final = Use()
 
 
 class Root(ABC):

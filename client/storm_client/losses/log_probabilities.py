@@ -13,7 +13,7 @@ import torch
 from storm_kernels.loss import cuda
 from torch import Tensor
 
-from storm_client.losses.deferred import ADVICE, Deferred, Root, Watch
+from storm_client.losses.deferred import ADVICE, USE, Deferred, Root, Watch
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
 from storm_client.losses.sole_holder import are_kept, is_held_by_graph_alone
 
@@ -133,6 +133,7 @@ class _LogProbabilities(torch.autograd.Function):
     def backward(
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
     ) -> tuple[Tensor | None, None]:
+        USE.differentiates_twice |= torch.is_grad_enabled()
         kept = are_kept(ctx)
         saved = list(ctx.saved_tensors)
         own = is_held_by_graph_alone(saved, kept=kept, aliased=ctx.watch is not None)

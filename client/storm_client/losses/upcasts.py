@@ -23,7 +23,7 @@ from torch import Tensor
 
 from storm_client.eager.operations import EXCHANGED
 from storm_client.hook_stack import untraced
-from storm_client.losses.deferred import ADVICE, Deferred, Root
+from storm_client.losses.deferred import ADVICE, USE, Deferred, Root
 from storm_client.losses.eligible import is_asked_for, is_eligible
 
 __all__ = ["learn"]
@@ -107,7 +107,7 @@ def _may_defer(source: Tensor) -> bool:
 @untraced
 def _cast(self: Tensor, site: _Site) -> Tensor:
     """Return the copy of what may be logits, or a deferred one where that was learned."""
-    if site in _deferring:
+    if site in _deferring and not USE.differentiates_twice:
         apply: Any = _Deferral.apply
         deferred: Tensor = apply(self, _Upcast(self, site))
         return deferred

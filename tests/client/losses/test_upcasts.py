@@ -14,7 +14,7 @@ import storm_client as storm
 import torch
 import torch.nn.functional as F
 from storm_client.losses import in_blocks, upcasts
-from storm_client.losses.deferred import Deferred
+from storm_client.losses.deferred import USE, Deferred
 from support.peak_memory import peak_bytes
 from support.same_bits import same, set_tiles
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(in_blocks, "_PROVED", in_blocks._Proved())
     for name in ("_deferring", "_refused"):
         monkeypatch.setattr(upcasts, name, set())
+    monkeypatch.setattr(USE, "differentiates_twice", False)
     _be_pytorch_s()
     yield
     _be_pytorch_s()
@@ -327,6 +328,32 @@ def test_a_gradient_takes_the_logits_memory_where_nobody_has_them(
     for one in held.values():
         expected = (x * 2).detach().float().view(one.shape)
         assert same(one.float().detach(), expected)
+
+
+def test_second_derivatives_have_the_copy_made(offload: storm.Offload) -> None:
+    x, target = make()
+    for _ in range(5):
+        with offload:
+            loss = F.cross_entropy((x * 2).float(), target)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.float().square().sum(), x)
+        assert second.abs().sum() > 0
+    assert USE.differentiates_twice
+
+
+def test_a_second_derivative_of_a_deferred_copy_is_an_error(offload: storm.Offload) -> None:
+    x, target = make()
+    for _ in range(3):
+        run(plain, offload, x, target)
+    noted: list[Any] = []
+    with offload:
+        loss = plain(x, target, noted)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="a second derivative by way of float"):
+        gradient.float().square().sum().backward()
+    with offload:
+        plain(x, target, noted)
+    assert noted == [Deferred, Tensor]
 
 
 def test_small_tensors_and_other_calls_are_left_alone(offload: storm.Offload) -> None:
