@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stormd.config import Config
-from stormd.doctor import codec, cuda, system
+from stormd.doctor import client, codec, cuda, system
 from stormd.doctor.finding import Finding
 
 __all__ = ["examine"]
@@ -20,6 +20,7 @@ def examine(config: Config) -> list[Finding]:
         ("python packages", codec.check_packages),
         ("C library", codec.check_c_library),
         ("codec", codec.check_codec),
+        ("compiled client", client.check_compiled),
         ("memory", lambda: system.check_memory(config)),
         ("locked memory", lambda: system.check_memlock(config)),
         ("huge pages", system.check_huge_pages),

@@ -374,6 +374,14 @@ def _one_connection() -> bool:
     return True
 
 
+def _times_freed(device: torch.device) -> int | None:
+    """Return how often PyTorch has given memory back to the driver; None where nobody counts."""
+    try:
+        return int(torch._C._cuda_memoryStats(device.index)["num_device_free"])
+    except (AttributeError, KeyError, RuntimeError):
+        return None
+
+
 class _InPlace:
     """Stores and restores in the tensors' own memory; see lanes.InPlace."""
 
@@ -381,6 +389,8 @@ class _InPlace:
         self.segments = Segments(cuda_driver)
         self.waits_on_device = shared_by_mps
         self._lane = lane
+        self._freed: int | None = None
+        """How often PyTorch had given memory back to the driver when it was last swept."""
 
     def find(self, address: int, nbytes: int) -> Mapped | None:  # noqa: ARG002 - an allocation is mapped as a whole
         with self._lane.entered():
@@ -391,8 +401,13 @@ class _InPlace:
             return self.segments.offers()
 
     def sweep(self) -> bool:
+        freed = _times_freed(self._lane.device)
+        if freed is not None and freed == self._freed:
+            return False  # what was allocated then still is: no need to ask the driver of each
         with self._lane.entered():
-            return self.segments.sweep()
+            is_given_back = self.segments.sweep()
+        self._freed = freed
+        return is_given_back
 
     def produced(self, count: int) -> range:
         return self._lane.produced(count)

@@ -1,6 +1,7 @@
 """Builds the module `_follow` of this folder against the installed torch, into a cache.
 
-    python -m storm_client.native.build          build it now, and say where it is, or why not
+    python -m storm_client.native.build            build it now, and say where it is, or why not
+    python -m storm_client.native.build --check    say whether it is there or can be built
 
 Nothing but the standard library is imported, so that a training process can have this file run
 beside it without loading PyTorch twice. A module in the cache was loaded and tried once by another
@@ -23,7 +24,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-__all__ = ["BuildError", "build", "module_path", "why_not"]
+__all__ = ["BuildError", "build", "check", "module_path", "why_not"]
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -103,9 +104,7 @@ def build() -> Path:
 
 def _build(path: Path) -> None:
     torch = _torch()
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise BuildError("no C++ compiler was found; install g++ 11 or later, or set CXX")
+    compiler = _compiler()
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         unit, made = Path(directory) / "all.cpp", Path(directory) / path.name
         unit.write_text("".join(f'#include "{one}"\n' for one in sorted(FOLDER.glob("*.cpp"))))
@@ -113,6 +112,13 @@ def _build(path: Path) -> None:
         _run([sys.executable, "-c", _TRY, str(made)])
         made.replace(path)
     path.with_name("failed").unlink(missing_ok=True)
+
+
+def _compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if found is None:
+        raise BuildError("no C++ compiler was found; install g++ 11 or later, or set CXX")
+    return found
 
 
 def _flags(torch: Path) -> list[str]:
@@ -176,11 +182,27 @@ def _cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "stormd" / "native"
 
 
+def check() -> str:
+    """Return where the module is, or by what it will be built.
+
+    Raises:
+        BuildError: it cannot be built, or could not when that was tried.
+    """
+    path = module_path()
+    if path.exists():
+        return str(path)
+    reason = why_not(path)
+    if reason is not None:
+        raise BuildError(reason)
+    return f"{_compiler()} builds it beside the first steps"
+
+
 def main() -> int:
-    """Build the module and print its path, or why there is none."""
-    argparse.ArgumentParser(prog="python -m storm_client.native.build").parse_args()
+    """Build the module, or look for it, and print where it is, or why there is none."""
+    parser = argparse.ArgumentParser(prog="python -m storm_client.native.build")
+    parser.add_argument("--check", action="store_true", help="only say whether it is there")
     try:
-        print(build())  # noqa: T201 - a command
+        print(check() if parser.parse_args().check else build())  # noqa: T201 - a command
     except (BuildError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1

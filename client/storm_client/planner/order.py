@@ -86,7 +86,8 @@ class StepPlan:
     def __init__(self, history: OrderHistory) -> None:
         """Begin a step of the Offload that `history` belongs to."""
         self._history = history
-        self._soon = history.soon()
+        self._soon: dict[int, int] | None = None
+        """What the step before needed at once; None until somebody has asked."""
         self._sizes: list[int] = []
         self._actual: list[int] = []
         self._asked: set[int] = set()
@@ -102,6 +103,8 @@ class StepPlan:
 
     def needed_at_once(self, nbytes: int) -> bool:
         """Tell whether a tensor of `nbytes` that is packed next was needed at once last time."""
+        if self._soon is None:
+            self._soon = self._history.soon()
         return self._soon.get(len(self._sizes)) == nbytes
 
     def unpacked(self, number: int) -> None:

@@ -1,0 +1,140 @@
+"""The module's build: by whom, where to, and what is there without it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client import native
+from storm_client.native import build
+from support.training import assert_identical, seeded
+from support.waiting import wait_until
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache of this user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[native._Loader]:
+    """What a process knows that has not looked for the module yet."""
+    found = native._Loader()
+    monkeypatch.setattr(native, "_loader", found)
+    yield found
+    if found._builder is not None:
+        found._builder.wait()
+
+
+def compiler(path: Path, script: str) -> str:
+    """Return a program that stands for a compiler."""
+    program = path / "compiler"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_without_a_compiler_it_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(cache))
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found; install g"):
+        build.build()
+    reason = build.why_not(build.module_path())
+    assert reason is not None
+    with pytest.raises(build.BuildError, match="no C"):
+        build.check()
+
+
+def test_what_a_compiler_says_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "CXX", compiler(cache, "echo some line >&2; echo 'x.h: error: no such' >&2; exit 3")
+    )
+    with pytest.raises(build.BuildError, match="exited with 3") as caught:
+        build.build()
+    assert str(caught.value).endswith(": x.h: error: no such")
+    assert not build.module_path().exists()
+
+
+def test_what_cannot_be_loaded_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where headers and libraries are of two versions."""
+    script = 'while [ "$1" != -o ]; do shift; done; echo nothing > "$2"'
+    monkeypatch.setenv("CXX", compiler(cache, script))
+    with pytest.raises(build.BuildError, match="exited with 1"):
+        build.build()
+    assert not build.module_path().exists()
+    assert [one.name for one in build.module_path().parent.iterdir()] != []
+
+
+def test_a_module_of_other_sources_is_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.module_path()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Dother"))
+    assert build.module_path() != path
+
+
+def test_steps_go_on_in_python_where_nothing_can_be_built(
+    cache: Path,
+    loader: native._Loader,
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", compiler(cache, "exit 1"))
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+    offload = client.offload(net, min_bytes=1, budget=1.0)
+
+    def step() -> torch.Tensor:
+        net.zero_grad()
+        with offload:
+            loss = net(seeded("cpu", 16, 64)).square().sum()
+        loss.backward()
+        return net[0].weight.grad.clone()
+
+    expected = step()
+    wait_until(lambda: [native.module(), native.reason()][1], 60.0)
+    assert "exited with 1" in native.reason()
+    for _ in range(4):
+        assert_identical([step()], [expected])
+    assert native.module() is None
+
+
+def test_it_can_be_switched_off(loader: native._Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "off")
+    assert native.module() is None
+    assert native.reason() == "STORMD_NATIVE=off"
+
+
+def test_a_module_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "_follow.so"
+    path.write_bytes(b"")
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+    with pytest.raises(ImportError, match="written by another user; delete it"):
+        native._load(path)
+
+
+ALONE = """
+import runpy, sys
+sys.argv = ["build", "--check"]
+try:
+    runpy.run_path({path!r}, run_name="__main__")
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+def test_the_build_program_needs_the_standard_library_alone(cache: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE.format(path=build.__file__)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"CXX": "some"},
+    )
+    assert done.stdout.split()[-1] == "False"
