@@ -198,14 +198,15 @@ class Server:
         5. Grow the pool no more, end the workers of lanes and disk, unmap the pool, and give the
            address up.
 
-        One that was suspended leaves the first three to the daemon that follows, and the files of
-        the sockets where they are.
+        One that was suspended does the first three for sessions alone that no other can go on with,
+        and leaves the files of the sockets where they are.
         """
         if not self._is_open:
             return
         self._is_open = False
         try:
             if self._is_suspended:
+                await self._end_others(time.monotonic() + self._config.shutdown_seconds)
                 self._leave()
             else:
                 await self._end_sessions(time.monotonic() + self._config.shutdown_seconds)
@@ -538,6 +539,21 @@ class Server:
         self._mailbox.close()
         if self._handover is not None:
             self._handover.end()
+
+    async def _end_others(self, deadline: float) -> None:
+        """Do the first three steps of `close` for sessions that end with this daemon."""
+        others = [one for one in self._ledger.sessions.values() if not one.cell]
+        if not others:
+            return
+        kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
+        self._ledger.drain()
+        if not await self._until(lambda: not any(one.entries for one in others), deadline - kept):
+            log.warning("sessions that cannot be resumed still hold entries, which are lost")
+        for record in others:
+            self._gateway.end(record.info.session, "shutdown")
+        self._gateway.flush()
+        there = self._ledger.sessions
+        await self._until(lambda: not any(one.info.session in there for one in others), deadline)
 
     def _leave(self) -> None:
         """Hear nobody any more, and leave all there is to the daemon that follows.

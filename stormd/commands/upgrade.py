@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the daemon's address and how long to wait."""
     add_daemon_arguments(parser)
     parser.add_argument(
+        "--force",
+        action="store_true",
+        help="also where trainers on GPUs hold something, of which what they do not fetch within "
+        "shutdown_seconds is lost",
+    )
+    parser.add_argument(
         "--wait",
         type=positive_seconds,
         default=120.0,
@@ -40,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Replace the daemon; tell how many sessions went on. 1 where some did not."""
     address = find_address(args.address)
     before = _state(address, args.timeout)
-    _check(before)
+    _check(before, is_forced=args.force)
     began = time.monotonic()
     _suspend(before)
     after = _replaced(address, before, began + args.wait)
@@ -59,8 +65,8 @@ def _state(address: str, timeout: float) -> dict[str, Any]:
         return query.ask()
 
 
-def _check(state: dict[str, Any]) -> None:
-    """Refuse where the daemon would take all it holds with it, or is none of this namespace's.
+def _check(state: dict[str, Any], *, is_forced: bool) -> None:
+    """Refuse where the daemon would take what it holds with it, or is none of this namespace's.
 
     Raises:
         UpgradeUnavailable: it would, or is not.
@@ -69,6 +75,12 @@ def _check(state: dict[str, Any]) -> None:
         raise UpgradeUnavailable(
             f"what the daemon at {state['address']} holds would be lost with it: start it with "
             "--resumable, once no trainer needs it"
+        )
+    bound = [one for one in state["sessions"] if not one["resumable"] and one["entries"]]
+    if bound and not is_forced:
+        raise UpgradeUnavailable(
+            f"{len(bound)} sessions end with the daemon, as those of GPUs do, and hold something: "
+            "end their trainers first, or have them lose it with --force"
         )
     try:
         words = Path(f"/proc/{state['pid']}/cmdline").read_bytes().split(b"\0")

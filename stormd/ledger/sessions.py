@@ -264,6 +264,7 @@ class Session:
             "name": self.info.name,
             "entries": len(self.entries),
             "used_bytes": self.used_bytes,
+            "resumable": self.cell != 0,
             "orphaned": self.phase is Phase.ORPHANED,
             "plan": None if self.plan is None else _plan_status(self.plan),
         }

@@ -9,12 +9,15 @@ from support.fake_tier import FakeTier, WatchedLane
 from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.on_disk import Disk
+from stormd.ledger.records import JournalRecords
 from stormd.ledger.sessions import Limits, SessionInfo
 from stormd.memory.arena import Space
 from stormd.memory.extents import PAGE
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     NO_LANE,
+    PROTOCOL_VERSION,
+    Hello,
     MapSegment,
     Message,
     Release,
@@ -37,6 +40,7 @@ class LedgerBench:
 
     A store that has to wait for memory is asked for again after a call of `on_wait`. With
     `disk_bytes` there is a tier on disk, of which `reserve` bytes of the pool are kept for reading.
+    With `records` sessions can be resumed.
     """
 
     def __init__(
@@ -47,11 +51,15 @@ class LedgerBench:
         *,
         disk_bytes: int = 0,
         reserve: int = 0,
+        records: JournalRecords | None = None,
     ) -> None:
+        self.records = records
         self.space = Space(capacity, committed=committed)
         self.counters = Counters()
         disk = Disk(Space(disk_bytes, granule=PAGE)) if disk_bytes else None
-        self.ledger = Ledger(self.space, limits, self.counters, disk=disk, reserve=reserve)
+        self.ledger = Ledger(
+            self.space, limits, self.counters, records=records, disk=disk, reserve=reserve
+        )
         self.lane = WatchedLane(self.ledger)
         self.tier = FakeTier(self.ledger, self.lane)
         self.on_wait: Callable[[], None] | None = None
@@ -61,7 +69,15 @@ class LedgerBench:
             session=session, device=device, uid=session % 2, pid=100 + session, name="test"
         )
         staging = 0 if device == NO_LANE else STAGING
-        self.ledger.leases.open(info, part_bytes=8 * KIB, staging_bytes=staging, now=0.0)
+        hello = None if self.records is None else _hello(device)
+        self.ledger.leases.open(
+            info,
+            part_bytes=8 * KIB,
+            staging_bytes=staging,
+            now=0.0,
+            hello=hello,
+            secret=b"secret",
+        )
         if attach:
             self.ledger.leases.attach(self.ledger.sessions[session], 0.0)
         return session
@@ -128,3 +144,16 @@ class LedgerBench:
     @property
     def promised(self) -> int:
         return self.space.use().promised
+
+
+def _hello(device: str) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=0,
+        device=device,
+        device_uuid="",
+        staging_bytes=STAGING,
+        name="test",
+    )

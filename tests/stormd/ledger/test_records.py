@@ -1,0 +1,277 @@
+"""What is written down is what there is, after every event; and another ledger goes on with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from support.fake_lane import FakeLane
+from support.ledger_bench import CAPACITY, KIB, LedgerBench
+from support.ledger_machine import LedgerMachine
+
+from stormd.cache.items import Cache, CachePart, Caller, Item, Label
+from stormd.ledger.records import JournalRecords, Layout, State, read_state
+from stormd.ledger.sessions import Phase, Session
+from stormd.memory.arena import Block, Extent, Space
+from stormd.memory.journal import Journal, JournalUnusable
+from stormd.monitoring.counters import CacheCounts
+from stormd.protocol import Admitted, ListEntries, Rejected, Stored
+
+LAYOUT = Layout(
+    pool_bytes=CAPACITY, cache_bytes=0, committed=(CAPACITY,), part_bytes={"cpu": 1, "cuda": 2}
+)
+
+
+def bench(journal: Journal, **options: object) -> LedgerBench:
+    records = JournalRecords(journal)
+    records.laid_out(LAYOUT)
+    return LedgerBench(records=records, **options)  # type: ignore[arg-type]
+
+
+def left(journal: Journal) -> State:
+    """Return what another process would read now."""
+    other, found = Journal.open(os.dup(journal.descriptor))
+    other.close()
+    return read_state(found)
+
+
+def successor(made: LedgerBench, journal: Journal) -> tuple[LedgerBench, Journal]:
+    """Return a ledger that goes on where one has ended between two instructions."""
+    other, found = Journal.open(os.dup(journal.descriptor))
+    state = read_state(found)
+    records = JournalRecords(other)
+    records.adopt(state)
+    again = LedgerBench(made.ledger._state.limits, records=records)
+    again.space.adopt(state.pool_blocks(), state.promised_bytes())
+    for session in state.sessions:
+        again.ledger.leases.adopt(session, 0.0)
+    journal.close()
+    return again, other
+
+
+def come_back(made: LedgerBench, session: int = 1) -> Session:
+    record = made.ledger.sessions[session]
+    made.ledger.leases.resume(record, 0.0)
+    made.ledger.leases.attach(record, 0.0)
+    return record
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal.make()
+    yield made
+    made.close()
+
+
+class CrashingMachine(LedgerMachine):
+    """Sessions that do anything, over a ledger that ends at any moment and is followed by another.
+
+    What a lane was doing then is not done. Clients come back, or do not, and ask once more.
+    """
+
+    def __init__(self) -> None:
+        self.journal = Journal.make()
+        super().__init__()
+
+    def bench(self) -> LedgerBench:
+        return bench(self.journal, limits=self.limits)
+
+    @rule()
+    def crash(self) -> None:
+        self.made, self.journal = successor(self.made, self.journal)
+        self.made.on_wait = self.come
+        self.made.ledger.assert_invariants()
+        for record in self.made.ledger.sessions.values():
+            assert record.phase is Phase.ORPHANED
+
+    @precondition(lambda self: self.made.ledger.leases.orphans())
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        orphans = [one.info.session for one in self.made.ledger.leases.orphans()]
+        come_back(self.made, data.draw(st.sampled_from(orphans)))
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data())
+    def store_again(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        record = self.made.ledger.sessions[session]
+        if not record.entries:
+            return
+        number = data.draw(st.sampled_from(sorted(record.entries)))
+        entry = record.entries[number]
+        can_be = record.phase is Phase.ATTACHED and not entry.released
+        is_stored, is_begun = entry.block is not None, entry.is_begun
+        self.made.store(number, entry.raw_bytes, session=session)
+        answer = self.made.lane.last()
+        if can_be and is_stored:
+            assert isinstance(answer, Stored)
+        elif can_be and not is_begun:
+            assert isinstance(answer, Admitted)
+        else:
+            assert isinstance(answer, Rejected)
+
+    @invariant()
+    def what_is_written_down_is_what_there_is(self) -> None:
+        state = left(self.journal)
+        kept = {one.info.session: one for one in state.sessions}
+        records = self.made.ledger.sessions
+        assert kept.keys() == {n for n, one in records.items() if one.phase is not Phase.ENDING}
+        for session, one in kept.items():
+            entries = records[session].entries
+            assert one.entries.keys() == entries.keys()
+            for number, entry in one.entries.items():
+                assert entry.block == entries[number].block
+                assert entry.raw_bytes == entries[number].raw_bytes
+        Space(CAPACITY).adopt(state.pool_blocks(), state.promised_bytes())
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert left(self.journal).is_empty
+        self.journal.assert_invariants()
+        self.journal.close()
+
+
+TestCrashingMachine = CrashingMachine.TestCase
+TestCrashingMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def test_a_store_that_was_done_is_answered_as_it_was(journal: Journal) -> None:
+    made = bench(journal)
+    made.open()
+    made.store(1, 3 * KIB)
+    made.lane.finish(share=0.5)
+    stored = made.lane.last()
+    made.store(2)
+    again, other = successor(made, Journal(os.dup(journal.descriptor), journal.epoch))
+    record = come_back(again)
+    assert sorted(record.entries) == [1, 2]
+    again.store(1, 3 * KIB)
+    assert again.lane.last() == stored
+    assert not again.lane.jobs
+    again.store(2)
+    assert again.lane.last() == Admitted(2)
+    again.lane.finish()
+    assert isinstance(again.lane.last(), Stored)
+    again.ledger.assert_invariants()
+    other.close()
+
+
+def test_what_is_asked_for_again_must_be_the_same(journal: Journal) -> None:
+    made = bench(journal)
+    made.open()
+    made.store(1)
+    again, other = successor(made, Journal(os.dup(journal.descriptor), journal.epoch))
+    come_back(again)
+    again.store(1, 2 * KIB)
+    rejected = again.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert "entry 1 has 1024 bytes" in rejected.detail
+    other.close()
+
+
+def test_a_promise_that_nobody_wants_any_more_is_taken_back(journal: Journal) -> None:
+    made = bench(journal)
+    made.open()
+    made.store(1)
+    assert made.promised
+    again, other = successor(made, Journal(os.dup(journal.descriptor), journal.epoch))
+    come_back(again)
+    again.release(1)
+    assert (again.promised, again.ledger.entries) == (0, 0)
+    other.close()
+
+
+def test_entries_are_listed_by_pages(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stormd.ledger.stores.ENTRIES_A_PAGE", 2)
+    made = bench(journal)
+    made.open()
+    for number in (3, 5, 6, 9, 10):
+        made.store(number)
+    pages, after = [], 0
+    for _ in range(3):
+        made.lane.take(made.ask(1, 7, ListEntries(after)))
+        page = made.lane.last()
+        pages.append((page.numbers, page.is_all))  # type: ignore[union-attr]
+        after = page.numbers[-1]  # type: ignore[union-attr]
+    assert pages == [([3, 5], False), ([6, 9], False), ([10], True)]
+
+
+def test_nothing_new_is_begun_where_the_journal_is_full(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(journal)
+    made.open()
+    monkeypatch.setattr("stormd.memory.journal.LEFT_CELLS", 1 << 30)
+    made.store(1)
+    rejected = made.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "too_many_entries"
+
+
+def test_what_is_in_the_cache_is_there_for_the_next(journal: Journal) -> None:
+    records = JournalRecords(journal)
+    records.laid_out(LAYOUT)
+    space = Space(CAPACITY)
+    cache = Cache(space, CacheCounts(), records)
+    owner, label = Caller(1, 2), Label("a", "float32", (2, 3), 24, 16)
+    for name in ("a", "b", "a"):
+        assert space.promise(KIB)
+        part = CachePart(space.place(KIB, 300), 24, "raw")
+        cache.put(replace(label, name=name), owner, (part,), 5.0)
+    state = left(journal)
+    assert [one.label.name for one in state.items] == ["b", "a"]
+    again = Space(CAPACITY)
+    again.adopt(state.cache_blocks(), 0)
+    other = Cache(again, CacheCounts(), JournalRecords(journal))
+    for number, kept in enumerate(state.items, 1):
+        other.adopt(Item(kept.label, kept.owner, kept.parts, kept.expires, number, cell=kept.cell))
+    other.assert_invariants()
+    found = other.find("a", owner, 0.0)
+    assert found is not None
+    assert found.parts == (CachePart(part.block, 24, "raw"),)
+    other.tidy(6.0)
+    assert left(journal).is_empty
+
+
+def test_of_two_records_of_one_thing_the_later_counts(journal: Journal) -> None:
+    """Its writer was ended before it took the other away."""
+    made = bench(journal)
+    made.open()
+    made.store(1)
+    entry = made.ledger.sessions[1].entries[1]
+    promised = entry.cell
+    entry.block, entry.cell = Block((Extent(0, KIB),), 1000), 0
+    JournalRecords(journal).stored(made.ledger.sessions[1], 1, entry)
+    state = left(journal)
+    assert state.sessions[0].entries[1].block == entry.block
+    assert state.useless == [promised]
+
+
+def test_what_cannot_be_read_is_no_journal_of_ours(journal: Journal) -> None:
+    with pytest.raises(JournalUnusable, match="no record of how the memory is laid out"):
+        left(journal)
+    JournalRecords(journal).laid_out(LAYOUT)
+    cell = journal.write(3, b"short")
+    with pytest.raises(JournalUnusable, match="cannot be read"):
+        left(journal)
+    journal.erase(cell)
+    journal.write(77, b"of a later version")
+    with pytest.raises(JournalUnusable, match="77"):
+        left(journal)
+
+
+def test_a_lane_takes_nothing_of_an_orphan(journal: Journal) -> None:
+    made = bench(journal)
+    made.open()
+    made.store(1)
+    made.lane.finish()
+    again, other = successor(made, Journal(os.dup(journal.descriptor), journal.epoch))
+    assert isinstance(again.lane, FakeLane)
+    again.end()
+    assert (again.used, again.ledger.sessions, again.lane.ended) == (0, {}, [])
+    other.close()

@@ -1,0 +1,246 @@
+"""What one daemon leaves to the next: whose it is, and what of it cannot be used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import storm_client as storm
+import torch
+from storm_bench.child_daemon import ChildDaemon
+from support.raw_client import RawClient
+from support.waiting import wait_until
+
+from stormd.config import Config
+from stormd.handover import CONTROL, Handover, layout_of
+from stormd.memory.arena import Space
+from stormd.memory.journal import FORMAT, Journal
+from stormd.memory.shared_memory import sealed_memory
+from stormd.notify import Notifier
+from stormd.protocol import PROTOCOL_VERSION, Entries, ListEntries, Refused, Resume, Stored, Welcome
+
+FLAGS = ["--device=cpu", "--resumable", "--resume-seconds=60"]
+
+
+@pytest.fixture
+def resumable() -> Iterator[ChildDaemon]:
+    with ChildDaemon(flags=FLAGS) as daemon:
+        yield daemon
+
+
+def replaced(daemon: ChildDaemon, number: int = signal.SIGKILL) -> None:
+    """End the daemon that serves, and wait until the next does."""
+    before = daemon.status()["pid"]
+    os.kill(before, number)
+    wait_until(lambda: not Path(f"/proc/{before}").exists())
+    assert daemon.status()["pid"] != before
+
+
+def resume(welcome: Welcome, **changes: Any) -> Resume:
+    fields: dict[str, Any] = {
+        "protocol": PROTOCOL_VERSION,
+        "epoch": welcome.epoch,
+        "session": welcome.session,
+        "secret": welcome.secret,
+        "pid": os.getpid(),
+        "uid": os.getuid(),
+    }
+    return Resume(**fields | changes)
+
+
+# --- who may go on with a session -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{"epoch": 1}, {"session": 1}, {"secret": b"x" * 16}, {"secret": b""}]
+)
+def test_a_session_is_for_who_knows_its_secret(
+    resumable: ChildDaemon, changes: dict[str, Any]
+) -> None:
+    client = RawClient(resumable.address).open()
+    assert client.welcome is not None
+    replaced(resumable)
+    thief = RawClient(resumable.address)
+    refused = thief.ask(resume(client.welcome, **changes))
+    assert isinstance(refused, Refused)
+    assert (refused.kind, "has no session" in refused.detail) == ("DaemonLost", True)
+    assert [one["orphaned"] for one in resumable.status()["sessions"]] == [True]
+    thief.close()
+    client.close()
+
+
+def test_a_session_that_is_open_cannot_be_taken_over(resumable: ChildDaemon) -> None:
+    client = RawClient(resumable.address).open()
+    assert client.welcome is not None
+    other = RawClient(resumable.address)
+    assert isinstance(other.ask(resume(client.welcome)), Refused)
+    other.close()
+    client.close()
+
+
+def test_another_version_of_the_protocol_is_told_so(resumable: ChildDaemon) -> None:
+    client = RawClient(resumable.address).open()
+    assert client.welcome is not None
+    replaced(resumable)
+    other = RawClient(resumable.address)
+    refused = other.ask(resume(client.welcome, protocol=PROTOCOL_VERSION + 1))
+    assert refused.kind == "ProtocolMismatch"
+    other.close()
+    client.close()
+
+
+def test_the_shared_memory_must_be_what_it_was(resumable: ChildDaemon) -> None:
+    """A client that sends something else has no session any more."""
+    client = RawClient(resumable.address).open()
+    assert client.welcome is not None
+    replaced(resumable)
+    other = RawClient(resumable.address)
+    welcome = other.ask(resume(client.welcome))
+    assert isinstance(welcome, Welcome)
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, welcome.staging_bytes)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(30)
+        line.connect(welcome.lifeline)
+        socket.send_fds(line, [welcome.token], [unsealed, unsealed])
+        assert line.recv(1) == b""
+    wait_until(lambda: not resumable.status()["sessions"])
+    os.close(unsealed)
+    other.close()
+    client.close()
+
+
+def test_one_that_comes_twice_is_heard_on_the_later_connection(resumable: ChildDaemon) -> None:
+    client = RawClient(resumable.address).open()
+    assert client.welcome is not None
+    entry = client.store(b"here" * 1024)
+    client.wait_for(Stored)
+    replaced(resumable)
+    first, second = RawClient(resumable.address), RawClient(resumable.address)
+    assert isinstance(first.ask(resume(client.welcome)), Welcome)
+    assert isinstance(second.ask(resume(client.welcome)), Welcome)
+    listed = second.ask(ListEntries(0))
+    assert listed == Entries([entry], True)
+    for one in (first, second, client):
+        one.close()
+
+
+# --- what outlives ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR2])
+def test_the_cache_outlives_its_daemon(resumable: ChildDaemon, number: int) -> None:
+    tensor = torch.randn(1000, 100)
+    with storm.connect(resumable.address) as client:
+        client.cache.put("kept", tensor)
+    replaced(resumable, number)
+    with storm.connect(resumable.address) as client:
+        found = client.cache.get("kept")
+        assert found is not None
+        assert torch.equal(found, tensor)
+        assert client.cache.delete("kept")
+    replaced(resumable, number)
+    with storm.connect(resumable.address) as client:
+        assert client.cache.get("kept") is None
+
+
+def test_an_end_in_order_leaves_nothing(resumable: ChildDaemon) -> None:
+    process = resumable.pid
+    os.kill(process, signal.SIGTERM)
+    wait_until(lambda: not Path(resumable.address.removeprefix("ipc://")).exists())
+
+
+# --- what cannot be used ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(address=f"ipc://{tmp_path}/s", pool_bytes=1 << 20, cache_bytes=1 << 20)
+
+
+def handed_over(config: Config, **changes: Any) -> dict[str, int]:
+    """Return the descriptors that a daemon of these settings leaves, with a session."""
+    handover = Handover(Notifier(), {})
+    pool = os.dup(handover.pool_file(config.host_bytes))
+    records = handover.records()
+    records.laid_out(layout_of(config, [Space(1 << 20), Space(1 << 20)]))
+    journal = handover._journal
+    assert journal is not None
+    for kind, payload in changes.items():
+        journal.write(int(kind.removeprefix("kind")), payload)
+    kept = {"stormd-pool": pool, "stormd-journal": os.dup(journal.descriptor)}
+    handover.close()
+    return kept
+
+
+def test_memory_in_which_nobody_has_anything_is_given_up(config: Config) -> None:
+    handover = Handover(Notifier(), handed_over(config))
+    assert handover.take(config) == config
+    assert handover.state is None
+    handover.close()
+
+
+@pytest.mark.parametrize("damage", ["format", "record", "size"])
+def test_what_cannot_be_read_is_lost_and_said_so(
+    config: Config, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("stormd"), "propagate", True)
+    kept = handed_over(config, **({"kind3": b"short"} if damage == "record" else {}))
+    if damage == "format":
+        os.pwrite(kept["stormd-journal"], struct.pack("<I", FORMAT + 1), 8)
+    if damage == "size":
+        with_session(kept["stormd-journal"])
+        os.close(kept["stormd-pool"])
+        kept["stormd-pool"] = sealed_memory("small", 4096)
+    handover = Handover(Notifier(), kept)
+    assert handover.take(config) == config
+    assert handover.state is None
+    assert "what an earlier daemon held is lost" in caplog.text
+    assert {"format": "format 2", "record": "cannot be read", "size": "not of the size"}[
+        damage
+    ] in caplog.text
+    handover.close()
+
+
+def with_session(descriptor: int) -> None:
+    """Write down that there is something in the cache."""
+    journal, _ = Journal.open(os.dup(descriptor))
+    item = ["name", "float32", [1], 4, 4, 0, 0, 1e9, [[4, "raw", 256, [1 << 20, 256]]]]
+    journal.write(4, msgpack.packb(item))
+    journal.close()
+
+
+def test_settings_of_the_memory_stay_while_it_is_used(
+    config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("stormd"), "propagate", True)
+    kept = handed_over(config)
+    with_session(kept["stormd-journal"])
+    handover = Handover(Notifier(), kept)
+    wanted = replace(config, pool_bytes=2 << 20, encode_threads=3)
+    assert handover.take(wanted) == replace(config, encode_threads=3)
+    assert handover.state is not None
+    assert "pool_bytes stay as they were" in caplog.text
+    handover.close()
+
+
+def test_a_socket_that_is_bound_elsewhere_is_not_taken(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "old"))
+        handover = Handover(Notifier(), {CONTROL: os.dup(listening.fileno())})
+        assert handover.listening(CONTROL, tmp_path / "new") is None
+        handover.close()
+        handover = Handover(Notifier(), {CONTROL: os.dup(listening.fileno())})
+        found = handover.listening(CONTROL, tmp_path / "old")
+        assert found is not None
+        found.close()
+        handover.close()
