@@ -1,6 +1,6 @@
 """Training on a GPU whose activations go to a disk: the same bits, and it is the disk they went to.
 
-What stands on the cpu lane (test_spill.py) is not tried again; here a blob's way is another one: the
+What stands on the cpu lane (test_spill.py) is not tried again. Here a blob goes another way: the
 device copies to and from blocks of the pool that threads of the tier read and fill.
 """
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -33,7 +33,9 @@ from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 from storm_client.planner.host import HostBound, HostPass
 from storm_client.planner.in_flight import last_bytes
+from storm_client.planner.machine import machine_of
 from storm_client.planner.problem import Problem, Value
+from storm_client.planner.solver import operation_seconds
 
 if TYPE_CHECKING:
     from storm_client.eager.following import Noted
@@ -360,16 +362,31 @@ class Kind:
 
         `recomputes` says whether anything may be recomputed, `why_not` for what reason it may not.
         """
+        values = tuple(value.planned() for value in self.values)
         return Problem(
-            tuple(value.planned() for value in self.values),
+            values,
             dict(self.rejected),
             recomputes=recomputes,
             why_not=why_not,
-            forward_seconds=self.times.busy_seconds(),
+            forward_seconds=self._busy_seconds(values),
             turn_seconds=self.times.turn_seconds(),
             last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
             block_ends=self.block_ends,
         )
+
+    def _busy_seconds(self, values: Sequence[Value]) -> float | None:
+        """Return for how long the device computes in a forward pass; None where that is not known.
+
+        What was timed is too long where the pass has waited for the link or for the thread. What
+        the operations take together is too short by those that nobody knows. The plans that are
+        compared tell which of them is nearer.
+        """
+        timed = self.times.busy_seconds()
+        if timed is None or not self.is_on_gpu:
+            return timed
+        seconds = operation_seconds(values, machine_of(self.devices[0]))
+        together = sum(seconds)
+        return min(timed, together) if together > 0.0 else timed
 
     def reject(self, number: int, reason: str) -> None:
         """Note that a value cannot be had again by its operation."""

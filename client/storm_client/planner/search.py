@@ -184,9 +184,14 @@ class PlanSearch:
             while 0 <= place + step < len(LADDER) and self._is_better(place, at):
                 place += step
                 wanted.append(LADDER[place])
-            if len(wanted) > 2 or LADDER[at + step] not in self.results:
+            if wanted[-1] not in self.results or self.best_of(wanted) != PREDICTED:
                 break  # that way is better, or is to be tried first
         return wanted
+
+    def best_of(self, ones: Sequence[Alternative]) -> Alternative:
+        """Return what took least time, the first of those that took about as long."""
+        least = min(self.results[one].seconds for one in ones)
+        return next(one for one in ones if self.results[one].seconds * (1 - GAIN) <= least)
 
     def _is_better(self, place: int, at: int) -> bool:
         """Tell whether it is worth going on behind a place of the ladder."""
@@ -194,6 +199,8 @@ class PlanSearch:
             return LADDER[at] in self.results
         here = self.results.get(LADDER[place])
         nearer = self.results[LADDER[place + (1 if place < at else -1)]]
+        if here is nearer:  # the same plan: what lies behind it may be another
+            return True
         return here is not None and here.seconds < nearer.seconds * (1 - GAIN)
 
     def _took_settled(self, seconds: float) -> bool:

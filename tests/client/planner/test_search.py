@@ -121,7 +121,7 @@ def test_plans_that_decide_the_same_are_followed_once() -> None:
     while not search.is_settled:
         search.is_like(PREDICTED)
     assert search.steps == SKIPPED + MEASURED
-    assert [one.seconds for one in search.results.values()] == pytest.approx([0.1] * 4)
+    assert [one.seconds for one in search.results.values()] == pytest.approx([0.1] * 6)
 
 
 def test_what_has_settled_stays_as_long_as_steps_take_as_long() -> None:
