@@ -5,6 +5,8 @@
         ranks storm --ranks fsdp --steps 30
     stormd run -- python tests/bench/zoo.py llama storm --small       # on a CPU
 
+With --plan, the plan's table and what steps took by the plans that were compared go to stderr.
+
 Nothing but the public API with its defaults, on models that nobody tuned for: what a new user gets.
 A row has the median of the last ten steps, AdamW included, medians of eight steps on the way there,
 PyTorch's peak, and what a step offloaded and recomputed.

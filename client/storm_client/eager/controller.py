@@ -622,14 +622,12 @@ def _look_for_host(kind: Kind, problem: Problem) -> None:
 def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
     """Return a comparison of plans for a kind whose forward pass has been timed.
 
-    With the budget "least" half a forward pass more is worth it if less stays: to checkpoint takes
-    one more.
+    With the budget "least" half of what the device computes in a forward pass more is worth it if
+    less stays: to checkpoint takes all of that more.
     """
-    host, forward = kind.host, problem.forward_seconds or 0.0
-    if host is not None:
-        forward = max(forward, host.forward_seconds)
+    forward = problem.forward_seconds or 0.0
     return PlanSearch.beginning(
-        is_bound=host is not None,
+        is_bound=kind.host is not None,
         allowance=forward / 2 if is_least and not kind.is_not_worth_it else 0.0,
         slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
     )
