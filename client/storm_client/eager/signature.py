@@ -384,7 +384,7 @@ class Kind:
         timed = self.times.busy_seconds()
         if timed is None or not self.is_on_gpu:
             return timed
-        seconds = operation_seconds(values, machine_of(self.devices[0]))
+        seconds = operation_seconds(values, machine_of(self.clock or _HOST))
         together = sum(seconds)
         return min(timed, together) if together > 0.0 else timed
 
