@@ -197,7 +197,8 @@ def assert_session(record: Session) -> None:
     assert record.used_bytes == sum(entry.charge for entry in record.entries.values())
     for entry_id, entry in record.entries.items():
         assert entry.charge == _charge(entry)
-        assert not (entry.released and not entry.in_use), "a released entry was not freed"
+        is_due = entry_id in record.to_free  # of an ending session, a few at a time
+        assert entry.in_use or not entry.released or is_due, "a released entry was not freed"
         tickets = [n for n, ticket in record.tickets.items() if ticket.entry == entry_id]
         waiting = [number for number in tickets if number in record.waiting]
         assert (entry.waits, entry.restores) == (len(waiting), len(tickets) - len(waiting))

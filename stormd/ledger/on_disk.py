@@ -40,6 +40,8 @@ class DiskPhase(Enum):
     LOST = auto()
     """It was on the disk alone when the tier ended."""
 
+    __hash__ = object.__hash__  # an Enum's own is a call of Python, at every look at a sum
+
 
 _NEXT: Final = {
     DiskPhase.WRITING: (DiskPhase.CLEAN,),

@@ -50,6 +50,11 @@ class _Need:
         self._begun += nbytes
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a step had something on the disk and has not been seen to end."""
+        return self._most > 0
+
+    @property
     def is_open(self) -> bool:
         """Whether more will have to be written than has been."""
         return self._begun < self._expected
@@ -86,8 +91,9 @@ class Writes:
 
     def begin(self, now: float) -> list[SpillJob]:
         """Return what is to be written now."""
-        away = self._disk.rooms[DiskPhase.AWAY] + self._disk.rooms[DiskPhase.READING]
-        self._need.look(self._disk.kept_bytes, away)
+        if self._disk.written or self._need.has_begun:
+            away = self._disk.rooms[DiskPhase.AWAY] + self._disk.rooms[DiskPhase.READING]
+            self._need.look(self._disk.kept_bytes, away)
         while self.direction.has_room and (orders := self._due()) and self._write_of(orders, now):
             pass
         return self.take_begun()

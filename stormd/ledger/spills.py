@@ -144,8 +144,10 @@ class Spills:
         if self._disk.ended:
             return self._writes.take_begun()
         self._orders.look()
-        reads = self._reads.begin(now, ahead=not self._writes.wanted)
-        return reads + self._writes.begin(now)
+        jobs: list[SpillJob] = []
+        if self._disk.written:
+            jobs = self._reads.begin(now, ahead=not self._writes.wanted)
+        return jobs + self._writes.begin(now)
 
     # --- what the operator sees -------------------------------------------------------------
 

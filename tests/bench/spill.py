@@ -180,10 +180,13 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path.cwd())
     parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--disk", default="", help="what the disk is, for the record")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result = {
         "machine": describe() | {"command": f"python -m bench.spill --mib {args.mib}"},
+        "disk": args.disk,
+        "load_average": os.getloadavg()[0],
         "stored_bytes": args.mib * MIB,
         "pool_bytes": args.mib * MIB // 4,
         **{
