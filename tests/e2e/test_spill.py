@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -15,19 +16,20 @@ from bench.disk_faults import run
 from storm_client.errors import ActivationLost
 from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
-from support.failing_file import FAULTS, FailingFile
+from support.failing_file import FAULTS, FailingFile, MemoryFile
 from support.patience import patient_clients
 from support.spilling import ENCRYPT, ENCRYPTIONS, skip_without_disk
 from support.waiting import wait_until
 
 from stormd.config import Config
-from stormd.spill import opening
+from stormd.spill import opening, tier
 
 MIB = 1 << 20
 POOL_BYTES = 12 * MIB
 LENGTH = 52
 """Of a chain that stores 53 tensors of 1 MiB each."""
 
+DEADLINE = 60.0
 STORED_BYTES = 4 * POOL_BYTES
 
 Start = Callable[..., DaemonThread]
@@ -144,6 +146,33 @@ def test_a_fault_of_the_disk_ends_the_tier_alone(
         assert torch.equal(found, expected)
         assert stats.kept["pool_full"] > 0
     daemon.wait_until_empty()
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first write does not end: the tier does, and the step with the pool alone."""
+    monkeypatch.setattr(tier, "SLOW_SECONDS", 0.5)
+    goes_on = threading.Event()
+
+    class Still(MemoryFile):
+        def write(self, offset: int, data: memoryview) -> None:
+            assert goes_on.wait(DEADLINE)
+            super().write(offset, data)
+
+    monkeypatch.setattr(opening, "SpillFile", lambda _directory, nbytes: Still(nbytes))
+    daemon = start()
+    try:
+        with storm.connect(daemon.address, embedded="never") as client:
+            found, stats = _step(client)
+            assert torch.equal(found, _expected())
+            assert stats.kept["pool_full"] > 0
+            assert "has been at one job for" in daemon.status()["spill"]["ended"]
+        wait_until(lambda: daemon.status()["spill"]["used_bytes"] > 0)  # a thread has it yet
+    finally:
+        goes_on.set()
+    daemon.wait_until_empty()
+    assert daemon.status()["spill"]["used_bytes"] == 0
 
 
 def test_some_hundred_faults() -> None:

@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from support.fake_lane import FakeLane
-from support.ledger_bench import CAPACITY, KIB, LedgerBench
+from support.ledger_bench import CAPACITY, KIB, LIMITS, LedgerBench
 from support.ledger_machine import LedgerMachine
 
 from stormd.cache.items import Cache, CachePart, Caller, Item, Label
+from stormd.ledger import spill_order
 from stormd.ledger.records import JournalRecords, Layout, State, read_state
 from stormd.ledger.sessions import Phase, Session
 from stormd.memory.arena import Block, Extent, Space
@@ -183,6 +184,32 @@ def test_a_promise_that_nobody_wants_any_more_is_taken_back(journal: Journal) ->
     come_back(again)
     again.release(1)
     assert (again.promised, again.ledger.entries) == (0, 0)
+    other.close()
+
+
+def test_what_is_on_disk_alone_is_not_written_down(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file ends with its daemon; what another one finds is what was in the pool."""
+    monkeypatch.setattr(spill_order, "LEAST_BYTES", 1)
+    limits = replace(LIMITS, max_entries=100, quota_bytes=0)
+    made = bench(journal, limits=limits, disk_bytes=1024 * KIB, reserve=9 * KIB)
+    made.open()
+    for number in range(1, 13):
+        made.on_wait = made.tier.settle
+        made.store(number, 8 * KIB)
+        made.lane.finish()
+    entries = made.ledger.sessions[1].entries
+    in_pool = {number for number, entry in entries.items() if entry.block is not None}
+    assert 1 not in in_pool
+    assert left(journal).sessions[0].entries.keys() == in_pool
+    made.restore(1, 8 * KIB)
+    made.tier.settle()
+    assert 1 in left(journal).sessions[0].entries
+    again, other = successor(made, Journal(os.dup(journal.descriptor), journal.epoch))
+    record = come_back(again)
+    assert record.entries.keys() == {n for n, entry in entries.items() if entry.block is not None}
+    again.ledger.assert_invariants()
     other.close()
 
 
