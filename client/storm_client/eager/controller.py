@@ -104,6 +104,8 @@ class Planning:
         self._kinds = Kinds()
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
+        self._making = threading.RLock()
+        """Held while a plan is made: operations are run again for it, by one thread at a time."""
         self._short = 0
         """How much memory the devices have lacked, as far as plans know."""
         self._recurrence = Recurrence()
@@ -318,12 +320,15 @@ class Planning:
 
     def _make_again(self, kind: Kind) -> None:
         """Make the plan of a kind; one without functions follows what is chosen with them."""
-        if kind.origin is None:
-            self._make(kind)
-            return
-        kind.is_outdated = False
-        is_latest = kind is self._kinds.latest
-        self._make(self._kinds.prefer(kind.origin) if is_latest else kind.origin)
+        with self._making:
+            if not kind.is_outdated:
+                return  # another thread has done so
+            if kind.origin is None:
+                self._make(kind)
+                return
+            kind.is_outdated = False
+            is_latest = kind is self._kinds.latest
+            self._make(self._kinds.prefer(kind.origin) if is_latest else kind.origin)
 
     def _room(self, budget: Budget, kind: Kind) -> int:
         """Return how many bytes may stay of a step of a kind."""

@@ -268,13 +268,13 @@ class Inbound:
         in_place, transfers = self._in_place, self._transfers
         assert in_place is not None
         with self._connection.lock:
-            if not in_place.waits_on_device or not transfers.can_hand_out(incoming):
-                return None
-            user = self._confirmation.begin()
+            user = self._confirmation.begin() if in_place.waits_on_device else None
             if user is None:
                 return None
             limit = max(transfers.window.limit - incoming.nbytes, 0)
             if not self._wait_until(lambda: transfers.handed_out_bytes <= limit):
+                return None
+            if not transfers.can_hand_out(incoming):
                 return None
             storage = incoming.storage
             assert storage is not None

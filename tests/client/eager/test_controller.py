@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.eager.controller import Planning
+from storm_client.eager.signature import Kind
 from storm_client.planner import shortage
 from storm_client.transport.session import Session
 from support.daemon_process import DaemonProcess
@@ -147,3 +149,31 @@ def test_a_plan_has_less_room_where_memory_has_run_out(
     shortage.note_shortage(cpu, before // 2)
     train(offload, net)
     assert 0 < offload.plan.bytes_by_decision["keep"] <= before - before // 2
+
+
+def test_a_plan_is_made_by_one_thread_at_a_time(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations are run again for it, in memory that is one thread's."""
+    offload = client.offload(min_bytes=1)
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload:
+        x.exp().sum().backward()
+    planning, making, seen = offload._planning, threading.Event(), []
+    real = planning._make
+
+    def make(kind: Kind) -> None:
+        seen.append(threading.get_ident())
+        making.wait(0.2)  # as long as another thread would need
+        real(kind)
+
+    monkeypatch.setattr(planning, "_make", make)
+    kind = planning._kinds.latest
+    assert kind is not None
+    kind.is_outdated = True
+    threads = [threading.Thread(target=planning.plan) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(seen)) == 1
