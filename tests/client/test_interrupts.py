@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
+from storm_client import native
 from storm_client.transport.interrupts import Changes
 from support.daemon_process import DaemonProcess
+from support.following import PATHS, follow_by
+from support.planning import replay_all
 from support.training import assert_identical, seeded, trained
 from support.waiting import wait_until
 from torch.overrides import TorchFunctionMode
@@ -99,9 +102,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("seed", some_and_all(2, 8))
+@pytest.mark.parametrize("fate", ["offloaded", "recomputed"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seed", some_and_all(1, 8))
 @pytest.mark.usefixtures("one_thread")
-def test_no_interrupt_is_lost(seed: int, daemon: DaemonProcess) -> None:
+def test_no_interrupt_is_lost(
+    seed: int, path: str, fate: str, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow_by(path, monkeypatch)
+    if fate == "recomputed":
+        replay_all(monkeypatch)
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         interrupt_often(seed, client)
         wait_until(lambda: client.status().entries == 0, 30, client.status)
@@ -131,6 +141,8 @@ def interrupt_often(seed: int, client: storm.Client) -> None:
             until_interrupted(step, fired)
         assert len(fired) == number + 1
         assert not hooks_are_on()
+        follow = native.module()
+        assert follow is None or follow.watchers() == 0
         assert_tables_are_right(client)
         if number % 20 == 0:
             assert_identical(step(), expected)

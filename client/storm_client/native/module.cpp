@@ -6,6 +6,7 @@
 #include "kept.h"
 #include "recomputed.h"
 #include "settings.h"
+#include "watching.h"
 
 namespace storm {
 namespace module {
@@ -41,7 +42,10 @@ PyObject* kept(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* count_watchers(PyObject*, PyObject*) { return PyLong_FromSize_t(watchers()); }
+
 PyMethodDef METHODS[] = {
+    {"watchers", count_watchers, METH_NOARGS, "Return how many look at what this thread calls."},
     {"kept", kept, METH_NOARGS, "Return all that is kept, in the order in which it was saved."},
     {"watch_allocations", watch, METH_VARARGS,
      "Have failed allocations of a device type tried again where a function of their size and the "

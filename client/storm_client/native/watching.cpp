@@ -65,6 +65,8 @@ bool Watcher::unwatch() {
   return true;
 }
 
+size_t watchers() { return watched.watchers.size(); }
+
 Unwatched::Unwatched() { ++watched.unwatched; }
 
 Unwatched::~Unwatched() { --watched.unwatched; }

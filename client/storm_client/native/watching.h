@@ -26,6 +26,9 @@ class Watcher {
   bool unwatch();
 };
 
+// How many look at what this thread calls.
+size_t watchers();
+
 // While one lives, what this thread calls is told nobody.
 class Unwatched {
  public:
