@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ from storm_client.eager import controller as planning
 from storm_client.eager import recorder
 from storm_client.eager.operations import REPLAYABLE
 from storm_client.eager.recompute import Replayed
+from storm_client.native import SWITCH, build
 from storm_client.saved.versions import KeptTensor
 from support.planning import FREE_REPLAYS
 from torch import Tensor
@@ -72,9 +74,10 @@ class KindsOfHooks(TimedHooks):
 
 
 def _kind(packed: object) -> str:
-    if isinstance(packed, KeptTensor):
+    name = type(packed).__name__  # compiled code has its own
+    if isinstance(packed, KeptTensor) or name == "Kept":
         return "kept"
-    return "made again" if isinstance(packed, Replayed) else "offloaded"
+    return "made again" if isinstance(packed, Replayed) or name == "Recomputed" else "offloaded"
 
 
 class CountingRecorder(recorder.Recorder):
@@ -183,8 +186,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--path", choices=("compiled", "python"), default="compiled")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.path == "python":
+        os.environ[SWITCH] = "off"
+    else:
+        build.build()
     torch.set_num_threads(1)
     KindsOfHooks.install()
     options.overhead = overhead()

@@ -40,7 +40,7 @@ def test_steps_that_follow_a_plan_are_timed(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the model is its")
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "bench.followed_steps", "--only", "stays", "made again"]
-    small = ["--layers=1", "--steps=1", f"--json={figures}"]
+    small = ["--layers=1", "--steps=1", "--path=python", f"--json={figures}"]
     subprocess.run([*command, *small], cwd=Path(__file__).parents[1], check=True, timeout=300)
     stays, again = json.loads(figures.read_text())["figures"]
     assert stays["functions"] == 0
