@@ -10,8 +10,8 @@ CUPTI, by `torch.profiler`, would tell the same of all kernels. It is the script
 profiler runs at a time in a process, and launches stay slower once it has been loaded.
 
 A step that others were seen before has no events: nobody knew that it would have to be learned.
-Long operations that have some are not run again: of them the events tell enough. Where one cannot
-be run, for want of memory or since settings have changed, they have to do as well.
+Where an operation cannot be run, for want of memory or since settings have changed, events have to
+do, the shortest of those that are alike.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from storm_client.errors import StormError
 __all__ = ["OperationTimes", "keep_busy"]
 
 LONG_SECONDS: Final = 2e-3
-"""Between its events: of that what a hook does is little."""
+"""Between its events: of that what a hook does is little, but not what loads a kernel. So it runs
+again once."""
+
+LONGEST_SECONDS: Final = 5e-2
+"""What took so long is not run again."""
 
 REPEATS: Final = 3
 
-MOST_SECONDS: Final = 0.1
+MOST_SECONDS: Final = 0.25
 """Of the host, for all kinds of operations of a step together; what is left then goes by events."""
 
 QUEUED_SECONDS: Final = 5e-4
@@ -129,10 +133,11 @@ class _Repeated:
         """Return the seconds, 0.0 where they cannot be known; waits for the device."""
         if self._seconds is None:
             shortest = min((span() for span in self.spans), default=math.inf)
-            if (shortest < LONG_SECONDS or not self.spans) and self._may_run():
+            if (shortest < LONGEST_SECONDS or not self.spans) and self._may_run():
                 began = time.perf_counter()
+                times = REPEATS if shortest < LONG_SECONDS else 1
                 with suppress(RuntimeError, TypeError, StormError):  # of which memory's is one
-                    shortest = min(shortest, self._repeated())
+                    shortest = min(shortest, self._repeated(times))
                 self._times.spent(time.perf_counter() - began)
             self._seconds = shortest if math.isfinite(shortest) else 0.0
             self.spans.clear()
@@ -147,8 +152,8 @@ class _Repeated:
         unused -= torch.cuda.memory_allocated(self._device)
         return LEAST_FREE * self.nbytes <= free + unused
 
-    def _repeated(self) -> float:
-        """Run it a few times in a row; return what one of them took."""
+    def _repeated(self, times: int) -> float:
+        """Run it so many times in a row; return what one of them took."""
         with torch.cuda.device(self._device):
             try:
                 for place in self._places:
@@ -157,14 +162,14 @@ class _Repeated:
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 keep_busy(QUEUED_SECONDS)
                 begin.record()
-                for _ in range(REPEATS):
+                for _ in range(times):
                     self._recipe.run()
                 end.record()
                 end.synchronize()
             finally:
                 for place in self._places:
                     place.clear()
-        return float(begin.elapsed_time(end)) / 1e3 / REPEATS
+        return float(begin.elapsed_time(end)) / 1e3 / times
 
     def _replaced(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):

@@ -5,10 +5,10 @@ thread has time for. What a step takes with it shows only when steps follow it. 
 made by prediction is followed for some steps, then others that differ from it in one respect, and
 what was measured decides: one that took longer is taken back.
 
-The link's share of the forward pass is tried downwards, with more that is recomputed, as long as
-that takes less time, and upwards if the first step down did not. So is a plan that recomputes
-nothing, which watches no function; and where the step is bound by the thread, plans that let small
-values stay. Every time is a step's, from the begin of its block to that of the next.
+So are one that puts on the link what blocks are given and nothing else that can be recomputed, as
+checkpointing does, those between the two, and one that recomputes nothing, which watches no
+function; and where the step is CPU-bound, plans that let small values stay. Every time is a step's,
+from the begin of its block to that of the next.
 
 Everything here is pure: no device, clock or plan.
 """
@@ -35,13 +35,13 @@ class Alternative(NamedTuple):
 
 
 PREDICTED: Final = Alternative("by prediction")
-LADDER: Final = (
-    Alternative("nothing on the link that can be recomputed", 0.0),
-    Alternative("a third of the link", 0.35),
-    Alternative("two thirds of the link", 0.65),
-    PREDICTED,
-    Alternative("more on the link", 1.6),
-)
+NOTHING: Final = Alternative("nothing on the link that can be recomputed", 0.0)
+"""As checkpointing: what blocks are given leaves, and all else is recomputed."""
+
+THIRD: Final = Alternative("a third of the link", 0.35)
+TWO_THIRDS: Final = Alternative("two thirds of the link", 0.65)
+MORE: Final = Alternative("more on the link", 1.6)
+LADDER: Final = (NOTHING, THIRD, TWO_THIRDS, PREDICTED, MORE)
 """From the least on the link to the most."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
@@ -59,6 +59,9 @@ MEASURED: Final = 3
 
 WORSE: Final = 1.25
 """Times the best: a plan of which two steps took as long is given up before it is measured."""
+
+NEAR: Final = 1.15
+"""Times the best: what takes more is not looked for beside."""
 
 GAIN: Final = 0.01
 """Of a step: two plans that differ by less take the same time."""
@@ -172,36 +175,26 @@ class PlanSearch:
 
     def _candidates(self) -> Sequence[Alternative]:
         """Return what has to be measured, as far as is known by now."""
-        wanted = [*FOR_THE_THREAD, OFFLOAD_ALONE] if self.is_bound else []
-        return [*wanted, *self._ladder(), *([] if self.is_bound else [OFFLOAD_ALONE])]
+        if self.is_bound:
+            return [*FOR_THE_THREAD, OFFLOAD_ALONE, PREDICTED, NOTHING, *self._between()]
+        return [PREDICTED, NOTHING, *self._between(), OFFLOAD_ALONE]
 
-    def _ladder(self) -> list[Alternative]:
-        """Return the plan by prediction, and those beside it for as long as they take less time."""
-        at = LADDER.index(PREDICTED)
-        wanted = [PREDICTED]
-        for step in (-1, 1):
-            place = at
-            while 0 <= place + step < len(LADDER) and self._is_better(place, at):
-                place += step
-                wanted.append(LADDER[place])
-            if wanted[-1] not in self.results or self.best_of(wanted) != PREDICTED:
-                break  # that way is better, or is to be tried first
-        return wanted
+    def _between(self) -> list[Alternative]:
+        """Return plans beside those two where one of them may yet be improved.
 
-    def best_of(self, ones: Sequence[Alternative]) -> Alternative:
-        """Return what took least time, the first of those that took about as long."""
-        least = min(self.results[one].seconds for one in ones)
-        return next(one for one in ones if self.results[one].seconds * (1 - GAIN) <= least)
-
-    def _is_better(self, place: int, at: int) -> bool:
-        """Tell whether it is worth going on behind a place of the ladder."""
-        if place == at:
-            return LADDER[at] in self.results
-        here = self.results.get(LADDER[place])
-        nearer = self.results[LADDER[place + (1 if place < at else -1)]]
-        if here is nearer:  # the same plan: what lies behind it may be another
-            return True
-        return here is not None and here.seconds < nearer.seconds * (1 - GAIN)
+        With more on the link only where that is what takes the least time by now.
+        """
+        if not {PREDICTED, NOTHING} <= self.results.keys():
+            return []
+        fastest = min(one.seconds for one in self.results.values())
+        ends = [self.results[one].seconds for one in (PREDICTED, NOTHING)]
+        if min(ends) > NEAR * fastest:
+            return []
+        between = [THIRD, TWO_THIRDS]
+        if any(one not in self.results for one in between):
+            return between
+        others = [self.results[one].seconds for one in (NOTHING, *between)]
+        return [*between, MORE] if ends[0] < min(others) else between
 
     def _took_settled(self, seconds: float) -> bool:
         self._seconds = [*self._seconds, seconds][-LATEST:]

@@ -40,9 +40,10 @@ def settled(
     raise AssertionError(f"not settled: {search}")
 
 
-def table(**milliseconds: float) -> Seconds:
-    """Return what plans take, by their names' first word."""
-    return lambda one: milliseconds[one.name.split(maxsplit=1)[0]] / 1e3
+def table(*milliseconds: float) -> Seconds:
+    """Return what plans for the thread take, then one that recomputes nothing, then others."""
+    times = dict(zip((*FOR_THE_THREAD, OFFLOAD_ALONE), milliseconds, strict=False))
+    return lambda one: times.get(one, milliseconds[-1]) / 1e3
 
 
 def by_share(best: float) -> Seconds:
@@ -57,11 +58,37 @@ def test_the_share_of_the_link_that_takes_least_is_found(best: Alternative) -> N
     assert search.steps <= LONGEST
 
 
-def test_a_way_that_takes_longer_is_not_gone_on() -> None:
-    search = settled(PlanSearch(), by_share(PREDICTED.link_share))
-    assert set(search.results) == {PREDICTED, TWO_THIRDS, MORE, OFFLOAD_ALONE}
-    search = settled(PlanSearch(), by_share(THIRD.link_share))
-    assert set(search.results) == {PREDICTED, TWO_THIRDS, THIRD, NOTHING, OFFLOAD_ALONE}
+def test_what_checkpointing_does_is_compared_always_and_early() -> None:
+    search = PlanSearch()
+    settled(search, by_share(PREDICTED.link_share))
+    assert list(search.results)[:2] == [PREDICTED, NOTHING]
+    bound = settled(PlanSearch.beginning(is_bound=True), lambda one: 1.0 - one.thread_share / 10)
+    assert NOTHING in bound.results
+
+
+def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
+    assert MORE in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
+    assert MORE not in settled(PlanSearch(), by_share(TWO_THIRDS.link_share)).results
+
+
+def test_nothing_is_looked_for_between_plans_of_which_none_is_good() -> None:
+    search = PlanSearch.beginning(is_bound=True)
+    settled(search, lambda one: 0.1 if one.thread_share else 0.2)
+    assert set(search.results) == {*FOR_THE_THREAD, OFFLOAD_ALONE, PREDICTED, NOTHING}
+
+
+def test_plans_that_decide_what_that_by_prediction_does_hide_none_behind_them() -> None:
+    """As where two thirds of the link are as good as all of it, and a third is better."""
+    search = PlanSearch()
+    seconds = by_share(0.0)
+    for _ in range(20 * (SKIPPED + MEASURED)):
+        if search.is_settled:
+            break
+        if search.current == TWO_THIRDS and PREDICTED in search.results:
+            search.is_like(PREDICTED)
+        else:
+            search.took(search.current, seconds(search.current))
+    assert search.current == NOTHING
 
 
 def test_where_recomputing_takes_the_thread_too_long_nothing_is_recomputed() -> None:
@@ -94,12 +121,12 @@ def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
 def test_a_step_that_is_bound_by_its_thread_begins_with_what_lets_small_values_stay() -> None:
     search = PlanSearch.beginning(is_bound=True)
     assert search.current == FOR_THE_THREAD[0]
-    seconds = table(small=94, few=110, nothing=130, by=140, two=150, more=150)
+    seconds = table(94, 110, 130, 140)
     assert settled(search, seconds).current == FOR_THE_THREAD[0]
 
 
 def test_less_stays_if_that_takes_hardly_longer() -> None:
-    seconds = table(small=94, few=99, nothing=101, by=140, two=150, more=150)
+    seconds = table(94, 99, 101, 140)
     staying = {FOR_THE_THREAD[0]: 100, FOR_THE_THREAD[1]: 50}
     for allowance, chosen in ((0.0, FOR_THE_THREAD[0]), (5e-3, FOR_THE_THREAD[1]), (7e-3, None)):
         search = PlanSearch.beginning(is_bound=True, allowance=allowance)
@@ -121,7 +148,9 @@ def test_plans_that_decide_the_same_are_followed_once() -> None:
     while not search.is_settled:
         search.is_like(PREDICTED)
     assert search.steps == SKIPPED + MEASURED
-    assert [one.seconds for one in search.results.values()] == pytest.approx([0.1] * 6)
+    assert [one.seconds for one in search.results.values()] == pytest.approx(
+        [0.1] * len(search.results)
+    )
 
 
 def test_what_has_settled_stays_as_long_as_steps_take_as_long() -> None:
