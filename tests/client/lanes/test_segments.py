@@ -191,3 +191,38 @@ def test_memory_whose_export_fails_is_left_alone(
     del device.allocations[MIB]
     assert not segments.sweep()
     assert len(segments) == 0
+
+
+def test_another_daemon_is_offered_what_was_mapped_or_on_offer() -> None:
+    device = Device()
+    segments = Segments(device)
+    daemon = Daemon(segments)
+    for base in (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB):
+        device.allocate(base)
+    for base, mapped in ((10 * MIB, True), (20 * MIB, False)):
+        segments.find(base)
+        daemon.answer(mapped=mapped)
+    segments.find(30 * MIB)  # on offer
+    assert daemon.posted
+    offers = {offer.segment for offer in segments.offers()}
+    assert offers == {1, 3}
+    segments.find(40 * MIB)  # met while another daemon was looked for
+    segments.resume(offers, {3})
+    assert segments.find(30 * MIB) == Mapped(3, 0)
+    assert segments.find(10 * MIB) is None
+    assert [type(one) for one in segments.outbox] == [MapSegment]
+    daemon.answer()
+    assert segments.find(40 * MIB) == Mapped(4, 0)
+
+
+def test_what_was_freed_is_not_offered_to_another_daemon() -> None:
+    device = Device()
+    segments = Segments(device)
+    daemon = Daemon(segments)
+    device.allocate(10 * MIB)
+    segments.find(10 * MIB)
+    daemon.answer()
+    del device.allocations[10 * MIB]
+    assert segments.offers() == []
+    segments.resume((), ())
+    assert not segments.outbox

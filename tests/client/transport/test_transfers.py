@@ -275,6 +275,19 @@ def test_a_pass_ends_when_something_is_asked_back() -> None:
 # --- any order ----------------------------------------------------------------------------------
 
 
+def test_what_another_daemon_does_not_take_is_lost_where_its_source_is_gone() -> None:
+    """The one before had admitted it, so that its memory was let go."""
+    transfers, one = transfers_of(), record(PART)
+    _, (transfer,) = send_all(transfers, one)
+    transfers.reply(0, Admitted(transfer.number))
+    assert one.phase is RangePhase.AWAY
+    assert transfers.resume() == [transfer.number]
+    transfers.reply(0, Rejected(transfer.number, "invalid", "no such segment"))
+    assert isinstance(one.error, ActivationLost)
+    assert "no such segment" in str(one.error)
+    transfers.assert_invariants()
+
+
 class TransfersMachine(RuleBasedStateMachine):
     """A session's events in any order that its lock allows, answered by a daemon in any order."""
 
@@ -365,6 +378,20 @@ class TransfersMachine(RuleBasedStateMachine):
         else:
             return
         del self.asked[number]
+
+    @rule()
+    def is_asked_again_of_another_daemon(self) -> None:
+        transfers = self.transfers
+        phases = {number: one.phase for number, one in transfers._pending.items()}
+        wanted = sorted(number for number, phase in phases.items() if phase is not Phase.DROPPED)
+        transfers._outbox.clear()
+        entries = transfers.resume()
+        assert [envelope.request for envelope in transfers._outbox] == wanted
+        stores = [one.message.entry for one in transfers._outbox if isinstance(one.message, Store)]
+        assert entries == stores
+        assert sorted(transfers._pending) == wanted
+        for number in phases.keys() - set(wanted):
+            del self.asked[number]
 
     @rule(one=records)
     def fetches(self, one: StoredRange) -> None:

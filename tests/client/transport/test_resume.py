@@ -1,0 +1,104 @@
+"""A session goes on with the daemon that follows, or is lost, and either is known in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from storm_bench.child_daemon import ChildDaemon
+from storm_client.errors import DaemonLost
+from storm_client.transport.connection import Phase
+from support.waiting import wait_until
+
+from stormd.protocol import StatusRequest
+
+
+@pytest.fixture
+def resumable(request: pytest.FixtureRequest) -> Iterator[ChildDaemon]:
+    seconds = getattr(request, "param", 120)
+    flags = ["--device=cpu", "--resumable", f"--resume-seconds={seconds}"]
+    with ChildDaemon(flags=flags) as daemon:
+        yield daemon
+
+
+def stored(client: storm.Client) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a loss whose saved tensors the daemon has, and what its gradient is for."""
+    tensor = torch.linspace(0, 1, 1 << 16, requires_grad=True)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = tensor.exp().sin().sum()
+    assert offload.stats().stored_bytes > 0  # behind the last answer
+    return loss, tensor
+
+
+def test_without_a_holder_a_daemon_is_lost_at_once(resumable: ChildDaemon) -> None:
+    pid = resumable.status()["pid"]
+    with storm.connect(resumable.address) as client:
+        loss, _ = stored(client)
+        os.kill(resumable.pid, signal.SIGKILL)  # the daemon ends with it
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        with pytest.raises(DaemonLost, match="refuses connections"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("resumable", [2], indirect=True)
+def test_a_daemon_that_does_not_come_back_is_lost_in_the_end(resumable: ChildDaemon) -> None:
+    pid = resumable.status()["pid"]
+    with storm.connect(resumable.address) as client:
+        loss, _ = stored(client)
+        os.kill(resumable.pid, signal.SIGSTOP)  # it starts none
+        try:
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(DaemonLost, match="did not answer within"):
+                loss.backward()
+        finally:
+            os.kill(resumable.pid, signal.SIGCONT)
+
+
+def test_a_question_is_asked_again(resumable: ChildDaemon) -> None:
+    pid = resumable.status()["pid"]
+    with storm.connect(resumable.address) as client:
+        connection = client._supply.sessions.control.connection
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: connection.phase is not Phase.OPEN)
+        answer = connection.request(StatusRequest(), 60.0)
+        assert answer.state["pid"] != pid  # type: ignore[attr-defined]
+
+
+def test_a_client_can_be_closed_while_there_is_no_daemon(resumable: ChildDaemon) -> None:
+    pid = resumable.status()["pid"]
+    client = storm.connect(resumable.address)
+    connection = client._supply.sessions.control.connection
+    os.kill(resumable.pid, signal.SIGSTOP)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: connection.phase is Phase.RESUMING)
+        began = time.monotonic()
+        client.close()
+        assert time.monotonic() - began < 60
+        assert connection.phase is Phase.LOST
+    finally:
+        os.kill(resumable.pid, signal.SIGCONT)
+
+
+def test_what_died_meanwhile_is_released(resumable: ChildDaemon) -> None:
+    pid = resumable.status()["pid"]
+    with storm.connect(resumable.address) as client:
+        loss, _ = stored(client)
+        kept, tensor = stored(client)
+        wait_until(lambda: resumable.status()["entries"] > 0)
+        os.kill(pid, signal.SIGKILL)
+        del loss
+        kept.backward()
+        assert tensor.grad is not None
+        point = tensor.detach()
+        assert torch.equal(tensor.grad, point.exp().cos() * point.exp())
+        del kept
+        wait_until(lambda: resumable.status()["entries"] == 0)
+        assert resumable.status()["pool"]["used_bytes"] == 0
