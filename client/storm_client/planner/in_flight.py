@@ -39,6 +39,10 @@ LARGEST = 3
 """How many of the largest tensors may be held, so that the link has work while a long kernel runs
 that makes nothing to store."""
 
+TURN_BYTES = 1 << 28
+"""However little may be held where a forward pass ends: with less the thread waits for the link
+before it hands over the loss, and the device for the thread."""
+
 LEAST_BYTES = 1 << 26
 """However little memory there is, some tensors must be in flight for the link to be busy."""
 
@@ -90,7 +94,7 @@ class DeviceWindow:
         if self.at_turn is None:
             return self.limit
         to_come = max(0, self._latest_pass - self._pass_bytes)
-        return min(self.limit, max(self.at_turn, LEAST_BYTES) + to_come)
+        return min(self.limit, max(self.at_turn, TURN_BYTES) + to_come)
 
     def ahead(self, headroom: int, held: int) -> int:
         """Return how many bytes may be brought back early.

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner import DeviceWindow, OrderHistory, Step
-from storm_client.planner.in_flight import LEAST_BYTES, START_BYTES
+from storm_client.planner.in_flight import LEAST_BYTES, START_BYTES, TURN_BYTES
 from storm_client.planner.order import (
     KNOWN_STEPS,
     LOOK_AGAIN,
@@ -459,7 +459,7 @@ def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
 def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
     """There it lies beside the loss."""
     window = DeviceWindow(4 * GIB)
-    window.at_turn = 2 * LEAST_BYTES
+    window.at_turn = TURN_BYTES + LEAST_BYTES
     held: list[int] = []
     for _ in range(2):
         held.clear()
@@ -469,7 +469,8 @@ def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
         window.turned()
     assert held[0] == window.limit
     assert held == sorted(held, reverse=True)
-    assert held[-2:] == [2 * LEAST_BYTES + GIB // 10, 2 * LEAST_BYTES]
+    assert held[-1] == window.at_turn
+    assert held[-2] == min(window.limit, window.at_turn + GIB // 10)
     window.at_turn = None
     assert window.may_hold() == window.limit
 
@@ -477,6 +478,6 @@ def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
 def test_something_is_always_held_so_that_the_link_is_busy() -> None:
     window = DeviceWindow(4 * GIB)
     window.at_turn = 0
-    assert window.may_hold() == LEAST_BYTES
+    assert window.may_hold() == TURN_BYTES
     window.shrink()
     assert window.may_hold() <= window.limit
