@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from functools import cached_property
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,9 @@ class StepHooks:
         script = self._planned.script
         if path is None or script is None:
             return None
+        if self._planned.is_news:  # which no save of such a step may tell the daemon
+            with suppress(DaemonLost):
+                self._session = self._sessions.of(self._planned.device)
         follow, counts = path
         hooks = (
             self._pack_beside,

@@ -192,8 +192,6 @@ class Planning:
         kind = step.kind
         if kind is None or step.script is None or self.options.verifies:
             return None
-        if kind.told is None or kind.told() is None:
-            return None  # the daemon is told of a plan by a step that Python follows
         if kind.rests > 0:
             kind.rests -= 1
             return None
@@ -202,7 +200,12 @@ class Planning:
     def _call_log(self, step: StepRecord, native: NativePath, least: int) -> _follow.CallLog | None:
         """Return what notes the calls of a step, if that has to be done."""
         kind = step.kind
-        if kind is None or step.script is None or kind.noted is not None or self.options.verifies:
+        if (
+            kind is None
+            or step.script is None
+            or kind.native.noted is not None
+            or self.options.verifies
+        ):
             return None
         return native.follow.CallLog(least)  # type: ignore[no-any-return]
 
@@ -506,6 +509,12 @@ class PlannedStep:
         """What notes the calls of a step that Python follows, for compiled code to follow it."""
         return self._calls
 
+    @property
+    def device(self) -> torch.device:
+        """On which most values of its expected kind lie."""
+        kind = self._step.kind
+        return _HOST if kind is None else kind.clock or _HOST
+
     def layer_of(self, position: int) -> str:
         """Return in which layer the value of an event of the script is made."""
         return "" if self._followed is None else self._followed[position].value.layer
@@ -544,6 +553,12 @@ class PlannedStep:
         """
         return self._step.count if self._step.script is self._followed else -1
 
+    @property
+    def is_news(self) -> bool:
+        """Whether no session has been told of the plan that the step is expected to follow."""
+        kind = self._step.kind
+        return kind is not None and (kind.told is None or kind.told() is None)
+
     def news_for(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless it was asked for by this session before."""
         kind = self._step.kind
@@ -570,7 +585,7 @@ class PlannedStep:
             kind = self._step.kind
             noted = self.recording.noted()
             if noted is not None and kind is not None and self._step.script is kind.script:
-                kind.noted = noted
+                kind.native.noted = noted
             is_trial = self._is_trial or self.recording.tries
             host = None
             if self.times:

@@ -69,6 +69,11 @@ class Noted(NamedTuple):
     arguments: tuple[int, ...]
     """Which of the function's tensors the call's are; -1 for what it was not given."""
 
+    @property
+    def is_used_call(self) -> bool:
+        """Whether it is a call whose output matters."""
+        return bool(self.name) and self.position >= 0
+
 
 _Event: TypeAlias = tuple[int, int, int, int, int, bool, bool, Any]
 
@@ -79,7 +84,7 @@ def can_be_followed(kind: Kind) -> bool:
         return False
     if not kind.has_replays:
         return True
-    return kind.noted is not None and all(
+    return kind.native.noted is not None and all(
         number in kind.verified or kind.has_tried(number)
         for number, decision in enumerate(kind.decisions or ())
         if isinstance(decision, Replay) and kind.values[number].is_saved
@@ -90,7 +95,7 @@ def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script
     """Return the script of a kind, compiled; None where Python has to follow its steps."""
     if not can_be_followed(kind):
         return None
-    if kind.compiled is None:
+    if kind.native.script is None:
         assert kind.script is not None
         script = kind.script[:-1]  # behind the last event there is nothing
         if kind.has_replays:
@@ -106,8 +111,8 @@ def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script
             for number, decision in enumerate(kind.decisions or ())
             if isinstance(decision, Keep)
         ]
-        kind.compiled = follow.Script(events, kept, len(script))
-    return kind.compiled
+        kind.native.script = follow.Script(events, kept, len(script))
+    return kind.native.script
 
 
 def _saved(
@@ -124,9 +129,9 @@ def _saved(
 
 def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) -> list[_Event]:
     """Return what a step saves and calls, in order."""
-    noted = kind.noted
+    noted = kind.native.noted
     assert noted is not None
-    names = {one.name for one in noted if one.name and one.position >= 0}
+    names = {one.name for one in noted if one.is_used_call}
     told = [one for one in noted if not one.name or one.name in names]
     position, positions = len(script), []
     for one in reversed(told):  # a call has the place of what is saved next

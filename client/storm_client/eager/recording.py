@@ -218,7 +218,10 @@ class Recording:
         step, calls = self.step, self._calls
         if calls is None or step.script is None or step.expected.what is not None:
             return None
-        return [Noted(*one) for one in calls.entries()]
+        noted = [Noted(*one) for one in calls.entries()]
+        # An operator of the script's own may be written in Python, which Python is to run.
+        are_pytorchs = all(one.name.startswith("aten::") for one in noted if one.is_used_call)
+        return noted if are_pytorchs else None
 
     def _note_saved(self) -> None:
         if self._calls is not None:

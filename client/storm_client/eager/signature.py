@@ -154,6 +154,20 @@ _NOTHING = Expected(
 """Like which no event is: comes behind a script's last, and where there is none."""
 
 
+class Compilation:
+    """What compiled code needs to follow steps with some decisions."""
+
+    __slots__ = ("noted", "script")
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.noted: list[Noted] | None = None
+        """What a step that followed them has saved and called, where each value that matters was
+        made by a single call; None until that is known."""
+        self.script: _follow.Script | None = None
+        """The script, once a step has needed it."""
+
+
 class Kind:
     """One step signature: its values, what was decided for each, and what was seen of replays."""
 
@@ -172,11 +186,6 @@ class Kind:
     _gave_back = False
     """Whether that was done before."""
 
-    compiled: _follow.Script | None = None
-    """The script for compiled code, once a step has needed it."""
-    noted: list[Noted] | None = None
-    """What a step that followed the present plan has saved and called, where each value that
-    matters was made by a single call; None until that is known."""
     rests = 0
     """Steps that Python follows before compiled code may again."""
     parted = 0
@@ -228,6 +237,9 @@ class Kind:
         """What is known of the thread, once its steps were found to be CPU-bound."""
         self.is_not_worth_it = False
         """Whether all of it stays, since it is little and the thread has no time."""
+        self.native = Compilation()
+        """Of the present decisions."""
+        self._natives: dict[tuple[Decision, ...], Compilation] = {}
         self._proved: dict[tuple[Decision, ...], set[int]] = {}
         """What has proved itself by each plan that was followed."""
         self.compared: dict[Alternative, list[Decision]] = {}
@@ -276,7 +288,7 @@ class Kind:
             self.verified, self.followed = self._proved.setdefault(tuple(decisions), set()), 0
             self._tries.clear()
             self._is_unsettled = True
-            self.compiled = self.noted = None
+            self.native = self._natives.setdefault(tuple(decisions), Compilation())
         self.decisions = decisions
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
@@ -291,7 +303,7 @@ class Kind:
 
     def watch_closely(self) -> None:
         """Have no step walk along the script any more."""
-        self.is_ambiguous, self.script, self.compiled = True, None, None
+        self.is_ambiguous, self.script = True, None
 
     def has_tried(self, number: int) -> bool:
         """Tell whether no backward pass is expected to ask for a value any more."""
