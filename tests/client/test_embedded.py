@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 import storm_client as storm
+import torch
 from support.waiting import wait_until
+
+from stormd.query import StatusQuery
 
 CONNECT = sys.modules["storm_client.connect"]
 """The module; as an attribute of the package, the name is the function's."""
@@ -231,3 +235,19 @@ def test_a_little_memory_is_enough_for_a_pool_of_its_default_size() -> None:
     """)
     assert done.returncode == 0, done.stderr
     assert 1 << 30 < int(done.stdout) < 3 << 30
+
+
+def test_a_private_daemon_that_is_killed_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORMD_RESUMABLE", "1")
+    with storm.connect(embedded="always", pool_bytes="64MiB") as client:
+        tensor = torch.linspace(0, 1, 1 << 16, requires_grad=True)
+        offload = client.offload(min_bytes=1)
+        with offload:
+            loss = tensor.exp().sin().sum()
+        assert offload.stats().stored_bytes > 0
+        with StatusQuery(client.address, timeout=30) as query:
+            os.kill(query.ask()["pid"], signal.SIGKILL)
+        loss.backward()
+        assert tensor.grad is not None
+        point = tensor.detach()
+        assert torch.equal(tensor.grad, point.exp().cos() * point.exp())
