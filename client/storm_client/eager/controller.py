@@ -260,7 +260,8 @@ class Planning:
         """
         followed = step.kind
         kind = self._kinds.ended(step)
-        self._recurrence.saw(is_new=kind is None or kind.seen == 1)
+        if step.count:  # not of a validation, which saves nothing
+            self._recurrence.saw(is_new=kind is None or kind.seen == 1)
         if kind is None or kind is not followed or kind.decisions is None:
             return None
         kind.times.pass_seconds = pass_seconds

@@ -94,3 +94,14 @@ def test_when_sizes_come_again_they_are_learned_after_all(client: storm.Client) 
     plan = offload.plan
     assert plan is not None
     assert plan.bytes_by_decision["replay"] > 0
+
+
+def test_blocks_that_save_nothing_are_no_new_steps(client: storm.Client) -> None:
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    for _ in range(10):
+        with offload, torch.no_grad():
+            net(torch.ones(256, 64))
+    assert offload._planning._recurrence.is_seen
+    trained(net, offload, [256] * 3)
+    assert offload.plan is not None
