@@ -21,7 +21,7 @@ import torch
 
 from storm_client.eager.following import LONG_ENOUGH, MOST_DOUBLED, NativePath, compiled
 from storm_client.eager.function_modes import is_in_compiled_code
-from storm_client.eager.operation_times import keep_busy
+from storm_client.eager.operation_times import OperationTimes, keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.recompute import Trial
 from storm_client.eager.recorder import Mark, Recorder, Span
@@ -104,6 +104,7 @@ class Planning:
         self._kinds = Kinds()
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
+        self._operations = OperationTimes()
         self._making = threading.RLock()
         """Held while a plan is made: operations are run again for it, by one thread at a time."""
         self._short = 0
@@ -165,7 +166,7 @@ class Planning:
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = None
         if watches and script is None:
-            mode = Recorder(recording, measures=kind is None, times=times)
+            mode = Recorder(recording, self._operations, measures=kind is None, times=times)
         if fills and kind is not None and kind.clock is not None:
             with torch.cuda.device(kind.clock):
                 keep_busy(kind.times.pass_seconds)

@@ -40,8 +40,8 @@ LONGEST_SECONDS: Final = 5e-2
 
 REPEATS: Final = 3
 
-MOST_SECONDS: Final = 0.25
-"""Of the host, for all kinds of operations of a step together; what is left then goes by events."""
+MOST_SECONDS: Final = 0.5
+"""Of the host, for all kinds of operations together; what is left then goes by events."""
 
 QUEUED_SECONDS: Final = 5e-4
 """For which the device is kept busy while the repeats are queued."""
@@ -61,7 +61,10 @@ def keep_busy(seconds: float) -> None:
 
 
 class OperationTimes:
-    """Times the operations of one step. They may be asked for once the step has ended."""
+    """Times the operations of steps. They may be asked for once the step has ended.
+
+    What was timed for one step signature is known to others.
+    """
 
     def __init__(self) -> None:
         """Start without an operation."""
@@ -88,7 +91,7 @@ class OperationTimes:
         if kind is None:
             kind = self._kinds[key] = _Repeated(self, function, arguments, options)
             kind.nbytes += _nbytes(made)
-        if span is not None:
+        if span is not None and not kind.is_known:
             kind.spans.append(span)
         return kind
 
@@ -128,6 +131,11 @@ class _Repeated:
         self.spans: list[Timing] = []
         """Between the events of each."""
         self._seconds: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was asked for."""
+        return self._seconds is not None
 
     def __call__(self) -> float:
         """Return the seconds, 0.0 where they cannot be known; waits for the device."""

@@ -27,16 +27,24 @@ _len_dispatch_stack = torch._C._len_torch_dispatch_stack
 class Recorder(Watching):
     """Hands what functions of the table make to a Recording."""
 
-    def __init__(self, recording: Recording, *, measures: bool, times: bool = False) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        operations: OperationTimes,
+        *,
+        measures: bool,
+        times: bool = False,
+    ) -> None:
         """Report to `recording`; operations on a GPU have events around them if it `measures`.
 
-        On a CPU it is not measured what they take: what else runs there decides that. What
-        reporting takes this thread is counted if it `times`.
+        `operations` knows what those of earlier steps took. On a CPU it is not measured what they
+        take: what else runs there decides that. What reporting takes this thread is counted if it
+        `times`.
         """
         super().__init__()
         self._recording: Recording | None = None if are_altered() else recording
         self._measures = measures
-        self._operations = OperationTimes()
+        self._operations = operations
         self._times = times
 
     def end(self) -> None:
