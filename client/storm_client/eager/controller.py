@@ -23,11 +23,12 @@ from storm_client.eager.following import LONG_ENOUGH, MOST_DOUBLED, NativePath, 
 from storm_client.eager.function_modes import is_in_compiled_code
 from storm_client.eager.operation_times import OperationTimes, keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
+from storm_client.eager.ranks import Ranks
 from storm_client.eager.recompute import Trial
 from storm_client.eager.recorder import Mark, Recorder, Span
 from storm_client.eager.recording import Recording
 from storm_client.eager.recurrence import Recurrence
-from storm_client.eager.signature import Kind, Kinds, StepRecord
+from storm_client.eager.signature import SAVED, Kind, Kinds, StepRecord
 from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.alternatives import choose_alternative, staying_bytes
@@ -43,6 +44,7 @@ from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative, PlanSearch
 from storm_client.planner.shortage import lacked
+from storm_client.planner.slowest import Agreed, Figures
 from storm_client.planner.solver import Choice, choose
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
@@ -110,6 +112,7 @@ class Planning:
         self._short = 0
         """How much memory the devices have lacked, as far as plans know."""
         self._recurrence = Recurrence()
+        self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
         self._thread = threading.local()
         """What the step of each thread has followed whose block has ended last."""
 
@@ -134,8 +137,9 @@ class Planning:
         self._compare_plans()
         self._note_shortage()
         learns = self._recurrence.is_seen
+        self._ranks.agree(self, self._kinds.outdated())
         for one in self._kinds.outdated():
-            if one.is_planned or (learns and one.is_learned):
+            if not self._ranks.shares(one) and (one.is_planned or (learns and one.is_learned)):
                 self._make_again(one)
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
@@ -234,6 +238,9 @@ class Planning:
         kind = self._kinds.latest
         if kind is None or kind.search is None:
             return
+        if self._ranks.shares(kind):
+            self._ranks.took(kind, [seconds for _, seconds in kind.times.known_steps()])
+            return
         goes_on = False
         for alternative, seconds in kind.times.known_steps():
             goes_on |= kind.search.took(alternative, seconds)
@@ -263,6 +270,8 @@ class Planning:
         kind = self._kinds.ended(step)
         if step.count:  # not of a validation, which saves nothing
             self._recurrence.saw(is_new=kind is None or kind.seen == 1)
+        if kind is not None:
+            self._ranks.ended(kind)
         if kind is None or kind is not followed or kind.decisions is None:
             return None
         kind.times.pass_seconds = pass_seconds
@@ -281,7 +290,7 @@ class Planning:
         kind = self._kinds.latest
         if kind is None:
             return None
-        if kind.is_outdated:
+        if kind.is_outdated and not self._ranks.shares(kind):
             self._make_again(kind)
             kind = self._kinds.latest or kind
         if kind.plan is None or kind.search is None:
@@ -364,6 +373,61 @@ class Planning:
     def _make(self, kind: Kind) -> None:
         problem = self._problem(kind)
         machine = self._machine(kind, problem)
+        self._check_budget(problem)
+        _look_for_host(kind, problem)
+        choice = self._choice(kind, problem, machine, self._asked_room(kind))
+        self._follow(kind, problem, choice, machine.measured)
+        if kind.has_functions and not kind.has_replays:
+            self._go_on_without_functions(kind)
+
+    def figures(self, kind: Kind, steps: Sequence[float]) -> Figures:
+        """Return what a plan of a kind is to be made from, for other ranks; see `Planner`.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        kind.is_outdated = False  # what is learned from here on is told in the next round
+        problem = self._problem(kind)
+        self._check_budget(problem)
+        machine = self._machine(kind, problem)
+        _look_for_host(kind, problem)
+        return Figures.of(problem, machine, kind.host, self._asked_room(kind), steps)
+
+    def decide(self, kind: Kind, slowest: Figures, followed: Alternative | None) -> Agreed:
+        """Return what the next steps of all ranks are to follow; see `Planner`."""
+        search = kind.search
+        if search is None:
+            kind.machine = slowest.machine
+        elif followed is not None:
+            for seconds in slowest.steps:
+                if search.took(followed, seconds):
+                    break
+        kind.host = slowest.host
+        problem, machine = slowest.put_into(self._problem(kind)), kind.machine or slowest.machine
+        choice = self._choice(kind, problem, machine, slowest.room)
+        return Agreed(choice, kind.search, machine.measured)
+
+    def follow_agreed(self, kind: Kind, agreed: Agreed, *, leads: bool) -> None:
+        """Have the next step of a kind follow what ranks have agreed on; see `Planner`."""
+        latest, news, choice = self._kinds.latest, kind.is_outdated, agreed.choice
+        if latest is not None and latest.origin is kind:
+            kind = self._kinds.prefer(kind)
+        problem = self._problem(kind)
+        if not leads and agreed.search is not None:
+            kind.search = agreed.search
+            kind.search.follows(staying_bytes(problem, choice))
+            kind.compared[kind.search.current] = choice.decisions
+        self._follow(kind, problem, choice, agreed.measured)
+        kind.is_outdated = news
+        kind.times.forget_steps()
+        self._thread.followed = None  # that step has followed another plan
+        if kind.has_functions and not kind.has_replays:
+            other = self._kinds.prefer(kind.without_functions())
+            other.search = kind.search
+            problem = self._problem(other)
+            self._follow(other, problem, _of_saved(choice, kind), agreed.measured)
+
+    def _check_budget(self, problem: Problem) -> None:
         largest = max((value.nbytes for value in problem.saved), default=0)
         budget = self.options.budget
         if type(budget) is int and budget < largest:
@@ -372,16 +436,14 @@ class Planning:
                 f"budget is {given}, and the largest tensor of a step has {needed}, which is the "
                 "least possible; raise it, or pass budget='least'"
             )
-        _look_for_host(kind, problem)
-        kind.is_not_worth_it = (
-            kind.host is not None and budget == "least" and kind.saved_bytes <= _little_bytes(kind)
-        )
-        choice = self._choice(kind, problem, machine)
+
+    def _follow(
+        self, kind: Kind, problem: Problem, choice: Choice, measured: frozenset[str]
+    ) -> None:
+        """Have the next step of a kind follow a choice."""
         kind.follow(choice.decisions)
-        plan = Plan.of(problem, choice, machine.measured)
+        plan = Plan.of(problem, choice, measured)
         kind.plan, kind.told = self._beside_checkpointing(kind, plan), None
-        if kind.has_functions and not kind.has_replays:
-            self._go_on_without_functions(kind)
 
     def _beside_checkpointing(self, kind: Kind, plan: Plan) -> Plan:
         """Return a plan that says what checkpointing would keep; with "least" no more is held."""
@@ -390,16 +452,23 @@ class Planning:
             held = max(0, most - plan.bytes_by_decision["keep"])
         return replace(plan, checkpointed_bytes=most, turn_bytes=held)
 
-    def _choice(self, kind: Kind, problem: Problem, machine: Machine) -> Choice:
-        """Return the choice that the next steps of a kind follow, of those that are compared."""
+    def _choice(self, kind: Kind, problem: Problem, machine: Machine, room: int | None) -> Choice:
+        """Return the choice that the next steps of a kind follow, of those that are compared.
+
+        `room` is how many bytes may be kept; None where as few as possible are to.
+        """
+        is_least = self.options.budget == "least"
+        kind.is_not_worth_it = (
+            kind.host is not None and is_least and kind.saved_bytes <= _little_bytes(kind)
+        )
         if kind.search is None and kind.is_on_gpu and kind.times.window is not None:
-            kind.search = _search(kind, problem, is_least=self.options.budget == "least")
+            kind.search = _search(kind, problem, is_least=is_least)
         search = kind.search
         if search is None:
             first = PlanSearch.beginning(is_bound=kind.host is not None).current
-            return self._choice_of(first, kind, problem, machine)
+            return self._choice_of(first, kind, problem, machine, room)
         while True:
-            choice = self._choice_of(search.current, kind, problem, machine)
+            choice = self._choice_of(search.current, kind, problem, machine, room)
             like = None if search.is_settled else kind.measured_like(choice.decisions)
             if like is None or kind.origin is not None:
                 break
@@ -409,15 +478,24 @@ class Planning:
             search.follows(staying_bytes(problem, choice))
         return choice
 
-    def _choice_of(
-        self, alternative: Alternative, kind: Kind, problem: Problem, machine: Machine
-    ) -> Choice:
+    def _asked_room(self, kind: Kind) -> int | None:
+        """Return how many bytes may be kept of a kind; None where as few as possible are to."""
         budget = self.options.budget
+        return None if budget == "least" else self._room(budget, kind)
+
+    def _choice_of(
+        self,
+        alternative: Alternative,
+        kind: Kind,
+        problem: Problem,
+        machine: Machine,
+        room: int | None,
+    ) -> Choice:
         return choose_alternative(
             alternative,
             problem,
             machine,
-            room=None if budget == "least" else self._room(budget, kind),
+            room=room,
             host=kind.host,
             is_worth_it=not kind.is_not_worth_it,
             functions=kind.functions,
@@ -652,4 +730,14 @@ def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
         is_bound=kind.host is not None,
         allowance=forward / 2 if is_least and not kind.is_not_worth_it else 0.0,
         slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
+    )
+
+
+def _of_saved(choice: Choice, kind: Kind) -> Choice:
+    """Return a choice of a kind for the same one without its functions."""
+    numbers = list(dict.fromkeys(number for what, number, *_ in kind.events if what is SAVED))
+    return choice._replace(
+        decisions=[choice.decisions[number] for number in numbers],
+        reasons=[choice.reasons[number] for number in numbers],
+        costs=[choice.costs[number] for number in numbers],
     )

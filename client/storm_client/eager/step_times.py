@@ -125,6 +125,10 @@ class StepTimes:
         """Note what a step took that has followed a plan."""
         self._steps.append((alternative, step))
 
+    def forget_steps(self) -> None:
+        """Forget steps that are not known yet: others follow that begin now."""
+        self._steps.clear()
+
     def known_steps(self) -> Iterator[tuple[Alternative, float]]:
         """Yield the steps that have become known, each once."""
         while self._steps and self._steps[0][1].is_known:

@@ -1,0 +1,388 @@
+"""Has ranks that train one model follow the same plan, from the same step on.
+
+In each layer of a data-parallel model all ranks wait for the slowest. So ranks whose steps have the
+same signature form a group, and its lowest rank, the leader, makes the plans of all:
+
+1. Each rank writes the digest of its step signature. The lowest rank of those with the same one
+   claims to lead them.
+2. In a round each rank reports its figures. The leader makes a plan of the slowest ones, and writes
+   it with the step from which on it is followed.
+3. A rank that learns something new calls for the next round. The others look for a call now and
+   then.
+
+A rank that sees a decision too late does not follow it, and calls for another, which leaves more
+time. Whoever waits past a deadline writes that the group has ended: then each plans for itself.
+A rank that joins late follows a decision as soon as it sees it: it cannot know the others' steps.
+
+This is a state machine without a store, clock or plan. It says which keys of a store it asks for,
+and is told what was found. All keys but `latest` are written once, or always with the same value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+__all__ = ["Agreement", "Alone", "Deciding", "Limits", "Moment", "Put", "Query", "Reporting"]
+
+MARGIN: Final = 2
+"""Steps from the latest that a rank has reported to the first that follows a decision."""
+
+MOST_MARGIN: Final = 32
+"""It doubles with each decision that a rank has seen too late, up to this."""
+
+NEAR: Final = 8
+"""Steps after a decision for which each looks for a call; only every `RARELY`th does later."""
+
+RARELY: Final = 16
+
+
+class Limits(NamedTuple):
+    """How long a rank waits for others. Both steps and seconds have to pass."""
+
+    seconds: float = 10.0
+    steps: int = 40
+    """For a report or a decision."""
+    forming_steps: int = 8
+    """For other ranks to show which steps they run."""
+
+
+class Moment(NamedTuple):
+    """When something happens, by this rank's steps of any signature and by its clock."""
+
+    step: int
+    seconds: float
+
+
+class Put(NamedTuple):
+    """A value to be written."""
+
+    key: str
+    value: str
+    is_claim: bool = False
+    """Whether it is written only if the key has no value."""
+
+
+class Query(NamedTuple):
+    """Keys to look for: nothing is found unless all that are `needed` have a value."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    """Of which those are read that have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """It is not known yet which ranks run the same steps."""
+
+    since: Moment
+    is_known: bool = False
+    """Whether only the leader's claim is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The group was formed without this rank, which looks for the latest decision."""
+
+    since: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Figures of this rank are to be reported."""
+
+    round: int
+    has_missed: bool = False
+    """Whether the decision before was seen too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The leader's decision is missing."""
+
+    round: int
+    since: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """Other ranks' reports are missing; this rank leads."""
+
+    round: int
+    since: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """All ranks have reported; this one leads, and has to make the plan."""
+
+    round: int
+    reports: tuple[str, ...]
+    last_step: int
+    """The latest step that one of them had reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision is known, and is followed once this rank has come to its step."""
+
+    round: int
+    step: int
+    choice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """The latest decision is followed."""
+
+    round: int
+    step: int
+    """At which that began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Others have no say any more in what this rank plans."""
+
+    reason: str
+    """For the user; empty where there is nothing to tell, as no other rank runs such steps."""
+
+
+Phase: TypeAlias = (
+    Forming | Joining | Reporting | Waiting | Gathering | Deciding | Decided | Following | Alone
+)
+
+
+class Agreement:
+    """One rank's part in it, for one step signature.
+
+    A step is counted per signature: ranks that train together have ended as many of them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        digest: str,
+        *,
+        prefix: str,
+        now: Moment,
+        limits: Limits | None = None,
+    ) -> None:
+        """Begin as `rank` of `world`, whose step signature has a `digest`.
+
+        `prefix` is of all keys; ranks that may run the same steps have the same one.
+        """
+        self.rank = rank
+        self._world = world
+        self._digest = digest
+        self._limits = limits or Limits()
+        self._firsts = tuple(f"{prefix}/first/{other}" for other in range(world))
+        self._group = f"{prefix}/{digest}"
+        self.members: tuple[int, ...] = ()
+        """The ranks that the group was formed with, in order; empty until it is."""
+        self._leader = -1
+        self._absent: tuple[int, ...] = ()
+        """Ranks of which nothing was known when it was formed."""
+        self._margin = MARGIN
+        self.phase: Phase = Forming(now)
+        """Changes by one assignment, so that an interrupt leaves the one before."""
+        self.outbox: deque[Put] = deque([Put(self._firsts[rank], digest)])
+        """To be written, each removed once it was."""
+
+    # --- what whoever has the store asks ---------------------------------------------------------
+
+    def tick(self, now: Moment) -> None:
+        """Have this rank go on alone where it has waited past its deadline."""
+        phase = self.phase
+        if isinstance(phase, Forming):
+            if phase.is_known and self._is_overdue(phase.since, now, self._limits.steps):
+                self.part("no rank has claimed to plan for the others")
+        elif isinstance(phase, Joining | Waiting | Gathering) and self._is_overdue(
+            phase.since, now, self._limits.steps
+        ):
+            missing = "the other ranks' figures" if isinstance(phase, Gathering) else "a decision"
+            self.part(f"{missing} did not come within {self._limits.seconds:g} s")
+
+    def asks(self, step: int, now: Moment) -> list[Query]:
+        """Return what to look for, in this order until something is found; mostly nothing."""
+        phase = self.phase
+        over = Query((self._key("over"),))
+        match phase:
+            case Forming():
+                return [over, *self._asks_forming(phase, now)]
+            case Joining():
+                return [over, Query((self._key("latest"),))]
+            case Gathering():
+                reports = (self._report_key(phase.round, rank) for rank in self.members)
+                others = (self._report_key(phase.round, rank) for rank in self._absent)
+                return [over, Query(tuple(reports), tuple(others))]
+            case Waiting():
+                return [over, Query((self._key(f"{phase.round}/decision"),))]
+            case Following() if step - phase.step < NEAR or step % RARELY == 0:
+                return [Query((self._key(f"{phase.round + 1}/call"),))]
+        return []
+
+    def found(self, values: Mapping[str, str], step: int, now: Moment) -> None:
+        """Go on with what a query has found."""
+        phase = self.phase
+        if self._key("over") in values:
+            self.phase = Alone(f"rank {values[self._key('over')]}")
+            return
+        match phase:
+            case Forming() if self._key("leader") in values:
+                self._led(values[self._key("leader")], now)
+            case Forming():
+                self._see_ranks(values, now)
+            case Joining():
+                self.phase = Waiting(int(values[self._key("latest")]), now)
+            case Gathering():
+                self._gathered(phase, values, step)
+            case Waiting():
+                self._see_decision(phase, values, step)
+            case Following():
+                self.phase = Reporting(phase.round + 1)
+
+    def report(self, figures: str, step: int, now: Moment) -> None:
+        """Report this rank's figures; for the phase `Reporting`."""
+        phase = self.phase
+        assert isinstance(phase, Reporting)
+        said = {
+            "step": step if self._is_aligned else 0,
+            "has_missed": phase.has_missed,
+            "figures": figures,
+        }
+        self.outbox.append(Put(self._report_key(phase.round, self.rank), json.dumps(said)))
+        self.outbox.append(Put(self._key(f"{phase.round}/call"), "1"))
+        following = Gathering if self.leads else Waiting
+        self.phase = following(phase.round, now)
+
+    def decide(self, choice: str, step: int) -> None:
+        """Decide what all follow; for the phase `Deciding`."""
+        phase = self.phase
+        assert isinstance(phase, Deciding)
+        first = max(phase.last_step, step) + self._margin
+        said = json.dumps({"step": first, "choice": choice})
+        self.outbox.append(Put(self._key(f"{phase.round}/decision"), said))
+        self.outbox.append(Put(self._key("latest"), str(phase.round)))
+        self.phase = Decided(phase.round, first, choice)
+
+    def due(self, step: int) -> str | None:
+        """Return what this step is the first to follow; None where nothing changes.
+
+        `follow` says that it does.
+        """
+        phase = self.phase
+        if not isinstance(phase, Decided) or (self._is_aligned and step < phase.step):
+            return None
+        if self._is_aligned and step > phase.step:
+            self.phase = Reporting(phase.round + 1, has_missed=True)
+            return None
+        return phase.choice
+
+    def follow(self, step: int) -> None:
+        """Note that the decision that was due is followed."""
+        phase = self.phase
+        assert isinstance(phase, Decided)
+        self.phase = Following(phase.round, step)
+
+    def call(self) -> bool:
+        """Have a round begin, since something was learned; tell whether it does."""
+        phase = self.phase
+        if not isinstance(phase, Following):
+            return False
+        self.phase = Reporting(phase.round + 1)
+        return True
+
+    def part(self, reason: str) -> None:
+        """Go on alone, and have the others of the group do so, too."""
+        self.outbox.append(Put(self._key("over"), f"{self.rank}: {reason}", is_claim=True))
+        at = getattr(self.phase, "round", None)
+        if at is not None:
+            self.outbox.extend(Put(self._key(f"{n}/call"), "1") for n in (at, at + 1))
+        self.phase = Alone(reason)
+
+    def fail(self, reason: str) -> None:
+        """Go on alone without a word to the others: the store has failed."""
+        self.outbox.clear()
+        self.phase = Alone(reason)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes the plans of its group."""
+        return self.rank == self._leader
+
+    def assert_invariants(self) -> None:
+        """Raise AssertionError where the state makes no sense."""
+        led = isinstance(self.phase, Gathering | Deciding)
+        assert not led or (self.leads and self.rank in self.members)
+        assert not isinstance(self.phase, Forming) or not self.members
+        assert not set(self.members) & set(self._absent)
+        assert MARGIN <= self._margin <= 2 * MOST_MARGIN
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    @property
+    def _is_aligned(self) -> bool:
+        """Whether this rank counts the same steps as the leader."""
+        return self.rank in self.members
+
+    def _key(self, name: str) -> str:
+        return f"{self._group}/{name}"
+
+    def _report_key(self, number: int, rank: int) -> str:
+        return self._key(f"{number}/report/{rank}")
+
+    def _is_overdue(self, since: Moment, now: Moment, steps: int) -> bool:
+        is_late = now.seconds - since.seconds >= self._limits.seconds
+        return is_late and now.step - since.step >= steps
+
+    def _asks_forming(self, phase: Forming, now: Moment) -> list[Query]:
+        queries = [Query((self._key("leader"),))]
+        if not phase.is_known:
+            queries.append(Query(self._firsts))
+            if self._is_overdue(phase.since, now, self._limits.forming_steps):
+                queries.append(Query((), self._firsts))
+        return queries
+
+    def _see_ranks(self, values: Mapping[str, str], now: Moment) -> None:
+        seen = {rank: values[key] for rank, key in enumerate(self._firsts) if key in values}
+        same = sorted({self.rank, *(r for r, digest in seen.items() if digest == self._digest)})
+        absent = [rank for rank in range(self._world) if rank not in seen and rank != self.rank]
+        if len(same) == 1 and absent:
+            self.part(f"ranks {absent} have not shown which steps they run")
+            return
+        if len(same) == 1:
+            self.phase = Alone("")
+            return
+        if same[0] == self.rank:
+            said = json.dumps({"leader": self.rank, "members": same, "absent": absent})
+            self.outbox.append(Put(self._key("leader"), said, is_claim=True))
+        self.phase = Forming(now, is_known=True)
+
+    def _led(self, said: str, now: Moment) -> None:
+        claim = json.loads(said)
+        self._leader, self.members = claim["leader"], tuple(claim["members"])
+        self._absent = tuple(claim["absent"])
+        self.phase = Reporting(0) if self._is_aligned else Joining(now)
+
+    def _gathered(self, phase: Gathering, values: Mapping[str, str], step: int) -> None:
+        reports = [json.loads(values[key]) for key in sorted(values)]
+        if any(report["has_missed"] for report in reports):
+            self._margin *= 2
+        if self._margin > MOST_MARGIN:
+            self.part("decisions were seen too late again and again")
+            return
+        last = max([step, *(report["step"] for report in reports)])
+        figures = tuple(report["figures"] for report in reports)
+        self.phase = Deciding(phase.round, figures, last)
+
+    def _see_decision(self, phase: Waiting, values: Mapping[str, str], step: int) -> None:
+        said = json.loads(values[self._key(f"{phase.round}/decision")])
+        if self._is_aligned and step > said["step"]:
+            self.phase = Reporting(phase.round + 1, has_missed=True)
+        else:
+            self.phase = Decided(phase.round, said["step"], said["choice"])

@@ -1,0 +1,191 @@
+"""What a rank has measured of its steps, and the slowest of what several have.
+
+Ranks that plan alike make one plan, and it has to serve that rank which needs the most time: of
+each figure the slowest is taken, and least memory. What is sent to other ranks is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
+from typing import Any, Final
+
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
+from storm_client.planner.host import HostBound
+from storm_client.planner.machine import Machine
+from storm_client.planner.problem import Problem
+from storm_client.planner.search import Alternative, Followed, PlanSearch
+from storm_client.planner.solver import Choice
+
+__all__ = ["Agreed", "Figures"]
+
+_RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_beside"})
+"""Figures of a machine of which less is slower."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank has measured of the steps of one signature, or the slowest of several."""
+
+    seconds: tuple[float, ...]
+    """Of the operation that makes each value."""
+    forward_seconds: float | None
+    turn_seconds: float
+    last_bytes: int
+    rejected: Mapping[int, str]
+    machine: Machine
+    host: HostBound | None
+    room: int | None
+    """Bytes that may be kept; None where as few as possible are to."""
+    steps: tuple[float, ...] = ()
+    """Seconds of the latest steps, which have followed the present plan."""
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        machine: Machine,
+        host: HostBound | None,
+        room: int | None,
+        steps: Sequence[float] = (),
+    ) -> Figures:
+        """Return what one rank would plan from."""
+        return cls(
+            tuple(value.seconds for value in problem.values),
+            problem.forward_seconds,
+            problem.turn_seconds,
+            problem.last_bytes,
+            problem.rejected,
+            machine,
+            host,
+            room,
+            tuple(steps),
+        )
+
+    @classmethod
+    def slowest(cls, ranks: Sequence[Figures]) -> Figures:
+        """Return what all ranks can keep up with.
+
+        A forward pass is as long as that of the slowest, for which all wait; it is known once all
+        know theirs. What has to be kept at its end goes by the shortest turn.
+        """
+        windows = (one.forward_seconds for one in ranks)
+        known = [seconds for seconds in windows if seconds is not None]
+        rooms = [one.room for one in ranks if one.room is not None]
+        return cls(
+            tuple(map(max, zip(*(one.seconds for one in ranks), strict=True))),
+            None if len(known) < len(ranks) else max(known),
+            min(one.turn_seconds for one in ranks),
+            min(one.last_bytes for one in ranks),
+            {number: why for one in reversed(ranks) for number, why in one.rejected.items()},
+            _slowest_machine([one.machine for one in ranks]),
+            _slowest_host([one.host for one in ranks if one.host is not None]),
+            min(rooms, default=None),
+            tuple(map(max, zip_longest(*(one.steps for one in ranks), fillvalue=0.0))),
+        )
+
+    def put_into(self, problem: Problem) -> Problem:
+        """Return a problem with these figures."""
+        values = zip(problem.values, self.seconds, strict=True)
+        return replace(
+            problem,
+            values=tuple(replace(value, seconds=seconds) for value, seconds in values),
+            rejected=dict(self.rejected),
+            forward_seconds=self.forward_seconds,
+            turn_seconds=self.turn_seconds,
+            last_bytes=self.last_bytes,
+        )
+
+    def to_text(self) -> str:
+        """Return it for another rank."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        machine = {field.name: getattr(self.machine, field.name) for field in fields(Machine)}
+        machine["measured"] = sorted(self.machine.measured)
+        host = self.host and [self.host.forward_seconds, self.host.slower]
+        return json.dumps(said | {"machine": machine, "host": host})
+
+    @classmethod
+    def from_text(cls, text: str) -> Figures:
+        """Return what another rank has sent."""
+        said = json.loads(text)
+        machine = said["machine"]
+        machine["measured"] = frozenset(machine["measured"])
+        said["machine"] = Machine(**machine)
+        said["host"] = said["host"] and HostBound(*said["host"])
+        said["rejected"] = {int(number): why for number, why in said["rejected"].items()}
+        said["seconds"], said["steps"] = tuple(said["seconds"]), tuple(said["steps"])
+        return cls(**said)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What ranks are to follow: the choice, and how far the comparison of plans has come."""
+
+    choice: Choice
+    search: PlanSearch | None
+    measured: frozenset[str]
+    """Which of the machine's figures were."""
+
+    def to_text(self) -> str:
+        """Return it for another rank."""
+        choice, search = self.choice, self.search
+        said = choice._asdict()
+        said["decisions"] = [_decision_text(decision) for decision in choice.decisions]
+        found = None
+        if search is not None:
+            found = {
+                "is_bound": search.is_bound,
+                "allowance": search.allowance,
+                "slack_bytes": search.slack_bytes,
+                "current": search.current,
+                "results": list(search.results.items()),
+                "is_settled": search.is_settled,
+                "steps": search.steps,
+            }
+        return json.dumps({"choice": said, "search": found, "measured": sorted(self.measured)})
+
+    @classmethod
+    def from_text(cls, text: str) -> Agreed:
+        """Return what the leader has sent."""
+        said = json.loads(text)
+        choice = said["choice"]
+        choice["decisions"] = [_decision(one) for one in choice["decisions"]]
+        return cls(Choice(**choice), _search(said["search"]), frozenset(said["measured"]))
+
+
+def _slowest_machine(machines: Sequence[Machine]) -> Machine:
+    changed: dict[str, Any] = {"measured": frozenset().union(*(one.measured for one in machines))}
+    for field in fields(Machine):
+        if field.name == "measured":
+            continue
+        values = [getattr(one, field.name) for one in machines]
+        changed[field.name] = min(values) if field.name in _RATES else max(values)
+        if isinstance(values[0], bool):
+            changed[field.name] = all(values)
+    return Machine(**changed)
+
+
+def _slowest_host(hosts: Sequence[HostBound]) -> HostBound | None:
+    """Return the figures of the slowest training threads; None where no step is CPU-bound."""
+    if not hosts:
+        return None
+    return HostBound(max(h.forward_seconds for h in hosts), max(h.slower for h in hosts))
+
+
+def _decision_text(decision: Decision) -> str:
+    if isinstance(decision, Keep):
+        return decision.reason
+    return "+" if isinstance(decision, Offload) else "*"
+
+
+def _decision(text: str) -> Decision:
+    return OFFLOAD if text == "+" else REPLAY if text == "*" else Keep(text)
+
+
+def _search(said: dict[str, Any] | None) -> PlanSearch | None:
+    if said is None:
+        return None
+    results = {Alternative(*one): Followed(*found) for one, found in said["results"]}
+    return PlanSearch(**said | {"current": Alternative(*said["current"]), "results": results})
