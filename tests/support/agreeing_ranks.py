@@ -1,9 +1,9 @@
-"""A rank of a job whose costs are its own, which reports the plans that its steps have followed.
+"""A rank of a job with costs of its own, which reports the plans that its steps have followed.
 
-    python agreeing_ranks.py RANK WORLD FILE ADDRESS CASE
+    python agreeing_ranks.py RANK WORLD STORE ADDRESS alike|stages|late|killed-0|killed-1
 
-Prints, as JSON, the digests of the decisions that each step began with, by the signature's steps,
-and whether losses and gradients are identical to those of training without offload.
+Prints, as JSON, a digest of the plan that each step has followed, and whether every loss and every
+gradient is identical to that of training without offload.
 """
 
 from __future__ import annotations
@@ -15,118 +15,140 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Final
 
 import storm_client as storm
 import torch
 import torch.distributed as dist
-from storm_client.eager import operation_times, ranks
-from storm_client.eager.signature import Kind, RecordedValue
+from storm_client.eager import ranks
+from storm_client.eager.signature import RecordedValue
 from storm_client.planner.agreement import Limits
-from storm_client.planner.decisions import Decision
+from storm_client.planner.problem import Value
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, ROWS, STEPS = 64, 64, 24
+WIDTH, ROWS = 64, 64
+STEPS: Final = 32
+JOINS: Final = 12
+"""The step from which on the last rank offloads, in the case "late"."""
+
+DIES: Final = 3
+"""The step that the rank does not reach which is killed."""
+
+LIMITS: Final = Limits(seconds=0.2, steps=4, forming_steps=2)
+"""Where a rank is late or killed."""
 
 
-def net(layers: int) -> nn.Module:
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Tanh(),
+            nn.Linear(4 * WIDTH, WIDTH),
+            nn.Sigmoid(),
+        )
+
+
+def model_of(case: str, rank: int) -> nn.Module:
+    """Return what a rank trains: with "stages" the first two the same, and the third another."""
     torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Tanh(),
-                      nn.Linear(4 * WIDTH, WIDTH), nn.Sigmoid())
-        for _ in range(layers)
-    ]  # fmt: skip
-    return nn.Sequential(*blocks)
+    model = nn.Sequential(*(Block() for _ in range(3 + (case == "stages") * (rank // 2))))
+    return DistributedDataParallel(model) if case in ("alike", "late") else model
 
 
-class Seen:
-    """Notes the decisions of a signature's steps, and makes each rank's costs its own."""
+def use_costs_of(rank: int) -> None:
+    """Have every second operation be dear on one rank, and the others on the next."""
+    planned = RecordedValue.planned
 
-    def __init__(self, rank: int) -> None:
-        self.followed: list[str] = []
-        self.made: list[str] = []
-        planned = RecordedValue.planned
+    def with_costs(value: RecordedValue) -> Value:
+        return replace(planned(value), seconds=1.0 if (rank + value.number) % 2 else 1e-9)
 
-        def with_costs(value: RecordedValue) -> Any:
-            """Every second rank finds recomputation dear, the others cheap."""
-            found = planned(value)
-            seconds = 1.0 if (rank + value.number) % 2 else 1e-9
-            return type(found)(
-                **{name: getattr(found, name) for name in found.__slots__} | {"seconds": seconds}
-            )
-
-        RecordedValue.planned = with_costs  # type: ignore[method-assign]
-
-    def step(self, offload: storm.Offload) -> None:
-        plan = offload.plan
-        rows = [] if plan is None else [(row.operation, row.decision) for row in plan.rows]
-        self.followed.append(hashlib.sha256(repr(rows).encode()).hexdigest()[:8] if rows else "")
+    RecordedValue.planned = with_costs  # type: ignore[method-assign]
 
 
-def train(model: nn.Module, offload: Any, seen: Seen | None, rank: int, case: str) -> list[Tensor]:
+def train(
+    model: nn.Module, rank: int, case: str, offload: storm.Offload | None = None
+) -> tuple[list[Tensor], list[str]]:
+    """Return every loss and gradient, and the digest of the plan that each step has followed."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1 + rank)
-    found = []
+    found, followed = [], []
     for number in range(STEPS):
+        if offload is not None:
+            meet(rank, case, number)
+        context: AbstractContextManager[object] = offload or nullcontext()
+        if case == "late" and rank == dist.get_world_size() - 1 and number < JOINS:
+            context = nullcontext()
         x = torch.randn(ROWS, WIDTH, generator=generator)
-        if case == "late" and rank == 1 and number < 12:
-            context: Any = nullcontext()
-        else:
-            context = offload
-        if case == "killed" and seen is not None and rank == 1 and number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         with context:
             loss = model(x).square().mean()
-        if seen is not None:
-            seen.step(offload)
+            if offload is not None:
+                followed.append(digest(offload))
         loss.backward()
-        found.append(loss.detach())
+        found += [loss.detach()]
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        if case == "killed":
-            time.sleep(0.01)
-    return found
+    return found, followed
+
+
+def meet(rank: int, case: str, number: int) -> None:
+    """Begin a step together, as ranks do that exchange something; or be killed."""
+    if case.startswith("killed") and number == DIES:
+        if case == f"killed-{rank}":
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif case.startswith("killed") and number > DIES:
+        time.sleep(LIMITS.seconds / 8)  # so that the rest of the steps take longer than that
+    elif not case.startswith("killed") or number < DIES:
+        dist.barrier()
+
+
+def digest(offload: storm.Offload) -> str:
+    """Return what the plan decides for each value; empty where there is none."""
+    plan = offload.plan
+    if plan is None:
+        return ""
+    decisions = [(row.operation, row.decision) for row in plan.rows]
+    return hashlib.sha256(repr(decisions).encode()).hexdigest()[:8]
+
+
+class Messages(logging.Handler):
+    """Those that tell that a rank goes on alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        logging.getLogger("storm_client").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "plans for itself" in record.getMessage():
+            self.found.append(record.getMessage())
 
 
 def main() -> None:
-    rank, world, file, address, case = *map(int, sys.argv[1:3]), *sys.argv[3:]
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("storm_client").addHandler(handler)
-    if case in ("killed", "late"):
-        ranks.LIMITS = Limits(seconds=0.2, steps=4, forming_steps=2)
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world)
-    layers = 2 + rank if case == "stages" else 3
-    together = case in ("costs", "late")
-
-    def made() -> nn.Module:
-        model = net(layers)
-        return DistributedDataParallel(model) if together else model
-
-    plain = train(made(), nullcontext(), None, rank, case)
-    seen = Seen(rank)
+    rank, world = map(int, sys.argv[1:3])
+    store, address, case = sys.argv[3:]
+    messages = Messages()
+    if case not in ("alike", "stages"):
+        ranks.LIMITS = LIMITS
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    plain, _ = train(model_of(case, rank), rank, case)
+    use_costs_of(rank)
     with storm.connect(address, embedded="never", timeout=30.0) as client:
-        model = made()
+        model = model_of(case, rank)
         offload = client.offload(model, min_bytes=1024)
-        planned = train(model, offload, seen, rank, case)
-        pairs = zip(plain, planned, strict=True)
-        result = {
-            "followed": seen.followed,
-            "same": all(torch.equal(one, other) for one, other in pairs),
-            "recomputed": offload.stats().replayed_bytes,
-            "messages": [one for one in messages if "plans for itself" in one],
-        }
+        planned, followed = train(model, rank, case, offload)
+        same = all(map(torch.equal, plain, planned))
+        result = {"same": same, "followed": followed, "messages": messages.found}
         print(json.dumps(result), flush=True)
-        if case != "killed":
-            dist.barrier()
-    if case != "killed":
-        dist.destroy_process_group()
-    else:
-        os._exit(0)
+    if case.startswith("killed"):
+        os._exit(0)  # there is nobody to say farewell to
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""Ranks of one job follow one plan, though each has measured other costs, and bits are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from storm_client.eager.ranks import Ranks, _within
+from storm_client.eager.signature import SAVED, Kind, RecordedValue
+from support import agreeing_ranks
+from support.daemon_process import DaemonProcess
+
+TESTS = str(Path(agreeing_ranks.__file__).parents[1])
+
+
+def tcp() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def run(case: str, daemon: DaemonProcess, *, store: str = "", world: int = 2) -> list[Any]:
+    """Return what each rank has found; None for one that was killed."""
+    store = store or tcp()
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, str(agreeing_ranks.__file__)),
+                *(str(rank), str(world), store, daemon.address, case),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": os.pathsep.join([TESTS, os.environ["PYTHONPATH"]]),
+            },
+        )
+        for rank in range(world)
+    ]
+    found: list[Any] = []
+    try:
+        for rank, process in enumerate(processes):
+            out, err = process.communicate(timeout=240)
+            if case == f"killed-{rank}":
+                assert process.returncode == -9
+                found.append(None)
+                continue
+            assert process.returncode == 0, err
+            found.append(json.loads(out.splitlines()[-1]))
+            assert found[-1]["same"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_other_costs_follow_one_plan_from_the_same_step_on(
+    world: int, daemon: DaemonProcess
+) -> None:
+    first, *others = run("alike", daemon, world=world)
+    assert all(other["followed"] == first["followed"] for other in others)
+    assert first["followed"][-1]
+    assert not first["messages"]
+
+
+def test_ranks_find_each_other_by_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+    first, second = run("alike", daemon, store=f"file://{tmp_path / 'store'}")
+    assert first["followed"] == second["followed"]
+    assert first["followed"][-1]
+
+
+def test_stages_of_a_pipeline_plan_with_those_that_run_the_same(daemon: DaemonProcess) -> None:
+    first, second, third = run("stages", daemon, world=3)
+    assert first["followed"] == second["followed"]
+    assert first["followed"][-1]
+    assert third["followed"][-1] not in ("", first["followed"][-1])
+    assert not [message for one in (first, second, third) for message in one["messages"]]
+
+
+def test_a_rank_that_offloads_later_takes_over_the_others_plan(daemon: DaemonProcess) -> None:
+    found = run("late", daemon, world=3)
+    last = {one["followed"][-1] for one in found}
+    assert len(last) == 1
+    assert last != {""}
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_outlives_another_that_is_killed(dead: int, daemon: DaemonProcess) -> None:
+    """Also where that had the job's store."""
+    found = run(f"killed-{dead}", daemon)
+    left = found[1 - dead]
+    assert left["followed"][-1], "it has a plan of its own"
+    (message,) = left["messages"]
+    assert "plans for itself" in message
+
+
+def test_one_rank_shares_nothing() -> None:
+    kind = Kind(((SAVED, 0, 8, None, ()),), [RecordedValue(0, 8, torch.uint8, torch.Size([8]))])
+    ranks = Ranks((), ())
+    ranks.ended(kind)
+    assert not ranks.shares(kind)
+
+
+def test_what_does_not_return_is_not_waited_for() -> None:
+    ends = threading.Event()
+    try:
+        with pytest.raises(TimeoutError, match="no answer"):
+            _within(0.01, ends.wait)
+    finally:
+        ends.set()
+    with pytest.raises(KeyError):
+        _within(5.0, lambda: {}["nothing"])
+    assert _within(5.0, lambda: "something") == "something"
