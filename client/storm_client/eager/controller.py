@@ -387,7 +387,8 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         kind.is_outdated = False  # what is learned from here on is told in the next round
-        problem = self._problem(kind)
+        with self._making:
+            problem = self._problem(kind)
         self._check_budget(problem)
         machine = self._machine(kind, problem)
         _look_for_host(kind, problem)
