@@ -21,6 +21,7 @@ SECONDS = 20.0
 
 EMPTY: dict[str, Any] = {
     "cache": None,
+    "spill": None,
     "sessions": [],
     "entries": 0,
     "raw_bytes": 0,
