@@ -171,6 +171,7 @@ def test_what_had_no_events_and_no_room_is_not_known(cuda: SimpleNamespace) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_what_the_host_does_between_an_operations_events_is_not_counted() -> None:
     """As hooks do, which run inside of it."""
     device = torch.device("cuda", torch.cuda.current_device())
