@@ -56,12 +56,13 @@ clean:
 	rm -rf build $(VENV)
 
 # torch first: what it pins wins. The package is built without isolation, so that its build
-# tools are the pinned ones too.
+# tools are the pinned ones too. Without a C++ compiler Python does what compiled code would.
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) scikit-build-core hatch-fancy-pypi-readme cmake ninja
 	$(PIP) --no-build-isolation --editable .
+	-$(VENV)/bin/python -m storm_client.native.build
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -117,6 +118,47 @@ def test_a_module_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     path.chmod(path.stat().st_mode | stat.S_IWOTH)
     with pytest.raises(ImportError, match="written by another user; delete it"):
         native._load(path)
+
+
+def of_compiler(name: str) -> str:
+    """Return the path of one of the compiler's own libraries."""
+    program = shutil.which("g++")
+    if program is None:
+        pytest.skip("no g++ here")
+    command = [program, f"-print-file-name={name}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(found).is_absolute():
+        pytest.skip(f"no {name} here")
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_code_is_clean_under_the_address_sanitizer(cache: Path) -> None:
+    cases = Path(__file__).with_name("test_following.py")
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            cases,
+            "-q",
+            "-x",
+            "-s",
+            "-k",
+            "compiled",
+            "-m",
+            "not gpu",
+        ],
+        check=True,
+        timeout=540,
+        cwd=Path(__file__).parents[3],
+        env=os.environ
+        | {
+            "LD_PRELOAD": f"{of_compiler('libasan.so')} {of_compiler('libstdc++.so')}",
+            "ASAN_OPTIONS": "detect_leaks=0",  # of Python's own
+            "CXX": "g++ -fsanitize=address -fno-omit-frame-pointer",
+        },
+    )
 
 
 ALONE = """
