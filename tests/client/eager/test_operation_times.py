@@ -188,3 +188,15 @@ def test_what_the_host_does_between_an_operations_events_is_not_counted() -> Non
     torch.cuda.synchronize()
     assert {one() for one in timings} == {timings[0]()}
     assert 0.0 < timings[0]() < min(span() for span in spans) / 5
+
+
+@pytest.mark.usefixtures("cuda")
+def test_numbers_of_this_threads_operations_go_on_as_without() -> None:
+    """A backward pass adds gradients up in their order, those of several threads as well."""
+    matrix = torch.ones(8, 8, requires_grad=True)
+    times = OperationTimes()
+    timing = times.of(torch.mm, (matrix, matrix), {}, torch.mm(matrix, matrix), lambda: SHORT)
+    assert timing is not None
+    before = torch._C._autograd._get_sequence_nr()
+    assert timing() == pytest.approx(1e-6)
+    assert torch._C._autograd._get_sequence_nr() == before
