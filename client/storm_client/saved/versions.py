@@ -21,7 +21,7 @@ import torch
 
 __all__ = ["KeptTensor", "SavedVersion", "View", "changed_in_place"]
 
-_SUFFIX = r"Backward\d*$" if torch.__version__ >= (2, 12) else r"$^"
+_SUFFIX = r"Backward\d*$" if torch.__version__ >= "2.12" else r"$^"
 """What PyTorch leaves out of an operation's name in its message: nothing in 2.11, this in 2.13."""
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
