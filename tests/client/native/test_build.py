@@ -29,6 +29,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[native._Loader]:
     """What a process knows that has not looked for the module yet."""
+    monkeypatch.delenv(native.SWITCH, raising=False)
     found = native._Loader()
     monkeypatch.setattr(native, "_loader", found)
     yield found

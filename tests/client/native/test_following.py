@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 Block = Callable[[], AbstractContextManager[object]]
@@ -339,6 +340,38 @@ def recomputed_after_a_change(block: Block, device: str) -> list[Tensor]:
         loss = z.sin().sum()
     with torch.no_grad():
         w.mul_(2)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def an_operator_that_fails(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        with suppress(RuntimeError):
+            y @ y
+        loss = (y * (y * 2)).exp().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+class Doubling(TorchDispatchMode):
+    """Returns twice what a product is."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        return made * 2 if function is torch.ops.aten.mul.Tensor else made
+
+
+@case
+def a_mode_that_alters(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        with Doubling():
+            z = y * y.sin()
+        loss = (z * y).exp().sum()
     loss.backward()
     return [loss.detach(), w.grad]
 
