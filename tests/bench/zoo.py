@@ -15,6 +15,7 @@ PyTorch's peak, and what a step offloaded and recomputed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -264,7 +265,19 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         row["offloaded_gib"] = round(stats.offloaded_bytes / options.steps / GIB, 2)
         row["replayed_gib"] = round(stats.replayed_bytes / options.steps / GIB, 2)
         row["plan"] = planned(offload, show=options.plan)
+        if options.ranks:
+            row["plans_are_equal"] = are_equal(offload.plan)
     return row
+
+
+def are_equal(plan: storm.Plan | None) -> bool:
+    """Tell whether all ranks decide the same; each of them has to ask."""
+    rows = () if plan is None else plan.rows
+    decided = [(row.operation, tuple(row.shape), row.decision) for row in rows]
+    digest = hashlib.sha256(repr(decided).encode()).hexdigest()
+    digests: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(digests, digest)
+    return len(set(digests)) == 1
 
 
 def planned(offload: storm.Offload, *, show: bool) -> dict[str, Any]:

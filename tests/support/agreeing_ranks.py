@@ -1,6 +1,9 @@
 """A rank of a job with costs of its own, which reports the plans that its steps have followed.
 
-    python agreeing_ranks.py RANK WORLD STORE ADDRESS alike|stages|late|killed-0|killed-1
+    python agreeing_ranks.py RANK WORLD STORE ADDRESS CASE
+
+with alike, sharded, stages, late, killed-0 or killed-1 for CASE. Where it sees GPUs each rank
+trains on one of them, with costs as they are.
 
 Prints, as JSON, a digest of the plan that each step has followed, and whether every loss and every
 gradient is identical to that of training without offload.
@@ -27,10 +30,14 @@ from storm_client.eager.signature import RecordedValue
 from storm_client.planner.agreement import Limits
 from storm_client.planner.problem import Value
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, ROWS = 64, 64
-STEPS: Final = 32
+IS_ON_GPU: Final = torch.cuda.is_available()
+WIDTH, ROWS = (2048, 4096) if IS_ON_GPU else (64, 64)
+STEPS: Final = 96 if IS_ON_GPU else 32
+"""On a GPU, so many that all plans are compared."""
 JOINS: Final = 12
 """The step from which on the last rank offloads, in the case "late"."""
 
@@ -57,6 +64,12 @@ def model_of(case: str, rank: int) -> nn.Module:
     """Return what a rank trains: with "stages" the first two the same, and the third another."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3 + (case == "stages") * (rank // 2))))
+    if IS_ON_GPU:
+        model = model.to(torch.device("cuda", rank))
+    if case == "sharded":
+        for block in model:
+            fully_shard(block)
+        return fully_shard(model)
     return DistributedDataParallel(model) if case in ("alike", "late") else model
 
 
@@ -73,7 +86,7 @@ def use_costs_of(rank: int) -> None:
 def train(
     model: nn.Module, rank: int, case: str, offload: storm.Offload | None = None
 ) -> tuple[list[Tensor], list[str]]:
-    """Return every loss and gradient, and the digest of the plan that each step has followed."""
+    """Return each loss and the last gradients, and a digest of the plan of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1 + rank)
     found, followed = [], []
@@ -84,26 +97,32 @@ def train(
         if case == "late" and rank == dist.get_world_size() - 1 and number < JOINS:
             context = nullcontext()
         x = torch.randn(ROWS, WIDTH, generator=generator)
+        x = x.to(torch.device("cuda", rank)) if IS_ON_GPU else x
         with context:
             loss = model(x).square().mean()
             if offload is not None:
                 followed.append(digest(offload))
         loss.backward()
-        found += [loss.detach()]
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append(loss.detach())
         optimizer.step()
-        optimizer.zero_grad()
-    return found, followed
+        if number < STEPS - 1:
+            optimizer.zero_grad()
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    return [*found, *map(local, gradients)], followed
+
+
+def local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def meet(rank: int, case: str, number: int) -> None:
-    """Begin a step together, as ranks do that exchange something; or be killed."""
+    """Begin a step together where nothing else makes ranks wait for each other; or be killed."""
     if case.startswith("killed") and number == DIES:
         if case == f"killed-{rank}":
             os.kill(os.getpid(), signal.SIGKILL)
     elif case.startswith("killed") and number > DIES:
         time.sleep(LIMITS.seconds / 8)  # so that the rest of the steps take longer than that
-    elif not case.startswith("killed") or number < DIES:
+    elif case == "stages" or (case.startswith("killed") and number < DIES):
         dist.barrier()
 
 
@@ -133,17 +152,26 @@ def main() -> None:
     rank, world = map(int, sys.argv[1:3])
     store, address, case = sys.argv[3:]
     messages = Messages()
-    if case not in ("alike", "stages"):
+    if case == "late" or case.startswith("killed"):
         ranks.LIMITS = LIMITS
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    if IS_ON_GPU:
+        torch.cuda.set_device(rank)
+    backend = "nccl" if IS_ON_GPU else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world)
     plain, _ = train(model_of(case, rank), rank, case)
-    use_costs_of(rank)
+    if not IS_ON_GPU:
+        use_costs_of(rank)
     with storm.connect(address, embedded="never", timeout=30.0) as client:
         model = model_of(case, rank)
         offload = client.offload(model, min_bytes=1024)
         planned, followed = train(model, rank, case, offload)
-        same = all(map(torch.equal, plain, planned))
-        result = {"same": same, "followed": followed, "messages": messages.found}
+        result = {
+            "same": all(map(torch.equal, plain, planned)),
+            "followed": followed,
+            "compared": offload.plan.compared if offload.plan else "",
+            "offloaded_bytes": offload.stats().offloaded_bytes,
+            "messages": messages.found,
+        }
         print(json.dumps(result), flush=True)
     if case.startswith("killed"):
         os._exit(0)  # there is nobody to say farewell to

@@ -415,6 +415,7 @@ class Planning:
             kind = self._kinds.prefer(kind)
         problem = self._problem(kind)
         if not leads and agreed.search is not None:
+            agreed.search.is_told = kind.search is not None and kind.search.is_told
             kind.search = agreed.search
             kind.search.follows(staying_bytes(problem, choice))
             kind.compared[kind.search.current] = choice.decisions

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from storm_client.eager.ranks import Ranks, _within
 from storm_client.eager.signature import SAVED, Kind, RecordedValue
 from support import agreeing_ranks
@@ -27,7 +28,14 @@ def tcp() -> str:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def run(case: str, daemon: DaemonProcess, *, store: str = "", world: int = 2) -> list[Any]:
+def run(
+    case: str,
+    daemon: DaemonProcess | ChildDaemon,
+    *,
+    store: str = "",
+    world: int = 2,
+    gpus: str = "",
+) -> list[Any]:
     """Return what each rank has found; None for one that was killed."""
     store = store or tcp()
     processes = [
@@ -42,7 +50,7 @@ def run(case: str, daemon: DaemonProcess, *, store: str = "", world: int = 2) ->
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
+                "CUDA_VISIBLE_DEVICES": gpus,
                 "PYTHONPATH": os.pathsep.join([TESTS, os.environ["PYTHONPATH"]]),
             },
         )
@@ -73,6 +81,29 @@ def test_ranks_with_other_costs_follow_one_plan_from_the_same_step_on(
     first, *others = run("alike", daemon, world=world)
     assert all(other["followed"] == first["followed"] for other in others)
     assert first["followed"][-1]
+    assert not first["messages"]
+
+
+def test_ranks_that_shard_their_model_follow_one_plan(daemon: DaemonProcess) -> None:
+    first, second = run("sharded", daemon)
+    assert first["followed"] == second["followed"]
+    assert first["followed"][-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["alike", "sharded"])
+def test_ranks_on_gpus_compare_plans_together(case: str) -> None:
+    """By nccl, with DDP and FSDP2: threads run ahead of devices, and costs are what they are."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, {torch.cuda.device_count()} here")
+    flags = ["--pool-bytes=16GiB", "--device=cuda"]
+    with ChildDaemon(flags=flags, start_seconds=120.0) as daemon:
+        first, second = run(case, daemon, gpus="0,1")
+    assert first["followed"] == second["followed"]
+    assert first["offloaded_bytes"] > 0
+    assert first["compared"] == second["compared"] != ""
+    assert len(set(first["followed"])) > 2, "several plans were followed"
     assert not first["messages"]
 
 

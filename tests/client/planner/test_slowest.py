@@ -1,0 +1,83 @@
+"""A plan of several ranks is made from the slowest's figures, which cross the store unchanged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
+from storm_client.planner.host import HostBound
+from storm_client.planner.machine import CUDA, LinkFigures
+from storm_client.planner.problem import Problem, Value
+from storm_client.planner.search import PREDICTED, PlanSearch
+from storm_client.planner.slowest import Agreed, Figures
+from storm_client.planner.solver import Choice
+
+VALUES = tuple(
+    Value(number, 1 << 20, torch.float32, (512, 512), "gelu", seconds=0.25, uses=1)
+    for number in range(2)
+)
+PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100)
+ONE = Figures.of(PROBLEM, CUDA, HostBound(0.2, 2.0), 1 << 30, [0.1, 0.2, 0.3])
+OTHER = replace(
+    ONE,
+    seconds=(0.5, 0.125),
+    forward_seconds=0.75,
+    turn_seconds=0.0625,
+    last_bytes=50,
+    rejected={0: "its bits differ"},
+    machine=replace(CUDA.with_link(LinkFigures(limit=1.0)), bandwidth=1.0, hides=False),
+    host=None,
+    room=1 << 20,
+    steps=(0.2, 0.1),
+)
+
+
+def test_figures_cross_the_store_unchanged() -> None:
+    for figures in (ONE, OTHER, replace(ONE, forward_seconds=None, room=None)):
+        assert Figures.from_text(figures.to_text()) == figures
+
+
+def test_the_slowest_of_each_figure_is_taken_in_any_order() -> None:
+    for ranks in ([ONE, OTHER], [OTHER, ONE]):
+        slowest = Figures.slowest(ranks)
+        assert slowest.seconds == (0.5, 0.25)
+        assert slowest.forward_seconds == 0.75
+        assert slowest.turn_seconds == 0.0625
+        assert slowest.last_bytes == 50
+        assert slowest.rejected == {0: "its bits differ", 1: "it draws"}
+        assert slowest.host == HostBound(0.2, 2.0)
+        assert slowest.room == 1 << 20
+        assert slowest.steps == (0.2, 0.2, 0.3)
+        assert slowest.machine.link == 1.0
+        assert slowest.machine.bandwidth == 1.0
+        assert not slowest.machine.hides
+        assert slowest.machine.thread_store == CUDA.thread_store
+
+
+def test_a_window_that_one_rank_does_not_know_is_not_known() -> None:
+    slowest = Figures.slowest([ONE, replace(OTHER, forward_seconds=None, turn_seconds=math.inf)])
+    assert slowest.forward_seconds is None
+    assert slowest.turn_seconds == math.inf
+
+
+def test_a_problem_has_the_slowest_figures() -> None:
+    problem = OTHER.put_into(PROBLEM)
+    assert [value.seconds for value in problem.values] == [0.5, 0.125]
+    assert (problem.forward_seconds, problem.last_bytes) == (0.75, 50)
+    assert problem.rejected == {0: "its bits differ"}
+
+
+def test_what_is_agreed_on_crosses_the_store_unchanged() -> None:
+    choice = Choice([OFFLOAD, REPLAY, Keep("last")], ["a", "b", "c"], [0.1, 0.2, 0.0], 3, 1, 2, 4)
+    search = PlanSearch.beginning(is_bound=False, allowance=0.5, slack_bytes=7)
+    search.follows(11)
+    for seconds in (3.0, 1.0, 1.0, 1.0):
+        search.took(PREDICTED, seconds)
+    for one in (search, None):
+        agreed = Agreed.from_text(Agreed(choice, one, frozenset({"link"})).to_text())
+        assert agreed.choice == choice
+        assert agreed.measured == {"link"}
+        assert str(agreed.search) == str(one)
+    assert agreed.search is None
