@@ -2,8 +2,8 @@
 
     python agreeing_ranks.py RANK WORLD STORE ADDRESS CASE
 
-with alike, sharded, stages, late, killed-0 or killed-1 for CASE. Where it sees GPUs each rank
-trains on one of them, with costs as they are.
+with alike, compared, sharded, stages, late, killed-0 or killed-1 for CASE. Where it sees GPUs each
+rank trains on one of them, with costs as they are.
 
 Prints, as JSON, a digest of the plan that each step has followed, and whether every loss and every
 gradient is identical to that of training without offload.
@@ -20,15 +20,18 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import storm_client as storm
 import torch
 import torch.distributed as dist
-from storm_client.eager import ranks
-from storm_client.eager.signature import RecordedValue
+from storm_client.eager import controller, ranks
+from storm_client.eager.signature import Kind, RecordedValue
+from storm_client.eager.step_times import Duration, StepTimes
 from storm_client.planner.agreement import Limits
+from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
+from storm_client.planner.search import OFFLOAD_ALONE, Alternative
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -36,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 IS_ON_GPU: Final = torch.cuda.is_available()
 WIDTH, ROWS = (2048, 4096) if IS_ON_GPU else (64, 64)
-STEPS: Final = 96 if IS_ON_GPU else 32
-"""On a GPU, so many that all plans are compared."""
+STEPS: Final = 96 if IS_ON_GPU or sys.argv[-1] == "compared" else 32
+"""Where plans are compared, so many that all of them are."""
 JOINS: Final = 12
 """The step from which on the last rank offloads, in the case "late"."""
 
@@ -70,7 +73,7 @@ def model_of(case: str, rank: int) -> nn.Module:
         for block in model:
             fully_shard(block)
         return fully_shard(model)
-    return DistributedDataParallel(model) if case in ("alike", "late") else model
+    return DistributedDataParallel(model) if case in ("alike", "compared", "late") else model
 
 
 def use_costs_of(rank: int) -> None:
@@ -81,6 +84,36 @@ def use_costs_of(rank: int) -> None:
         return replace(planned(value), seconds=1.0 if (rank + value.number) % 2 else 1e-9)
 
     RecordedValue.planned = with_costs  # type: ignore[method-assign]
+
+
+def compare_as_on_a_gpu(rank: int) -> None:
+    """Have plans be compared, and each rank be faster by another one: together one of them is."""
+    machine = replace(CPU, link=1e-7, codec=1e-9, thread_store=1e-9, thread_recompute=1e-6)
+    kind: Any = Kind
+    kind.is_on_gpu = property(lambda _: True)
+    changed: Any = controller
+    changed.give_back_unused = lambda _: None
+    changed.host_bound = lambda *_: None
+    changed.machine_of = lambda _: machine
+    times: Any = StepTimes
+    times.wants_full_queue = property(lambda _: False)
+    known = times.took
+
+    def took(self: StepTimes, alternative: Alternative, _: Duration) -> None:
+        slow = 0.3 if rank else 0.1
+        known(self, alternative, Passed(0.2 if alternative == OFFLOAD_ALONE else slow))
+
+    times.took = took
+
+
+class Passed:
+    is_known = True
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self) -> float:
+        return self._seconds
 
 
 def train(
@@ -159,7 +192,9 @@ def main() -> None:
     backend = "nccl" if IS_ON_GPU else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world)
     plain, _ = train(model_of(case, rank), rank, case)
-    if not IS_ON_GPU:
+    if case == "compared":
+        compare_as_on_a_gpu(rank)
+    elif not IS_ON_GPU:
         use_costs_of(rank)
     with storm.connect(address, embedded="never", timeout=30.0) as client:
         model = model_of(case, rank)

@@ -137,7 +137,8 @@ class Planning:
         self._compare_plans()
         self._note_shortage()
         learns = self._recurrence.is_seen
-        self._ranks.agree(self, self._kinds.outdated())
+        if self._ranks.are_sharing:
+            self._ranks.agree(self, self._kinds.outdated())
         for one in self._kinds.outdated():
             if not self._ranks.shares(one) and (one.is_planned or (learns and one.is_learned)):
                 self._make_again(one)

@@ -102,6 +102,11 @@ class Ranks:
         self._lock = threading.Lock()
         """Held while a thread agrees; others go on with what they follow."""
 
+    @property
+    def are_sharing(self) -> bool:
+        """Whether there is a plan that others have a say in, or have had."""
+        return bool(self._shared)
+
     def shares(self, kind: Kind) -> bool:
         """Tell whether others have a say in the plan of a kind."""
         shared = self._shared.get(kind.origin or kind)
@@ -134,7 +139,7 @@ class Ranks:
     def agree(self, planner: Planner, news: Iterable[Kind]) -> None:
         """Go on with what is being agreed on, as a step begins; `news` are kinds to be planned."""
         self._begun += 1
-        if not self._shared or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
             for kind in news:

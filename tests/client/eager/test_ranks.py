@@ -16,6 +16,7 @@ import torch
 from storm_bench.child_daemon import ChildDaemon
 from storm_client.eager.ranks import Ranks, _within
 from storm_client.eager.signature import SAVED, Kind, RecordedValue
+from storm_client.planner.search import OFFLOAD_ALONE
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
 
@@ -82,6 +83,15 @@ def test_ranks_with_other_costs_follow_one_plan_from_the_same_step_on(
     assert all(other["followed"] == first["followed"] for other in others)
     assert first["followed"][-1]
     assert not first["messages"]
+
+
+def test_ranks_compare_plans_by_the_slowest_of_them(daemon: DaemonProcess) -> None:
+    """The plan that is best for all is not that which the first rank would follow."""
+    first, second = run("compared", daemon)
+    assert first["followed"] == second["followed"]
+    assert len(set(first["followed"])) > 2, "several plans were followed"
+    assert first["compared"] == second["compared"]
+    assert first["compared"].startswith(f"{OFFLOAD_ALONE.name}, settled")
 
 
 def test_ranks_that_shard_their_model_follow_one_plan(daemon: DaemonProcess) -> None:
