@@ -328,7 +328,7 @@ def main() -> None:
     torch.manual_seed(0)
     row = train(options)
     machine = describe() | {"packages": package_versions(("torch", "transformers"))}
-    print(json.dumps({"row": row, "machine": machine}))
+    print(json.dumps({"row": row, "machine": machine}) + "\n", end="", flush=True)  # ranks share it
     if options.ranks:
         torch.distributed.destroy_process_group()
 

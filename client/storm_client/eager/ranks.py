@@ -43,6 +43,10 @@ STORE_SECONDS: Final = 5.0
 MOST_TURNS: Final = 16
 """Questions to the store in one step: enough to form a group and to begin a round."""
 
+MOST_LONELY: Final = 3
+"""Signatures that no other rank had, until later ones are planned without asking: ranks whose
+batches have lengths of their own have many."""
+
 LIMITS = Limits()
 
 _LOGGER = logging.getLogger("storm_client")
@@ -97,8 +101,8 @@ class Ranks:
         self._begun = 0
         """Steps of any signature."""
         self._store: Any = None
-        self._is_alone = False
-        """Whether this rank was found to have no others, so that later signatures ask for none."""
+        self._lonely = 0
+        """Signatures that no other rank had, or whose ranks did not answer."""
         self._lock = threading.Lock()
         """Held while a thread agrees; others go on with what they follow."""
 
@@ -159,7 +163,7 @@ class Ranks:
 
     def _join(self, kind: Kind) -> None:
         """Have the plan of a kind agreed on, unless this rank has no others."""
-        if self._is_alone or not _are_several():
+        if self._lonely >= MOST_LONELY or not _are_several():
             return
         shared = _Shared(
             Agreement(
@@ -184,7 +188,7 @@ class Ranks:
                 break
         if isinstance(agreement.phase, Alone):
             kind.is_outdated = True
-            self._is_alone = True
+            self._lonely += MOST_LONELY if agreement.phase.reason else 1
             self._say(agreement.phase)
             return
         choice = agreement.due(shared.ended)

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.eager.ranks import Ranks, _within
+from storm_client.eager import ranks as shell
+from storm_client.eager.ranks import MOST_LONELY, Ranks, _within
 from storm_client.eager.signature import SAVED, Kind, RecordedValue
 from storm_client.planner.search import OFFLOAD_ALONE
+from storm_client.planner.slowest import Agreed, Figures
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
 
@@ -149,7 +151,7 @@ def test_a_rank_outlives_another_that_is_killed(dead: int, daemon: DaemonProcess
 
 
 def test_one_rank_shares_nothing() -> None:
-    kind = Kind(((SAVED, 0, 8, None, ()),), [RecordedValue(0, 8, torch.uint8, torch.Size([8]))])
+    kind = kind_of(8)
     ranks = Ranks((), ())
     ranks.ended(kind)
     assert not ranks.shares(kind)
@@ -165,3 +167,41 @@ def test_what_does_not_return_is_not_waited_for() -> None:
     with pytest.raises(KeyError):
         _within(5.0, lambda: {}["nothing"])
     assert _within(5.0, lambda: "something") == "something"
+
+
+def test_a_rank_with_batches_of_its_own_soon_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signatures that come later are planned at once."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(shell, "_are_several", lambda: True)
+    monkeypatch.setattr(shell, "_job_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    ranks = Ranks((), ())
+    for length in range(1, 6):
+        kind = kind_of(length)
+        ranks.ended(kind)
+        assert ranks.shares(kind) is (length <= MOST_LONELY)
+        if not ranks.shares(kind):
+            continue
+        store.set(f"storm/{ranks._number}/{length - 1}/first/1", "another")
+        ranks.agree(NoPlanner(), [])
+        assert not ranks.shares(kind)
+        assert kind.is_outdated
+
+
+class NoPlanner:
+    """Nothing is planned together."""
+
+    def figures(self, kind: Kind, steps: object) -> Figures:
+        raise NotImplementedError
+
+    def decide(self, kind: Kind, slowest: Figures, followed: object) -> Agreed:
+        raise NotImplementedError
+
+    def follow_agreed(self, kind: Kind, agreed: Agreed, *, leads: bool) -> None:
+        raise NotImplementedError
+
+
+def kind_of(length: int) -> Kind:
+    value = RecordedValue(0, length, torch.uint8, torch.Size([length]))
+    return Kind(((SAVED, 0, length, None, ()),), [value])
