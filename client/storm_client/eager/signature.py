@@ -111,6 +111,11 @@ class RecordedValue:
         """Whether autograd has saved it."""
         return self.uses > 0
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is known what making it took, or will be."""
+        return self.timing is not None or self.seconds > 0.0
+
     def planned(self) -> Value:
         """Return what the planner is told of it; waits until the device has made it."""
         if self.timing is not None:
@@ -386,6 +391,26 @@ class Kind:
             block_ends=self.block_ends,
         )
 
+    def take_times(self, others: Iterable[Kind]) -> None:
+        """Take what operations took in other signatures where they are alike and have no time.
+
+        What a step does as others before it did is not timed again.
+        """
+        known: dict[object, RecordedValue] = {}
+        for kind in others:
+            for value in kind.values:
+                if value.operation and value.is_timed:
+                    known.setdefault(kind._likeness(value), value)
+        for value in self.values:
+            like = known.get(self._likeness(value)) if value.operation else None
+            if like is not None and not value.is_timed:
+                value.seconds, value.timing = like.seconds, like.timing
+
+    def _likeness(self, value: RecordedValue) -> tuple[object, ...]:
+        """Return what operations have in common that take as long."""
+        inputs = (self.values[n].shape if n >= 0 else None for n in value.inputs)
+        return value.operation, value.shape, value.dtype, value.device, *inputs
+
     def _busy_seconds(self, values: Sequence[Value]) -> float | None:
         """Return for how long the device computes in a forward pass; None where that is not known.
 
@@ -656,6 +681,7 @@ class Kinds:
             if known is None:
                 known = Kind(key, step.values, step.functions)
                 known.is_learned = step.is_learned
+                known.take_times(self._known.values())
             known.seen += 1
             self._add(known)
         return known

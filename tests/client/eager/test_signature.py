@@ -110,3 +110,17 @@ def test_a_plan_is_like_one_that_decides_the_same_and_was_measured() -> None:
     made.search.results[PREDICTED] = Followed(1.0, 0)
     assert made.measured_like([OFFLOAD]) is PREDICTED
     assert made.measured_like([REPLAY]) is None
+
+
+def test_a_signature_that_is_learned_later_knows_what_operations_took_before() -> None:
+    def values(*shapes: tuple[int, ...]) -> list[RecordedValue]:
+        return [
+            RecordedValue(n, 4, torch.float32, torch.Size(shape), operation="mm", inputs=(n - 1,))
+            for n, shape in enumerate(shapes)
+        ]
+
+    first, second = Kind((), values((4,), (8,), (8,))), Kind((), values((4,), (8,), (16,)))
+    first.values[0].seconds, first.values[1].timing = 1.0, lambda: 2.0
+    first.values[2].seconds = 3.0
+    second.take_times([first])
+    assert [value.planned().seconds for value in second.values] == [1.0, 2.0, 0.0]
