@@ -62,7 +62,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
 	$(PIP) torch
 	$(PIP) scikit-build-core hatch-fancy-pypi-readme cmake ninja
 	$(PIP) --no-build-isolation --editable .
-	-$(VENV)/bin/python -m storm_client.native.build
+	-$(VENV)/bin/python -m storm_client.native
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -37,5 +37,5 @@ def check_compiled() -> Finding:
     if done.returncode == 0:
         return Finding(_NAME, "ok", done.stdout.strip())
     detail = f"Python follows steps, which costs the training thread more: {done.stderr.strip()}"
-    advice = "install g++, then `python -m storm_client.native.build`"
+    advice = "install g++, then `python -m storm_client.native`"
     return Finding(_NAME, "warn", detail, advice)

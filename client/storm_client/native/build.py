@@ -1,7 +1,7 @@
 """Builds the module `_follow` of this folder against the installed torch, into a cache.
 
-    python -m storm_client.native.build            build it now, and say where it is, or why not
-    python -m storm_client.native.build --check    say whether it is there or can be built
+    python -m storm_client.native            build it now, and say where it is, or why not
+    python -m storm_client.native --check    say whether it is there or can be built
 
 Nothing but the standard library is imported, so that a training process can have this file run
 beside it without loading PyTorch twice. A module in the cache was loaded and tried once by another
@@ -199,7 +199,7 @@ def check() -> str:
 
 def main() -> int:
     """Build the module, or look for it, and print where it is, or why there is none."""
-    parser = argparse.ArgumentParser(prog="python -m storm_client.native.build")
+    parser = argparse.ArgumentParser(prog="python -m storm_client.native")
     parser.add_argument("--check", action="store_true", help="only say whether it is there")
     try:
         print(check() if parser.parse_args().check else build())  # noqa: T201 - a command

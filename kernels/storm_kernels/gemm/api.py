@@ -59,8 +59,7 @@ def linear(
     the kernel's own, the same each time; where the kernel does not take x and w, y has the bits of
     `torch.nn.functional.linear`. With `encode` the call waits for the device.
 
-    Raises:
-        UsageError: shapes do not fit.
+    Raises UsageError where shapes do not fit.
     """
     _check(x, w)
     if bias is not None and bias.shape != w.shape[:1]:
@@ -83,8 +82,7 @@ def gated_mlp(
     differentiable (`storm_kernels.nn.GatedMLP` is). Waits for the device, to learn the blobs'
     sizes.
 
-    Raises:
-        UsageError: shapes do not fit, or an unknown activation.
+    Raises UsageError where shapes do not fit, or for an unknown activation.
     """
     check_activation(activation)
     _check(x, w_gate)
@@ -111,9 +109,7 @@ def grad_weight(grad: Tensor, encoded: Encoded) -> Tensor:
     grad is (..., n), x (..., k) with the same rows; the result (n, k). x is decoded, then PyTorch
     multiplies.
 
-    Raises:
-        UsageError: shapes do not fit.
-        CorruptBlob: the blob is damaged.
+    Raises UsageError where shapes do not fit, and CorruptBlob for a damaged blob.
     """
     if grad.shape[:-1] != encoded.shape[:-1] or not grad.dim():
         raise UsageError(

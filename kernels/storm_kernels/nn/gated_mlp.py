@@ -93,9 +93,8 @@ class GatedMLP(nn.Module):
         `module.act_fn`, and "silu" where there is none, unless it is given. `difference` says how
         far results are.
 
-        Raises:
-            UsageError: it has no such projections, or others than plain linear layers, or an
-                activation that is unknown here.
+        Raises UsageError where it has no such projections, or others than plain linear layers, or
+        an activation that is unknown here.
         """
         gate, up, down = _projections(module)
         name = activation or _activation_of(module)

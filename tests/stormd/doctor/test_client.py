@@ -26,4 +26,4 @@ def test_without_a_compiler_it_says_what_to_do(
     finding = client.check_compiled()
     assert finding.state == "warn"
     assert "no C++ compiler was found" in finding.detail
-    assert "storm_client.native.build" in finding.advice
+    assert "python -m storm_client.native`" in finding.advice
