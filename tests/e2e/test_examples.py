@@ -77,7 +77,9 @@ def test_the_compiled_example_offloads_inside_its_graph(
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
-@pytest.mark.parametrize("name", ["compiled_gpt.py", "step_gpt.py"])
+@pytest.mark.parametrize(
+    "name", ["compiled_gpt.py", pytest.param("step_gpt.py", marks=pytest.mark.slow)]
+)
 def test_examples_with_generated_code_run_as_they_are_started(
     name: str, examples: Path, daemon: ChildDaemon
 ) -> None:
@@ -121,6 +123,7 @@ def test_two_students_share_the_teachers_outputs(examples: Path, daemon: ChildDa
     assert counters["hits"] >= 32, "each student finds everything from its second epoch on"
 
 
+@pytest.mark.slow
 def test_layers_with_decay_copy_selectively_and_plain_sums_do_not(examples: Path) -> None:
     short = ("copy", "--length=48", "--steps=220")
     share = [_losses(examples / "ar_ssm.py", *short, *more)[-1] for more in ((), ("--plain",))]
