@@ -135,9 +135,7 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
     assert (memory[room:] == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("seed", "lead"), [(0, 0), pytest.param(5, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("seed", "lead"), [(0, 0), pytest.param(5, 3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "pairs", "rows", "columns", "depth"),
