@@ -156,19 +156,7 @@ def _loaded(device: int, variant: Variant) -> Any:  # noqa: ARG001 (a module a d
 @cache
 def _compiled(variant: Variant) -> bytes:
     """Return the machine code."""
-    from cuda.bindings import nvrtc
+    from ..cuda_driver.compiling import compiled
 
-    from ..cuda_driver.calls import call
-
-    program = call(nvrtc.nvrtcCreateProgram, SOURCE.read_bytes(), b"gemm.cu", 0, [], [])
-    defines = [f"--define-macro={name}={value}" for name, value in variant.defines().items()]
-    options = [option.encode() for option in (*OPTIONS, *defines)]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * call(nvrtc.nvrtcGetProgramLogSize, program)
-    call(nvrtc.nvrtcGetProgramLog, program, log)
-    if status:
-        raise BackendUnavailable(f"gemm.cu cannot be compiled: {log.decode()}")
-    code = b" " * int(call(nvrtc.nvrtcGetCUBINSize, program))
-    call(nvrtc.nvrtcGetCUBIN, program, code)
-    call(nvrtc.nvrtcDestroyProgram, program)
-    return code
+    defines = (f"--define-macro={name}={value}" for name, value in variant.defines().items())
+    return compiled(SOURCE, (*OPTIONS, *defines), "gemm.cu cannot be compiled")

@@ -197,21 +197,10 @@ def _loaded(device: int) -> Any:
 @cache
 def _compiled(target: str) -> bytes:
     """Return the machine code for an architecture."""
-    from cuda.bindings import nvrtc
+    from ..cuda_driver.compiling import compiled
 
-    from ..cuda_driver.calls import call
-
-    program = call(nvrtc.nvrtcCreateProgram, SOURCE.read_bytes(), b"loss.cu", 0, [], [])
-    options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={target}")]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * call(nvrtc.nvrtcGetProgramLogSize, program)
-    call(nvrtc.nvrtcGetProgramLog, program, log)
-    if status:
-        raise BackendUnavailable(f"loss.cu cannot be compiled for {target}: {log.decode()}")
-    code = b" " * int(call(nvrtc.nvrtcGetCUBINSize, program))
-    call(nvrtc.nvrtcGetCUBIN, program, code)
-    call(nvrtc.nvrtcDestroyProgram, program)
-    return code
+    options = (*OPTIONS, f"--gpu-architecture={target}")
+    return compiled(SOURCE, options, f"loss.cu cannot be compiled for {target}")
 
 
 SOURCE: Final = _FOLDER / "loss.cu"
