@@ -35,7 +35,7 @@ from storm_client.planner.host import HostBound, HostPass
 from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.machine import machine_of
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.solver import operation_seconds
+from storm_client.planner.solver import likeness, operation_seconds
 
 if TYPE_CHECKING:
     from storm_client.eager.following import Noted
@@ -400,16 +400,12 @@ class Kind:
         for kind in others:
             for value in kind.values:
                 if value.operation and value.is_timed:
-                    known.setdefault(kind._likeness(value), value)
+                    known.setdefault((value.device, likeness(value, kind.values)), value)
         for value in self.values:
-            like = known.get(self._likeness(value)) if value.operation else None
-            if like is not None and not value.is_timed:
-                value.seconds, value.timing = like.seconds, like.timing
-
-    def _likeness(self, value: RecordedValue) -> tuple[object, ...]:
-        """Return what operations have in common that take as long."""
-        inputs = (self.values[n].shape if n >= 0 else None for n in value.inputs)
-        return value.operation, value.shape, value.dtype, value.device, *inputs
+            if value.operation and not value.is_timed:
+                like = known.get((value.device, likeness(value, self.values)))
+                if like is not None:
+                    value.seconds, value.timing = like.seconds, like.timing
 
     def _busy_seconds(self, values: Sequence[Value]) -> float | None:
         """Return for how long the device computes in a forward pass; None where that is not known.

@@ -29,13 +29,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import torch
 
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem, Value
 
-__all__ = ["Choice", "choose", "operation_seconds"]
+__all__ = ["Choice", "choose", "likeness", "operation_seconds"]
 
 MOST_DEPTH = 16
 """Operations in a row that recompute a value from what is stored."""
@@ -55,6 +57,19 @@ pass computes behind it: that second, and two of the backward pass."""
 
 LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Prices of a byte on the link that are tried, as shares of its whole time."""
+
+
+class MadeValue(Protocol):
+    """What an operation has made, as the planner or a recording knows it."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
 
 
 class Choice(NamedTuple):
@@ -103,9 +118,9 @@ def operation_seconds(values: Sequence[Value], machine: Machine) -> list[float]:
     least: dict[tuple[object, ...], float] = {}
     for value in values:
         if value.seconds:
-            key = _likeness(value, values)
+            key = likeness(value, values)
             least[key] = min(least.get(key, value.seconds), value.seconds)
-    return [least.get(_likeness(value, values), _default(value, machine)) for value in values]
+    return [least.get(likeness(value, values), _default(value, machine)) for value in values]
 
 
 def _default(value: Value, machine: Machine) -> float:
@@ -115,7 +130,8 @@ def _default(value: Value, machine: Machine) -> float:
     return value.nbytes * rate
 
 
-def _likeness(value: Value, values: Sequence[Value]) -> tuple[object, ...]:
+def likeness(value: MadeValue, values: Sequence[MadeValue]) -> tuple[object, ...]:
+    """Return what operations have in common that take as long; `values` are all of the step."""
     inputs = (values[n].shape if n >= 0 else None for n in value.inputs)
     return (value.operation, value.shape, value.dtype, *inputs)
 
