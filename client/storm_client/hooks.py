@@ -383,9 +383,8 @@ class StepHooks:
         began = perf_counter()
         with ranges.span("unpack", record.nbytes, record.key):
             try:
-                located = record.session.load(
-                    handle, is_first=is_first, may_hand_out=self._may_hand_out
-                )
+                may_hand_out = record.session.has_in_place and self._may_hand_out
+                located = record.session.load(handle, is_first=is_first, may_hand_out=may_hand_out)
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
         ready = record.ready

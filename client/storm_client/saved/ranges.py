@@ -45,6 +45,9 @@ __all__ = [
 class Holder(Protocol):
     """Who holds a record's bytes: a session."""
 
+    has_in_place: bool
+    """Whether bytes may come back into memory of their own."""
+
     def load(self, handle: Handle, *, is_first: bool, may_hand_out: bool = False) -> Located:
         """Return where the bytes of a handle of it are in memory, or will be in stream order."""
         ...

@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 
+from storm_client.monitoring.layers import parts_of
+
 __all__ = ["Confirmation", "acts_on_gradients_early"]
 
 MOST_PASSES = 64
@@ -57,6 +59,7 @@ def acts_on_gradients_early(modules: Iterable[torch.nn.Module]) -> bool:
         return True
     return any(
         parameter._post_accumulate_grad_hooks or parameter._backward_hooks
-        for module in modules
-        for parameter in module.parameters()
+        for part in parts_of(modules)
+        for parameter in part._parameters.values()
+        if parameter is not None
     )
