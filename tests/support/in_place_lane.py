@@ -22,7 +22,7 @@ import torch
 from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
-from storm_client.transport.transfers import ALIGNMENT, StagingSpace
+from storm_client.transport.staging_space import ALIGNMENT, StagingSpace
 from support.waiting import wait_until
 
 from stormd.protocol import MapSegment, Welcome

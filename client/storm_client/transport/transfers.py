@@ -17,8 +17,6 @@ done before signals are looked at.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -31,6 +29,7 @@ from storm_client.lanes.dtypes import ENCODED, codec_name
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.saved.ranges import Part, RangePhase, StoredRange
+from storm_client.transport.staging_space import ALIGNMENT, StagingSpace
 from stormd.protocol import (
     RESTORED_FIELDS,
     Admitted,
@@ -50,18 +49,13 @@ from stormd.protocol import (
 from stormd.protocol.timeline import RESTORED_SLOTS
 
 __all__ = [
-    "ALIGNMENT",
     "Incoming",
     "Outgoing",
     "Phase",
-    "StagingSpace",
     "Transfer",
     "Transfers",
     "number_of",
 ]
-
-ALIGNMENT = 64
-"""Bytes, of ranges of the staging area; a cache line, and a multiple of every dtype's size."""
 
 AHEAD_SHARE = 0.75
 """Of the staging area, for what was prefetched or is kept there; the rest is left to stores and
@@ -217,87 +211,6 @@ class Incoming:
     def nbytes(self) -> int:
         """The size of the storage that it comes back into."""
         return 0 if self.storage is None else int(self.storage.nbytes())
-
-
-class _Used(weakref.ref[Slot]):
-    """A slot that was handed out, and its range; it has none before the range is taken."""
-
-    begin = end = -1
-
-
-class StagingSpace:
-    """Which ranges of the staging area are in use: a first-fit allocator.
-
-    Free neighbours are merged at once, so the area is whole again when everything has been given
-    back, in whatever order. A slot that nobody holds any more, as where an interrupt came between
-    its reservation and its use, is free at the next look. Both tables change by statements without
-    a call, where no signal is looked at.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        """Start with everything free; a tail shorter than ALIGNMENT is not used."""
-        self.capacity = nbytes - nbytes % ALIGNMENT
-        self._free = [(0, self.capacity)] if self.capacity else []  # begins and ends
-        self._used: dict[int, _Used] = {}
-        self._dropped: deque[_Used] = deque()
-        """Of slots that died without having been given back."""
-
-    @property
-    def free_bytes(self) -> int:
-        """How much is free, in however many ranges."""
-        return sum(end - begin for begin, end in self._free)
-
-    def allocate(self, nbytes: int) -> Slot | None:
-        """Return a slot of `nbytes`, None where no free range is that long."""
-        self.reclaim()
-        size = _aligned(nbytes)
-        for index, (begin, end) in enumerate(self._free):
-            if end - begin >= size:
-                slot = Slot(begin, nbytes)
-                used = _Used(slot, self._dropped.append)
-                used.begin, used.end = begin, begin + size
-                left = [(begin + size, end)] if begin + size < end else []
-                self._free[index : index + 1] = left
-                self._used[begin] = used
-                return slot
-        return None
-
-    def free(self, slot: Slot) -> None:
-        """Give a slot's range back; it must have been handed out."""
-        self._give_back(self._used[slot.offset])
-
-    def reclaim(self) -> None:
-        """Give the ranges of slots back that nobody holds."""
-        while self._dropped:
-            used = self._dropped[0]
-            if self._used.get(used.begin) is used:
-                self._give_back(used)
-            self._dropped.popleft()
-
-    def _give_back(self, used: _Used) -> None:
-        begin, end = used.begin, used.end
-        first = last = bisect_left(self._free, (begin, end))
-        if first and self._free[first - 1][1] == begin:
-            first -= 1
-            begin = self._free[first][0]
-        if last < len(self._free) and self._free[last][0] == end:
-            end = self._free[last][1]
-            last += 1
-        del self._used[used.begin]
-        self._free[first:last] = [(begin, end)]
-
-    def assert_invariants(self) -> None:
-        """Check that free and used ranges tile the area and that no two free ones touch."""
-        reached = 0
-        for begin, end in sorted(
-            [*self._free, *((one.begin, one.end) for one in self._used.values())]
-        ):
-            assert begin == reached, f"a gap or overlap at {reached}: the next range is at {begin}"
-            assert end > begin, f"an empty range at {begin}"
-            reached = end
-        assert reached == self.capacity, f"ranges end at {reached}, the area at {self.capacity}"
-        ends = {end for _, end in self._free}
-        assert ends.isdisjoint(begin for begin, _ in self._free), "two free ranges touch"
 
 
 class Transfers:
@@ -995,7 +908,3 @@ def number_of(request: int, message: Message) -> int:
         case Failed():
             return message.ticket or message.entry
     return request
-
-
-def _aligned(nbytes: int) -> int:
-    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.lanes import Slot
-from storm_client.transport import transfers
-from storm_client.transport.transfers import ALIGNMENT, StagingSpace
+from storm_client.transport import staging_space
+from storm_client.transport.staging_space import ALIGNMENT, StagingSpace
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
@@ -99,7 +99,7 @@ def test_an_interrupt_hands_no_byte_out_twice(line: int) -> None:
     """It comes before the line of the module that is the `line`th to run."""
     space = StagingSpace(16 * ALIGNMENT)
     held: dict[int, Slot] = {}
-    with suppress(KeyboardInterrupt), interrupted_in(transfers.__file__, line):
+    with suppress(KeyboardInterrupt), interrupted_in(staging_space.__file__, line):
         for _ in range(8):
             slot = taken(space, ALIGNMENT)
             held[slot.offset] = slot
