@@ -170,10 +170,11 @@ def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInP
 
 
 def test_a_damaged_blob_is_an_error(
-    client: storm.Client, way: FakeInPlace, daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+    client: storm.Client, way: FakeInPlace, daemon: DaemonThread
 ) -> None:
-    monkeypatch.setattr(way, "await_restored", lambda _: None)  # a stream would, and not the host
-    offload = client.offload(min_bytes=1)
+    model = torch.nn.Linear(4, 4)
+    model.weight.register_hook(lambda _: None)  # which has the host wait before anything is used
+    offload = client.offload(model, min_bytes=1)
     x = leaf()
     with offload:
         loss = chain(x, 8)
@@ -182,6 +183,7 @@ def test_a_damaged_blob_is_an_error(
     ctypes.memset(pool.address + 300, 0x55, 8 * MIB)
     with pytest.raises(storm.CorruptBlob):
         loss.backward()
+    assert x.grad is None
     transfers = client._supply.sessions.of(torch.device("cpu")).transfers
     del loss
     wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
