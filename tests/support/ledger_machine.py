@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.ledger_bench import CAPACITY, KIB, LIMITS, LedgerBench
+from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd.ledger import leases
+from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import Limits
+from stormd.memory.arena import granules
 from stormd.protocol import Admitted, Rejected
 
-__all__ = ["LedgerMachine"]
+__all__ = ["LedgerMachine", "SharingMachine"]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -142,3 +144,18 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (self.made.used, self.made.promised, self.made.ledger.entries) == (0, 0, 0)
         assert self.made.ledger.raw_bytes == 0
         assert self.made.ledger.sessions == {}
+
+
+class SharingMachine(LedgerMachine):
+    """One where limits give each session a share: what is a session's own it always gets."""
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
+    def store_within_the_share(self, data: st.DataObject, nbytes: int) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        record = self.made.ledger.sessions[session]
+        self.made.store(self.next_entry, nbytes, session=session)
+        self.next_entry += 1
+        answer = self.made.lane.last()
+        if isinstance(answer, Rejected) and answer.reason == "pool_full":
+            assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE

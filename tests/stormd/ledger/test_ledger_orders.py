@@ -6,31 +6,15 @@ from dataclasses import replace
 from random import Random
 
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE
-from support.ledger_machine import LedgerMachine
-
-from stormd.ledger.parts import blob_bound
-from stormd.memory.arena import granules
-from stormd.protocol import Rejected
+from support.ledger_machine import LedgerMachine, SharingMachine
 
 
-class ShareMachine(LedgerMachine):
+class ShareMachine(SharingMachine):
     """The same with shares and a user's quota: what is a session's own it always gets."""
 
     limits = replace(LIMITS, quota_bytes=0, user_quota_bytes=56 * KIB, share_bytes=SHARE)
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
-    def store_within_the_share(self, data: st.DataObject, nbytes: int) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger.sessions[session]
-        self.made.store(self.next_entry, nbytes, session=session)
-        self.next_entry += 1
-        answer = self.made.lane.last()
-        if isinstance(answer, Rejected) and answer.reason == "pool_full":
-            assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE
 
     @invariant()
     def entries_are_limited(self) -> None:

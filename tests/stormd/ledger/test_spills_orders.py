@@ -10,14 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from support.ledger_bench import KIB, LIMITS, LedgerBench
-from support.ledger_machine import LedgerMachine
+from support.ledger_machine import LedgerMachine, SharingMachine
 
 from stormd.ledger import bandwidth, spill_order
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.spill_events import ReadJob, WriteJob
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
-from stormd.protocol import Rejected
 
 CAPACITY = 32 * KIB
 RESERVE = granules(blob_bound(8 * KIB))
@@ -150,21 +149,10 @@ class GrowingSpillMachine(SpillMachine):
     committed = 0
 
 
-class SpillShareMachine(SpillMachine):
+class SpillShareMachine(SharingMachine, SpillMachine):
     """The same with shares: what is a session's own it always gets."""
 
     limits = replace(LIMITS, max_entries=20, quota_bytes=0, share_bytes=SHARE)
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
-    def store_within_the_share(self, data: st.DataObject, nbytes: int) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger.sessions[session]
-        self.made.store(self.next_entry, nbytes, session=session)
-        self.next_entry += 1
-        answer = self.made.lane.last()
-        if isinstance(answer, Rejected) and answer.reason == "pool_full":
-            assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE
 
 
 TestSpillMachine = SpillMachine.TestCase
