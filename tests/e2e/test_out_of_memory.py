@@ -29,14 +29,18 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[storm.Client]:
+def daemon() -> Iterator[ChildDaemon]:
     build()
     assert native.module() is not None
-    with (
-        ChildDaemon(flags=["--pool-bytes=8GiB", "--device=cuda"]) as daemon,
-        storm.connect(daemon.address, embedded="never", timeout=60) as client,
-    ):
-        yield client
+    with ChildDaemon(flags=["--pool-bytes=8GiB", "--device=cuda"]) as started:
+        yield started
+
+
+@pytest.fixture
+def client(daemon: ChildDaemon) -> Iterator[storm.Client]:
+    """Connect for one test: a session that its first step opens ends with it, and is seen to."""
+    with storm.connect(daemon.address, embedded="never", timeout=60) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

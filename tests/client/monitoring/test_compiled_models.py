@@ -313,7 +313,8 @@ def test_what_is_compiled_beside_a_step_takes_nothing_from_it(
             compile()
         assert_identical(curved_step(net, x, lambda: offload), expected)
     before = offload.stats().replayed_bytes
-    assert_identical(curved_step(net, x, lambda: offload), expected)
+    for _ in range(STEPS):  # a GPU's passes are timed first, and the next step tries another plan
+        assert_identical(curved_step(net, x, lambda: offload), expected)
     assert offload.stats().replayed_bytes > before
     assert "compiled code" not in str(offload.plan)
 
