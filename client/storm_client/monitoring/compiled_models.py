@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -62,11 +62,9 @@ class CompiledModels:
     def saves(self, nbytes: int) -> None:
         """Count what autograd has saved just now, if a compiled graph has made it."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") == _HOOKS:
+        while frame is not None and _module_of(frame) in _BETWEEN:
             frame = frame.f_back
-        if frame is None or frame.f_code is not torch.autograd.Function.apply.__code__:
-            return
-        if frame.f_locals["cls"].__name__ != _GRAPH:
+        if frame is None or not _module_of(frame).startswith(_GRAPHS):
             return
         number = _autograd._get_sequence_nr()
         last, counted = self._counted
@@ -88,10 +86,11 @@ class CompiledModels:
         )
 
 
-_HOOKS = "storm_client.hooks"
+_GRAPHS: Final = "torch._functorch._aot_autograd."
+"""Modules of what runs a graph, by an autograd function whose `apply` saves what is to be saved."""
 
-_GRAPH = "CompiledFunction"
-"""The name of the autograd function that a graph of AOTAutograd's is run by."""
+_BETWEEN: Final = frozenset({"storm_client.hooks", "torch.autograd.function"})
+"""Modules of functions between those and `saves`. Before PyTorch 2.14 `apply` is one of them."""
 
 _autograd: Any = torch._C._autograd
 
@@ -117,6 +116,11 @@ def backend_of(compiled: Any) -> Any:
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
         callback = inner
     return callback
+
+
+def _module_of(frame: FrameType) -> str:
+    """Return the name of the module that a frame's function is of; empty where it has none."""
+    return frame.f_globals.get("__name__") or ""
 
 
 def _compiler(module: torch.nn.Module) -> str | None:
