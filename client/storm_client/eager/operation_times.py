@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
@@ -28,6 +29,7 @@ import torch
 from storm_client.devices import is_capturing
 from storm_client.eager.operations import Function
 from storm_client.eager.recompute import Input, Recipe
+from storm_client.eager.step_times import Duration
 from storm_client.errors import StormError
 
 __all__ = ["OperationTimes", "keep_busy"]
@@ -78,7 +80,7 @@ class OperationTimes:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         made: Any,
-        span: Timing | None = None,
+        span: Duration | None = None,
     ) -> Timing | None:
         """Return what tells how long an operation takes that has just run, within `span` if given.
 
@@ -92,8 +94,8 @@ class OperationTimes:
         if kind is None:
             kind = self._kinds[key] = _Repeated(self, function, arguments, options)
             kind.nbytes += _nbytes(made)
-        if span is not None and not kind.is_known:
-            kind.spans.append(span)
+        if span is not None:
+            kind.took(span)
         return kind
 
     def allows(self) -> bool:
@@ -108,7 +110,16 @@ class OperationTimes:
 class _Repeated:
     """Operations that are alike, and how long one of them takes."""
 
-    __slots__ = ("_device", "_places", "_recipe", "_seconds", "_times", "nbytes", "spans")
+    __slots__ = (
+        "_device",
+        "_places",
+        "_recipe",
+        "_seconds",
+        "_shortest",
+        "_spans",
+        "_times",
+        "nbytes",
+    )
 
     def __init__(
         self,
@@ -129,26 +140,35 @@ class _Repeated:
             {name: self._replaced(value) for name, value in options.items()},
             "cuda",
         )
-        self.spans: list[Timing] = []
-        """Between the events of each."""
+        self._shortest = math.inf
+        """Seconds between the events of one of them."""
+        self._spans: deque[Duration] = deque()
+        """Between the events of those that the device has yet to come to, as far as is known."""
         self._seconds: float | None = None
+        """What was answered."""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it was asked for."""
-        return self._seconds is not None
+    def took(self, span: Duration) -> None:
+        """Note what lies between the events of one of them.
+
+        Those of steps that are never planned, as of steps that fail, would otherwise only add up.
+        """
+        if self._seconds is not None:
+            return
+        while self._spans and self._spans[0].is_known:
+            self._shortest = min(self._shortest, self._spans.popleft()())
+        self._spans.append(span)
 
     def __call__(self) -> float:
         """Return the seconds, 0.0 where they cannot be known; waits for the device."""
         if self._seconds is None:
-            shortest = min((span() for span in self.spans), default=math.inf)
-            if (shortest < LONGEST_SECONDS or not self.spans) and self._may_run():
+            shortest = min([self._shortest, *(span() for span in self._spans)])
+            if (shortest < LONGEST_SECONDS or shortest == math.inf) and self._may_run():
                 began = time.perf_counter()
                 times = REPEATS if shortest < LONG_SECONDS else 1
                 shortest = min(shortest, self._repeated_beside(times))
                 self._times.spent(time.perf_counter() - began)
             self._seconds = shortest if math.isfinite(shortest) else 0.0
-            self.spans.clear()
+            self._spans.clear()
             self._places.clear()
         return self._seconds
 

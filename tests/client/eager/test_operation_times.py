@@ -62,9 +62,21 @@ made_busy: list[int] = []
 """What the device was kept busy for."""
 
 
+class Took:
+    """The time between the events of an operation, where the device has come so far."""
+
+    is_known = True
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self) -> float:
+        return self._seconds
+
+
 def took(times: OperationTimes, function: Any, *arguments: Any, seconds: float = SHORT) -> Any:
     made = function(*arguments)
-    return times.of(function, arguments, {}, made, lambda: seconds)
+    return times.of(function, arguments, {}, made, Took(seconds))
 
 
 @pytest.mark.usefixtures("cuda")
@@ -119,6 +131,19 @@ def test_what_cannot_run_as_it_did_goes_by_the_shortest_of_its_events() -> None:
         assert timing() == SHORT / 2
     finally:
         torch.set_default_dtype(kept)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_events_are_let_go_of_once_they_are_known_though_nobody_plans() -> None:
+    """As where every step fails: nobody ever asks what its operations take."""
+    times, one = OperationTimes(), torch.ones(8)
+    spans = [Took((9 - number) * LONGEST_SECONDS) for number in range(8)]
+    held = [weakref.ref(span) for span in spans]
+    while spans:
+        timing = times.of(torch.sigmoid, (one,), {}, one, spans.pop(0))
+    assert timing is not None
+    assert [reference() is None for reference in held] == [True] * 7 + [False]
+    assert timing() == 2 * LONGEST_SECONDS
 
 
 def test_no_more_is_run_again_than_there_is_time_for(
