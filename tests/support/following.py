@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from storm_client import hooks, native
+from storm_client.eager.controller import PlannedStep
 from storm_client.native.build import BuildError, build
 
 __all__ = ["PATHS", "Followed", "follow_by"]
@@ -13,6 +14,9 @@ PATHS = ("python", "compiled")
 
 class Followed(list[bool]):
     """Of each block, whether compiled code has followed it."""
+
+    left = 0
+    """How many of them have done something else than what it expected."""
 
 
 def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
@@ -25,7 +29,14 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
         followed.append(follower is not None)
         return follower
 
+    leave = PlannedStep.leave
+
+    def left(self: PlannedStep) -> None:
+        followed.left += 1
+        leave(self)
+
     monkeypatch.setattr(hooks.StepHooks, "_find_follower", noted)
+    monkeypatch.setattr(PlannedStep, "leave", left)
     if path == "python":
         monkeypatch.setattr(native, "module", lambda: None)
         return followed

@@ -578,6 +578,8 @@ class PlannedStep:
         self._calls = calls
         self._followed = None if compiled is None else recording.step.script
         """The script that compiled code follows."""
+        if compiled is not None and self._step.kind is not None:
+            self._step.is_followed = self._step.kind.has_replays
         self.mode = mode
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget

@@ -451,6 +451,7 @@ class StepRecord:
         "expected",
         "functions",
         "has_parted",
+        "is_followed",
         "is_learned",
         "kind",
         "script",
@@ -466,6 +467,8 @@ class StepRecord:
         self.kind = kind
         self.is_learned = True
         """Whether its functions are watched as far as they may be."""
+        self.is_followed = False
+        """Whether compiled code looks at its calls, so that values are not known here."""
         self.has_parted = False
         """Whether something has happened that was not expected of its kind."""
         self.script: list[Expected] | None = None
@@ -507,7 +510,14 @@ class StepRecord:
             self._position, self.expected = position, self.script[position]
 
     def leave_script(self) -> None:
-        """Look at all events from here on, since something else has happened."""
+        """Look at all events from here on, since something else has happened.
+
+        Of a step whose calls compiled code has looked at nothing is known: it is not remembered.
+        """
+        if self.is_followed:
+            self.has_parted = True
+            self.stop()
+            return
         if self._position:
             self._left = self.kind
         self.has_parted = True

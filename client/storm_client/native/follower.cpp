@@ -260,7 +260,7 @@ bool captures(const at::Tensor& tensor) {
   return PyObject_IsTrue(found.get()) == 1;
 }
 
-// What becomes of a result that is as large as the next event expects.
+// What becomes of a result, or an alias of one, that is as large as the next event expects.
 Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const Event& event = follower.next();
   if (event.what == What::RECOMPUTE && captures(tensor)) {
@@ -304,6 +304,8 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
     ++follower.at;
     return stay(follower, tensor, event.row);
   }
+  // An alias that is no result itself, of one that the step knows: Python does not know it.
+  if (fits && event.matters) return pack_result(follower, object, tensor);
   return hand_over(follower, object, follower.parted);
 }
 

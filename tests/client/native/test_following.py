@@ -14,6 +14,7 @@ from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -289,6 +290,54 @@ def a_function_of_ones_own(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad]
 
 
+class OfAlias(torch.autograd.Function):
+    """Saves an alias of its input, which is part of no graph, as losses in tiles do."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, alias: Tensor) -> Tensor:
+        ctx.save_for_backward(alias)
+        return a.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (alias,) = ctx.saved_tensors
+        return 2 * grad * alias, None
+
+
+@case
+def an_alias_of_a_result(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh().exp()
+        loss = (OfAlias.apply(y, y.detach()) * y).tanh().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def a_changed_alias_of_a_result(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh().exp()
+        loss = OfAlias.apply(y, y.detach()).tanh().sum()
+        with torch.no_grad():
+            y.mul_(2)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def a_loss_in_tiles(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    head = nn.Parameter(seeded(device, 1 << 17, WIDTH, seed=4))
+    with block():
+        logits = ((x @ w).tanh() @ head.t()).bfloat16()
+        loss = cross_entropy(logits.float(), torch.arange(ROWS, device=device))
+    del logits
+    loss.backward()
+    return [loss.detach(), w.grad, head.grad]
+
+
 @case
 def a_changed_output_of_ones_own(block: Block, device: str) -> list[Tensor]:
     x, w = inputs(device)
@@ -463,7 +512,18 @@ def test_both_count_the_same(
     assert counted("python")[0]["budget"] > 0
 
 
-@pytest.mark.parametrize("name", ["a_chain", "a_layer", "views", "duplicates", "casts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_chain",
+        "a_layer",
+        "views",
+        "duplicates",
+        "casts",
+        "an_alias_of_a_result",
+        "a_loss_in_tiles",
+    ],
+)
 def test_steps_with_recomputation_are_followed_by_compiled_code(
     name: str,
     device: str,
@@ -476,7 +536,8 @@ def test_steps_with_recomputation_are_followed_by_compiled_code(
     for _ in range(STEPS):
         CASES[name](lambda: offload, device)
     assert compiled[-1]
-    assert offload.stats().replayed_bytes > 0
+    assert not compiled.left, offload.plan
+    assert offload.stats().replayed_bytes > 0, str(offload.plan)
 
 
 @pytest.mark.parametrize("budget", [1.0, "least"])
