@@ -11,7 +11,7 @@ import threading
 import weakref
 from contextlib import suppress
 from functools import cached_property
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,7 +217,7 @@ class StepHooks:
         """What returns for a tensor what autograd is to hold instead, and the tensor for that."""
         if self._follower is not None:
             return self._follower.pack, self._follower.unpack
-        return self._pack_timed if self._planned.times else self._pack, self.unpack
+        return self._pack, self.unpack
 
     @untraced
     def _pack_beside(self, tensor: torch.Tensor, position: int) -> Packed:
@@ -260,16 +260,6 @@ class StepHooks:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
             return self._keep(tensor)
-
-    @untraced
-    def _pack_timed(self, tensor: torch.Tensor) -> Packed:
-        """Note how long a tensor takes the thread."""
-        began = thread_time()
-        packed = self._pack(tensor)
-        recording = self._planned.recording
-        if recording is not None:
-            recording.seconds += thread_time() - began
-        return packed
 
     @untraced
     def _pack(self, tensor: torch.Tensor) -> Packed:
@@ -364,8 +354,7 @@ class StepHooks:
         turn, self._turn = self._turn, None
         if turn is not None:
             kind, ended = turn
-            turned = ended.until_now()
-            kind.turned(turned, device_waits=turned.has_begun)
+            kind.turned(ended.until_now())
 
     def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
         """Return what was saved, or what has been given other data since; an input as it was saved.

@@ -93,7 +93,6 @@ def compare_as_on_a_gpu(rank: int) -> None:
     kind.is_on_gpu = property(lambda _: True)
     changed: Any = controller
     changed.give_back_unused = lambda _: None
-    changed.host_bound = lambda *_: None
     changed.machine_of = lambda _: machine
     times: Any = StepTimes
     times.wants_full_queue = property(lambda _: False)

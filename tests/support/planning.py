@@ -33,8 +33,7 @@ def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no step be CPU-bound, as on a GPU all steps of tests are, and no plans be compared."""
-    monkeypatch.setattr(planning, "host_bound", lambda *_: None)
+    """Have no plans be compared."""
     predicted = {PREDICTED: Followed(0.0, 0)}
     settled = lambda *_, **__: PlanSearch(is_settled=True, results=dict(predicted))  # noqa: E731
     monkeypatch.setattr(planning, "_search", settled)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.alternatives import choose_alternative, staying_bytes
 from storm_client.planner.decisions import Decision
-from storm_client.planner.host import HostPass, host_bound, load_of, thread_slower
 from storm_client.planner.in_flight import (
     device_bytes,
     free_bytes,
@@ -42,7 +41,7 @@ from storm_client.planner.in_flight import (
 from storm_client.planner.machine import LinkFigures, Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import Alternative, PlanSearch
+from storm_client.planner.search import PREDICTED, Alternative, PlanSearch
 from storm_client.planner.shortage import lacked
 from storm_client.planner.slowest import Agreed, Figures
 from storm_client.planner.solver import Choice, choose
@@ -74,6 +73,9 @@ class PlanOptions:
 
 LITTLE: Final = 1 / 128
 """Of a device's memory: to free less is not worth a step that the thread makes longer."""
+
+MOST_BY_PYTHON: Final = 4
+"""Steps for which compiled code is waited for before those that Python follows are compared."""
 
 _HOST: Final = torch.device("cpu")
 
@@ -150,9 +152,8 @@ class Planning:
         step = StepRecord(self._kinds, kind, walks=walks)
         step.is_learned = learns
         fills = kind is not None and kind.wants_full_queue
-        times = kind is not None and kind.times_the_host and not fills
         script = None
-        if native is not None and not (fills or times):
+        if native is not None and not fills:
             script = self._compiled(step, native)
         calls = None
         if native is not None and watches and script is None:
@@ -171,14 +172,17 @@ class Planning:
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = None
         if watches and script is None:
-            mode = Recorder(recording, self._operations, measures=kind is None, times=times)
+            mode = Recorder(recording, self._operations, measures=kind is None)
         if fills and kind is not None and kind.clock is not None:
             with torch.cuda.device(kind.clock):
                 keep_busy(kind.times.pass_seconds)
         begun = Mark(None if kind is None else kind.clock)
         self._note_last_step(begun)
+        counts = kind is not None and (
+            native is None or script is not None or kind.by_python >= MOST_BY_PYTHON
+        )
         return PlannedStep(
-            self, recording, mode, begun, times=times, fills=fills, compiled=script, calls=calls
+            self, recording, mode, begun, fills=fills, counts=counts, compiled=script, calls=calls
         )
 
     def _is_watched(self, kind: Kind | None, *, learns: bool) -> bool:
@@ -256,16 +260,16 @@ class Planning:
         self,
         step: StepRecord,
         begun: Mark,
-        host: HostPass | None,
         *,
         pass_seconds: float,
         is_trial: bool,
         fills: bool,
+        counts: bool,
     ) -> Kind | None:
         """Learn from a step that has ended; return its kind if it has followed that one's plan.
 
-        `host` is what its forward pass took the thread, where that was timed, `pass_seconds` how
-        long that was by the host's clock. `fills` tells whether the device's queue was full.
+        `pass_seconds` is how long its forward pass was by the host's clock. `fills` tells whether
+        the device's queue was full, `counts` whether later steps will take as long.
         """
         followed = step.kind
         kind = self._kinds.ended(step)
@@ -281,8 +285,9 @@ class Planning:
         if fills:
             kind.times.filled(begun.until_now())
             return None
-        kind.observe(begun.until_now(), host)
-        if kind.search is not None:
+        kind.observe(begun.until_now())
+        kind.by_python += not counts
+        if kind.search is not None and counts:
             self._thread.followed = _FollowedStep(kind.times, kind.search.current, begun)
         return kind
 
@@ -314,7 +319,7 @@ class Planning:
         if kind is None:
             return []
         problem = self._problem(kind)
-        machine = self._machine(kind, problem)
+        machine = self._machine(kind)
         return [
             Plan.of(
                 problem,
@@ -355,27 +360,21 @@ class Planning:
             room = int(budget * kind.saved_bytes) if isinstance(budget, float) else budget
         return max(0, room - self._short)
 
-    def _machine(self, kind: Kind, problem: Problem) -> Machine:
+    def _machine(self, kind: Kind) -> Machine:
         """Return the figures that plans of a kind are made from; while some are compared, its own.
 
-        Those of the link are what it did in the steps so far, those of the thread what was timed.
+        Those of the link are what it did in the steps so far.
         """
         if kind.machine is not None and kind.search is not None:
             return kind.machine
         device = kind.clock or _HOST
-        machine = machine_of(device).with_link(self._link(device)).compressing(self._ratio())
-        slower = None
-        if kind.decisions is not None:
-            expected = load_of(problem.values, kind.decisions, kind.functions).forward
-            slower = thread_slower(kind.times.passes, expected)
-        kind.machine = machine if slower is None else machine.with_thread(slower)
+        kind.machine = machine_of(device).with_link(self._link(device)).compressing(self._ratio())
         return kind.machine
 
     def _make(self, kind: Kind) -> None:
         problem = self._problem(kind)
-        machine = self._machine(kind, problem)
+        machine = self._machine(kind)
         self._check_budget(problem)
-        _look_for_host(kind, problem)
         choice = self._choice(kind, problem, machine, self._asked_room(kind))
         self._follow(kind, problem, choice, machine.measured)
         if kind.has_functions and not kind.has_replays:
@@ -391,9 +390,8 @@ class Planning:
         with self._making:
             problem = self._problem(kind)
         self._check_budget(problem)
-        machine = self._machine(kind, problem)
-        _look_for_host(kind, problem)
-        return Figures.of(problem, machine, kind.host, self._asked_room(kind), steps)
+        machine = self._machine(kind)
+        return Figures.of(problem, machine, self._asked_room(kind), steps)
 
     def decide(self, kind: Kind, slowest: Figures, followed: Alternative | None) -> Agreed:
         """Return what the next steps of all ranks are to follow; see `Planner`."""
@@ -404,7 +402,6 @@ class Planning:
             for seconds in slowest.steps:
                 if search.took(followed, seconds):
                     break
-        kind.host = slowest.host
         problem, machine = slowest.put_into(self._problem(kind)), kind.machine or slowest.machine
         choice = self._choice(kind, problem, machine, slowest.room)
         return Agreed(choice, kind.search, machine.measured)
@@ -460,22 +457,20 @@ class Planning:
 
         `room` is how many bytes may be kept; None where as few as possible are to.
         """
-        is_least = self.options.budget == "least"
-        kind.is_not_worth_it = (
-            kind.host is not None and is_least and kind.saved_bytes <= _little_bytes(kind)
-        )
         if kind.search is None and kind.is_on_gpu and kind.times.window is not None:
-            kind.search = _search(kind, problem, is_least=is_least)
+            kind.search = _search(kind, problem, is_least=self.options.budget == "least")
         search = kind.search
         if search is None:
-            first = PlanSearch.beginning(is_bound=kind.host is not None).current
-            return self._choice_of(first, kind, problem, machine, room)
+            return choose_alternative(PREDICTED, problem, machine, room=room)
         while True:
-            choice = self._choice_of(search.current, kind, problem, machine, room)
-            like = None if search.is_settled else kind.measured_like(choice.decisions)
-            if like is None or kind.origin is not None:
+            choice = choose_alternative(search.current, problem, machine, room=room)
+            if search.is_settled or kind.origin is not None:
                 break
-            search.is_like(like)
+            like = kind.measured_like(choice.decisions)
+            if like is not None:
+                search.is_like(like)
+            elif not search.rules_out(choice.link_seconds):
+                break
         kind.compared[search.current] = choice.decisions
         if kind.origin is None:
             search.follows(staying_bytes(problem, choice))
@@ -485,24 +480,6 @@ class Planning:
         """Return how many bytes may be kept of a kind; None where as few as possible are to."""
         budget = self.options.budget
         return None if budget == "least" else self._room(budget, kind)
-
-    def _choice_of(
-        self,
-        alternative: Alternative,
-        kind: Kind,
-        problem: Problem,
-        machine: Machine,
-        room: int | None,
-    ) -> Choice:
-        return choose_alternative(
-            alternative,
-            problem,
-            machine,
-            room=room,
-            host=kind.host,
-            is_worth_it=not kind.is_not_worth_it,
-            functions=kind.functions,
-        )
 
     def _problem(self, kind: Kind) -> Problem:
         """Return what the planner is told of a kind, waiting until its passes are timed.
@@ -555,21 +532,21 @@ class PlannedStep:
         mode: Recorder | None,
         begun: Mark,
         *,
-        times: bool,
         fills: bool,
+        counts: bool,
         compiled: _follow.Script | None,
         calls: _follow.CallLog | None,
     ) -> None:
-        """Follow what `recording` says; if it `times`, what that takes the thread is counted.
+        """Follow what `recording` says.
 
-        `fills` tells that the device's queue is kept full in its forward pass.
+        `fills` tells that the device's queue is kept full in its forward pass, `counts` that later
+        steps by the same plan will take as long.
         """
         self._planning = planning
         self._begun = begun
         self._began = perf_counter()
         self._fills = fills
-        self.times = times
-        self._host_begun = thread_time() if times else 0.0
+        self._counts = counts
         self._is_trial = False
         self.recording: Recording | None = recording
         """What says what becomes of a saved tensor; None once the block has ended."""
@@ -672,16 +649,13 @@ class PlannedStep:
             if noted is not None and kind is not None and self._step.script is kind.script:
                 kind.native.noted = noted
             is_trial = self._is_trial or self.recording.tries
-            host = None
-            if self.times:
-                host = HostPass(thread_time() - self._host_begun, self.recording.seconds)
             followed = self._planning.ended(
                 self._step,
                 self._begun,
-                host,
                 pass_seconds=perf_counter() - self._began,
                 is_trial=is_trial,
                 fills=self._fills,
+                counts=self._counts,
             )
         self.abandon()
         return followed
@@ -716,24 +690,17 @@ def _little_bytes(kind: Kind) -> float:
     return LITTLE * device_bytes(kind.devices)
 
 
-def _look_for_host(kind: Kind, problem: Problem) -> None:
-    """Note of a kind whose forward pass has been timed whether it is CPU-bound."""
-    times = kind.times
-    if kind.host is None and kind.decisions is not None and times.window and times.device_waits:
-        expected = load_of(problem.values, kind.decisions, kind.functions).forward
-        kind.host = host_bound(times.passes, times.window, expected)
-
-
 def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
     """Return a comparison of plans for a kind whose forward pass has been timed.
 
     With the budget "least" half of what the device computes in a forward pass more is worth it if
-    less stays: to checkpoint takes all of that more.
+    less stays: to checkpoint takes all of that more. Not of what is little.
     """
-    forward = problem.forward_seconds or 0.0
-    return PlanSearch.beginning(
-        is_bound=kind.host is not None,
-        allowance=forward / 2 if is_least and not kind.is_not_worth_it else 0.0,
+    is_little = is_least and kind.saved_bytes <= _little_bytes(kind)
+    if is_little:
+        return PlanSearch(is_little=True, slack_bytes=kind.saved_bytes)
+    return PlanSearch(
+        allowance=(problem.forward_seconds or 0.0) / 2 if is_least else 0.0,
         slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
     )
 

@@ -33,19 +33,16 @@ class Recorder(Watching):
         operations: OperationTimes,
         *,
         measures: bool,
-        times: bool = False,
     ) -> None:
         """Report to `recording`; operations on a GPU have events around them if it `measures`.
 
         `operations` knows what those of earlier steps took. On a CPU it is not measured what they
-        take: what else runs there decides that. What reporting takes this thread is counted if it
-        `times`.
+        take: what else runs there decides that.
         """
         super().__init__()
         self._recording: Recording | None = None if are_altered() else recording
         self._measures = measures
         self._operations = operations
-        self._times = times
 
     def end(self) -> None:
         """Pass everything through from now on."""
@@ -73,15 +70,12 @@ class Recorder(Watching):
         recording.begins()
         begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
-        began = time.thread_time() if self._times else 0.0
         if not recording.goes_on(function, args, made):
             timing: Callable[[], float] | None = None
             if begin is not None or (recording.step.kind is None and _is_on_gpu(args)):
                 span = None if begin is None else begin.until_now()
                 timing = self._operations.of(function, args, kwargs or {}, made, span)
             recording.ran(function, args, kwargs or {}, made, timing)
-        if self._times:
-            recording.seconds += time.thread_time() - began
         return made
 
 

@@ -191,8 +191,6 @@ class Recording:
         """By the storage's address, what leaves as it was made."""
         self.tries = False
         """Whether it is being found out what does so."""
-        self.seconds = 0.0
-        """Of the thread, for what is done for values; counted in steps that are timed."""
         self._seen: dict[int, _Seen] = {}
         self._casts: list[_Cast] = []
         """What was saved since the last function of the table began."""

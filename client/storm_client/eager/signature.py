@@ -31,7 +31,6 @@ import torch
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
 from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
-from storm_client.planner.host import HostBound, HostPass
 from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.machine import machine_of
 from storm_client.planner.problem import Problem, Value
@@ -238,10 +237,8 @@ class Kind:
         """Steps that followed the present decisions, and tried nothing."""
         self.times = StepTimes(is_on_gpu=self.is_on_gpu)
         """What its steps took."""
-        self.host: HostBound | None = None
-        """What is known of the thread, once its steps were found to be CPU-bound."""
-        self.is_not_worth_it = False
-        """Whether all of it stays, since it is little and the thread has no time."""
+        self.by_python = 0
+        """Steps that Python has followed by the present decisions, and that tried nothing."""
         self.native = Compilation()
         """Of the present decisions."""
         self._natives: dict[tuple[Decision, ...], Compilation] = {}
@@ -291,6 +288,7 @@ class Kind:
         self.is_outdated = False
         if decisions != self.decisions:
             self.verified, self.followed = self._proved.setdefault(tuple(decisions), set()), 0
+            self.by_python = 0
             self._tries.clear()
             self._is_unsettled = True
             self.native = self._natives.setdefault(tuple(decisions), Compilation())
@@ -337,30 +335,19 @@ class Kind:
         return True
 
     @property
-    def times_the_host(self) -> bool:
-        """Whether it is to be found out what the next step takes the thread that trains."""
-        return self.decisions is not None and self.times.wants_host
-
-    @property
     def wants_full_queue(self) -> bool:
         """Whether the next forward pass is to be timed with all of it in the device's queue."""
         return self.decisions is not None and self.times.wants_full_queue
 
-    def observe(self, forward: Duration, host: HostPass | None = None) -> None:
-        """Note a forward pass that followed the plan; two of them make it anew.
-
-        `host` is what it took the thread.
-        """
+    def observe(self, forward: Duration) -> None:
+        """Note a forward pass that followed the plan; two of them make it anew."""
         self.followed += 1
-        if self.times.observe(forward, host):
+        if self.times.observe(forward):
             self.is_outdated = True
 
-    def turned(self, turn: Duration, *, device_waits: bool = False) -> None:
-        """Note how long after the end of a forward pass the backward pass asked for something.
-
-        `device_waits` tells whether the device had done the forward pass by then.
-        """
-        self.times.turned(turn, device_waits=device_waits)
+    def turned(self, turn: Duration) -> None:
+        """Note how long after the end of a forward pass the backward pass asked for something."""
+        self.times.turned(turn)
 
     def without_functions(self) -> Kind:
         """Return the kind of the same step where nobody watches its functions."""
@@ -370,7 +357,7 @@ class Kind:
         events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
         kind = Kind(events, values)
         kind.rejected = {numbers[old]: why for old, why in self.rejected.items() if old in numbers}
-        kind.times, kind.host, kind.search = self.times, self.host, self.search
+        kind.times, kind.search = self.times, self.search
         kind.origin, kind.machine = self, self.machine
         return kind
 

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-from storm_client.planner.host import HostPass
 from storm_client.planner.search import Alternative
 
 __all__ = ["OBSERVED", "Duration", "StepTimes"]
@@ -46,23 +45,14 @@ class StepTimes:
         that waits for the thread has waited in it."""
         self.pass_seconds = 0.0
         """Of the latest forward pass that followed a plan, by the host's clock."""
-        self.passes: list[HostPass] = []
-        """The latest that were timed on the thread, too."""
         self._full: Duration | None = None
         """Of a forward pass for which the device had all that it needed in its queue."""
         self._forwards: list[Duration] = []
         """The latest that `window` does not know."""
         self._turns: list[Duration] = []
         """From the end of the latest forward passes until something was asked for."""
-        self._waits: list[bool] = []
-        """Whether the device had done the latest forward passes when something was asked for."""
         self._steps: deque[tuple[Alternative, Duration]] = deque()
         """From the begin of a block to that of the next, by which plan; not known yet."""
-
-    @property
-    def wants_host(self) -> bool:
-        """Whether it is to be found out what the next step takes the thread that trains."""
-        return self._is_on_gpu and self.window is None
 
     @property
     def wants_full_queue(self) -> bool:
@@ -76,30 +66,16 @@ class StepTimes:
         """Note such a forward pass."""
         self._full = forward
 
-    def observe(self, forward: Duration, host: HostPass | None) -> bool:
-        """Note a forward pass that followed the plan; tell whether the window can be measured.
-
-        `host` is what it took the thread.
-        """
+    def observe(self, forward: Duration) -> bool:
+        """Note a forward pass that followed the plan; tell whether the window can be measured."""
         if self.window is not None:
             return False
-        if host is not None:
-            self.passes = [*self.passes, host][-OBSERVED:]
         self._forwards = [*self._forwards, forward][-OBSERVED:]
         return len(self._forwards) == OBSERVED
 
-    def turned(self, turn: Duration, *, device_waits: bool) -> None:
-        """Note how long after the end of a forward pass the backward pass asked for something.
-
-        `device_waits` tells whether the device had done the forward pass by then.
-        """
+    def turned(self, turn: Duration) -> None:
+        """Note how long after the end of a forward pass the backward pass asked for something."""
         self._turns = [*self._turns, turn][-OBSERVED:]
-        self._waits = [*self._waits, device_waits][-OBSERVED:]
-
-    @property
-    def device_waits(self) -> bool:
-        """Whether the device was seen to wait for the thread."""
-        return len(self._waits) == OBSERVED and all(self._waits)
 
     def turn_seconds(self) -> float:
         """Return the longest of the latest of these times; infinity where that is not known."""

@@ -38,7 +38,7 @@ class OffloadStats:
     skipped_bytes: int
     """Kept on the device by policy: parameters, small tensors and kinds that cannot be stored. Also
     what is referenced elsewhere and could change ("in_use"), what the budget keeps ("budget"), what
-    a CPU-bound step has no time to offload ("host"), and what is saved outside of chosen layers
+    is little where a step takes less so ("little"), and what is saved outside of chosen layers
     ("outside")."""
     deduplicated_bytes: int
     """Duplicates: in a range that was stored before."""

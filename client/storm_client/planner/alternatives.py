@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from storm_client.planner.decisions import Keep
-from storm_client.planner.host import HostBound, choose_for_host, spare_seconds
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative
 from storm_client.planner.solver import Choice, choose
 
 __all__ = ["choose_alternative", "staying_bytes"]
+
+_LITTLE: Final = Keep("little")
 
 
 def choose_alternative(
@@ -20,33 +22,23 @@ def choose_alternative(
     machine: Machine,
     *,
     room: int | None,
-    host: HostBound | None = None,
-    is_worth_it: bool = True,
-    functions: int = 0,
 ) -> Choice:
     """Return what becomes of each value by a plan.
 
-    `room` is how many bytes may stay, None where as few as possible are to. `host` is what is known
-    of the thread, of which a plan for its sake needs to be told; if it is not worth it, all stays
-    for its sake. A step runs `functions` of the table.
+    `room` is how many bytes may stay, None where as few as possible are to.
     """
     window = problem.forward_seconds
     asked = problem
     if window is not None and alternative.link_share != 1.0:
         asked = replace(asked, forward_seconds=alternative.link_share * window)
-    for_the_thread = alternative.thread_share > 0.0 and host is not None
-    if not alternative.recomputes and not for_the_thread:
+    if not alternative.recomputes:
         asked = replace(asked, recomputes=False, why_not="")
+    if alternative.keeps_all:
+        room = sum(value.nbytes for value in problem.saved)
     choice = choose(asked, machine, budget_bytes=room or 0)
-    if for_the_thread and host is not None:
-        choice = choose_for_host(
-            choice,
-            problem.values,
-            host,
-            link=machine.link,
-            functions=functions,
-            room=room,
-            spare=alternative.thread_share * spare_seconds(host) if is_worth_it else 0.0,
+    if alternative.keeps_all:
+        choice = choice._replace(
+            decisions=[_LITTLE if isinstance(one, Keep) else one for one in choice.decisions]
         )
     return choice if window is None else choice._replace(forward_seconds=window)
 

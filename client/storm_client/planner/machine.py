@@ -74,18 +74,6 @@ class Machine:
         names = self.measured | {"link"} if measured and self.hides else self.measured
         return replace(self, link=max(link, figures.limit), measured=names)
 
-    def with_thread(self, slower: float) -> Machine:
-        """Return the figures where what is done for values takes the thread so many times as long.
-
-        As long, that is, as it takes by the figures here.
-        """
-        return replace(
-            self,
-            thread_store=slower * self.thread_store,
-            thread_recompute=slower * self.thread_recompute,
-            measured=self.measured | {"thread"},
-        )
-
 
 class LinkFigures(NamedTuple):
     """What a daemon says of a device's link, in seconds a byte; 0.0 for what it does not know."""

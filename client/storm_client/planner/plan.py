@@ -59,8 +59,6 @@ class Plan:
     not known, as for a graph on a CPU."""
     stall_seconds: float = 0.0
     """For which a compiled graph is expected to wait for the link."""
-    host_seconds: float = 0.0
-    """Of the training thread a step, where the step is CPU-bound; 0.0 where it is not."""
     turn_bytes: int | None = None
     """That may be in flight where the forward pass ends; None for as much as is best."""
     checkpointed_bytes: int | None = None
@@ -96,7 +94,6 @@ class Plan:
             choice.link_seconds,
             choice.replay_seconds,
             choice.forward_seconds,
-            host_seconds=choice.host_seconds,
             measured=measured,
         )
 
@@ -153,8 +150,6 @@ class Plan:
         )
         if self.forward_seconds:
             times += f", forward {1e3 * self.forward_seconds:.1f} ms"
-        if self.host_seconds:
-            times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is CPU-bound"
         if self.measured:
             times += f"; measured: {', '.join(sorted(self.measured))}"
         return times

@@ -6,20 +6,21 @@ made by prediction is followed for some steps, then others that differ from it i
 what was measured decides: one that took longer is taken back.
 
 So are one that puts on the link what blocks are given and nothing else that can be recomputed, as
-checkpointing does, those between the two, and one that recomputes nothing, which watches no
-function; and where the step is CPU-bound, plans that let small values stay. Every time is a step's,
-from the begin of its block to that of the next.
+checkpointing does, those between the two, and one that recomputes nothing; and where a step saves
+little, one by which all of it stays. What the link alone takes longer for than a step has taken is
+not followed. Every time is a step's, from the begin of its block to that of the next.
 
 Everything here is pure: no device, clock or plan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-__all__ = ["OFFLOAD_ALONE", "PREDICTED", "Alternative", "Followed", "PlanSearch"]
+__all__ = ["ALL_STAYS", "OFFLOAD_ALONE", "PREDICTED", "Alternative", "Followed", "PlanSearch"]
 
 
 class Alternative(NamedTuple):
@@ -29,9 +30,8 @@ class Alternative(NamedTuple):
     link_share: float = 1.0
     """For what part of the forward pass the link is taken to carry something beside it."""
     recomputes: bool = True
-    thread_share: float = 0.0
-    """How many times what checkpointing takes the thread may be spent on values that leave; the
-    smallest of the others stay. 0.0 where none stays for the thread's sake."""
+    keeps_all: bool = False
+    """Whether all stays."""
 
 
 PREDICTED: Final = Alternative("by prediction")
@@ -45,11 +45,8 @@ LADDER: Final = (NOTHING, THIRD, TWO_THIRDS, PREDICTED, MORE)
 """From the least on the link to the most."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
-FOR_THE_THREAD: Final = (
-    Alternative("small values stay", recomputes=False, thread_share=1.0),
-    Alternative("few small values stay", recomputes=False, thread_share=2.5),
-)
-"""For a step that is bound by its thread. The first is what such a step begins with."""
+ALL_STAYS: Final = Alternative("all stays", keeps_all=True)
+"""For a step that saves little, which the thread may take longer to offload than it computes."""
 
 SKIPPED: Final = 1
 """Steps that are not counted once a plan is followed: the first still allocates."""
@@ -85,8 +82,8 @@ class Followed(NamedTuple):
 class PlanSearch:
     """Which plan the steps of one signature follow next."""
 
-    is_bound: bool = False
-    """Whether the device waits for the thread."""
+    is_little: bool = False
+    """Whether what a step saves is so little that all of it may stay."""
     allowance: float = 0.0
     """Seconds by which a step may take longer than the fastest so that less stays."""
     slack_bytes: int = 0
@@ -94,6 +91,8 @@ class PlanSearch:
     current: Alternative = PREDICTED
     results: dict[Alternative, Followed] = field(default_factory=dict)
     """What was measured so far."""
+    ruled_out: set[Alternative] = field(default_factory=set)
+    """What takes longer on the link alone than a step has taken."""
     is_settled: bool = False
     steps: int = 0
     """Followed until it settled."""
@@ -101,14 +100,6 @@ class PlanSearch:
     """Whether somebody has said what it came to."""
     _staying: int = 0
     _seconds: list[float] = field(default_factory=list)
-
-    @classmethod
-    def beginning(
-        cls, *, is_bound: bool, allowance: float = 0.0, slack_bytes: int = 0
-    ) -> PlanSearch:
-        """Return a search that begins with what is most probably best."""
-        first = FOR_THE_THREAD[0] if is_bound else PREDICTED
-        return cls(is_bound, allowance, slack_bytes, current=first)
 
     def follows(self, staying_bytes: int) -> None:
         """Note what stays by the current plan."""
@@ -132,11 +123,21 @@ class PlanSearch:
         self.results[self.current] = self.results[other]
         self._go_on()
 
+    def rules_out(self, least_seconds: float) -> bool:
+        """Tell whether the current plan, whose steps take no less, need not be followed.
+
+        If so the next plan is the current one.
+        """
+        if least_seconds <= NEAR * self._fastest + self.allowance:
+            return False
+        self.ruled_out.add(self.current)
+        self._go_on()
+        return True
+
     @property
     def best(self) -> Alternative:
         """What was measured to be best: the least memory of what takes little more time."""
-        fastest = min(one.seconds for one in self.results.values())
-        most = max(fastest * (1 + GAIN), fastest + self.allowance)
+        most = max(self._fastest * (1 + GAIN), self._fastest + self.allowance)
 
         def order(alternative: Alternative) -> tuple[int, float]:
             found = self.results[alternative]
@@ -153,12 +154,15 @@ class PlanSearch:
 
     # --- helpers ----------------------------------------------------------------------------
 
+    @property
+    def _fastest(self) -> float:
+        return min((one.seconds for one in self.results.values()), default=math.inf)
+
     def _is_measured(self) -> bool:
         counted = self._seconds[SKIPPED:]
         if len(counted) >= MEASURED:
             return True
-        limit = WORSE * min((one.seconds for one in self.results.values()), default=float("inf"))
-        return len(counted) > 1 and min(counted) > limit
+        return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
     def _note_result(self) -> None:
         """Take the mean of the shorter ones: what delays a step is not the plan's."""
@@ -168,33 +172,32 @@ class PlanSearch:
     def _go_on(self) -> bool:
         """Go to the next plan that is to be measured, or to the best; tell whether that is new."""
         self._seconds.clear()
-        following = next((one for one in self._candidates() if one not in self.results), None)
+        done = self.results.keys() | self.ruled_out
+        following = next((one for one in self._candidates() if one not in done), None)
         self.is_settled = following is None
         before, self.current = self.current, following or self.best
         return self.current != before
 
     def _candidates(self) -> Sequence[Alternative]:
         """Return what has to be measured, as far as is known by now."""
-        if self.is_bound:
-            return [*FOR_THE_THREAD, OFFLOAD_ALONE, PREDICTED, NOTHING, *self._between()]
-        return [PREDICTED, NOTHING, *self._between(), OFFLOAD_ALONE]
+        little = [ALL_STAYS] if self.is_little else []
+        return [PREDICTED, NOTHING, *self._between(), *little, OFFLOAD_ALONE]
 
     def _between(self) -> list[Alternative]:
         """Return plans beside those two where one of them may yet be improved.
 
         With more on the link only where that is what takes the least time by now.
         """
-        if not {PREDICTED, NOTHING} <= self.results.keys():
+        found = self.results
+        if not {PREDICTED, NOTHING} <= found.keys():
             return []
-        fastest = min(one.seconds for one in self.results.values())
-        ends = [self.results[one].seconds for one in (PREDICTED, NOTHING)]
-        if min(ends) > NEAR * fastest:
+        if min(found[PREDICTED].seconds, found[NOTHING].seconds) > NEAR * self._fastest:
             return []
         between = [THIRD, TWO_THIRDS]
-        if any(one not in self.results for one in between):
+        if not found.keys() >= {*between}:
             return between
-        others = [self.results[one].seconds for one in (NOTHING, *between)]
-        return [*between, MORE] if ends[0] < min(others) else between
+        others = min(found[one].seconds for one in (NOTHING, *between))
+        return [*between, MORE] if found[PREDICTED].seconds < others else between
 
     def _took_settled(self, seconds: float) -> bool:
         self._seconds = [*self._seconds, seconds][-LATEST:]
@@ -202,6 +205,7 @@ class PlanSearch:
         if len(self._seconds) < LATEST or max(self._seconds) >= limit:
             return False
         self.results.clear()
+        self.ruled_out.clear()
         self._seconds.clear()
         self.is_settled, self.steps = False, 0
         return False  # this one is measured first

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
-from storm_client.planner.host import HostBound
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative, Followed, PlanSearch
@@ -36,7 +35,6 @@ class Figures:
     last_bytes: int
     rejected: Mapping[int, str]
     machine: Machine
-    host: HostBound | None
     room: int | None
     """Bytes that may be kept; None where as few as possible are to."""
     steps: tuple[float, ...] = ()
@@ -47,7 +45,6 @@ class Figures:
         cls,
         problem: Problem,
         machine: Machine,
-        host: HostBound | None,
         room: int | None,
         steps: Sequence[float] = (),
     ) -> Figures:
@@ -59,7 +56,6 @@ class Figures:
             problem.last_bytes,
             problem.rejected,
             machine,
-            host,
             room,
             tuple(steps),
         )
@@ -81,7 +77,6 @@ class Figures:
             min(one.last_bytes for one in ranks),
             {number: why for one in reversed(ranks) for number, why in one.rejected.items()},
             _slowest_machine([one.machine for one in ranks]),
-            _slowest_host([one.host for one in ranks if one.host is not None]),
             min(rooms, default=None),
             tuple(map(max, zip_longest(*(one.steps for one in ranks), fillvalue=0.0))),
         )
@@ -103,8 +98,7 @@ class Figures:
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         machine = {field.name: getattr(self.machine, field.name) for field in fields(Machine)}
         machine["measured"] = sorted(self.machine.measured)
-        host = self.host and [self.host.forward_seconds, self.host.slower]
-        return json.dumps(said | {"machine": machine, "host": host})
+        return json.dumps(said | {"machine": machine})
 
     @classmethod
     def from_text(cls, text: str) -> Figures:
@@ -113,7 +107,6 @@ class Figures:
         machine = said["machine"]
         machine["measured"] = frozenset(machine["measured"])
         said["machine"] = Machine(**machine)
-        said["host"] = said["host"] and HostBound(*said["host"])
         said["rejected"] = {int(number): why for number, why in said["rejected"].items()}
         said["seconds"], said["steps"] = tuple(said["seconds"]), tuple(said["steps"])
         return cls(**said)
@@ -136,11 +129,12 @@ class Agreed:
         found = None
         if search is not None:
             found = {
-                "is_bound": search.is_bound,
+                "is_little": search.is_little,
                 "allowance": search.allowance,
                 "slack_bytes": search.slack_bytes,
                 "current": search.current,
                 "results": list(search.results.items()),
+                "ruled_out": list(search.ruled_out),
                 "is_settled": search.is_settled,
                 "steps": search.steps,
             }
@@ -167,13 +161,6 @@ def _slowest_machine(machines: Sequence[Machine]) -> Machine:
     return Machine(**changed)
 
 
-def _slowest_host(hosts: Sequence[HostBound]) -> HostBound | None:
-    """Return the figures of the slowest training threads; None where no step is CPU-bound."""
-    if not hosts:
-        return None
-    return HostBound(max(h.forward_seconds for h in hosts), max(h.slower for h in hosts))
-
-
 def _decision_text(decision: Decision) -> str:
     if isinstance(decision, Keep):
         return decision.reason
@@ -188,4 +175,6 @@ def _search(said: dict[str, Any] | None) -> PlanSearch | None:
     if said is None:
         return None
     results = {Alternative(*one): Followed(*found) for one, found in said["results"]}
-    return PlanSearch(**said | {"current": Alternative(*said["current"]), "results": results})
+    ruled_out = {Alternative(*one) for one in said["ruled_out"]}
+    current = Alternative(*said["current"])
+    return PlanSearch(**said | {"current": current, "results": results, "ruled_out": ruled_out})

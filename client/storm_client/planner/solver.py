@@ -86,8 +86,6 @@ class Choice(NamedTuple):
     """Of recomputed operations."""
     forward_seconds: float
     """What the link was taken to have."""
-    host_seconds: float = 0.0
-    """Of the training thread, where the step is CPU-bound."""
 
 
 def choose(problem: Problem, machine: Machine, *, budget_bytes: int = 0) -> Choice:

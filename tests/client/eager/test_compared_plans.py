@@ -9,22 +9,23 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.eager import controller, step_times
-from storm_client.eager.recorder import Span
-from storm_client.eager.signature import Kind
-from storm_client.planner.host import HostBound
+from storm_client.eager.recorder import Mark, Span
+from storm_client.eager.signature import Kind, StepRecord
 from storm_client.planner.machine import CPU
 from storm_client.planner.search import (
-    FOR_THE_THREAD,
+    ALL_STAYS,
     OFFLOAD_ALONE,
     PREDICTED,
     Alternative,
     PlanSearch,
 )
+from support.following import follow_by
 from torch import nn
 
 STEPS = 70
@@ -39,7 +40,6 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kind, "is_on_gpu", property(lambda _: True))
     monkeypatch.setattr(step_times.StepTimes, "wants_full_queue", property(lambda _: False))
     monkeypatch.setattr(controller, "give_back_unused", lambda _: None)
-    monkeypatch.setattr(controller, "host_bound", lambda *_: None)
     machine = replace(CPU, link=1e-7, codec=1e-9, thread_store=1e-9, thread_recompute=1e-6)
     monkeypatch.setattr(controller, "machine_of", lambda _: machine)
 
@@ -136,22 +136,48 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     assert plan.bytes_by_decision == offload.plan.bytes_by_decision  # type: ignore[union-attr]
 
 
-def test_a_step_that_is_bound_by_its_thread_compares_what_lets_values_stay(
+def test_of_a_step_that_saves_little_all_stays_if_that_takes_less(
     client: storm.Client,
     monkeypatch: pytest.MonkeyPatch,
     take: Callable[[Callable[[Alternative], float]], None],
 ) -> None:
-    monkeypatch.setattr(
-        controller, "_look_for_host", lambda kind, _: setattr(kind, "host", HostBound(2e-4))
-    )
-    take(lambda one: 0.1 if one.thread_share else 0.3)
+    monkeypatch.setattr(controller, "_little_bytes", lambda _: 1 << 30)
+    take(lambda one: 0.1 if one.keeps_all else 0.3)
     net = network()
     offload = client.offload(net, min_bytes=4096)
     assert all(map(torch.equal, trained(network(), nullcontext()), trained(net, offload)))
-    search = search_of(offload)
-    assert search.current in FOR_THE_THREAD
-    assert {*FOR_THE_THREAD, OFFLOAD_ALONE, PREDICTED} <= search.results.keys()
-    assert offload.stats().skipped["host"] > 0
+    assert search_of(offload).current == ALL_STAYS
+    before = offload.stats()
+    trained(net, offload, steps=2)
+    after = offload.stats()
+    assert after.offloaded_bytes == before.offloaded_bytes
+    assert after.skipped["little"] > 0
+
+
+def test_steps_that_python_follows_are_not_compared_while_compiled_code_may_yet(
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[[Callable[[Alternative], float]], None],
+) -> None:
+    take(lambda _: 0.1)
+    followed = follow_by("compiled", monkeypatch)
+    compared: list[bool] = []
+    ended = controller.Planning.ended
+
+    def noted(self: controller.Planning, step: StepRecord, begun: Mark, **more: Any) -> Kind | None:
+        kind = ended(self, step, begun, **more)
+        if kind is not None and kind.search is not None and not kind.search.is_settled:
+            kind.rests = 0 if compared else 2
+            compared.append(more["counts"])
+            assert more["counts"] == followed[-1]
+        return kind
+
+    monkeypatch.setattr(controller.Planning, "ended", noted)
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    trained(net, offload)
+    assert search_of(offload).is_settled
+    assert {True, False} == set(compared)
 
 
 def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(

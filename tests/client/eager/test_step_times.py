@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from storm_client.eager.step_times import MOST_FILLED, StepTimes
-from storm_client.planner.host import HostPass
 from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED
 
 
@@ -27,13 +26,13 @@ def on_gpu() -> StepTimes:
 def test_the_longer_of_the_latest_turns_counts_once_two_are_known() -> None:
     made = on_gpu()
     assert made.turn_seconds() == math.inf
-    made.turned(Passed(5.0), device_waits=False)
+    made.turned(Passed(5.0))
     assert made.turn_seconds() == math.inf
-    made.turned(Passed(1.0), device_waits=False)
+    made.turned(Passed(1.0))
     assert made.turn_seconds() == 5.0
-    made.turned(Passed(2.0), device_waits=False)
+    made.turned(Passed(2.0))
     assert made.turn_seconds() == 2.0
-    made.turned(Passed(0.0, is_known=False), device_waits=False)
+    made.turned(Passed(0.0, is_known=False))
     assert made.turn_seconds() == math.inf  # the device has not come so far
 
 
@@ -46,8 +45,8 @@ def test_the_window_is_what_the_device_computes_where_its_queue_was_full() -> No
     made.filled(Passed(0.3))
     assert not made.wants_full_queue
     assert made.busy_seconds() is None, "what the passes take as they are is not known yet"
-    assert not made.observe(Passed(1.0), HostPass(0.9, 0.4))
-    assert made.observe(Passed(1.1), HostPass(0.9, 0.4))
+    assert not made.observe(Passed(1.0))
+    assert made.observe(Passed(1.1))
     assert made.busy_seconds() == 0.3
     assert made.window == 1.0
 
@@ -56,7 +55,7 @@ def test_a_queue_that_the_thread_did_not_fill_tells_no_more_than_other_passes() 
     made = on_gpu()
     made.filled(Passed(1.3))
     for _ in range(2):
-        made.observe(Passed(1.0), None)
+        made.observe(Passed(1.0))
     assert made.busy_seconds() == 1.0
 
 
@@ -67,17 +66,6 @@ def test_a_device_is_not_kept_busy_for_long_and_the_host_not_at_all() -> None:
     host = StepTimes(is_on_gpu=False)
     host.pass_seconds = 0.1
     assert not host.wants_full_queue
-    assert not host.wants_host
-
-
-def test_the_thread_is_timed_until_the_window_is_known() -> None:
-    made = on_gpu()
-    for _ in range(2):
-        assert made.wants_host
-        made.observe(Passed(1.0), HostPass(0.9, 0.4))
-    assert made.wants_host
-    made.measure()
-    assert not made.wants_host
 
 
 def test_steps_are_told_in_their_order_once_the_device_has_come_so_far() -> None:

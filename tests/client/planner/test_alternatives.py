@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from storm_client.planner.alternatives import choose_alternative, staying_bytes
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
-from storm_client.planner.host import HostBound
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import FOR_THE_THREAD, LADDER, OFFLOAD_ALONE, PREDICTED
+from storm_client.planner.search import ALL_STAYS, LADDER, OFFLOAD_ALONE, PREDICTED
 from storm_client.planner.solver import choose
 from support.planning import value
 
@@ -51,17 +50,8 @@ def test_nothing_is_recomputed_where_that_is_asked_for() -> None:
     assert decided(OFFLOAD_ALONE) == [OFFLOAD] * 5
 
 
-def test_small_values_stay_for_the_threads_sake_if_it_has_no_time() -> None:
-    bound = {"host": HostBound(2e-4), "machine": replace(MACHINE, link=0.0)}
-    assert decided(FOR_THE_THREAD[0], host=HostBound(1e3)).count(Keep("host")) == 0
-    kept = decided(FOR_THE_THREAD[0], **bound).count(Keep("host"))
-    fewer = decided(FOR_THE_THREAD[1], **bound).count(Keep("host"))
-    assert 0 < fewer < kept < 5
-    assert decided(FOR_THE_THREAD[1], **bound, is_worth_it=False) == [Keep("host")] * 5
-
-
-def test_what_is_not_known_of_the_thread_changes_nothing() -> None:
-    assert decided(FOR_THE_THREAD[0]) == [OFFLOAD] * 5
+def test_all_stays_where_that_is_asked_for() -> None:
+    assert decided(ALL_STAYS) == [Keep("little")] * 5
 
 
 def test_what_stays_is_what_is_saved_and_kept() -> None:

@@ -74,11 +74,3 @@ def test_a_limit_holds_for_hosts_too_whose_copies_say_nothing() -> None:
     assert CPU.with_link(LinkFigures.of(state(), UUID)) == CPU
     fast = LinkFigures.of(state(limit=10**12), UUID)
     assert CUDA.with_link(fast).link == pytest.approx(3e-9)
-
-
-def test_the_threads_time_is_scaled_by_what_it_was_seen_to_take() -> None:
-    slower = CUDA.with_thread(2.0)
-    assert slower.thread_store == 2 * CUDA.thread_store
-    assert slower.thread_recompute == 2 * CUDA.thread_recompute
-    assert slower.link == CUDA.link
-    assert slower.with_link(LinkFigures(1e-9)).measured == {"thread", "link"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.search import (
-    FOR_THE_THREAD,
+    ALL_STAYS,
     LADDER,
     LATEST,
     MEASURED,
@@ -40,12 +40,6 @@ def settled(
     raise AssertionError(f"not settled: {search}")
 
 
-def table(*milliseconds: float) -> Seconds:
-    """Return what plans for the thread take, then one that recomputes nothing, then others."""
-    times = dict(zip((*FOR_THE_THREAD, OFFLOAD_ALONE), milliseconds, strict=False))
-    return lambda one: times.get(one, milliseconds[-1]) / 1e3
-
-
 def by_share(best: float) -> Seconds:
     """Return what plans take of which that with a share of the link is best."""
     return lambda one: 0.1 + (abs(one.link_share - best) if one.recomputes else 5.0)
@@ -62,8 +56,6 @@ def test_what_checkpointing_does_is_compared_always_and_early() -> None:
     search = PlanSearch()
     settled(search, by_share(PREDICTED.link_share))
     assert list(search.results)[:2] == [PREDICTED, NOTHING]
-    bound = settled(PlanSearch.beginning(is_bound=True), lambda one: 1.0 - one.thread_share / 10)
-    assert NOTHING in bound.results
 
 
 def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
@@ -71,10 +63,30 @@ def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
     assert MORE not in settled(PlanSearch(), by_share(TWO_THIRDS.link_share)).results
 
 
-def test_nothing_is_looked_for_between_plans_of_which_none_is_good() -> None:
-    search = PlanSearch.beginning(is_bound=True)
-    settled(search, lambda one: 0.1 if one.thread_share else 0.2)
-    assert set(search.results) == {*FOR_THE_THREAD, OFFLOAD_ALONE, PREDICTED, NOTHING}
+def test_of_little_it_is_tried_what_takes_as_long_if_all_stays() -> None:
+    little = PlanSearch(is_little=True)
+    assert settled(little, lambda one: 0.1 if one.keeps_all else 0.2).current == ALL_STAYS
+    assert ALL_STAYS not in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
+
+
+def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
+    search = PlanSearch()
+    for _ in range(10 * (SKIPPED + MEASURED)):
+        if search.is_settled:
+            break
+        if search.current == OFFLOAD_ALONE and search.rules_out(0.2):
+            continue
+        assert not search.rules_out(0.1)
+        search.took(search.current, 0.1)
+    assert search.is_settled
+    assert OFFLOAD_ALONE not in search.results
+    assert OFFLOAD_ALONE in search.ruled_out
+
+
+def test_a_plan_is_not_ruled_out_before_another_was_followed() -> None:
+    search = PlanSearch()
+    assert not search.rules_out(1e9)
+    assert search.current == PREDICTED
 
 
 def test_plans_that_decide_what_that_by_prediction_does_hide_none_behind_them() -> None:
@@ -118,20 +130,17 @@ def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
     assert not search.results
 
 
-def test_a_step_that_is_bound_by_its_thread_begins_with_what_lets_small_values_stay() -> None:
-    search = PlanSearch.beginning(is_bound=True)
-    assert search.current == FOR_THE_THREAD[0]
-    seconds = table(94, 110, 130, 140)
-    assert settled(search, seconds).current == FOR_THE_THREAD[0]
-
-
 def test_less_stays_if_that_takes_hardly_longer() -> None:
-    seconds = table(94, 99, 101, 140)
-    staying = {FOR_THE_THREAD[0]: 100, FOR_THE_THREAD[1]: 50}
-    for allowance, chosen in ((0.0, FOR_THE_THREAD[0]), (5e-3, FOR_THE_THREAD[1]), (7e-3, None)):
-        search = PlanSearch.beginning(is_bound=True, allowance=allowance)
-        settled(search, seconds, lambda one: staying.get(one, 0))
-        assert search.current == (chosen or OFFLOAD_ALONE)
+    milliseconds = {NOTHING: 94, PREDICTED: 99, OFFLOAD_ALONE: 101}
+    staying = {NOTHING: 100, PREDICTED: 50, OFFLOAD_ALONE: 0}
+    for allowance, chosen in ((0.0, NOTHING), (5e-3, PREDICTED), (7e-3, OFFLOAD_ALONE)):
+        search = PlanSearch(allowance=allowance)
+        settled(
+            search,
+            lambda one: milliseconds.get(one, 140) / 1e3,
+            lambda one: staying.get(one, 200),
+        )
+        assert search.current == chosen
 
 
 def test_what_may_stay_for_nothing_is_no_reason() -> None:
@@ -179,7 +188,7 @@ def test_it_says_in_one_line_what_it_has_found() -> None:
     assert "\n" not in str(search)
 
 
-alternatives = [*LADDER, OFFLOAD_ALONE, *FOR_THE_THREAD]
+alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS]
 
 
 @given(
@@ -191,10 +200,10 @@ alternatives = [*LADDER, OFFLOAD_ALONE, *FOR_THE_THREAD]
 def test_what_stays_is_never_worse_than_what_was_followed(
     seconds: dict[Alternative, float],
     staying: dict[Alternative, int],
-    is_bound: bool,
+    is_little: bool,
     allowance: float,
 ) -> None:
-    search = PlanSearch.beginning(is_bound=is_bound, allowance=allowance)
+    search = PlanSearch(is_little, allowance)
     settled(search, seconds.__getitem__, staying.__getitem__)
     fastest = min(seconds[one] for one in search.results)
     assert seconds[search.current] <= max(1.01 * fastest, fastest + allowance) * (1 + 1e-9)

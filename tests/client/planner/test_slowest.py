@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
-from storm_client.planner.host import HostBound
 from storm_client.planner.machine import CUDA, LinkFigures
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.search import PREDICTED, PlanSearch
+from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED, PlanSearch
 from storm_client.planner.slowest import Agreed, Figures
 from storm_client.planner.solver import Choice
 
@@ -19,7 +18,7 @@ VALUES = tuple(
     for number in range(2)
 )
 PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100)
-ONE = Figures.of(PROBLEM, CUDA, HostBound(0.2, 2.0), 1 << 30, [0.1, 0.2, 0.3])
+ONE = Figures.of(PROBLEM, CUDA, 1 << 30, [0.1, 0.2, 0.3])
 OTHER = replace(
     ONE,
     seconds=(0.5, 0.125),
@@ -28,7 +27,6 @@ OTHER = replace(
     last_bytes=50,
     rejected={0: "its bits differ"},
     machine=replace(CUDA.with_link(LinkFigures(limit=1.0)), bandwidth=1.0, hides=False),
-    host=None,
     room=1 << 20,
     steps=(0.2, 0.1),
 )
@@ -47,7 +45,6 @@ def test_the_slowest_of_each_figure_is_taken_in_any_order() -> None:
         assert slowest.turn_seconds == 0.0625
         assert slowest.last_bytes == 50
         assert slowest.rejected == {0: "its bits differ", 1: "it draws"}
-        assert slowest.host == HostBound(0.2, 2.0)
         assert slowest.room == 1 << 20
         assert slowest.steps == (0.2, 0.2, 0.3)
         assert slowest.machine.link == 1.0
@@ -71,7 +68,7 @@ def test_a_problem_has_the_slowest_figures() -> None:
 
 def test_what_is_agreed_on_crosses_the_store_unchanged() -> None:
     choice = Choice([OFFLOAD, REPLAY, Keep("last")], ["a", "b", "c"], [0.1, 0.2, 0.0], 3, 1, 2, 4)
-    search = PlanSearch.beginning(is_bound=False, allowance=0.5, slack_bytes=7)
+    search = PlanSearch(allowance=0.5, slack_bytes=7, ruled_out={OFFLOAD_ALONE})
     search.follows(11)
     for seconds in (3.0, 1.0, 1.0, 1.0):
         search.took(PREDICTED, seconds)
@@ -80,4 +77,5 @@ def test_what_is_agreed_on_crosses_the_store_unchanged() -> None:
         assert agreed.choice == choice
         assert agreed.measured == {"link"}
         assert str(agreed.search) == str(one)
+        assert agreed.search is None or agreed.search.ruled_out == {OFFLOAD_ALONE}
     assert agreed.search is None
