@@ -291,7 +291,6 @@ def planned(offload: storm.Offload, *, show: bool) -> dict[str, Any]:
         "forward_ms": round(1e3 * plan.forward_seconds, 1),
         "link_ms": round(1e3 * plan.link_seconds, 1),
         "recompute_ms": round(1e3 * plan.replay_seconds, 1),
-        "thread_ms": round(1e3 * plan.host_seconds, 1),
         "gib": {name: round(n / GIB, 2) for name, n in plan.bytes_by_decision.items()},
         "compared": plan.compared,
     }
