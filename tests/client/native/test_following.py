@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -33,6 +34,21 @@ def case(function: Case) -> Case:
     return function
 
 
+def forward(function: Callable[[Tensor, Tensor], Iterator[Tensor]]) -> Case:
+    """Add a forward pass in a block, of what is held until the backward pass has ended."""
+
+    @wraps(function)
+    def run(block: Block, device: str) -> list[Tensor]:
+        x, w = inputs(device)
+        holder = function(x, w)
+        with block():
+            loss = next(holder)
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    return case(run)
+
+
 def inputs(device: str) -> tuple[Tensor, Tensor]:
     """Return what a step computes with: a batch, and something to train."""
     return seeded(device, ROWS, WIDTH, seed=1), seeded(device, WIDTH, WIDTH, seed=2, grad=True)
@@ -43,66 +59,43 @@ def followed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return follow_by(request.param, monkeypatch)
 
 
-@case
-def a_chain(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        loss = (x @ w).tanh().exp().sin().square().mean()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_chain(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    yield (x @ w).tanh().exp().sin().square().mean()
 
 
-@case
-def views(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).exp()
-        left, right = y.chunk(2, dim=1)
-        loss = (left * right.flip(0)).sum() + (y.t()[3:9] * y.t()[9:15]).tanh().sum()
-        loss = loss + (y[:, ::2].expand(2, ROWS, WIDTH // 2).exp()).mean()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def views(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).exp()
+    left, right = y.chunk(2, dim=1)
+    loss = (left * right.flip(0)).sum() + (y.t()[3:9] * y.t()[9:15]).tanh().sum()
+    loss = loss + (y[:, ::2].expand(2, ROWS, WIDTH // 2).exp()).mean()
+    yield loss
 
 
-@case
-def duplicates(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        loss = (y * y * y * x * x).sum() + (y @ y.t()).square().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def duplicates(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    yield (y * y * y * x * x).sum() + (y @ y.t()).square().sum()
 
 
-@case
-def conjugated_and_negated(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = torch.complex(x @ w, (x @ w).sin()).exp()
-        loss = (y.conj() * y.imag * torch._neg_view(y.real)).abs().square().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def conjugated_and_negated(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = torch.complex(x @ w, (x @ w).sin()).exp()
+    yield (y.conj() * y.imag * torch._neg_view(y.real)).abs().square().sum()
 
 
-@case
-def nothing_in_it(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        empty = (x[:0] @ w).tanh()
-        loss = (x @ w).tanh().sum() + empty.exp().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def nothing_in_it(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    empty = (x[:0] @ w).tanh()
+    yield (x @ w).tanh().sum() + empty.exp().sum()
 
 
-@case
-def small_ones(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).exp()
-        scale = y[0, :3].sum().sigmoid().tanh()
-        loss = (y * scale).tanh().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def small_ones(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).exp()
+    scale = y[0, :3].sum().sigmoid().tanh()
+    yield (y * scale).tanh().sum()
 
 
 @case
@@ -115,27 +108,20 @@ def leaves_and_buffers(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad, more.grad]
 
 
-@case
-def a_changed_result(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).exp()
-        z = y * 2
-        y.add_(1)
-        loss = (y.tanh() + z).sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_changed_result(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).exp()
+    z = y * 2
+    y.add_(1)
+    yield (y.tanh() + z).sum()
 
 
-@case
-def a_changed_view(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = x @ w
-        loss = y.tanh().sum() + y.exp().t().sin().sum()
-        y.t()[1:3].mul_(2)
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_changed_view(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = x @ w
+    loss = y.tanh().sum() + y.exp().t().sin().sum()
+    y.t()[1:3].mul_(2)
+    yield loss
 
 
 @case
@@ -148,16 +134,12 @@ def a_changed_leaf(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad]
 
 
-@case
-def writes_that_nothing_saved_sees(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = x @ w
-        y.add_(1).mul_(2)
-        y[:, 2:5] = 0
-        loss = y.exp().tanh().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def writes_that_nothing_saved_sees(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = x @ w
+    y.add_(1).mul_(2)
+    y[:, 2:5] = 0
+    yield y.exp().tanh().sum()
 
 
 @case
@@ -255,14 +237,10 @@ def a_backward_pass_inside(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad]
 
 
-@case
-def checkpointed(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = checkpoint(lambda y: y.tanh().exp().sin(), x @ w, use_reentrant=False)
-        loss = (y * y).sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def checkpointed(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = checkpoint(lambda y: y.tanh().exp().sin(), x @ w, use_reentrant=False)
+    yield (y * y).sum()
 
 
 class Product(torch.autograd.Function):
@@ -280,14 +258,10 @@ class Product(torch.autograd.Function):
         return grad * b + made * 0, grad * a + besides * 0
 
 
-@case
-def a_function_of_ones_own(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        loss = Product.apply(y, y.exp()).sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_function_of_ones_own(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    yield Product.apply(y, y.exp()).sum()
 
 
 class OfAlias(torch.autograd.Function):
@@ -304,26 +278,19 @@ class OfAlias(torch.autograd.Function):
         return 2 * grad * alias, None
 
 
-@case
-def an_alias_of_a_result(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh().exp()
-        loss = (OfAlias.apply(y, y.detach()) * y).tanh().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def an_alias_of_a_result(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh().exp()
+    yield (OfAlias.apply(y, y.detach()) * y).tanh().sum()
 
 
-@case
-def a_changed_alias_of_a_result(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh().exp()
-        loss = OfAlias.apply(y, y.detach()).tanh().sum()
-        with torch.no_grad():
-            y.mul_(2)
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_changed_alias_of_a_result(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh().exp()
+    loss = OfAlias.apply(y, y.detach()).tanh().sum()
+    with torch.no_grad():
+        y.mul_(2)
+    yield loss
 
 
 @case
@@ -338,16 +305,13 @@ def a_loss_in_tiles(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad, head.grad]
 
 
-@case
-def a_changed_output_of_ones_own(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        made = Product.apply(y, y.exp())
-        loss = made.sum()
-        made.mul_(2)
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_changed_output_of_ones_own(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    made = Product.apply(y, y.exp())
+    loss = made.sum()
+    made.mul_(2)
+    yield loss
 
 
 @case
@@ -393,16 +357,12 @@ def recomputed_after_a_change(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad]
 
 
-@case
-def an_operator_that_fails(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        with suppress(RuntimeError):
-            y @ y
-        loss = (y * (y * 2)).exp().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def an_operator_that_fails(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    with suppress(RuntimeError):
+        y @ y
+    yield (y * (y * 2)).exp().sum()
 
 
 class Doubling(TorchDispatchMode):
@@ -413,16 +373,12 @@ class Doubling(TorchDispatchMode):
         return made * 2 if function is torch.ops.aten.mul.Tensor else made
 
 
-@case
-def a_mode_that_alters(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        with Doubling():
-            z = y * y.sin()
-        loss = (z * y).exp().sum()
-    loss.backward()
-    return [loss.detach(), w.grad]
+@forward
+def a_mode_that_alters(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    with Doubling():
+        z = y * y.sin()
+    yield (z * y).exp().sum()
 
 
 @case
