@@ -19,9 +19,10 @@ import torch
 from storm_client import native
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.devices import is_capturing
+from storm_client.eager.bits import checksum, compare, same_bits
 from storm_client.eager.controller import Planning
 from storm_client.eager.following import NativePath
-from storm_client.eager.recompute import Replayed, Result, Trial, checksum, compare, same_bits
+from storm_client.eager.recompute import Replayed, Result, Trial
 from storm_client.eager.recorder import Mark
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
 from storm_client.hook_stack import Watcher, untraced

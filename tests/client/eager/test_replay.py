@@ -725,7 +725,6 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
         assert watched is not None
         assert watched.step.count <= 100
         assert not watched.pins.storages
-        assert not watched._seen
     assert not kinds(offload)
 
 

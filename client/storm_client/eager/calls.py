@@ -1,0 +1,117 @@
+"""A function that has been run on its arguments: what of them are tensors, and what may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from storm_client.eager.operations import Function
+from storm_client.eager.recompute import Input, Recipe, Source
+
+__all__ = ["Call", "is_plain", "name_of", "outputs_of", "tensors_among"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_VALUES = (
+    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+"""Types of arguments that nobody can change."""
+
+
+class Call:
+    """A function that has been run on its arguments."""
+
+    __slots__ = ("_tensors", "arguments", "function", "options", "recipe")
+
+    def __init__(
+        self, function: Function, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.options = options
+        self.recipe: Recipe | None = None
+        """Of all its results, once one of them is to be recomputed."""
+        self._tensors: list[torch.Tensor] | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among its arguments."""
+        if self._tensors is None:
+            self._tensors = tensors_among(self.arguments)
+            if self.options:
+                self._tensors += tensors_among(self.options.values())
+        return self._tensors
+
+    def is_fixed(self) -> bool:
+        """Tell whether all of its arguments that are no tensors are values, which never change."""
+        return _are_values(self.arguments) and _are_values(self.options.values())
+
+    def takes(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether a storage is that of an argument."""
+        address = storage._cdata
+        return any(
+            is_plain(tensor) and tensor.untyped_storage()._cdata == address
+            for tensor in self.tensors()
+        )
+
+    def recipe_of(self, sources: list[Source], device: str) -> Recipe:
+        """Return how to run it again, with `sources` for its tensors."""
+        left = iter(sources)
+        arguments = [_replaced(argument, left) for argument in self.arguments]
+        options = {name: _replaced(value, left) for name, value in self.options.items()}
+        return Recipe(self.function, arguments, options, device)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether it is a tensor of PyTorch's own, with strides."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def outputs_of(made: Any) -> Sequence[Any]:
+    """Return what a function has made, one by one."""
+    return made if type(made) in (tuple, list) else (made,)
+
+
+def tensors_among(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments, those in lists and tuples too."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):  # named tuples, too
+            found += tensors_among(argument)
+    return found
+
+
+def _are_values(arguments: Iterable[Any]) -> bool:
+    """Tell whether no argument but tensors can change; lists are copied when a recipe is made."""
+    for argument in arguments:
+        if type(argument) in _VALUES or isinstance(argument, (torch.Tensor, np.generic)):
+            continue
+        if not (isinstance(argument, (list, tuple)) and _are_values(argument)):
+            return False
+    return True
+
+
+def _replaced(argument: Any, sources: Iterator[Source]) -> Any:
+    """Return an argument with the next sources in the place of its tensors.
+
+    What is a list or tuple of any kind becomes a plain one, which PyTorch takes as well.
+    """
+    if isinstance(argument, torch.Tensor):
+        return Input(next(sources), argument.requires_grad)
+    if isinstance(argument, (list, tuple)):
+        plain = list if isinstance(argument, list) else tuple
+        return plain(_replaced(one, sources) for one in argument)
+    return argument
+
+
+def name_of(function: Function) -> str:
+    """Return what plans call a function."""
+    if isinstance(function, torch._ops.OpOverload):
+        function = function.overloadpacket
+    name = getattr(function, "_qualified_op_name", None) or getattr(function, "__name__", None)
+    return str(name or function)
