@@ -700,6 +700,7 @@ def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
     if is_little:
         return PlanSearch(is_little=True, slack_bytes=kind.saved_bytes)
     return PlanSearch(
+        has_blocks=is_least and problem.checkpointed_bytes > 0,
         allowance=(problem.forward_seconds or 0.0) / 2 if is_least else 0.0,
         slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
     )

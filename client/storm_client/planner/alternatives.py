@@ -33,6 +33,9 @@ def choose_alternative(
         asked = replace(asked, forward_seconds=alternative.link_share * window)
     if not alternative.recomputes:
         asked = replace(asked, recomputes=False, why_not="")
+    if alternative.fills_blocks:
+        asked = replace(asked, last_bytes=0)
+        room = problem.checkpointed_bytes
     if alternative.keeps_all:
         room = sum(value.nbytes for value in problem.saved)
     choice = choose(asked, machine, budget_bytes=room or 0)

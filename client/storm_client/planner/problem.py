@@ -73,6 +73,11 @@ class Problem:
         return self.rejected.get(number, "" if self.recomputes else self.why_not)
 
     @property
+    def checkpointed_bytes(self) -> int:
+        """What checkpointing each block would keep; 0 where no blocks are known."""
+        return sum(self.values[number].nbytes for number in self.block_ends)
+
+    @property
     def saved(self) -> list[Value]:
         """What autograd saves."""
         return [value for value in self.values if value.is_saved]

@@ -6,9 +6,10 @@ made by prediction is followed for some steps, then others that differ from it i
 what was measured decides: one that took longer is taken back.
 
 So are one that puts on the link what blocks are given and nothing else that can be recomputed, as
-checkpointing does, those between the two, and one that recomputes nothing; and where a step saves
-little, one by which all of it stays. What the link alone takes longer for than a step has taken is
-not followed. Every time is a step's, from the begin of its block to that of the next.
+checkpointing does, one between the two, those by which as much stays as checkpointing would keep,
+and one that recomputes nothing; and where a step saves little, one by which all stays. What the
+link alone takes longer for than a step has taken is not followed. Every time is a step's, from the
+begin of its block to that of the next.
 
 Everything here is pure: no device, clock or plan.
 """
@@ -20,7 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-__all__ = ["ALL_STAYS", "OFFLOAD_ALONE", "PREDICTED", "Alternative", "Followed", "PlanSearch"]
+__all__ = [
+    "ALL_STAYS",
+    "AS_BLOCKS",
+    "OFFLOAD_ALONE",
+    "PREDICTED",
+    "Alternative",
+    "Followed",
+    "PlanSearch",
+]
 
 
 class Alternative(NamedTuple):
@@ -32,17 +41,24 @@ class Alternative(NamedTuple):
     recomputes: bool = True
     keeps_all: bool = False
     """Whether all stays."""
+    fills_blocks: bool = False
+    """Whether as much stays as checkpointing each block would keep, whatever pays most."""
 
 
 PREDICTED: Final = Alternative("by prediction")
 NOTHING: Final = Alternative("nothing on the link that can be recomputed", 0.0)
 """As checkpointing: what blocks are given leaves, and all else is recomputed."""
 
-THIRD: Final = Alternative("a third of the link", 0.35)
 TWO_THIRDS: Final = Alternative("two thirds of the link", 0.65)
 MORE: Final = Alternative("more on the link", 1.6)
-LADDER: Final = (NOTHING, THIRD, TWO_THIRDS, PREDICTED, MORE)
+LADDER: Final = (NOTHING, TWO_THIRDS, PREDICTED, MORE)
 """From the least on the link to the most."""
+
+AS_BLOCKS: Final = (
+    Alternative("as much stays as checkpointing keeps", 0.0, fills_blocks=True),
+    Alternative("the same and two thirds of the link", 0.65, fills_blocks=True),
+)
+"""For a step whose blocks are known: the memory that checkpointing takes, for what pays most."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
 ALL_STAYS: Final = Alternative("all stays", keeps_all=True)
@@ -84,6 +100,8 @@ class PlanSearch:
 
     is_little: bool = False
     """Whether what a step saves is so little that all of it may stay."""
+    has_blocks: bool = False
+    """Whether what checkpointing would keep may stay, and is known."""
     allowance: float = 0.0
     """Seconds by which a step may take longer than the fastest so that less stays."""
     slack_bytes: int = 0
@@ -180,10 +198,11 @@ class PlanSearch:
 
     def _candidates(self) -> Sequence[Alternative]:
         """Return what has to be measured, as far as is known by now."""
-        little = [ALL_STAYS] if self.is_little else []
-        return [PREDICTED, NOTHING, *self._between(), *little, OFFLOAD_ALONE]
+        blocks = AS_BLOCKS if self.has_blocks else ()
+        little = (ALL_STAYS,) if self.is_little else ()
+        return [PREDICTED, NOTHING, *self._beside(), *blocks, *little, OFFLOAD_ALONE]
 
-    def _between(self) -> list[Alternative]:
+    def _beside(self) -> list[Alternative]:
         """Return plans beside those two where one of them may yet be improved.
 
         With more on the link only where that is what takes the least time by now.
@@ -193,11 +212,10 @@ class PlanSearch:
             return []
         if min(found[PREDICTED].seconds, found[NOTHING].seconds) > NEAR * self._fastest:
             return []
-        between = [THIRD, TWO_THIRDS]
-        if not found.keys() >= {*between}:
-            return between
-        others = min(found[one].seconds for one in (NOTHING, *between))
-        return [*between, MORE] if found[PREDICTED].seconds < others else between
+        if TWO_THIRDS not in found:
+            return [TWO_THIRDS]
+        others = min(found[one].seconds for one in (NOTHING, TWO_THIRDS))
+        return [TWO_THIRDS, MORE] if found[PREDICTED].seconds < others else [TWO_THIRDS]
 
     def _took_settled(self, seconds: float) -> bool:
         self._seconds = [*self._seconds, seconds][-LATEST:]

@@ -130,6 +130,7 @@ class Agreed:
         if search is not None:
             found = {
                 "is_little": search.is_little,
+                "has_blocks": search.has_blocks,
                 "allowance": search.allowance,
                 "slack_bytes": search.slack_bytes,
                 "current": search.current,

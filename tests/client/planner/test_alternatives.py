@@ -8,7 +8,7 @@ from storm_client.planner.alternatives import choose_alternative, staying_bytes
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import ALL_STAYS, LADDER, OFFLOAD_ALONE, PREDICTED
+from storm_client.planner.search import ALL_STAYS, AS_BLOCKS, LADDER, OFFLOAD_ALONE, PREDICTED
 from storm_client.planner.solver import choose
 from support.planning import value
 
@@ -36,7 +36,7 @@ def test_that_by_prediction_is_what_the_solver_chooses() -> None:
 
 def test_less_of_the_link_is_more_that_is_recomputed() -> None:
     counts = [decided(one).count(REPLAY) for one in LADDER]
-    assert counts == [4, 4, 3, 2, 1]
+    assert counts == [4, 3, 2, 1]
     assert counts == sorted(counts, reverse=True)
 
 
@@ -48,6 +48,18 @@ def test_what_a_plan_is_told_to_have_is_not_what_it_shows() -> None:
 
 def test_nothing_is_recomputed_where_that_is_asked_for() -> None:
     assert decided(OFFLOAD_ALONE) == [OFFLOAD] * 5
+
+
+def test_as_much_stays_as_checkpointing_would_keep_of_what_pays_most() -> None:
+    blocks = replace(PROBLEM, block_ends=frozenset({0, 1}), last_bytes=400)
+    for one in AS_BLOCKS:
+        found = decided(one, blocks)
+        assert sum(isinstance(decision, Keep) for decision in found) == 2
+        assert found.count(Keep("budget")) == 2
+        assert isinstance(found[4], Keep)  # the most expensive
+    assert decided(AS_BLOCKS[0], blocks).count(REPLAY) >= decided(AS_BLOCKS[1], blocks).count(
+        REPLAY
+    )
 
 
 def test_all_stays_where_that_is_asked_for() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.search import (
     ALL_STAYS,
+    AS_BLOCKS,
     LADDER,
     LATEST,
     MEASURED,
@@ -22,7 +23,7 @@ from storm_client.planner.search import (
 LONGEST = 40
 """Steps after which a search has come to its end."""
 
-NOTHING, THIRD, TWO_THIRDS, _, MORE = LADDER
+NOTHING, TWO_THIRDS, _, MORE = LADDER
 
 Seconds = Callable[[Alternative], float]
 
@@ -67,6 +68,14 @@ def test_of_little_it_is_tried_what_takes_as_long_if_all_stays() -> None:
     little = PlanSearch(is_little=True)
     assert settled(little, lambda one: 0.1 if one.keeps_all else 0.2).current == ALL_STAYS
     assert ALL_STAYS not in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
+
+
+def test_what_checkpointing_keeps_may_stay_where_blocks_are_known() -> None:
+    seconds = lambda one: 0.1 if one == AS_BLOCKS[1] else 0.2  # noqa: E731
+    search = settled(PlanSearch(has_blocks=True), seconds)
+    assert search.current == AS_BLOCKS[1]
+    assert search.steps <= LONGEST
+    assert not {*AS_BLOCKS} & settled(PlanSearch(), seconds).results.keys()
 
 
 def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
@@ -188,12 +197,13 @@ def test_it_says_in_one_line_what_it_has_found() -> None:
     assert "\n" not in str(search)
 
 
-alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS]
+alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS, *AS_BLOCKS]
 
 
 @given(
     st.fixed_dictionaries({one: st.floats(0.01, 1.0) for one in alternatives}),
     st.fixed_dictionaries({one: st.integers(0, 10) for one in alternatives}),
+    st.booleans(),
     st.booleans(),
     st.sampled_from([0.0, 0.1]),
 )
@@ -201,9 +211,10 @@ def test_what_stays_is_never_worse_than_what_was_followed(
     seconds: dict[Alternative, float],
     staying: dict[Alternative, int],
     is_little: bool,
+    has_blocks: bool,
     allowance: float,
 ) -> None:
-    search = PlanSearch(is_little, allowance)
+    search = PlanSearch(is_little, has_blocks, allowance)
     settled(search, seconds.__getitem__, staying.__getitem__)
     fastest = min(seconds[one] for one in search.results)
     assert seconds[search.current] <= max(1.01 * fastest, fastest + allowance) * (1 + 1e-9)
