@@ -52,11 +52,6 @@ class SpillOrder:
                 self._append(self._away, number, _is_away)
 
     @property
-    def dirty_count(self) -> int:
-        """How many may be written, at the most."""
-        return len(self._dirty)
-
-    @property
     def clean_count(self) -> int:
         """How many blocks may be given back, at the most."""
         return len(self._clean)
