@@ -24,8 +24,8 @@ class Lifetime(NamedTuple):
     nbytes: int
 
 
-def lifetimes(nodes: Sequence[fx.Node], results: Iterable[fx.Node] = ()) -> list[Lifetime]:
-    """Return the storages that `nodes` make, in order; `results` live to the end."""
+def lifetimes(nodes: Sequence[fx.Node]) -> list[Lifetime]:
+    """Return the storages that `nodes` make, in order."""
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -41,9 +41,6 @@ def lifetimes(nodes: Sequence[fx.Node], results: Iterable[fx.Node] = ()) -> list
             sizes[memory] = max(sizes.get(memory, 0), nbytes)
         for memory in (used | memories(node)) & begins.keys():
             ends[memory] = position + 1
-    for node in results:
-        for memory in memories(node) & begins.keys():
-            ends[memory] = len(nodes)
     return [
         Lifetime(memory, begin, ends[memory], sizes.get(memory, 0))
         for memory, begin in begins.items()
