@@ -81,7 +81,7 @@ def say(text: str) -> None:
 def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> str | None:
     """Return what the steps between the two did; None where that is not worth a line."""
     steps = now.step - before.step
-    small = (_skipped(now, "small") - _skipped(before, "small")) // steps
+    small = (_small(now) - _small(before)) // steps
     stayed = (_stayed(now) - _stayed(before)) // steps - min(small, small_owned)
     offloaded = (now.stats.offloaded_bytes - before.stats.offloaded_bytes) // steps
     replayed = (now.stats.replayed_bytes - before.stats.replayed_bytes) // steps
@@ -115,8 +115,8 @@ def _stayed(begin: _Begin) -> int:
     return skipped + sum(staying.kept_bytes.values())
 
 
-def _skipped(begin: _Begin, reason: str) -> int:
-    return begin.staying.skipped_bytes.get(reason, 0)
+def _small(begin: _Begin) -> int:
+    return begin.staying.skipped_bytes.get("small", 0)
 
 
 def _spent(stats: OffloadStats) -> float:
