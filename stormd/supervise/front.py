@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -30,7 +29,7 @@ _KILL_SECONDS: Final = 10.0
 """For what was killed to be gone; longer only where a driver holds it."""
 
 
-def supervise(request: Request, environ: Mapping[str, str] = os.environ) -> int:
+def supervise(request: Request) -> int:
     """Run the command with what is to be beside it; return the exit status for a shell.
 
     Call it in a process of one thread, which may then only end: its signals stay blocked. Nothing
@@ -54,7 +53,7 @@ def supervise(request: Request, environ: Mapping[str, str] = os.environ) -> int:
         keeper = os.fork()
         if keeper == 0:
             os.close(writing)
-            keep(request, environ, directory, reading, mask)
+            keep(request, os.environ, directory, reading, mask)
         os.close(reading)
         ended, at_terminal = _pass_on(keeper, writing, signals, witness)
         _end_orphans(family, witness.pid)

@@ -399,7 +399,7 @@ def _came_to(process: Popen[bytes]) -> str:
     return f"ended with status {exit_status(process.returncode)}"
 
 
-def _tail(log: Path, lines: int = 6) -> str:
+def _tail(log: Path) -> str:
     """Return the last that was logged."""
     text = log.read_text(errors="replace").strip()
-    return "\n".join(text.splitlines()[-lines:]) or "it said nothing"
+    return "\n".join(text.splitlines()[-6:]) or "it said nothing"
