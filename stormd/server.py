@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from stormd import __version__, open_files
+from stormd import open_files
 from stormd.cache.items import Cache, Item
 from stormd.config import Config, reloaded
 from stormd.errors import DirectoryUnsafe, remedy
@@ -27,20 +26,25 @@ from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.parts import blob_bound
 from stormd.ledger.records import JournalRecords, NoRecords
-from stormd.ledger.sessions import Limits, Session, session_name
-from stormd.memory.arena import Space, slack_of
+from stormd.ledger.sessions import Session, session_name
+from stormd.memory.arena import Space
 from stormd.memory.growth import FIRST_BYTES, PoolGrowth
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.counters import Counters
 from stormd.monitoring.gpu_gauge import GpuGauge
 from stormd.monitoring.health import stuck_workers
-from stormd.monitoring.logs import dropped_lines
 from stormd.protocol import NO_LANE, lifeline_path, parse_address
+from stormd.provision import (
+    adopted_spaces,
+    allowed_uids,
+    bytes_beside_pool,
+    cache_part_bytes,
+    limits_of,
+)
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
 from stormd.spill.opening import OpenTier, open_tier
-from stormd.spill.records import WORKER_BYTES
+from stormd.state import state
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.mailbox import Mailbox
@@ -56,13 +60,6 @@ FIRST_CLIENT_SECONDS: Final = 60.0
 DETACH_SECONDS: Final = 2.0
 """Part of the shutdown's time kept for lanes to finish, out of what clients get to fetch theirs;
 at most half of it."""
-
-REST_BYTES: Final = 32 << 20
-"""What the process grows by from there on: buffers of sockets, its own state, libraries that load
-late. Measured with one session: 6 MiB."""
-
-SESSIONS_SHOWN: Final = 1024
-"""Sessions that `status` lists: more would not fit into a frame."""
 
 
 class Server:
@@ -182,8 +179,8 @@ class Server:
         """
         fresh, ignored = reloaded(self._config, config)
         self._config = fresh
-        self._ledger.limit(_limits(fresh))
-        self._gateway.allow(_allowed(fresh))
+        self._ledger.limit(limits_of(fresh))
+        self._gateway.allow(allowed_uids(fresh))
         return ignored
 
     async def close(self) -> None:
@@ -221,62 +218,18 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only."""
-        use = self._space.use()
-        sessions = self._ledger.sessions_status()
-        ratio = self._ledger.raw_bytes / (use.used + use.promised) if use.used else None
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "address": self._config.address,
-            "uptime_seconds": time.monotonic() - self._opened_at,
-            "lanes": list(self._lanes),
-            "resumable": self._handover is not None,
-            "pool": {
-                "capacity_bytes": self._space.capacity,
-                "committed_bytes": self._space.committed,
-                "used_bytes": use.used,
-                "promised_bytes": use.promised,
-                "peak_used_bytes": use.peak_used,
-                "largest_free_bytes": use.largest_free,
-                "locked": self._pool.locked,
-            },
-            "cache": None if self._cache is None else self._cache.as_status(),
-            "spill": self._spill_status(),
-            "sessions": sessions[:SESSIONS_SHOWN],
-            "session_count": len(sessions),
-            "entries": self._ledger.entries,
-            "raw_bytes": self._ledger.raw_bytes,
-            "ratio": ratio,
-            "throughput": self.counters.throughput(),
-            "gpus": self._gpus_status(),
-            "link_limit_bytes": self._config.link_limit_bytes,
-            "counters": self.counters.as_status(),
-            "log": {"dropped_lines": dropped_lines()},
-        }
-
-    def _spill_status(self) -> dict[str, Any] | None:
-        """Return the tier on disk, None where there is none."""
-        if self._ledger.spills is None:
-            return None
-        config = self._config
-        return {
-            "path": config.spill_path,
-            "encrypted": config.spill_encrypt == "on",
-            **self._ledger.spills.as_status(time.monotonic()),
-        }
-
-    def _gpus_status(self) -> list[dict[str, Any]]:
-        """Return each GPU that is served; `busy_percent` is None where the driver does not say."""
-        links = [link for lane in self._lanes.values() for link in lane.links]
-        return [
-            {
-                "device": link.device,
-                "uuid": link.uuid,
-                "busy_percent": self._gauge.busy_percent(link.uuid),
-                "link": link.as_status(),
-            }
-            for link in links
-        ]
+        return state(
+            config=self._config,
+            opened_at=self._opened_at,
+            is_resumable=self._handover is not None,
+            pool=self._pool,
+            space=self._space,
+            cache=self._cache,
+            ledger=self._ledger,
+            lanes=self._lanes,
+            gauge=self._gauge,
+            counters=self.counters,
+        )
 
     # --- parts of open, in order ------------------------------------------------------------
 
@@ -310,7 +263,7 @@ class Server:
         )
 
     async def _make_pool(self) -> None:
-        spaces, kept = self._adopted_spaces() or (_spaces(self._config), [])
+        spaces, kept = adopted_spaces(self._config, self._handover)
         config, handover, first = self._config, self._handover, self._config.host_bytes
         if config.pool_commit == "use":
             first = min(FIRST_BYTES, spaces[0].end)
@@ -318,7 +271,7 @@ class Server:
             HostPool,
             config.host_bytes,
             first=first,
-            beside=_beside_pool(config),
+            beside=bytes_beside_pool(config),
             descriptor=-1 if handover is None else handover.pool_file(config.host_bytes),
             kept=kept,
             on_progress=self._on_progress,
@@ -334,26 +287,6 @@ class Server:
         if config.cache_bytes:
             records = NoRecords() if self._records is None else self._records
             self._cache = Cache(spaces[1], self.counters.cache, records)
-
-    def _adopted_spaces(self) -> tuple[list[Space], list[tuple[int, int]]] | None:
-        """Return the spaces with what an earlier daemon has left in them, and where memory is.
-
-        None where it has left nothing, or what contradicts itself.
-        """
-        handover = self._handover
-        if handover is None or handover.state is None:
-            return None
-        state, spaces = handover.state, _spaces(self._config)
-        try:
-            for space, committed in zip(spaces, state.layout.committed, strict=True):
-                space.grow(committed)
-            spaces[0].adopt(state.pool_blocks(), state.promised_bytes())
-            for space in spaces[1:]:
-                space.adopt(state.cache_blocks(), 0)
-        except (ValueError, AssertionError) as error:
-            handover.give_up(str(error))
-            return None
-        return spaces, [(space.base, space.committed) for space in spaces if space.committed]
 
     async def _open_lanes(self) -> None:
         self._mailbox = Mailbox(self._loop)
@@ -383,7 +316,7 @@ class Server:
         config, spill = self._config, self._spill
         self._ledger = Ledger(
             self._space,
-            _limits(config),
+            limits_of(config),
             self.counters,
             self._cache,
             self._records,
@@ -455,9 +388,9 @@ class Server:
             lanes={**self._lanes, NO_LANE: NoLane(self._mailbox.post)},
             control=control,
             terms=Terms(
-                allowed_uids=_allowed(config),
+                allowed_uids=allowed_uids(config),
                 lifeline_path=str(lifeline_path(self._socket)),
-                cache_part_bytes=_cache_part_bytes(config),
+                cache_part_bytes=cache_part_bytes(config),
                 lease_seconds=config.lease_seconds,
                 resume_seconds=0.0 if self._records is None else config.resume_seconds,
                 epoch=0 if self._records is None else self._records.epoch,
@@ -600,23 +533,6 @@ def _binding(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _beside_pool(config: Config) -> int:
-    """Return the bytes that serving takes beside the pool: the cpu lane's, messages, the rest."""
-    scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
-    movers = config.spill_threads * WORKER_BYTES if config.spill_path else 0
-    return REST_BYTES + scratch + movers + config.staging_bytes_cpu + config.message_bytes
-
-
-def _spaces(config: Config) -> list[Space]:
-    """Return the pool's space, and the cache's where there is one; none of it is there yet."""
-    pool, cache = config.pool_bytes, config.cache_bytes
-    spaces = [Space(pool, slack=slack_of(pool), committed=0)]
-    if cache:
-        base = config.cache_offset
-        spaces.append(Space(cache, base=base, slack=slack_of(cache), committed=0))
-    return spaces
-
-
 def _lives(record: Session) -> bool:
     """Tell whether the process of a session is there, or is of another namespace of processes."""
     if record.hello is None or not record.hello.pid:
@@ -626,25 +542,3 @@ def _lives(record: Session) -> bool:
     except OSError:
         return False
     return state not in "ZX"
-
-
-def _limits(config: Config) -> Limits:
-    return Limits(
-        max_sessions=config.max_sessions,
-        user_sessions=config.sessions_per_uid,
-        max_entries=config.max_entries_per_session,
-        quota_bytes=config.session_quota_bytes,
-        lease_seconds=config.lease_seconds,
-        user_quota_bytes=config.uid_quota_bytes,
-        share_bytes=config.session_share_bytes,
-    )
-
-
-def _cache_part_bytes(config: Config) -> int:
-    """Return the largest part that every lane takes: what one put, another may get."""
-    return min(config.part_bytes_cpu, config.part_bytes_cuda) if config.cache_bytes else 0
-
-
-def _allowed(config: Config) -> frozenset[int]:
-    """Return who may connect: by default root and the daemon's own user."""
-    return frozenset(config.allowed_uids or (0, os.getuid()))

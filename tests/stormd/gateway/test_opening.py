@@ -30,7 +30,7 @@ from stormd.protocol import (
     encode,
 )
 from stormd.protocol.limits import MAX_BUDGET, MAX_FRAME_BYTES, MAX_ID, MAX_TEXT
-from stormd.server import SESSIONS_SHOWN
+from stormd.state import SESSIONS_SHOWN
 
 MIB = 1 << 20
 Connect = Callable[..., RawClient]

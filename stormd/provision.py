@@ -1,0 +1,87 @@
+"""What the parts of a daemon get by its settings: memory, limits, and who may connect."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from stormd.config import Config
+from stormd.handover import Handover
+from stormd.ledger.parts import blob_bound
+from stormd.ledger.sessions import Limits
+from stormd.memory.arena import Space, slack_of
+from stormd.spill.records import WORKER_BYTES
+
+__all__ = [
+    "adopted_spaces",
+    "allowed_uids",
+    "bytes_beside_pool",
+    "cache_part_bytes",
+    "limits_of",
+]
+
+REST_BYTES: Final = 32 << 20
+"""What the process grows by from there on: buffers of sockets, its own state, libraries that load
+late. Measured with one session: 6 MiB."""
+
+
+def bytes_beside_pool(config: Config) -> int:
+    """Return the bytes that serving takes beside the pool: the cpu lane's, messages, the rest."""
+    scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
+    movers = config.spill_threads * WORKER_BYTES if config.spill_path else 0
+    return REST_BYTES + scratch + movers + config.staging_bytes_cpu + config.message_bytes
+
+
+def _spaces(config: Config) -> list[Space]:
+    """Return the pool's space, and the cache's where there is one; none of it is there yet."""
+    pool, cache = config.pool_bytes, config.cache_bytes
+    spaces = [Space(pool, slack=slack_of(pool), committed=0)]
+    if cache:
+        base = config.cache_offset
+        spaces.append(Space(cache, base=base, slack=slack_of(cache), committed=0))
+    return spaces
+
+
+def adopted_spaces(
+    config: Config, handover: Handover | None
+) -> tuple[list[Space], list[tuple[int, int]]]:
+    """Return the spaces with what an earlier daemon has left in them, and where memory is.
+
+    There is none where it has left nothing, or what contradicts itself.
+    """
+    if handover is None or handover.state is None:
+        return _spaces(config), []
+    state, spaces = handover.state, _spaces(config)
+    try:
+        for space, committed in zip(spaces, state.layout.committed, strict=True):
+            space.grow(committed)
+        spaces[0].adopt(state.pool_blocks(), state.promised_bytes())
+        for space in spaces[1:]:
+            space.adopt(state.cache_blocks(), 0)
+    except (ValueError, AssertionError) as error:
+        handover.give_up(str(error))
+        return _spaces(config), []
+    return spaces, [(space.base, space.committed) for space in spaces if space.committed]
+
+
+def limits_of(config: Config) -> Limits:
+    """Return what the ledger grants at the most."""
+    return Limits(
+        max_sessions=config.max_sessions,
+        user_sessions=config.sessions_per_uid,
+        max_entries=config.max_entries_per_session,
+        quota_bytes=config.session_quota_bytes,
+        lease_seconds=config.lease_seconds,
+        user_quota_bytes=config.uid_quota_bytes,
+        share_bytes=config.session_share_bytes,
+    )
+
+
+def cache_part_bytes(config: Config) -> int:
+    """Return the largest part that every lane takes: what one put, another may get."""
+    return min(config.part_bytes_cpu, config.part_bytes_cuda) if config.cache_bytes else 0
+
+
+def allowed_uids(config: Config) -> frozenset[int]:
+    """Return who may connect: by default root and the daemon's own user."""
+    return frozenset(config.allowed_uids or (0, os.getuid()))
