@@ -1,4 +1,7 @@
-"""Losses and gradients with offload are bit for bit those without, however one trains."""
+"""Losses and gradients with offload are bit for bit those without, whatever is trained, and how.
+
+What single modules and operators save is compared by PyTorch's databases (test_pytorch_databases).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import storm_client as storm
 import torch
+import torch.nn.functional as F
 from support.training import (
     Case,
     Context,
@@ -17,8 +21,9 @@ from support.training import (
     gradients,
     seeded,
     small_net,
+    trained,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CASES: dict[str, Case] = {}
@@ -83,6 +88,109 @@ def double_backward_outside(context: Context, device: str) -> list[Tensor]:
     loss = slope.square().mean()
     loss.backward()
     return [loss.detach(), *gradients(net), x.grad]
+
+
+# --- what is trained ------------------------------------------------------------------------
+
+
+@case
+def convolutions_with_batch_norm_and_inplace_relu(context: Context, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LazyLinear(10),
+    ).to(device)
+    with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        return trained(net, seeded(device, 4, 3, 32, 32), context)
+
+
+@case
+def shared_weights(context: Context, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 32)
+            self.mix = nn.Linear(32, 32)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.mix(torch.tanh(self.mix(self.embed(ids))))
+            return F.linear(hidden, self.embed.weight)
+
+    net = Net().to(device)
+    ids = torch.arange(40, device=device).reshape(4, 10)
+    with context():
+        loss = F.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    return [loss.detach(), *gradients(net)]
+
+
+# --- tensors --------------------------------------------------------------------------------
+
+
+def of_function(function: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> list[Tensor]:
+    with context():
+        loss = function(x)
+    (gradient,) = torch.autograd.grad(loss, x)
+    return [loss.detach(), gradient]
+
+
+@case
+def zero_size(context: Context, device: str) -> list[Tensor]:
+    def function(x: Tensor) -> Tensor:
+        nothing = x[:0].exp()
+        return (nothing * nothing).sum() + x.exp().square().sum()
+
+    return of_function(function, seeded(device, 32, 32, grad=True), context)
+
+
+@case
+def strided(context: Context, device: str) -> list[Tensor]:
+    def function(x: Tensor) -> Tensor:
+        h = x * 3
+        steps, corner = h[::3, 1::2], h[40:44, 40:44]
+        strange = h.as_strided((5, 7), (11, 3), 17)
+        return (steps.exp() * steps).sum() + corner.square().sum() + (strange * strange).sum()
+
+    return of_function(function, seeded(device, 64, 64, grad=True), context)
+
+
+@case
+def small_view_of_a_large_storage(context: Context, device: str) -> list[Tensor]:
+    def function(x: Tensor) -> Tensor:
+        h = x * 3
+        return (h[5:7] * h[5:7]).sum() + (h[6:9] * h[6:9]).sum() + (h * h).sum()
+
+    return of_function(function, seeded(device, 256, 64, grad=True), context)
+
+
+@case
+def complex_numbers(context: Context, device: str) -> list[Tensor]:
+    def function(x: Tensor) -> Tensor:
+        z = torch.fft.fft(x)
+        w = z * z.conj() + z.conj().t().contiguous().t().exp()
+        return (torch.view_as_real(w) * w.real.unsqueeze(-1)).sum() + (z.conj().imag * x).sum()
+
+    return of_function(function, seeded(device, 16, 16, grad=True), context)
+
+
+@case
+def special_values(context: Context, device: str) -> list[Tensor]:
+    x = seeded(device, 64, 64)
+    x[0, 0], x[1, 1], x[2, 2], x[3, 3] = float("inf"), -0.0, float("-inf"), 1e-42
+    x.requires_grad_()
+    return of_function(lambda t: (t.sigmoid() * t.clamp(-9, 9) * t.clamp(-9, 9)).sum(), x, context)
+
+
+# --- ways of training -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

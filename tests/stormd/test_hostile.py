@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +21,7 @@ from support.checked_training import LEAST_BYTES, Training
 from support.daemon_process import resident_bytes, start_daemon
 from support.daemon_thread import DaemonThread
 from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
+from support.patience import patient_clients
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
@@ -90,48 +90,10 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def make_config(tmp_path: Path) -> Callable[..., Config]:
-    """Return a maker of small configs with one address."""
-    address = f"ipc://{tmp_path}/stormd.sock"
-
-    def make(**changes: Any) -> Config:
-        fields: dict[str, Any] = {
-            "address": address,
-            "pool_bytes": 16 * MIB,
-            "cache_bytes": MIB,
-            "device": "cpu",
-            "encode_threads": 2,
-        }
-        return Config(**{**fields, **changes})
-
-    return make
-
-
-@pytest.fixture
-def make_daemon(make_config: Callable[..., Config]) -> Iterator[Callable[..., DaemonThread]]:
-    """Return a maker of daemons, of which none holds anything at the end."""
-    daemons: list[DaemonThread] = []
-
-    def make(**changes: Any) -> DaemonThread:
-        daemons.append(DaemonThread(make_config(**changes)))
-        return daemons[-1]
-
-    yield make
-    for daemon in daemons:
-        daemon.wait_until_empty()
-        daemon.stop()
-
-
-@pytest.fixture
-def daemon(make_daemon: Callable[..., DaemonThread]) -> DaemonThread:
-    return make_daemon()
-
-
-@pytest.fixture
 def neighbour(daemon: DaemonThread) -> Iterator[Callable[[], bool]]:
     """Return what tells whether a well-behaved client's next step is right."""
     training = Training()
-    with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
+    with patient_clients(), storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(training.model, min_bytes=LEAST_BYTES)
         assert training.is_right(offload)
         yield lambda: training.is_right(offload)
@@ -316,7 +278,7 @@ def test_a_source_changed_while_it_is_read_harms_its_owner_alone(
 
 def test_a_damaged_block_is_never_returned(daemon: DaemonThread) -> None:
     """Every kind of record: whichever byte of the pool is hit, unpack raises."""
-    with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
+    with patient_clients(), storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(min_bytes=1)
         x = torch.randn(1 << 16, requires_grad=True)
         with offload:

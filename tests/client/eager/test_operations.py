@@ -106,17 +106,6 @@ def test_all_others_are_written_in_cpp() -> None:
     assert set(operations._BOUND) <= REPLAYABLE
 
 
-@pytest.mark.parametrize("function", operations._BOUND, ids=lambda one: one.__name__)
-def test_a_function_whose_parts_were_replaced_is_not_bound(
-    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for owner, name, meant in operations._BOUND[function].reads:
-        assert is_bound(function, ("", ""), {})
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, partial(meant))
-            assert not is_bound(function, ("", ""), {})
-
-
 def test_what_is_chosen_by_measuring_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (seeded("cpu", 1, 1, 4, 4), seeded("cpu", 1, 1, 2, 2))
     assert is_bound(torch.conv2d, arguments, {})

@@ -17,13 +17,12 @@ import torch
 from storm_client import native
 from storm_client.eager import controller as planning
 from storm_client.eager.recorder import Recorder
-from storm_client.eager.signature import Kind, StepRecord, values_of
+from storm_client.eager.signature import Kind, StepRecord
 from storm_client.planner import Decision
 from storm_client.planner.machine import CPU
 from storm_client.policy import Policy
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.daemon_process import DaemonProcess
-from support.following import follow_by
 from support.planning import replay_all
 from support.random_programs import run
 from support.thread_counts import omp_threads, one_thread, one_thread_more
@@ -808,41 +807,6 @@ def test_random_programs_take_turns(seed: int, device: str, client: storm.Client
         one = seeds[number % 3 if number < 6 else number % 2]
         assert_identical(run(one, device, lambda: offload), expected[one])
     assert offload.stats().replayed_bytes > 0
-
-
-def test_steps_of_a_known_kind_walk_along_its_script(
-    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the first step of another size leaves the script, at its beginning."""
-    follow_by("python", monkeypatch)
-    left: list[int] = []
-    leave = StepRecord.leave_script
-
-    def noted(record: StepRecord) -> None:
-        left.append(record.count)
-        leave(record)
-
-    monkeypatch.setattr(StepRecord, "leave_script", noted)
-    net = blocks(device)
-    inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
-    offload = client.offload(net, min_bytes=1)
-    for number in (0, 0, 0, 0, 1, 1, 1, 0, 1, 0):
-        step(net, inputs[number], lambda: offload)
-    assert left == [0, 0, 0, 0], "where the size was not that of the step before"
-    assert all(kind.script is not None for kind in kinds(offload))
-
-
-def test_what_a_script_says_are_the_values_that_were_recorded(
-    device: str, client: storm.Client
-) -> None:
-    net, x = blocks(device), seeded(device, 32, WIDTH)
-    offload = client.offload(net, min_bytes=1)
-    step(net, x, lambda: offload)
-    (kind,) = kinds(offload)
-    assert values_of(list(kind.events), kind.values) == kind.values
-    half = values_of(list(kind.events[: len(kind.events) // 2]), kind.values)
-    assert 0 < len(half) < len(kind.values)
-    assert sum(value.uses for value in half) < sum(value.uses for value in kind.values)
 
 
 def fail(net: nn.Module, x: Tensor) -> None:

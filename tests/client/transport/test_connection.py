@@ -24,7 +24,6 @@ from stormd.protocol import (
     Envelope,
     Message,
     Ping,
-    Pong,
     ProtocolError,
     Release,
     Status,
@@ -138,11 +137,6 @@ def connection(both: tuple[Connection, Told]) -> Connection:
 @pytest.fixture
 def told(both: tuple[Connection, Told]) -> Told:
     return both[1]
-
-
-def test_a_request_gets_its_answer(connection: Connection) -> None:
-    assert isinstance(connection.request(Ping(), 30), Pong)
-    assert isinstance(connection.request(StatusRequest(), 30), Status)
 
 
 def test_many_threads_request_at_once(connection: Connection) -> None:
@@ -377,11 +371,3 @@ def test_a_client_that_is_open_when_python_ends(daemon: DaemonProcess) -> None:
     command = [sys.executable, "-c", LEFT_OPEN, daemon.address]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
     assert (ended.stdout, ended.stderr) == ("closed\n", "")
-
-
-def test_closing_twice_is_fine(connection: Connection) -> None:
-    connection.close()
-    connection.close()
-    assert connection.lost
-    with pytest.raises(storm.DaemonLost, match="closed"):
-        connection.request(Ping(), 1)

@@ -219,23 +219,6 @@ def test_an_abandoned_graph_gives_up_what_was_fetched_ahead(inner_daemon: Daemon
         wait_until(lambda: knows_nothing(session), 30)
 
 
-def test_no_tensor_is_left_behind_by_many_steps(inner_daemon: DaemonThread) -> None:
-    """After steps of all kinds the session knows nothing any more."""
-    with storm.connect(inner_daemon.address, timeout=30) as client:
-        offload = client.offload(min_bytes=1)
-        for number in range(6):
-            x = torch.randn(1 << 16, requires_grad=True)
-            with offload:
-                h = x.exp()
-                loss = (h * h.cos()).tanh().sum()
-            del h
-            if number % 3:
-                loss.backward(retain_graph=number % 3 == 2)
-            del loss
-        session = client._supply.sessions.of(torch.device("cpu"))
-        wait_until(lambda: knows_nothing(session), 30)
-
-
 def knows_nothing(session: Session) -> bool:
     """Tell whether all is cleaned up; under the lock, so never amid a clean-up."""
     with session.connection.lock:
@@ -276,22 +259,6 @@ def test_stored_parts_that_a_lane_keeps_need_no_restore(
         restored = inner_daemon.status()["throughput"]["restore"]["operations"]
         assert restored == 0 if length == 4 else 3 * 15 < restored < 3 * 22
         del loss
-
-
-def test_kept_parts_give_way_to_stores(
-    inner_daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CpuLane, "keeps_stored", True)
-    x = torch.randn(1 << 18, requires_grad=True)
-    with storm.connect(inner_daemon.address, timeout=30) as client:
-        offload = client.offload(min_bytes=1)
-        with offload:
-            losses = [chain(x, 12) for _ in range(3)]
-        assert offload.stats().kept == {}
-        for loss in losses:
-            loss.backward()
-        assert torch.equal(x.grad, 3 * plain_gradient(x, 12))
-        del loss, losses
 
 
 def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,8 +346,3 @@ def test_it_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     while patience.wait():
         transfers.answered += 1
     assert clock.now == inbound.LONGEST_SECONDS
-
-
-def plain_gradient(x: Tensor, length: int) -> Tensor:
-    (found,) = torch.autograd.grad(chain(x, length), x)
-    return found

@@ -16,7 +16,6 @@ from storm_client.transport.restore import Inbound
 from storm_client.transport.session import Session
 from support.daemon_process import DaemonProcess
 from support.records import version_of
-from support.waiting import wait_until
 from torch import Tensor
 
 from stormd.protocol import Admitted, Failed, Refused, Welcome
@@ -52,37 +51,6 @@ def test_a_lane_that_cannot_attach_says_why(daemon: DaemonProcess) -> None:
         Session(daemon.address, UnattachedLane(), 30)
 
 
-def test_bytes_go_and_come_back(session: Session) -> None:
-    tensor = torch.randn(1000)
-    expected = tensor.clone()
-    record = store(session, tensor, StatsRecorder())
-    handle = handle_of(record, tensor)
-    session.settle(30)
-    del tensor
-    assert record.source is None
-    located = session.load(handle)
-    assert torch.equal(handle.view.rebuild(located.storage), expected)
-
-
-def test_a_held_storage_is_found_whatever_becomes_of_it(session: Session) -> None:
-    """What leaves is what it holds at last, and each handle has a version of its own."""
-    tensor = torch.randn(1000)
-    record = session.hold(tensor.untyped_storage(), tensor.dtype, "raw", StatsRecorder())
-    assert session.find(tensor.untyped_storage(), tensor) is record
-    tensor.add_(1)
-    assert session.find(tensor.untyped_storage(), tensor) is record
-
-
-def test_of_what_has_left_the_same_version_is_found(session: Session) -> None:
-    tensor = torch.randn(1000, requires_grad=True) * 2
-    record = store(session, tensor, StatsRecorder())
-    assert session.find(tensor.untyped_storage(), tensor) is None
-    record.proof = SnapshotProof(tensor)
-    assert session.find(tensor.untyped_storage(), tensor) is record
-    tensor.detach().add_(1)
-    assert session.find(tensor.untyped_storage(), tensor) is None
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 def test_what_is_ready_leaves_at_once_and_is_found_at_its_version(
     session: Session, monkeypatch: pytest.MonkeyPatch, leaves: bool
@@ -102,51 +70,6 @@ def test_what_is_ready_leaves_at_once_and_is_found_at_its_version(
     assert session.find(tensor.untyped_storage(), tensor) is record
     tensor.detach().add_(1)
     assert session.find(tensor.untyped_storage(), tensor) is None
-
-
-def test_what_somebody_else_holds_stays_until_he_lets_go(session: Session) -> None:
-    recorder = StatsRecorder()
-    tensor = torch.randn(1000)
-    expected = tensor + 1
-    record = session.hold(tensor.untyped_storage(), tensor.dtype, "raw", recorder)
-    handle = handle_of(record, tensor)
-    session.settle(30)
-    assert record.source is not None
-    assert recorder.snapshot().skipped == {"in_use": 1}
-    tensor.data += 1  # counted nowhere
-    del tensor
-    session.settle(30)
-    assert record.source is None
-    assert recorder.snapshot().skipped == {}
-    assert recorder.snapshot().offloaded_bytes == 4000
-    assert torch.equal(handle.view.rebuild(session.load(handle).storage), expected)
-
-
-def test_settling_means_that_all_is_encoded(session: Session) -> None:
-    recorder = StatsRecorder()
-    records = [store(session, torch.randn(1000), recorder) for _ in range(20)]
-    session.settle(30)
-    stats = recorder.snapshot()
-    assert stats.offloaded_bytes == 20 * 4000
-    assert stats.stored_bytes >= 20 * 4000
-    assert len(records) == 20
-
-
-def test_a_record_that_dies_is_released(session: Session) -> None:
-    record = store(session, torch.randn(1000), StatsRecorder())
-    session.settle(30)
-    assert len(session.saved) == 1
-    del record
-    wait_until(lambda: not len(session.saved) and not session.saved._latest, 30)
-
-
-def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
-    recorder = StatsRecorder()
-    for _ in range(50):
-        store(session, torch.randn(1 << 16), recorder)
-    session.settle(30)
-    wait_until(lambda: len(session.saved) == 0, 30)
-    assert recorder.snapshot().offloaded_bytes == 50 << 18
 
 
 @pytest.mark.parametrize("kind", ["ActivationLost", "CorruptBlob"])

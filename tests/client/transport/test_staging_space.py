@@ -23,25 +23,6 @@ def taken(space: StagingSpace, nbytes: int) -> Slot:
     return slot
 
 
-def test_ranges_do_not_overlap_and_are_aligned() -> None:
-    space = StagingSpace(4096)
-    first, second = taken(space, 100), taken(space, 1)
-    assert (first.offset, second.offset) == (0, 128)
-    space.assert_invariants()
-
-
-def test_a_full_area_gives_nothing() -> None:
-    space = StagingSpace(1024)
-    slot = taken(space, 1024)
-    assert space.allocate(1) is None
-    space.free(slot)
-    assert taken(space, 1024).offset == 0
-
-
-def test_a_range_longer_than_the_area_is_never_given() -> None:
-    assert StagingSpace(1024).allocate(1025) is None
-
-
 def test_a_tail_shorter_than_the_alignment_is_not_used() -> None:
     assert StagingSpace(1000).capacity == 960
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +24,6 @@ from stormd.protocol import (
     CachePut,
     CacheReady,
     CacheTensor,
-    Failed,
     Goodbye,
     Ping,
     PlanLearned,
@@ -48,22 +43,6 @@ from stormd.protocol.limits import FIRST_LEASED, MAX_COSTLY
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
 MakeDaemon = Callable[..., DaemonThread]
-
-
-@pytest.mark.parametrize("codec", ["raw", "ancf"])
-def test_what_was_stored_comes_back(client: RawClient, codec: str) -> None:
-    data = os.urandom(100_001)
-    entry = client.stored(data, codec=codec)
-    assert client.staging is not None
-    client.staging[: len(data)] = bytes(len(data))
-    assert client.restored(entry, len(data), offset=MIB) == data
-
-
-def test_compressible_bytes_take_less_room(client: RawClient) -> None:
-    entry = client.store(bytes(MIB), codec="ancf", dtype="bfloat16")
-    stored = client.wait_for(Stored, entry=entry)
-    assert stored.mode == "constant"
-    assert stored.stored_bytes < MIB // 100
 
 
 def plan(**changes: Any) -> PlanLearned:
@@ -106,67 +85,12 @@ def test_a_request_of_one_batch_is_answered_in_one_frame(client: RawClient) -> N
     assert len(client.received) == 2
 
 
-def test_released_entries_free_the_pool(daemon: DaemonThread, client: RawClient) -> None:
-    entries = [client.stored(os.urandom(MIB)) for _ in range(3)]
-    client.release(*entries, 999)
-    wait_until(lambda: daemon.status()["pool"]["used_bytes"] == 0)
-    daemon.check()
-
-
-def test_an_entry_released_while_it_is_encoded_is_freed(
-    make_daemon: MakeDaemon, connect: Connect
-) -> None:
-    daemon = make_daemon(pool_bytes=64 * MIB)  # for all of them, should none be encoded meanwhile
-    client = connect(daemon).open()
-    for _ in range(50):
-        client.release(client.store(os.urandom(MIB), codec="ancf", dtype="bfloat16"))
-    for _ in range(50):
-        client.wait_for(Stored)
-    wait_until(lambda: daemon.status()["pool"]["used_bytes"] == 0)
-    daemon.check()
-
-
-def test_a_restore_may_be_asked_before_the_store_is_done(client: RawClient) -> None:
-    data = os.urandom(MIB)
-    entry = client.store(data)
-    assert client.restored(entry, MIB, offset=2 * MIB) == data
-
-
-def test_goodbye_ends_the_session_once_all_is_freed(
-    daemon: DaemonThread, client: RawClient
-) -> None:
-    client.stored(os.urandom(MIB))
-    client.send(Goodbye())
-    assert client.is_cut_off()
-    assert daemon.status()["sessions"] == []
-    assert daemon.status()["counters"]["deaths"] == 0
-
-
-def test_a_full_pool_rejects_and_goes_on(make_daemon: MakeDaemon, connect: Connect) -> None:
-    daemon = make_daemon(pool_bytes=4 * MIB)
-    client = connect(daemon).open()
-    entries = [client.stored(os.urandom(MIB)) for _ in range(3)]
-    rejected = client.wait_for(Rejected, entry=client.store(os.urandom(MIB)))
-    assert rejected.reason == "pool_full"
-    assert "MiB" in rejected.detail
-    client.release(entries[0])
-    client.stored(os.urandom(MIB))
-    assert daemon.status()["counters"]["rejected"]["pool_full"] == 1
-
-
 def test_a_quota_holds_for_each_session(make_daemon: MakeDaemon, connect: Connect) -> None:
     daemon = make_daemon(session_quota_bytes=2 * MIB)
     first, second = connect(daemon).open(), connect(daemon).open()
     first.stored(os.urandom(MIB))
     assert first.wait_for(Rejected, entry=first.store(os.urandom(MIB))).reason == "quota"
     second.stored(os.urandom(MIB))
-
-
-def test_entries_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None:
-    client = connect(make_daemon(max_entries_per_session=2)).open()
-    client.stored(b"1")
-    client.stored(b"2")
-    assert client.wait_for(Rejected, entry=client.store(b"3")).reason == "too_many_entries"
 
 
 @pytest.mark.parametrize(
@@ -190,12 +114,6 @@ def test_what_does_not_fit_is_rejected(client: RawClient, changes: dict[str, obj
     client.stored(b"the next one is served")
 
 
-def test_an_entry_number_is_used_once(client: RawClient) -> None:
-    client.stored(b"once")
-    client.store(b"again", entry=1)
-    assert client.wait_for(Rejected, entry=1).reason == "invalid"
-
-
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
@@ -214,33 +132,6 @@ def test_a_restore_that_cannot_be_fails(
     fields |= changes
     failed = client.ask(Restore(**fields))
     assert (failed.kind, failed.ticket) == (kind, fields["ticket"])
-
-
-def test_a_session_sees_only_its_own_entries(daemon: DaemonThread, connect: Connect) -> None:
-    owner, other = connect(daemon).open(), connect(daemon).open()
-    entry = owner.stored(b"secret")
-    other.release(entry)
-    assert (
-        other.ask(Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=6, sequence=0)).kind
-        == "ActivationLost"
-    )
-    assert owner.restored(entry, 6) == b"secret"
-
-
-def test_a_damaged_blob_is_reported_and_never_returned(
-    daemon: DaemonThread, client: RawClient
-) -> None:
-    import ctypes
-
-    entry = client.stored(bytes(range(256)) * 100)
-    pool = daemon.server._pool
-    ctypes.memset(pool.address + 256 + 1000, 0xFF, 1)
-    failed = client.ask(
-        Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=25600, sequence=0)
-    )
-    assert isinstance(failed, Failed)
-    assert failed.kind == "CorruptBlob"
-    assert daemon.status()["counters"]["corrupt"] == 1
 
 
 def test_a_tensor_is_put_and_got_by_another(daemon: DaemonThread, connect: Connect) -> None:
@@ -313,15 +204,6 @@ def test_many_pages_of_names_asked_for_at_once_are_all_answered(
     for request in chain.from_iterable(frames):
         page = client.wait(lambda envelope, wanted=request: envelope.request == wanted).message
         assert page == CacheNames(names, complete=True)
-
-
-def test_a_session_of_activations_is_not_one_for_the_cache(
-    daemon: DaemonThread, client: RawClient
-) -> None:
-    refused = client.ask(CacheGet("a"))
-    assert daemon.status()["counters"]["refused"] == 1
-    assert isinstance(refused, Refused)
-    assert "Hello" in refused.detail
 
 
 @pytest.mark.parametrize(
@@ -422,25 +304,6 @@ for _ in range(8):
 print("holding", flush=True)
 signal.pause()
 """
-
-
-def test_a_killed_client_leaves_nothing_and_its_neighbours_go_on(
-    daemon: DaemonThread, client: RawClient
-) -> None:
-    entry = client.stored(b"neighbour")
-    tests = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", KILLED_CLIENT, daemon.address, tests]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "holding\n"
-        assert len(daemon.status()["sessions"]) == 2
-        process.send_signal(signal.SIGKILL)
-        wait_until(lambda: len(daemon.status()["sessions"]) == 1)
-    assert daemon.status()["pool"]["used_bytes"] == 256 + 256
-    ended = daemon.status()["counters"]["ended"]
-    assert ended["died"] + ended["unreachable"] == 1  # the lifeline tells it, or a late answer
-    daemon.check()
-    assert client.restored(entry, 9) == b"neighbour"
 
 
 def test_a_session_without_a_lifeline_ends(

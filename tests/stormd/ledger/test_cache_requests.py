@@ -145,43 +145,6 @@ def made() -> Any:
 # --- putting ------------------------------------------------------------------------------------
 
 
-def test_a_put_is_there_from_its_commit_on_and_outlives_its_session(made: Fixture) -> None:
-    made.begin(1)
-    assert made.ask(1, CacheFind("a")) == CacheFound(found=False)
-    made.ask(1, CacheCancel())
-    assert made.put(1) == CacheFound(found=True)
-    made.end(1)
-    made.lane.detach(1)
-    assert made.ask(made.open(2), CacheFind("a")) == CacheFound(found=True)
-    assert made.pool.use().used == 0
-    assert made.space.use().used == made.cache.held_bytes() > 0
-
-
-def test_the_quota_and_pool_of_activations_are_not_touched(made: Fixture) -> None:
-    """The session's quota is 1 KiB, and the pool has no room left."""
-    assert made.pool.promise(POOL)
-    assert made.put(1) == CacheFound(found=True)
-    made.pool.withdraw(POOL)
-
-
-def test_the_cache_full_of_tensors_takes_nothing_from_activations(made: Fixture) -> None:
-    for name in "abcdef":
-        assert made.put(1, name, parts=3) == CacheFound(found=True)
-        made.ledger.assert_invariants()
-    assert made.counters.cache.evictions > 0
-    assert made.pool.use().used == 0
-    made.ledger.limit(Limits(max_sessions=4, max_entries=100, quota_bytes=0, lease_seconds=5.0))
-    made.open(2, caller=None)
-    while isinstance(made.store(2, KIB), Admitted):
-        pass
-    rejected = made.lane.last()
-    assert isinstance(rejected, Rejected)
-    assert made.pool.use().promised > POOL - 2 * KIB, "all of the pool is there for activations"
-    evictions = made.counters.cache.evictions
-    assert made.put(1, "g", parts=3) == CacheFound(found=True)
-    assert made.counters.cache.evictions > evictions
-
-
 def test_an_old_version_is_read_to_its_end_while_a_new_one_is_put(made: Fixture) -> None:
     made.put(1, parts=1)
     made.open(2)
@@ -207,22 +170,6 @@ def test_what_is_put_or_lent_is_not_counted_as_the_pools(made: Fixture) -> None:
     assert made.ledger.raw_bytes == 0
     made.store(made.open(2, caller=None), 100)
     assert made.ledger.raw_bytes == 100
-
-
-def test_of_two_puts_at_once_the_last_commit_wins(made: Fixture) -> None:
-    made.open(2)
-    made.begin(1, nbytes=PART)
-    made.begin(2, nbytes=PART)
-    made.store(1)
-    first = made.numbers
-    made.store(2)
-    second = made.numbers
-    made.lane.finish()
-    made.lane.finish()
-    made.ask(2, CacheCommit([second]))
-    made.ask(1, CacheCommit([first]))
-    assert len(made.cache.names(ANNA, "", 9)[0]) == 1
-    assert made.counters.cache.puts == 2
 
 
 def test_a_put_without_a_part_takes_nothing(made: Fixture) -> None:
@@ -290,17 +237,6 @@ def test_a_put_that_is_given_up_leaves_nothing(made: Fixture) -> None:
     made.lane.finish()
     made.ledger.assert_invariants()
     made.ask(1, CacheCancel())
-    assert (made.space.use().used, made.space.use().promised) == (0, 0)
-
-
-def test_a_put_whose_session_dies_leaves_nothing(made: Fixture) -> None:
-    made.begin(1)
-    made.store(1)
-    made.lane.finish()
-    made.store(1)
-    made.end(1)
-    made.ledger.assert_invariants()
-    made.lane.detach(1)
     assert (made.space.use().used, made.space.use().promised) == (0, 0)
 
 
@@ -396,31 +332,6 @@ def test_a_get_lends_entries_that_end_with_their_release(made: Fixture) -> None:
     assert (counts.puts, counts.hits, counts.misses) == (1, 1, 1)
 
 
-def test_a_reader_that_dies_gives_back_what_it_was_lent(made: Fixture) -> None:
-    made.put(1)
-    made.open(2)
-    made.ask(2, CacheGet("a"))
-    made.restore(2, FIRST_LEASED)
-    made.ask(1, CacheDelete("a"))
-    made.end(2)
-    made.ledger.assert_invariants()
-    made.lane.detach(2)
-    assert made.space.use().used == 0
-
-
-def test_a_damaged_tensor_is_told_once_and_then_missing(made: Fixture) -> None:
-    made.put(1, parts=1)
-    made.ask(1, CacheGet("a"))
-    made.restore(1, FIRST_LEASED)
-    made.lane.finish(fail=True)
-    failed = made.lane.last()
-    assert isinstance(failed, Failed)
-    assert failed.kind == "CorruptBlob"
-    assert made.ask(1, CacheGet("a")) == CacheFound(found=False)
-    made.release(1, FIRST_LEASED)
-    assert made.space.use().used == 0
-
-
 def test_another_user_does_not_see_it(made: Fixture) -> None:
     made.put(1)
     made.open(2, caller=BERT)
@@ -448,17 +359,6 @@ def test_a_reader_has_limits_too(made: Fixture) -> None:
     refused = made.ask(3, CacheGet("a"))
     assert refused.kind == "QuotaExceeded"
     assert "6 entries are held and the limit is 6" in refused.detail
-
-
-def test_time_passes_at_a_tick(made: Fixture) -> None:
-    made.put(1, ttl=2.0)
-    made.now = 1.0
-    made.lane.take(made.ledger.tick(made.now))
-    assert made.ask(1, CacheFind("a")) == CacheFound(found=True)
-    made.now = 2.0
-    made.lane.take(made.ledger.tick(made.now))
-    assert made.space.use().used == 0
-    assert made.counters.cache.expirations == 1
 
 
 def test_a_session_without_a_lifeline_is_refused(made: Fixture) -> None:
