@@ -1,4 +1,4 @@
-"""The client's cuda lane: streams, captures and memory; what all lanes do is in test_ways_of_training."""
+"""The client's cuda lane: streams, captures, memory; what all lanes do: test_ways_of_training."""
 
 from __future__ import annotations
 
