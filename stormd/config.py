@@ -38,6 +38,7 @@ __all__ = [
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+MOST_WORKERS: Final = 64
 
 
 def default_address() -> str:
@@ -186,6 +187,14 @@ class Config:
         "lanes to offer: cpu, cuda (with cpu beside it), or auto for what the machine has",
         default="auto",
         choices=("auto", "cpu", "cuda"),
+    )
+    workers: str = _option(
+        "text",
+        "lanes",
+        "processes that serve devices beside the one that listens: auto for one a GPU where there "
+        "are two or more, off for none, or a number, among which the GPUs are dealt; each has an "
+        "equal part of the pool, near its GPU",
+        default="auto",
     )
     staging_bytes_cpu: int = _option(
         "size",
@@ -377,6 +386,7 @@ class Config:
             _check_parts(self, lane)
         _check_shares(self)
         _check_spill(self)
+        _check_workers(self)
         if 0 < self.all_staging_bytes_cpu < self.staging_bytes_cpu:
             raise ConfigError(
                 f"all_staging_bytes_cpu is {format_size(self.all_staging_bytes_cpu)}, less than "
@@ -485,6 +495,20 @@ def _check_parts(config: Config, lane: str) -> None:
         raise ConfigError(
             f"part_bytes_{lane} is {format_size(part)}, and must be at most half of "
             f"staging_bytes_{lane}, {format_size(staging)}: lower one or raise the other"
+        )
+
+
+def _check_workers(config: Config) -> None:
+    if config.workers in ("auto", "off"):
+        return
+    if not config.workers.isdecimal() or not 2 <= int(config.workers) <= MOST_WORKERS:
+        raise ConfigError(
+            f"workers is {config.workers!r}: write auto, off, or a number from 2 to {MOST_WORKERS}"
+        )
+    if config.resumable:
+        raise ConfigError(
+            f"workers is {config.workers} and resumable is set: what is stored can outlive no "
+            "worker; set workers=off for a daemon that is followed, or resumable=false"
         )
 
 

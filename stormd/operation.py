@@ -115,7 +115,7 @@ def reload_settings(server: Operated, notifier: Notifier, read: Callable[[], Con
 
 async def _opened_endpoint(server: Operated, address: str) -> Endpoint:
     stuck: Callable[[], Sequence[str]] = server.stuck
-    collector = DaemonCollector(status=server.status, counters=server.counters, stuck=stuck)
+    collector = DaemonCollector(status=server.status, counters=lambda: server.counters, stuck=stuck)
     endpoint = Endpoint(
         address, {"/metrics": metrics_route(collector), "/healthz": health_route(stuck)}
     )

@@ -1,5 +1,8 @@
 """The daemon: opens the pool, the lanes and the sockets, serves, and ends in order.
 
+It is one of three: alone, with all devices; the front of worker processes, which has the address
+and grants sessions, and serves the cache alone; or a worker, which has sessions handed to it.
+
 `open` leaves either a daemon that answers or nothing behind. `close` ends by its deadline, in a
 fixed order, and nothing of the pool is unmapped while a worker may use it.
 """
@@ -19,7 +22,7 @@ from stormd import open_files
 from stormd.cache.items import Cache, Item
 from stormd.config import Config, reloaded
 from stormd.errors import DirectoryUnsafe, remedy
-from stormd.gateway import Gateway, Terms
+from stormd.gateway import ATTACHED, Gateway, Terms
 from stormd.handover import CONTROL, LIFELINES, Handover, layout_of
 from stormd.lanes import Lane
 from stormd.lanes.none import NoLane
@@ -48,6 +51,10 @@ from stormd.state import state
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.mailbox import Mailbox
+from stormd.transport.zmtp import framed
+from stormd.workers.fleet import Fleet
+from stormd.workers.merged import merged_status
+from stormd.workers.plan import WorkerPlace, front_config, plan_workers
 
 __all__ = ["Server"]
 
@@ -66,7 +73,7 @@ class Server:
     """One daemon on the running event loop: `open`, `serve`, `close`, each once.
 
     `on_progress(done, total)` is called from other threads while the pool is made, in bytes. With a
-    `handover` what is stored outlives the daemon.
+    `handover` what is stored outlives the daemon. With a place as `worker` it is one.
     """
 
     def __init__(
@@ -75,15 +82,19 @@ class Server:
         *,
         on_progress: Callable[[int, int], None] | None = None,
         handover: Handover | None = None,
+        worker: WorkerPlace | None = None,
     ) -> None:
-        self._config = config
+        self._asked = config
+        self._config = config  # what of it is this process's
         self._handover = handover
+        self._worker = worker
+        self._fleet: Fleet | None = None
         self._records: JournalRecords | None = None
         self._is_suspended = False
         self._on_progress = on_progress
         self._socket = parse_address(config.address)
         self._cleanup = ExitStack()
-        self.counters = Counters()
+        self._counters = Counters()
         self._opened_at = time.monotonic()
         self._is_open = False
         self._loop: asyncio.AbstractEventLoop
@@ -116,9 +127,11 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._progress = asyncio.Event()
+        self._mailbox = Mailbox(self._loop)
         try:
             self._take_over()
             self._take_address()
+            await self._start_workers()
             await self._make_pool()
             await self._open_lanes()
             await self._open_spill()
@@ -127,7 +140,9 @@ class Server:
             self._cleanup.close()
             raise
         self._is_open = True
-        log.info("ready", extra={"address": self._config.address, "lanes": list(self._lanes)})
+        if self._worker is None:  # of a worker the front tells
+            lanes = list(self.status()["lanes"])
+            log.info("ready", extra={"address": self._config.address, "lanes": lanes})
 
     async def serve(self) -> None:
         """Serve until `stop`, or until the last client has gone where the config says so.
@@ -142,6 +157,8 @@ class Server:
                     await self._stopping.wait()
             except TimeoutError:
                 self._gateway.tick()
+                if self._fleet is not None:
+                    self._fleet.tick()
                 self._end_orphans()
                 self._growth.look()
                 self._watch_spill()
@@ -177,18 +194,35 @@ class Server:
         Raises:
             ConfigError: the new limits do not go with the pool there is; nothing has changed.
         """
-        fresh, ignored = reloaded(self._config, config)
-        self._config = fresh
-        self._ledger.limit(limits_of(fresh))
-        self._gateway.allow(allowed_uids(fresh))
+        fresh, ignored = reloaded(self._asked, config)
+        own = fresh if self._fleet is None else front_config(fresh)
+        if self._fleet is not None:
+            self._fleet.reload(fresh)
+        self._asked, self._config = fresh, own
+        self._ledger.limit(limits_of(own))
+        self._gateway.allow(allowed_uids(own))
         return ignored
+
+    def take_session(self, line: socket.socket, session: int, frame: bytes, unread: bytes) -> bool:
+        """Go on with a connection that the front has granted a session, as a worker.
+
+        `frame` has its Hello, `unread` what came behind that. False where there is no session: its
+        client was told why. On the event loop, once the worker is open.
+        """
+        self._control.take(line, session, framed(frame) + unread)
+        return session in self._ledger.sessions
+
+    def end_session(self, session: int) -> None:
+        """End a session that the front wants no longer, as a worker."""
+        self._gateway.end(session, "unattached")
+        self._gateway.flush()
 
     async def close(self) -> None:
         """End in order, by the deadline of the config, whatever the clients do.
 
         Does nothing where `open` failed or the daemon has ended already.
 
-        1. Take no new session and no new entry; say so to those who ask.
+        1. Take no new session and no new entry; say so to those who ask. Workers do the same.
         2. Let clients fetch what they have stored, until nothing is held or time is short.
         3. End the sessions: lanes finish what runs, skip what waits, and let their memory go.
         4. Close the lifelines and the control socket, remove their files.
@@ -216,8 +250,30 @@ class Server:
         heartbeats = [heartbeat for lane in self._lanes.values() for heartbeat in lane.heartbeats]
         return stuck_workers(heartbeats)
 
+    @property
+    def counters(self) -> Counters:
+        """The counts since the start, of all processes. On the event loop only."""
+        return self._counters if self._fleet is None else self._fleet.counters(self._counters)
+
     def status(self) -> dict[str, Any]:
-        """Return the state as `stormd status --json` prints it. On the event loop only."""
+        """Return the state as `stormd status --json` prints it. On the event loop only.
+
+        What workers do is known as they have said last, half a second ago at the most.
+        """
+        own = self._own_status()
+        fleet = self._fleet
+        if fleet is None:
+            return own
+        return merged_status(own, fleet.states(), self.counters, fleet.status())
+
+    def _tell_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Hand the state over, once workers have said how they are."""
+        if self._fleet is None:
+            tell(self.status())
+        else:
+            self._fleet.refresh(lambda: tell(self.status()))
+
+    def _own_status(self) -> dict[str, Any]:
         return state(
             config=self._config,
             opened_at=self._opened_at,
@@ -228,7 +284,7 @@ class Server:
             ledger=self._ledger,
             lanes=self._lanes,
             gauge=self._gauge,
-            counters=self.counters,
+            counters=self._counters,
         )
 
     # --- parts of open, in order ------------------------------------------------------------
@@ -240,6 +296,10 @@ class Server:
             self._config = self._handover.take(self._config)
 
     def _take_address(self) -> None:
+        if self._worker is not None:  # the address is the front's
+            self._left = {}
+            remove_stale(self._worker.lifeline)
+            return
         self._prepare_directory()
         self._lock = AddressLock(self._socket)
         self._cleanup.callback(self._lock.close)
@@ -253,8 +313,32 @@ class Server:
 
     @property
     def _paths(self) -> tuple[Path, Path]:
-        """The files of the control socket and of the lifelines'."""
+        """The files of the control socket and of the lifelines'; of a worker's the last alone."""
+        if self._worker is not None:
+            return self._socket, self._worker.lifeline
         return self._socket, lifeline_path(self._socket)
+
+    async def _start_workers(self) -> None:
+        """Where worker processes are to serve the devices, start them, and be their front."""
+        if self._worker is not None:
+            return
+        plans = await asyncio.to_thread(plan_workers, self._config)
+        if not plans:
+            return
+        path = lifeline_path(self._socket)
+        self._fleet = Fleet(
+            self._config,
+            plans,
+            loop=self._loop,
+            post=self._mailbox.post,
+            lifeline_of=lambda index: f"{path}.{index}",
+            on_session=self._hear_of_session,
+            on_change=self._progress.set,
+            on_progress=self._on_progress,
+        )
+        self._cleanup.callback(self._fleet.kill)
+        self._config = front_config(self._config)
+        await self._fleet.open(self._stopping)
 
     def _prepare_directory(self) -> None:
         config = self._config
@@ -286,13 +370,16 @@ class Server:
             self._records = handover.records()
         if config.cache_bytes:
             records = NoRecords() if self._records is None else self._records
-            self._cache = Cache(spaces[1], self.counters.cache, records)
+            self._cache = Cache(spaces[1], self._counters.cache, records)
 
     async def _open_lanes(self) -> None:
-        self._mailbox = Mailbox(self._loop)
         self._cleanup.callback(self._mailbox.close)
         self._lanes = await asyncio.to_thread(
-            open_lanes, self._config, self._pool, self._mailbox.post
+            open_lanes,
+            self._config,
+            self._pool,
+            self._mailbox.post,
+            None if self._worker is None else self._worker.ordinals,
         )
         self._cleanup.callback(self._close_lanes)
         self._growth = PoolGrowth(
@@ -317,20 +404,21 @@ class Server:
         self._ledger = Ledger(
             self._space,
             limits_of(config),
-            self.counters,
+            self._counters,
             self._cache,
             self._records,
             disk=None if spill is None else spill.disk,
             reserve=0 if spill is None else spill.reserve,
+            totals=None if self._worker is None else self._worker.totals,
         )
         self._adopt()
         control_path, line_path = self._paths
         with _binding(control_path):
             self._control = ControlSocket(
                 self._loop,
-                config.address,
+                config.address if self._worker is None else None,
                 held_most=config.message_bytes,
-                listening=self._left[control_path],
+                listening=self._left.get(control_path),
             )
         self._cleanup.callback(self._control.close)
         self._serve_on(self._control)
@@ -338,12 +426,12 @@ class Server:
             self._lifelines = LifelineListener(
                 self._loop,
                 line_path,
-                listening=self._left[line_path],
+                listening=self._left.get(line_path),
                 on_token=self._gateway.take_token,
                 on_lost=self._gateway.lose,
             )
         self._cleanup.callback(self._lifelines.close)
-        for path in self._paths:
+        for path in self._paths if self._worker is None else (line_path,):
             grant(path, config.socket_mode, config.socket_group)
         self._have_kept()
         open_files.check_room()
@@ -384,21 +472,23 @@ class Server:
         config = self._config
         self._gateway = Gateway(
             ledger=self._ledger,
-            counters=self.counters,
+            counters=self._counters,
             lanes={**self._lanes, NO_LANE: NoLane(self._mailbox.post)},
             control=control,
             terms=Terms(
                 allowed_uids=allowed_uids(config),
-                lifeline_path=str(lifeline_path(self._socket)),
+                lifeline_path=str(self._paths[1]),
                 cache_part_bytes=cache_part_bytes(config),
                 lease_seconds=config.lease_seconds,
                 resume_seconds=0.0 if self._records is None else config.resume_seconds,
                 epoch=0 if self._records is None else self._records.epoch,
             ),
-            status=self.status,
+            status=self._tell_status,
             on_progress=self._progressed,
             later=self._loop.call_later,
             move=None if self._spill is None else self._spill.tier.begin,
+            elsewhere=self._fleet,
+            on_session=None if self._worker is None else self._worker.on_session,
         )
         self._mailbox.start(self._gateway.take_results)
 
@@ -411,10 +501,12 @@ class Server:
             StormdError: another has the address by now, or it cannot be bound.
         """
         sockets: list[ControlSocket | LifelineListener] = [self._control, self._lifelines]
-        if self._lock.is_there and all(socket.is_bound for socket in sockets):
+        is_locked = self._worker is not None or self._lock.is_there
+        if is_locked and all(socket.is_bound for socket in sockets):
             return
-        self._prepare_directory()
-        self._lock.renew()
+        if self._worker is None:
+            self._prepare_directory()
+            self._lock.renew()
         for path, bound in zip(self._paths, sockets, strict=True):
             if not bound.is_bound:
                 remove_stale(path)
@@ -457,21 +549,35 @@ class Server:
         if self._ledger.sessions:
             return False
         uptime = time.monotonic() - self._opened_at
-        return self.counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
+        return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
 
     async def _end_sessions(self, deadline: float) -> None:
         """Do the first three steps of `close`."""
         kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
         self._lifelines.stop_listening()
         self._ledger.drain()
+        fleet = self._fleet
+        if fleet is not None:
+            fleet.drain()
         if not await self._until(lambda: not self._ledger.entries, deadline - kept):
             log.warning("clients still hold %d entries, which are lost", self._ledger.entries)
+        if fleet is not None:  # each ends its own sessions, by the same deadline
+            await self._until(lambda: fleet.is_idle, deadline)
+            await fleet.close(deadline)
         self._gateway.end_all("shutdown")
         if not await self._until(lambda: not self._ledger.sessions, deadline):
             log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
         self._mailbox.close()
         if self._handover is not None:
             self._handover.end()
+
+    def _hear_of_session(self, session: int, cause: str) -> None:
+        """Take in what a worker says of a session."""
+        if cause == ATTACHED:
+            self._gateway.attached(session)
+        else:
+            self._gateway.end(session, cause)
+            self._gateway.flush()
 
     async def _end_others(self, deadline: float) -> None:
         """Do the first three steps of `close` for sessions that end with this daemon."""

@@ -69,6 +69,7 @@ def state(
         "link_limit_bytes": config.link_limit_bytes,
         "counters": counters.as_status(),
         "log": {"dropped_lines": dropped_lines()},
+        "workers": [],
     }
 
 

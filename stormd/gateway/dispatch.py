@@ -36,7 +36,7 @@ from stormd.protocol import Admitted, CacheNames, Envelope, Message, Pong, Refus
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
-__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later", "Move"]
+__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later", "Move", "OnSession"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ Move = Callable[[Sequence[SpillJob]], None]
 Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 """Has a call made on the loop after so many seconds."""
 
+OnSession = Callable[[int, str], None]
+"""Takes a session and what has become of it."""
+
 
 class Dispatch:
     """Performs instructions and sends answers; `flush` must follow at the end of any event.
@@ -67,7 +70,7 @@ class Dispatch:
     The control socket calls it where there is something to send.
 
     `on_progress` is called then where what is held has changed, and `move` where the tier on disk
-    is to do something.
+    is to do something. `on_session` is told of each that is gone, and why.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Dispatch:
         control: ControlSocket,
         on_progress: Callable[[], None],
         later: Later,
+        on_session: OnSession,
         move: Move | None = None,
     ) -> None:
         self._peers = peers
@@ -88,6 +92,7 @@ class Dispatch:
         self._on_progress = on_progress
         self._later = later
         self._move = move
+        self._on_session = on_session
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers with an outbox that must leave, in order
         self._held: dict[Peer, None] = {}  # those with one that may wait
@@ -140,6 +145,7 @@ class Dispatch:
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:
         self._peers.remove(ended.session)
+        self._on_session(ended.session, ended.cause)  # before its client hears of it
         self._lifelines.end(ended.session)
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)

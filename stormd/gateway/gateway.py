@@ -7,18 +7,20 @@ is in it, changes nothing for another, and holds nobody up: it is worked on in p
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from stormd.gateway.dispatch import Dispatch, Later, Move
-from stormd.gateway.opening import Opening, Terms
+from stormd.gateway.dispatch import Dispatch, Later, Move, OnSession
+from stormd.gateway.opening import Elsewhere, Opening, TellStatus, Terms
 from stormd.gateway.peers import Peer, Peers
 from stormd.lanes import Lane
 from stormd.ledger.cache_requests import CACHE_REQUESTS
 from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import Phase
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Envelope,
@@ -39,7 +41,7 @@ from stormd.protocol import (
 from stormd.transport.control import Connection, ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
-__all__ = ["LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gateway"]
+__all__ = ["ATTACHED", "LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gateway"]
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ RELEASED_AT_ONCE: Final = 256
 LARGE_BYTES: Final = 8 << 20
 """Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
 
+ATTACHED: Final = "attached"
+"""What `on_session` is told of a session that has its lifeline."""
+
 UNHANDLED: Final = "a frame could not be handled"
 
 Handler = Callable[["Peer", int, Any], Iterator[None] | None]
@@ -61,10 +66,12 @@ Handler = Callable[["Peer", int, Any], Iterator[None] | None]
 class Gateway:
     """Binds ledger, lanes and sockets together. All methods run on the event loop.
 
-    `status` returns what a StatusRequest is answered with; `on_progress` is called whenever what is
-    held may have changed; `later` has a call made on the loop after so many seconds; `move` begins
-    what the tier on disk is to do, and must be given where the ledger has one.
-    `take_results` is where lanes answer.
+    `status` hands over what a StatusRequest is answered with; `on_progress` is called whenever what
+    is held may have changed; `later` has a call made on the loop after so many seconds; `move`
+    begins what the tier on disk is to do, and must be given where the ledger has one.
+    `take_results` is where lanes answer. Where there are worker processes they are `elsewhere`;
+    `on_session(session, cause)` is told of each that has its lifeline, with "attached", and of each
+    that has ended.
     """
 
     def __init__(
@@ -75,15 +82,18 @@ class Gateway:
         lanes: Mapping[str, Lane],
         control: ControlSocket,
         terms: Terms,
-        status: Callable[[], dict[str, Any]],
+        status: TellStatus,
         on_progress: Callable[[], None],
         later: Later,
         move: Move | None = None,
+        elsewhere: Elsewhere | None = None,
+        on_session: OnSession | None = None,
     ) -> None:
         self._ledger = ledger
         self._counters = counters
         self._control = control
         self._status = status
+        self._on_session = on_session or _nobody
         self._peers = Peers()
         self._dispatch = Dispatch(
             peers=self._peers,
@@ -93,6 +103,7 @@ class Gateway:
             on_progress=on_progress,
             later=later,
             move=move,
+            on_session=self._on_session,
         )
         self.take_results = self._dispatch.take_results
         self._opening = Opening(
@@ -104,6 +115,7 @@ class Gateway:
             control=control,
             dispatch=self._dispatch,
             status=status,
+            elsewhere=elsewhere,
         )
         self._lifelines: LifelineListener
         self._of_ours: dict[type[Message], Handler] = {
@@ -192,6 +204,7 @@ class Gateway:
             self.flush()
             return None
         self._ledger.leases.attach(peer.record, time.monotonic())
+        self._on_session(peer.session, ATTACHED)
         descriptors, peer.descriptors = peer.descriptors, ()
         return peer.session, descriptors
 
@@ -223,6 +236,12 @@ class Gateway:
     def end(self, session: int, cause: str) -> None:
         """Begin a session's end; `flush` must follow."""
         self._dispatch.end(session, cause)
+
+    def attached(self, session: int) -> None:
+        """Note that a session that a worker serves has its lifeline: the worker looks after it."""
+        record = self._ledger.sessions.get(session)
+        if record is not None and record.phase is Phase.OPENED:
+            self._ledger.leases.attach(record, math.inf)
 
     def end_all(self, cause: str) -> None:
         """Begin the end of all sessions."""
@@ -400,11 +419,20 @@ class Gateway:
 
     def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
         """Answer in a frame of its own: a state is large, a batch of them might not fit."""
-        self._dispatch.send_alone(peer, request, Status(self._status()))
+
+        def answer(state: dict[str, Any]) -> None:
+            if peer.is_heard:
+                self._dispatch.send_alone(peer, request, Status(state))
+
+        self._status(answer)
 
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._dispatch.send_outbox(peer)
         self.end(peer.session, "goodbye")
+
+
+def _nobody(session: int, cause: str) -> None:
+    """Tell nobody of a session."""
 
 
 def _read(frame: bytes | None) -> Generator[None, None, Iterable[Envelope]]:

@@ -2,6 +2,9 @@
 
 Nothing is granted to a peer of another protocol version, of a user who is not allowed, or under a
 routing id that it chose itself; of those who may not connect nothing is looked at.
+
+Where worker processes serve the devices, a session is granted here, takes a place here, and its
+connection is handed to the worker, which says Welcome.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from stormd import __version__
 from stormd.cache.items import Caller
@@ -43,13 +46,50 @@ from stormd.protocol.limits import TOKEN_BYTES
 from stormd.transport.control import Connection, ControlSocket
 from stormd.transport.listener import Credentials
 
-__all__ = ["NAME_SHOWN", "Opening", "Terms"]
+__all__ = ["NAME_SHOWN", "Elsewhere", "Opening", "TellStatus", "Terms", "WorkerLane"]
 
 log = logging.getLogger(__name__)
 
 NAME_SHOWN: Final = 64
 """Characters of a client's name that are kept: a status of 1,024 sessions must fit into a frame,
 or nobody would get one."""
+
+
+NOTHING_SHARED: Final = Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
+"""What this process sets up for a session that another serves."""
+
+TellStatus = Callable[[Callable[[dict[str, Any]], None]], None]
+"""Hands the state over to the call that it is given, now or within a second or two."""
+
+
+class WorkerLane(Lane, Protocol):
+    """What stands here for the worker process that serves a device."""
+
+    def hand_over(
+        self, session: int, uid: int, frame: bytes, connection: tuple[int, bytes]
+    ) -> None:
+        """Have the worker go on with a connection whose Hello is in `frame`.
+
+        `connection` is its descriptor, which is the lane's from then on, and what is unread of it.
+        """
+
+
+class Elsewhere(Protocol):
+    """The worker processes, where there are some."""
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The names of protocol.DEVICES that they have lanes for."""
+
+    def lane_for(self, hello: Hello) -> WorkerLane:
+        """Return the lane of the worker that is to serve such a session.
+
+        Raises:
+            LaneUnavailable: none serves its device, now or ever.
+        """
+
+    def refresh(self, then: Callable[[], None]) -> None:
+        """Call `then` once all that they have done before is known here, or a second is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +110,7 @@ class Terms:
 
 
 class Opening:
-    """Answers strangers; one whose Hello is right becomes a peer."""
+    """Answers strangers; one whose Hello is right becomes a peer, here or `elsewhere`."""
 
     def __init__(
         self,
@@ -82,7 +122,8 @@ class Opening:
         lanes: Mapping[str, Lane],
         control: ControlSocket,
         dispatch: Dispatch,
-        status: Callable[[], dict[str, Any]],
+        status: TellStatus,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._terms = terms
         self._peers = peers
@@ -92,6 +133,7 @@ class Opening:
         self._control = control
         self._dispatch = dispatch
         self._status = status
+        self._elsewhere = elsewhere
 
     @property
     def allowed_uids(self) -> frozenset[int]:
@@ -121,55 +163,105 @@ class Opening:
 
     def answer(self, connection: Connection, request: int, message: Message) -> None:
         """Answer a message; a Hello may open a session."""
-        answer: Message
+        answer: Message | None
         if isinstance(message, Hello):
-            answer = self._open(connection, message)
+            answer = self._open(connection, request, message)
         elif isinstance(message, Resume):
             answer = self._resume(connection, message)
         elif isinstance(message, StatusRequest):
-            answer = Status(self._status())
+            self._status(lambda state: self._send(connection, request, Status(state)))
+            return
         else:
             answer = Refused("DaemonLost", "this connection has no session: send Hello first")
         if isinstance(answer, Refused):
             self.refuse(connection, request, answer)
-        else:
-            self._control.send(connection, encode([Envelope(request, answer)]))
+        elif answer is not None:
+            self._send(connection, request, answer)
 
     def refuse(self, connection: Connection, request: int, answer: Refused) -> None:
         """Tell a stranger no."""
         self._counters.refused += 1
+        self._send(connection, request, answer)
+
+    def _send(self, connection: Connection, request: int, answer: Message) -> None:
         self._control.send(connection, encode([Envelope(request, answer)]))
 
     # --- Hello ------------------------------------------------------------------------------
 
-    def _open(self, connection: Connection, hello: Hello) -> Welcome | Refused:
-        credentials = connection.credentials
-        has_lane = hello.device != NO_LANE
-        problem = self._hello_problem(credentials.uid, hello)
-        if problem is None:
-            uid, now, leases = credentials.uid, time.monotonic(), self._ledger.leases
-            self._dispatch.perform(leases.make_place(uid, now, has_lane=has_lane))
-            problem = leases.refusal(uid, has_lane=has_lane)
+    def _open(
+        self, connection: Connection, request: int, hello: Hello, *, is_last: bool = False
+    ) -> Welcome | Refused | None:
+        """Open a session; None where the answer comes later, or from another process.
+
+        Where no place is free, places that workers have just given up are heard of first; `is_last`
+        where that was done.
+        """
+        uid = connection.credentials.uid
+        problem = self._hello_problem(uid, hello)
         if problem is not None:
             return problem
-        lane = self._lanes[hello.device]
-        session = secrets.randbits(63) or 1
+        problem = self._place_problem(uid, has_lane=hello.device != NO_LANE)
+        if problem is not None and self._elsewhere is not None and not is_last:
+            self._elsewhere.refresh(lambda: self._open_at_last(connection, request, hello))
+            return None
+        if problem is not None:
+            return problem
         try:
-            attachment = lane.attach(session, hello)
+            if self._elsewhere is not None and _is_for_workers(hello):
+                self._hand_over(connection, request, hello, self._elsewhere.lane_for(hello))
+                return None
+            return self._open_here(connection, hello)
         except LaneUnavailable as error:
             return Refused("UsageError", str(error))
+
+    def _open_at_last(self, connection: Connection, request: int, hello: Hello) -> None:
+        if connection.is_open and connection not in self._peers.by_connection:
+            answer = self._open(connection, request, hello, is_last=True)
+            if isinstance(answer, Refused):
+                self.refuse(connection, request, answer)
+            elif answer is not None:
+                self._send(connection, request, answer)
+
+    def _place_problem(self, uid: int, *, has_lane: bool) -> Refused | None:
+        """Return why there is no place for a session, having made one where that may be."""
+        leases = self._ledger.leases
+        self._dispatch.perform(leases.make_place(uid, time.monotonic(), has_lane=has_lane))
+        return leases.refusal(uid, has_lane=has_lane)
+
+    def _open_here(self, connection: Connection, hello: Hello) -> Welcome:
+        lane = self._lanes[hello.device]
+        session = connection.granted or _fresh_session()
+        attachment = lane.attach(session, hello)
         if CACHE_FEATURE in hello.features:
             part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
             attachment = replace(attachment, part_bytes=part_bytes)
         peer = Peer(
-            record=self._enter(session, credentials, hello, attachment),
+            record=self._enter(session, connection.credentials, hello, attachment),
             connection=connection,
-            credentials=credentials,
+            credentials=connection.credentials,
             lane=lane,
             token=secrets.token_bytes(TOKEN_BYTES),
             descriptors=attachment.descriptors,
         )
         return self._welcome(peer, attachment.staging_bytes)
+
+    def _hand_over(
+        self, connection: Connection, request: int, hello: Hello, lane: WorkerLane
+    ) -> None:
+        """Give a session its place here, and its connection to the worker that is to serve it."""
+        session, uid = _fresh_session(), connection.credentials.uid
+        peer = Peer(
+            record=self._enter(session, connection.credentials, hello, NOTHING_SHARED),
+            connection=connection,
+            credentials=connection.credentials,
+            lane=lane,
+            token=b"",
+            descriptors=(),
+            is_heard=False,
+        )
+        self._peers.add_elsewhere(peer)
+        frame = encode([Envelope(request, hello)])
+        lane.hand_over(session, uid, frame, self._control.release(connection))
 
     def _welcome(self, peer: Peer, staging_bytes: int) -> Welcome:
         """Take a client in, whose lifeline is to follow."""
@@ -282,14 +374,34 @@ class Opening:
             )
         if CACHE_FEATURE in hello.features and hello.device == NO_LANE:
             return Refused("UsageError", "a session for the cache needs a lane: name a device")
-        if hello.device not in self._lanes:
-            offered = ", ".join(name for name in self._lanes if name != NO_LANE)
+        return self._device_problem(hello)
+
+    def _device_problem(self, hello: Hello) -> Refused | None:
+        """Return why such a session's device is not served, here or elsewhere."""
+        offered: Collection[str] = self._lanes
+        if self._elsewhere is not None and _is_for_workers(hello):
+            offered = sorted(self._elsewhere.devices)
+        if hello.device in offered:
+            return None
+        if self._elsewhere is not None and CACHE_FEATURE in hello.features:
             return Refused(
-                "UsageError",
-                f"this daemon has no {hello.device} lane, only {offered}: start it with --device "
-                f"{hello.device}, or train on another device",
+                "UsageError", "workers serve the devices, and the cache is beside them: name cpu"
             )
-        return None
+        return Refused(
+            "UsageError",
+            f"this daemon has no {hello.device} lane, only "
+            f"{', '.join(name for name in offered if name != NO_LANE)}: start it with --device "
+            f"{hello.device}, or train on another device",
+        )
+
+
+def _is_for_workers(hello: Hello) -> bool:
+    """Tell whether a session stores what autograd saves: the cache and questions are not theirs."""
+    return hello.device != NO_LANE and CACHE_FEATURE not in hello.features
+
+
+def _fresh_session() -> int:
+    return secrets.randbits(63) or 1
 
 
 def _may_resume(record: Session, resume: Resume, uid: int, epoch: int) -> bool:

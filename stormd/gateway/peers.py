@@ -56,6 +56,10 @@ class Peers:
         self.by_connection[peer.connection] = peer
         self._waiting[peer.session] = peer
 
+    def add_elsewhere(self, peer: Peer) -> None:
+        """Add a client that another process hears."""
+        self.by_session[peer.session] = peer
+
     def claim(self, token: bytes, uid: int) -> Peer | None:
         """Return the client whose lifeline this token and user open; each only once.
 

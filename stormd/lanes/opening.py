@@ -6,6 +6,7 @@ A device that was named is served or is an error. "auto" takes what is there.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from storm_kernels.errors import BackendUnavailable
 
@@ -21,19 +22,25 @@ __all__ = ["open_lanes"]
 log = logging.getLogger(__name__)
 
 
-def open_lanes(config: Config, pool: HostPool, post: Post) -> dict[str, Lane]:
+def open_lanes(
+    config: Config, pool: HostPool, post: Post, ordinals: Sequence[int] | None = None
+) -> dict[str, Lane]:
     """Return the lanes by device. May take seconds; not for the event loop.
+
+    The cuda lane is of the devices of these ordinals, of all that are visible where None.
 
     Raises:
         LaneUnavailable: the config names a device that this machine or build does not have.
     """
-    cuda = _open_cuda(config, pool, post) if config.device != "cpu" else None
+    cuda = _open_cuda(config, pool, post, ordinals) if config.device != "cpu" else None
     cpu = _open_cpu(config, pool, post)
     return {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
 
 
-def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
-    """Return the lane of all visible devices; None where there are none and "auto" was asked."""
+def _open_cuda(
+    config: Config, pool: HostPool, post: Post, ordinals: Sequence[int] | None
+) -> Lane | None:
+    """Return the lane of the devices; None where there are none and "auto" was asked."""
     try:
         # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
         from storm_kernels.ancf.cuda_modules import load_cupy
@@ -41,7 +48,8 @@ def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
 
         from stormd.lanes.cuda.lane import CudaLane
 
-        ordinals = list(range(len(device_uuids())))
+        if ordinals is None:
+            ordinals = range(len(device_uuids()))
         load_cupy()  # which has the codec compiled
     except (BackendUnavailable, ImportError) as error:
         if config.device == "cuda":
@@ -49,7 +57,7 @@ def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
         log.info("no cuda lane: %s", error)
         return None
     return CudaLane(
-        ordinals,
+        list(ordinals),
         pool=pool,
         post=post,
         staging_bytes=config.staging_bytes_cuda,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from stormd.ledger.on_disk import DiskPhase
 from stormd.ledger.records import Records
@@ -17,13 +18,27 @@ from stormd.ledger.sessions import Entry, Limits, Session
 from stormd.memory.arena import Space, granules
 from stormd.monitoring.counters import Counters
 
-__all__ = ["Holdings", "Shares", "State", "assert_session", "assert_space"]
+__all__ = ["Holdings", "Shares", "State", "Totals", "assert_session", "assert_space"]
+
+
+class Totals(Protocol):
+    """What users hold in this process and in others that serve beside it, in bytes."""
+
+    def hold(self, uid: int, nbytes: int) -> None:
+        """Note what a user holds here."""
+
+    def claim(self, uid: int, nbytes: int) -> int:
+        """Note that a user wants to hold so much here; return what it holds elsewhere."""
 
 
 class Shares:
-    """How sessions' holdings add up, by user and beyond each share. Sizes are bytes of the pool."""
+    """How sessions' holdings add up, by user and beyond each share. Sizes are bytes of the pool.
 
-    def __init__(self) -> None:
+    Other processes are told by `totals` where there are some.
+    """
+
+    def __init__(self, totals: Totals | None = None) -> None:
+        self._totals = totals
         self._share = 0
         self._by_user: dict[int, int] = {}
         self._common = 0
@@ -36,6 +51,19 @@ class Shares:
     def of_user(self, uid: int) -> int:
         """Return what all sessions of a user hold."""
         return self._by_user.get(uid, 0)
+
+    def claim(self, uid: int, nbytes: int) -> int:
+        """Return what all sessions of a user hold in all processes, `nbytes` more being wanted.
+
+        Others know of them from now on; where they are refused, `unclaim` must follow.
+        """
+        own = self.of_user(uid)
+        return own if self._totals is None else own + self._totals.claim(uid, own + nbytes)
+
+    def unclaim(self, uid: int) -> None:
+        """Note that what was claimed for a user is not held."""
+        if self._totals is not None:
+            self._totals.hold(uid, self.of_user(uid))
 
     @property
     def within_bytes(self) -> int:
@@ -54,6 +82,8 @@ class Shares:
             self._by_user[uid] = total
         else:
             self._by_user.pop(uid, None)
+        if self._totals is not None:
+            self._totals.hold(uid, total)
         self._common += self.taken(before, after) if self._share else after - before
 
     def taken(self, before: int, after: int) -> int:
@@ -82,8 +112,8 @@ class Holdings:
     back, or is waited for; whoever has looked at that clears it.
     """
 
-    def __init__(self, records: Records) -> None:
-        self.shares = Shares()
+    def __init__(self, records: Records, totals: Totals | None = None) -> None:
+        self.shares = Shares(totals)
         self.records = records
         self.entries = 0
         self.raw_bytes = 0

@@ -32,7 +32,7 @@ from stormd.ledger.events import (
     StoreFailed,
     Wait,
 )
-from stormd.ledger.holdings import Holdings, State, assert_session, assert_space
+from stormd.ledger.holdings import Holdings, State, Totals, assert_session, assert_space
 from stormd.ledger.leases import Leases
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.parts import blob_bound
@@ -75,7 +75,8 @@ class Ledger:
     in the instructions that are returned. Everything inside a message comes from a client and is
     checked. `cache` is None where the daemon keeps none. With a `disk` entries may go there, and
     `reserve` bytes of the pool are for their way back: at least a blob of the largest part. What
-    outlives the process is written down in `records`; without them nothing does.
+    outlives the process is written down in `records`; without them nothing does. Other processes
+    that serve beside this one are known by `totals`.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Ledger:
         *,
         disk: Disk | None = None,
         reserve: int = 0,
+        totals: Totals | None = None,
     ) -> None:
-        holdings = Holdings(NoRecords() if records is None else records)
+        holdings = Holdings(NoRecords() if records is None else records, totals)
         self._state = State(space, limits, counters, holdings)
         self.holdings = self._state.holdings
         self.holdings.shares.limit(limits.share_bytes, ())

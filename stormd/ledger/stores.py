@@ -218,12 +218,24 @@ class Stores:
 
     def _problem(self, record: Session, message: Store, part: Part) -> Problem | None:
         """Return why an entry is not admitted; None, and its room is promised now."""
+        if not self._state.limits.user_quota_bytes or record.cache is not None:
+            return self._problem_for(record, message, part, 0)
+        shares, uid = self._state.holdings.shares, record.info.uid
+        problem = self._problem_for(record, message, part, shares.claim(uid, part.charge))
+        if problem is not None:
+            shares.unclaim(uid)
+        return problem
+
+    def _problem_for(
+        self, record: Session, message: Store, part: Part, user_bytes: int
+    ) -> Problem | None:
+        """Return the same where all sessions of the session's user hold `user_bytes`."""
         state = self._state
         problem = store_problem(
             record,
             message,
             state.limits,
-            user_bytes=state.holdings.shares.of_user(record.info.uid),
+            user_bytes=user_bytes,
             draining=state.is_draining,
         )
         if problem is not None:

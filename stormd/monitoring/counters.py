@@ -40,28 +40,40 @@ WAIT_BOUNDS: Final = (
 """Upper bounds in seconds: a part of 8 MiB takes about 3 ms on the cpu lane, 1 ms on a GPU."""
 
 
+@dataclass(slots=True)
 class Histogram:
-    """Counts of observations up to each of `bounds` (seconds, ascending), and their sum."""
+    """Counts of observations up to each of `bounds` (seconds, ascending), and their sum.
 
-    def __init__(self, bounds: tuple[float, ...] = WAIT_BOUNDS) -> None:
-        self.bounds = bounds
-        self.total_seconds = 0.0
-        self._counts = [0] * (len(bounds) + 1)  # the last one: above every bound
+    The last of `counts` is of those above every bound.
+    """
+
+    bounds: tuple[float, ...] = WAIT_BOUNDS
+    total_seconds: float = 0.0
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with no observation."""
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, seconds: float) -> None:
         """Count one observation."""
-        self._counts[bisect_left(self.bounds, seconds)] += 1
+        self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total_seconds += seconds
+
+    def add(self, other: Histogram) -> None:
+        """Count the observations of another, which has the same bounds."""
+        self.counts = [sum(pair) for pair in zip(self.counts, other.counts, strict=True)]
+        self.total_seconds += other.total_seconds
 
     @property
     def count(self) -> int:
         """All observations."""
-        return sum(self._counts)
+        return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound as text with the observations up to it, the last bound "+Inf"."""
         names = [*(repr(bound) for bound in self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
 @dataclass(slots=True)
@@ -85,6 +97,15 @@ class Flow:
         self.blob_bytes += blob_bytes
         self.seconds += seconds
         self.waits.observe(waited)
+
+    def merge(self, other: Flow) -> None:
+        """Count what another flow has counted."""
+        self.operations += other.operations
+        self.raw_bytes += other.raw_bytes
+        self.blob_bytes += other.blob_bytes
+        self.seconds += other.seconds
+        self.failures += other.failures
+        self.waits.add(other.waits)
 
 
 @dataclass(slots=True)
@@ -120,6 +141,33 @@ class Counters:
     refused: int = 0
     unsent: int = 0
     cache: CacheCounts = field(default_factory=CacheCounts)
+
+    def add_work(self, other: Counters) -> None:
+        """Count what a worker process has counted.
+
+        But for its sessions and the cache: whoever has granted a session counts it, and the cache
+        is kept there.
+        """
+        for ours, theirs in ((self.stores, other.stores), (self.restores, other.restores)):
+            for codec, flow in theirs.items():
+                ours[codec].merge(flow)
+        for reason, count in other.rejected.items():
+            self.rejected[reason] += count
+        self.corrupt += other.corrupt
+        self.malformed += other.malformed
+        self.refused += other.refused
+        self.unsent += other.unsent
+
+    @classmethod
+    def of(cls, numbers: dict[str, Any]) -> Counters:
+        """Return counters that `asdict` has made numbers of, perhaps in another process."""
+        fields = dict(numbers)
+        for way in ("stores", "restores"):
+            fields[way] = {
+                codec: Flow(**flow | {"waits": Histogram(**flow["waits"])})
+                for codec, flow in numbers[way].items()
+            }
+        return cls(**fields | {"cache": CacheCounts(**numbers["cache"])})
 
     @property
     def deaths(self) -> int:

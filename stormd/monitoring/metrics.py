@@ -43,6 +43,7 @@ class Family:
 
 _FLOW_LABELS: Final = ("direction", "codec")
 _LINK_LABELS: Final = ("gpu", "direction")
+_WORKER_LABELS: Final = ("worker", "devices")
 
 FAMILIES: Final = {
     family.name: family
@@ -143,6 +144,25 @@ FAMILIES: Final = {
             "Share of the last look's period in which a kernel of anybody ran, where it is known.",
             ("gpu",),
         ),
+        Family(
+            "stormd_worker_serving",
+            "gauge",
+            "1 while a worker process serves; no samples where one process serves all devices.",
+            _WORKER_LABELS,
+        ),
+        Family(
+            "stormd_worker_starts_total",
+            "counter",
+            "Times that a worker process was started.",
+            _WORKER_LABELS,
+        ),
+        Family("stormd_worker_sessions", "gauge", "Sessions of a worker.", _WORKER_LABELS),
+        Family(
+            "stormd_worker_processor_seconds",
+            "gauge",
+            "Processor time that a worker process has taken since it was started.",
+            _WORKER_LABELS,
+        ),
         Family("stormd_rejections_total", "counter", "Stores not admitted.", ("reason",)),
         Family("stormd_sessions_opened_total", "counter", "Sessions granted."),
         Family("stormd_sessions_ended_total", "counter", "Sessions ended, by cause.", ("cause",)),
@@ -189,7 +209,7 @@ class DaemonCollector(Collector):
         self,
         *,
         status: Callable[[], Mapping[str, Any]],
-        counters: Counters,
+        counters: Callable[[], Counters],
         stuck: Callable[[], Sequence[str]],
     ) -> None:
         self._status = status
@@ -199,21 +219,23 @@ class DaemonCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family of FAMILIES, in their order."""
         metrics = {family.name: _metric(family) for family in FAMILIES.values()}
-        for name, labels, value in self._values():
+        counters = self._counters()
+        for name, labels, value in self._values(counters):
             metrics[name].add_metric(labels, value)
-        for labels, flow in _flows(self._counters):
+        for labels, flow in _flows(counters):
             metrics["stormd_wait_seconds"].add_metric(
                 labels, flow.waits.cumulative(), flow.waits.total_seconds
             )
         yield from metrics.values()
 
-    def _values(self) -> Values:
+    def _values(self, counters: Counters) -> Values:
         status = self._status()
         yield from _gauges(status)
         yield from _gpus(status["gpus"])
         yield "stormd_stuck_workers", (), len(self._stuck())
-        yield from _flow_values(self._counters)
-        yield from _counts(self._counters)
+        yield from _workers(status["workers"])
+        yield from _flow_values(counters)
+        yield from _counts(counters)
 
 
 def metrics_route(collector: Collector) -> Route:
@@ -312,6 +334,15 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Values:
             yield "stormd_link_busy_seconds_total", (gpu["device"], direction), link["busy_seconds"]
         if gpu["busy_percent"] is not None:
             yield "stormd_gpu_busy_ratio", (gpu["device"],), gpu["busy_percent"] / 100
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> Values:
+    for worker in workers:
+        labels = (str(worker["index"]), " ".join(worker["devices"]))
+        yield "stormd_worker_serving", labels, worker["phase"] == "serving"
+        yield "stormd_worker_starts_total", labels, worker["starts"]
+        yield "stormd_worker_sessions", labels, worker["sessions"]
+        yield "stormd_worker_processor_seconds", labels, worker["processor_seconds"]
 
 
 def _flows(counters: Counters) -> Iterator[tuple[tuple[str, str], Flow]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from typing import Final
 from stormd import open_files
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
-from stormd.transport.listener import Credentials, Listener
+from stormd.transport.listener import Credentials, Listener, peer_credentials
 from stormd.transport.strangers import Strangers
 from stormd.transport.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
 
@@ -39,6 +40,9 @@ TURN_SECONDS: Final = 0.005
 
 SLICE_SECONDS: Final = 0.001
 """Time after which the next connection has its turn."""
+
+GRANT_SECONDS: Final = 1.0
+"""For the Hello of a connection that another process hands over: it is one small frame."""
 
 READ_BYTES: Final = 1 << 16
 """Read of one connection at a time, and of one whose frames wait already kept at the most."""
@@ -72,20 +76,22 @@ class Connection:
     """One client's connection. It is changed by its ControlSocket alone.
 
     `is_open` says whether it can still say something, `is_reachable` whether anybody may still read
-    what is sent. `unsent` are the bytes of frames that the kernel has not taken yet.
+    what is sent. `unsent` are the bytes of frames that the kernel has not taken yet. `granted` is
+    the session that another process has granted it, 0 where none has.
     """
 
     __slots__ = (
-        "credentials", "descriptor", "has_session", "held_bytes", "is_open", "is_parked",
+        "credentials", "descriptor", "granted", "has_session", "held_bytes", "is_open", "is_parked",
         "is_paused", "is_queued", "is_reachable", "line", "output", "reader", "silent_ticks",
         "unsent", "work", "work_bytes",
     )  # fmt: skip
 
-    def __init__(self, line: socket.socket, credentials: Credentials) -> None:
+    def __init__(self, line: socket.socket, credentials: Credentials, granted: int = 0) -> None:
         self.line = line
         self.descriptor = line.fileno()
         self.credentials = credentials
-        self.reader = Reader(STRANGER_BYTES)
+        self.granted = granted
+        self.reader = Reader(STRANGER_BYTES, is_greeted=granted != 0)
         self.has_session = False
         self.is_open = True
         self.is_reachable = True
@@ -154,6 +160,7 @@ others' between."""
 class ControlSocket:
     """Bound from construction on; `start` begins to accept connections.
 
+    Without an `address` it has the connections alone that it is given by `take`.
     `on_batch()` follows each turn in which `is_owing` was set. `held_most` is how many bytes may
     wait of all connections, read but not done and answered but not sent; where there are more,
     `on_overfull(connection)` follows the end of the one that is given up. Nobody is heard before
@@ -166,7 +173,7 @@ class ControlSocket:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        address: str,
+        address: str | None,
         *,
         held_most: int,
         listening: socket.socket | None = None,
@@ -194,23 +201,26 @@ class ControlSocket:
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
         self._next_warning = 0.0
-        self._listener = Listener(
-            loop,
-            parse_address(address),
-            listening=listening,
-            on_line=self._admit,
-            on_lack=self._make_room,
-        )
+        self._listener: Listener | None = None
+        if address is not None:
+            self._listener = Listener(
+                loop,
+                parse_address(address),
+                listening=listening,
+                on_line=self._admit,
+                on_lack=self._make_room,
+            )
 
     @property
     def descriptor(self) -> int:
         """That of the socket that listens, to be kept by others."""
+        assert self._listener is not None, "nothing listens"
         return self._listener.descriptor
 
     @property
     def is_bound(self) -> bool:
-        """Whether the socket's file is there, so that clients find it."""
-        return self._listener.is_bound
+        """Whether the socket's file is there, so that clients find it, or it needs none."""
+        return self._listener is None or self._listener.is_bound
 
     def bind(self) -> None:
         """Make the socket's file again that was removed; connections stay as they are.
@@ -218,7 +228,8 @@ class ControlSocket:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._listener.bind()
+        if self._listener is not None:
+            self._listener.bind()
 
     def start(
         self,
@@ -230,7 +241,8 @@ class ControlSocket:
         self._on_frame = on_frame
         self._on_batch = on_batch
         self._on_overfull = on_overfull
-        self._listener.start()
+        if self._listener is not None:
+            self._listener.start()
 
     def allow(self, uids: frozenset[int]) -> None:
         """Hear these users from now on; connections that have a session stay."""
@@ -268,6 +280,32 @@ class ControlSocket:
         if data:
             self._send_as_it_is(connection, data)
 
+    def release(self, connection: Connection) -> tuple[int, bytes]:
+        """Let go of a connection for another process to go on with it.
+
+        Returns its descriptor, which is the caller's, and what has arrived and was not read.
+        """
+        descriptor, unread = os.dup(connection.descriptor), bytes(connection.reader.data)
+        self.close_connection(connection)
+        return descriptor, unread
+
+    def take(self, line: socket.socket, granted: int, unread: bytes) -> None:
+        """Go on with a connection that another process has granted a session.
+
+        What of it is `unread` is handled before this returns.
+        """
+        line.setblocking(False)
+        connection = Connection(line, peer_credentials(line), granted)
+        self._connections[connection] = None
+        self._loop.add_reader(connection.descriptor, self._receive, connection)
+        self._place(connection)
+        connection.reader.data += unread
+        self._hold(connection, len(unread))
+        connection.is_queued = True
+        self._serve(connection, time.monotonic() + GRANT_SECONDS)
+        if self.is_owing or self._busy:
+            self._end_turn()
+
     def park(self, connection: Connection) -> None:
         """Go on with a connection's work, which asks for it, only once all that are parked do."""
         connection.is_parked = True
@@ -304,12 +342,14 @@ class ControlSocket:
 
     def leave(self) -> None:
         """Close, but leave the socket's file, for whoever has the socket as well."""
-        self._listener.leave()
+        if self._listener is not None:
+            self._listener.leave()
         self.close()
 
     def close(self) -> None:
         """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         for handle in (self._scheduled, self._relief):
             if handle is not None:
                 handle.cancel()

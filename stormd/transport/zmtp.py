@@ -60,18 +60,19 @@ class Phase(Enum):
 class Reader:
     """What one peer sends, cut into messages. `limit` is the bytes of the largest part.
 
-    `data` is what has arrived and was not read; whoever reads of the socket adds to it.
+    `data` is what has arrived and was not read; whoever reads of the socket adds to it. The peer
+    of a connection that `is_greeted` has said who it is to somebody else.
     """
 
     __slots__ = ("_has_parts", "_phase", "data", "identity", "limit", "replies")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, is_greeted: bool = False) -> None:
         self.limit = limit
         self.identity = b""
         """The routing id that the peer chose, empty where it left that to us."""
         self.replies: list[bytes] = []
         """Frames that answer heartbeats, to be sent and cleared by the caller."""
-        self._phase = Phase.GREETING
+        self._phase = Phase.OPEN if is_greeted else Phase.GREETING
         self._has_parts = False
         self.data = bytearray()
 

@@ -58,6 +58,7 @@ class _Connection:
 
     credentials = Credentials(uid=os.getuid(), gid=os.getgid(), pid=os.getpid())
     identity = b""
+    granted = 0
     is_open = True
     is_reachable = True
     unsent = 0
@@ -172,7 +173,7 @@ class DaemonCore:
                 cache_part_bytes=PART_BYTES,
                 lease_seconds=5.0,
             ),
-            status=lambda: {"entries": self.ledger.entries},
+            status=lambda tell: tell({"entries": self.ledger.entries}),
             on_progress=lambda: None,
             later=Mock(),
         )

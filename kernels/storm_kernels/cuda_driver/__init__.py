@@ -5,7 +5,7 @@ it. Importing this package needs the CUDA bindings and raises errors.BackendUnav
 them, so it is imported where a CUDA lane is opened, never before.
 """
 
-from storm_kernels.cuda_driver.device import PrimaryContext, device_uuids
+from storm_kernels.cuda_driver.device import PrimaryContext, device_uuids, pci_bus_id
 from storm_kernels.cuda_driver.memory import (
     HANDLE_BYTES,
     DeviceBuffer,
@@ -43,6 +43,7 @@ __all__ = [
     "elapsed_seconds",
     "exportable",
     "ipc_handle",
+    "pci_bus_id",
     "wait_event",
     "wait_value",
     "write_value",

@@ -7,12 +7,15 @@ package and theirs may be mixed freely.
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, Final
 
 from storm_kernels.cuda_driver.calls import call, driver, initialise
 from storm_kernels.errors import BackendUnavailable
 
-__all__ = ["PrimaryContext", "device_uuids"]
+__all__ = ["PrimaryContext", "device_uuids", "pci_bus_id"]
+
+BUS_ID_BYTES: Final = 32
+"""Room for a device's name on the bus, with the byte that ends it."""
 
 
 def device_uuids() -> list[str]:
@@ -24,6 +27,18 @@ def device_uuids() -> list[str]:
     initialise()
     count = int(call(driver.cuDeviceGetCount))
     return [_uuid_of(call(driver.cuDeviceGet, ordinal)) for ordinal in range(count)]
+
+
+def pci_bus_id(ordinal: int) -> str:
+    """Return where a visible device is on the PCI bus, as `0000:3b:00.0`.
+
+    Raises:
+        BackendUnavailable: there is no driver or no device.
+        CudaDriverError: no device has this ordinal.
+    """
+    initialise()
+    name = call(driver.cuDeviceGetPCIBusId, BUS_ID_BYTES, call(driver.cuDeviceGet, ordinal))
+    return bytes(name).partition(b"\0")[0].decode().lower()
 
 
 def _uuid_of(device: Any) -> str:

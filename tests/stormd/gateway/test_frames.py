@@ -68,7 +68,7 @@ class Core:
         )
         self.gateway = Gateway(
             ledger=self._ledger, counters=counters, lanes={}, control=cast("Any", self),
-            terms=nothing, status=dict, on_progress=nothing, later=self.later,
+            terms=nothing, status=nothing, on_progress=nothing, later=self.later,
         )  # fmt: skip
         self.open(1)
         self.gateway.start(nothing)

@@ -40,6 +40,16 @@ STATUS: dict[str, Any] = {
     "entries": 3,
     "raw_bytes": 1440,
     "log": {"dropped_lines": 4},
+    "workers": [
+        {
+            "index": 1,
+            "devices": ["cuda:1", "cuda:3"],
+            "phase": "serving",
+            "starts": 2,
+            "sessions": 5,
+            "processor_seconds": 1.5,
+        }
+    ],
     "gpus": [
         {
             "device": "cuda:0",
@@ -60,7 +70,7 @@ STATUS: dict[str, Any] = {
 
 
 def collector(counters: Counters, stuck: tuple[str, ...] = ()) -> DaemonCollector:
-    return DaemonCollector(status=lambda: STATUS, counters=counters, stuck=lambda: stuck)
+    return DaemonCollector(status=lambda: STATUS, counters=lambda: counters, stuck=lambda: stuck)
 
 
 @pytest.fixture
@@ -122,6 +132,10 @@ def registry() -> CollectorRegistry:
         ("stormd_spill_lost_entries_total", {}, 3),
         ("stormd_spill_moved_bytes_total", {"direction": "read"}, 900),
         ("stormd_spill_busy_seconds_total", {"direction": "write"}, 0.5),
+        ("stormd_worker_serving", {"worker": "1", "devices": "cuda:1 cuda:3"}, 1),
+        ("stormd_worker_starts_total", {"worker": "1", "devices": "cuda:1 cuda:3"}, 2),
+        ("stormd_worker_sessions", {"worker": "1", "devices": "cuda:1 cuda:3"}, 5),
+        ("stormd_worker_processor_seconds", {"worker": "1", "devices": "cuda:1 cuda:3"}, 1.5),
     ],
 )
 def test_value(

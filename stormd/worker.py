@@ -1,0 +1,184 @@
+"""A worker: the process that serves one device's sessions for the front that has started it.
+
+    python -m stormd.worker DESCRIPTOR PID
+
+It is a daemon without an address: it gets its settings and each session's connection from the front
+by way of a socket pair, and tells it what becomes of them. It ends when it is told to, and is
+killed when the front ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+
+from stormd import open_files
+from stormd.config import Config
+from stormd.errors import StartStopped, StormdError
+from stormd.memory.numa import near_gpus, prefer_node
+from stormd.monitoring.logs import logging_process, set_level
+from stormd.output import EXIT_FAILED, EXIT_OK
+from stormd.server import Server
+from stormd.supervise.processes import die_with_parent
+from stormd.workers.line import Line, receive_first
+from stormd.workers.plan import WorkerPlace, config_of
+from stormd.workers.totals import UserTotals
+
+__all__ = ["main"]
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS: Final = 0.5
+"""Least time between two words of how far pinning has come."""
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until told to end; return the exit status."""
+    descriptor, parent = map(int, arguments)
+    die_with_parent(signal.SIGKILL, parent)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the front's, as a terminal's
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=descriptor)
+    try:
+        _, order = receive_first(end)
+    except EOFError:
+        return EXIT_FAILED
+    config = config_of(order["config"])
+    with logging_process(config.log_format, config.log_level, sys.stderr.fileno()):
+        _name_lines(order["index"])
+        open_files.raise_limit()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Worker(config, order, end).run())
+
+
+class _Worker:
+    """One worker on its loop."""
+
+    def __init__(self, config: Config, order: dict[str, Any], end: socket.socket) -> None:
+        self._node = prefer_node(near_gpus(order["ordinals"]))
+        totals = UserTotals(order["totals"], order["workers"], order["index"])
+        os.close(order["totals"])
+        self._totals = totals
+        self._end = end
+        self._line: Line
+        self._pinned = 0.0
+        place = WorkerPlace(Path(order["lifeline"]), tuple(order["ordinals"]), totals, self._tell)
+        self._server = Server(config, on_progress=self._pinning, worker=place)
+        self._kinds: dict[str, Callable[..., None]] = {
+            "end": self._server.end_session,
+            "report": self._report,
+            "reload": self._reload,
+        }
+        self._waiting: list[tuple[str, list[Any], int]] = []  # heard before there was a server
+        self._serves = False
+
+    async def run(self) -> int:
+        """Open, serve and close."""
+        loop = self._loop = asyncio.get_running_loop()
+        self._line = Line(loop, self._end, self._hear, self._lose)
+        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        try:
+            await self._server.open()
+        except StartStopped:
+            return EXIT_OK
+        except StormdError as error:
+            self._line.send("failed", f"{type(error).__name__}: {error}")
+            return EXIT_FAILED
+        gc.freeze()
+        self._line.send("ready", self._state())
+        self._serves = True
+        waiting, self._waiting = self._waiting, []
+        for kind, values, descriptor in waiting:
+            self._hear(kind, values, descriptor)
+        try:
+            await self._server.serve()
+        finally:
+            await self._server.close()
+            self._line.close()
+        return EXIT_OK
+
+    # --- what the front says ----------------------------------------------------------------
+
+    def _hear(self, kind: str, values: list[Any], descriptor: int) -> None:
+        if kind == "stop":
+            self._stop()
+        elif not self._serves:
+            self._waiting.append((kind, values, descriptor))
+        elif kind == "session":
+            self._take_session(descriptor, values)
+        else:
+            self._kinds[kind](*values)
+
+    def _stop(self) -> None:
+        self._server.stop()
+
+    def _lose(self) -> None:
+        """The front is gone: it ends this process, if the kernel has not yet."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _take_session(self, descriptor: int, values: list[Any]) -> None:
+        session, uid, place, frame, unread = values
+        self._totals.know(uid, place)
+        line = socket.socket(fileno=descriptor)
+        if not self._server.take_session(line, session, frame, unread):
+            self._tell(session, "failed")
+
+    def _reload(self, fields: dict[str, Any]) -> None:
+        config = config_of(fields)
+        self._server.reload(config)
+        set_level(config.log_level)
+
+    def _report(self, number: int) -> None:
+        self._line.send("report", number, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "status": self._server.status(),
+            "counters": asdict(self._server.counters),
+            "stuck": self._server.stuck(),
+            "worker": {"numa_node": self._node, "processor_seconds": time.process_time()},
+        }
+
+    # --- what it is told --------------------------------------------------------------------
+
+    def _tell(self, session: int, cause: str) -> None:
+        if cause == "attached":
+            self._line.send("attached", session)
+        else:
+            self._line.send("ended", session, cause)
+
+    def _pinning(self, done: int, total: int) -> None:
+        """Tell how far pinning has come; from the threads that pin."""
+        now = time.monotonic()
+        if now > self._pinned or done == total:
+            self._pinned = now + REPORT_SECONDS
+            self._loop.call_soon_threadsafe(partial(self._line.send, "pinning", done, total))
+
+
+def _name_lines(index: int) -> None:
+    """Have each line of this process's log say whose it is; the front tells of sessions."""
+
+    def name(record: logging.LogRecord) -> bool:
+        record.worker = index
+        return True
+
+    logging.getLogger("stormd.gateway").setLevel(logging.WARNING)
+    for handler in logging.getLogger("stormd").handlers:
+        handler.addFilter(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""The line between the front and a worker: messages both ways, some with a descriptor.
+
+A socket pair that both have from the worker's start; its end tells each of the other's. Neither
+side waits for the other: what cannot be sent now is kept, and what is kept is bounded by the
+sessions that there may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgpack
+
+__all__ = ["Line", "receive_first", "send_first"]
+
+HEADER: Final = struct.Struct("<I?")
+"""The bytes of the message behind it, and whether a descriptor came with it."""
+
+READ_BYTES: Final = 1 << 16
+MOST_AT_ONCE: Final = 16
+"""Descriptors in one read; the kernel ends it behind the first."""
+
+OnMessage = Callable[[str, list[Any], int], None]
+"""Takes a message's kind, what it says, and its descriptor, -1 for none, which is the taker's."""
+
+
+def _packed(kind: str, values: tuple[Any, ...], *, has_descriptor: bool = False) -> bytes:
+    body: bytes = msgpack.packb([kind, *values])
+    return HEADER.pack(len(body), has_descriptor) + body
+
+
+def send_first(end: socket.socket, kind: str, *values: Any) -> None:
+    """Send a message over a line that nobody serves yet, waiting for it to be taken."""
+    end.sendall(_packed(kind, values))
+
+
+def receive_first(end: socket.socket) -> list[Any]:
+    """Return the first message, waiting for it.
+
+    Raises:
+        EOFError: the other side has ended.
+    """
+    nbytes, _ = HEADER.unpack(_exactly(end, HEADER.size))
+    message: list[Any] = msgpack.unpackb(_exactly(end, nbytes))
+    return message
+
+
+def _exactly(end: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = end.recv(nbytes - len(data))
+        if not more:
+            raise EOFError("the other side has ended")
+        data += more
+    return data
+
+
+class Line:
+    """One end, on the loop; the socket is its own. `on_end` follows the other side's end once."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        end: socket.socket,
+        on_message: OnMessage,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._end = end
+        self._on_message = on_message
+        self._on_end = on_end
+        self._received = bytearray()
+        self._descriptors: deque[int] = deque()  # in the order of the messages that name them
+        self._unsent: deque[tuple[memoryview, int]] = deque()
+        end.setblocking(False)
+        loop.add_reader(end.fileno(), self._read)
+
+    def send(self, kind: str, *values: Any, descriptor: int = -1) -> None:
+        """Send a message, with a descriptor that is closed here once it has left."""
+        data = _packed(kind, values, has_descriptor=descriptor >= 0)
+        if self._end.fileno() < 0:
+            _close(descriptor)
+            return
+        self._unsent.append((memoryview(data), descriptor))
+        if len(self._unsent) == 1:
+            self._write()
+
+    def close(self) -> None:
+        """Close this end; nothing follows. Twice is fine."""
+        if self._end.fileno() < 0:
+            return
+        self._loop.remove_reader(self._end.fileno())
+        self._loop.remove_writer(self._end.fileno())
+        self._end.close()
+        for _, descriptor in self._unsent:
+            _close(descriptor)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._unsent.clear()
+        self._descriptors.clear()
+
+    def _write(self) -> None:
+        """Send what the kernel takes; a broken line is told of by its reader."""
+        try:
+            while self._unsent:
+                data, descriptor = self._unsent[0]
+                if descriptor >= 0:
+                    sent = socket.send_fds(self._end, [data], [descriptor])
+                    os.close(descriptor)
+                else:
+                    sent = self._end.send(data)
+                self._unsent[0] = data[sent:], -1
+                if sent == len(data):
+                    self._unsent.popleft()
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_writer(self._end.fileno(), self._write)
+            return
+        except OSError:
+            for _, descriptor in self._unsent:
+                _close(descriptor)
+            self._unsent.clear()
+        self._loop.remove_writer(self._end.fileno())
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._end, READ_BYTES, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self.close()
+            self._on_end()
+            return
+        self._received += data
+        self._descriptors += descriptors
+        self._take_messages()
+
+    def _take_messages(self) -> None:
+        while len(self._received) >= HEADER.size:
+            nbytes, has_descriptor = HEADER.unpack_from(self._received)
+            end = HEADER.size + nbytes
+            if len(self._received) < end:
+                return
+            kind, *values = msgpack.unpackb(bytes(self._received[HEADER.size : end]))
+            del self._received[:end]
+            self._on_message(kind, values, self._descriptors.popleft() if has_descriptor else -1)
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)

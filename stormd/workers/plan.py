@@ -1,0 +1,158 @@
+"""How many worker processes a daemon has, which devices each serves, and what part of all is its.
+
+One interpreter is full at three to five GPUs, so each GPU has a process of its own where there are
+two or more. What an operator sets is of the whole daemon: here it is divided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from storm_kernels.errors import BackendUnavailable
+
+from stormd.config import Config
+from stormd.machine import memory_available
+from stormd.workers.totals import UserTotals
+
+__all__ = [
+    "Plan",
+    "WorkerPlace",
+    "config_of",
+    "fields_of",
+    "front_config",
+    "plan_workers",
+    "worker_config",
+]
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES: Final = 1 << 20
+"""Of a pool, and so the front's, in which nothing is stored."""
+
+LEAST_MESSAGE_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One worker: its number, and its devices by ordinal and by UUID; none for the cpu lane."""
+
+    index: int
+    ordinals: tuple[int, ...] = ()
+    uuids: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """How it is called in logs and tables."""
+        return ", ".join(f"cuda:{one}" for one in self.ordinals) or f"cpu, worker {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """What makes a daemon a worker: it has no address, and serves what another hands to it.
+
+    `lifeline` is where its clients' lifelines connect, `ordinals` are its devices, `totals` what
+    users hold in all workers. `on_session(session, cause)` is told of each session that has its
+    lifeline, with "attached", and of each that is gone.
+    """
+
+    lifeline: Path
+    ordinals: tuple[int, ...]
+    totals: UserTotals
+    on_session: Callable[[int, str], None]
+
+
+def plan_workers(config: Config) -> list[Plan]:
+    """Return the workers that these settings ask for; none where this process serves alone.
+
+    May load CUDA's driver, but makes no context. Not for the event loop.
+    """
+    if config.workers == "off":
+        return []
+    is_alone = config.resumable or config.exit_with_last_client
+    if config.workers == "auto" and is_alone:
+        if config.resumable and len(_uuids(config)) > 1:
+            log.warning(
+                "one process serves all devices: what is stored can outlive no worker; set "
+                "resumable off for a worker each"
+            )
+        return []
+    uuids = _uuids(config)
+    count = len(uuids) if config.workers == "auto" else int(config.workers)
+    if count < 2:
+        return []
+    return [_dealt(index, count, uuids) for index in range(count)]
+
+
+def front_config(config: Config) -> Config:
+    """Return what the front serves itself: the cache, by the cpu lane, and questions."""
+    return replace(
+        config,
+        workers="off",
+        pool_bytes=LEAST_BYTES,
+        device="cpu",
+        spill_path="",
+        spill_bytes=0,
+        session_share_bytes=0,
+        session_quota_bytes=0,
+        uid_quota_bytes=0,
+    )
+
+
+def worker_config(config: Config, plan: Plan, count: int) -> Config:
+    """Return one worker's settings, of `count`: an equal part of memory, room on disk and threads.
+
+    Where shares are kept for sessions, each worker takes its part of `max_sessions` and no more: it
+    could not keep more shares.
+    """
+    staging = config.all_staging_bytes_cpu or memory_available() // 2
+    sessions = config.max_sessions
+    if config.session_share_bytes:
+        sessions = max(1, sessions // count)
+    return replace(
+        config,
+        workers="off",
+        metrics_address="",
+        resumable=False,
+        exit_with_last_client=False,
+        pool_bytes=config.pool_bytes // count,
+        cache_bytes=0,
+        spill_bytes=config.spill_bytes // count,
+        message_bytes=max(LEAST_MESSAGE_BYTES, config.message_bytes // count),
+        device="cuda" if plan.ordinals else "cpu",
+        all_staging_bytes_cpu=max(config.staging_bytes_cpu, staging // count),
+        encode_threads=max(1, config.encode_threads // count),
+        max_sessions=sessions,
+        max_sessions_per_uid=min(sessions, config.sessions_per_uid),
+    )
+
+
+def config_of(fields: Mapping[str, Any]) -> Config:
+    """Return the settings of which `asdict` has made `fields`, perhaps in another process."""
+    return Config(**{**fields, "allowed_uids": tuple(fields["allowed_uids"])})
+
+
+def fields_of(config: Config) -> dict[str, Any]:
+    """Return settings as they travel."""
+    return asdict(config)
+
+
+def _uuids(config: Config) -> list[str]:
+    if config.device == "cpu":
+        return []
+    try:
+        # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
+        from storm_kernels.cuda_driver import device_uuids
+
+        return device_uuids()
+    except (BackendUnavailable, ImportError):  # which is told where the lanes are opened
+        return []
+
+
+def _dealt(index: int, count: int, uuids: list[str]) -> Plan:
+    """Return every `count`-th device, from the `index`-th on."""
+    ordinals = tuple(range(index, len(uuids), count))
+    return Plan(index, ordinals, tuple(uuids[one] for one in ordinals))
