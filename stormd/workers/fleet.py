@@ -495,6 +495,8 @@ def _error_of(trouble: str) -> StormdError:
     """Return the error that a worker has told of, as `Name: text`."""
     name, _, text = trouble.partition(": ")
     kind: Any = getattr(errors, name, None)
+    if kind is errors.ConfigError:
+        return kind(f"{text}; each worker has an equal part of all: or set workers=off")
     if isinstance(kind, type) and issubclass(kind, StormdError):
         return kind(text)
     return LaneUnavailable(f"a worker process ended at its start: {trouble}")

@@ -40,7 +40,7 @@ class FakeServer:
     def status(self) -> dict[str, Any]:
         names = ("capacity", "committed", "used", "promised", "peak_used", "largest_free")
         pool = {f"{name}_bytes": 0 for name in names}
-        return {"version": "1", "pool": pool, "log": {"dropped_lines": 0}, **EMPTY}
+        return {"version": "1", "pool": pool, "log": {"dropped_lines": 0}, "workers": [], **EMPTY}
 
     def stuck(self) -> list[str]:
         return self.hanging

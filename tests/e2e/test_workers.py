@@ -1,0 +1,404 @@
+"""A front and two worker processes are one daemon: for trainers, operators, and who means harm.
+
+Real processes; the workers' devices are cpu lanes, so that it needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import storm_client as storm
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from storm_bench.child_daemon import ChildDaemon
+from storm_client.lanes.cpu import CpuLane
+from storm_client.transport.sessions import Sessions
+from support.raw_client import RawClient
+from support.trainers import Trainers
+from support.waiting import wait_until
+
+from stormd.errors import ChildFailed
+from stormd.protocol import (
+    PROTOCOL_VERSION,
+    Envelope,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Rejected,
+    Status,
+    StatusRequest,
+    Stored,
+    Welcome,
+    encode,
+)
+
+KIB, MIB = 1 << 10, 1 << 20
+FLAGS = ["--pool-bytes=64MiB", "--cache-bytes=8MiB", "--device=cpu", "--workers=2"]
+
+
+@pytest.fixture
+def daemon() -> Iterator[ChildDaemon]:
+    with ChildDaemon(flags=FLAGS) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    with Trainers() as trainers:
+        yield trainers
+
+
+def workers_of(daemon: ChildDaemon) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = daemon.status()["workers"]
+    return found
+
+
+def worker_of(daemon: ChildDaemon, client: RawClient) -> dict[str, Any]:
+    """Return the worker that serves a client: the one whose lifelines its is one of."""
+    assert client.welcome is not None
+    index = int(client.welcome.lifeline.rpartition(".")[2])
+    return workers_of(daemon)[index]
+
+
+def test_each_of_two_trainers_has_its_worker(daemon: ChildDaemon, trainers: Trainers) -> None:
+    first, second = (trainers.start(daemon.address) for _ in range(2))
+    for pid in (first, second):
+        trainers.expect(pid, "ready", *["same"] * 5)
+    state = daemon.status()
+    assert [one["sessions"] for one in state["workers"]] == [1, 1]
+    assert {one["pid"] for one in state["sessions"] if one["device"] == "cpu"} == {first, second}
+    for pid in (first, second):
+        trainers.expect(pid, *["same"] * 3)
+
+
+def test_a_killed_worker_ends_its_sessions_alone(daemon: ChildDaemon, trainers: Trainers) -> None:
+    """Those of the other go on, and one that is started in its place serves who comes next."""
+    pids = [trainers.start(daemon.address)]
+    trainers.expect(pids[0], "ready", "same")
+    killed = next(one for one in workers_of(daemon) if one["sessions"])
+    pids.append(trainers.start(daemon.address))
+    trainers.expect(pids[1], "ready", "same")
+    os.kill(killed["pid"], signal.SIGKILL)
+    words = trainers.next(pids[0], 60.0).words
+    while words == "same":
+        words = trainers.next(pids[0], 60.0).words
+    assert words.split()[-1] in ("DaemonLost", "ActivationLost"), words
+    trainers.expect(pids[1], *["same"] * 5)
+
+    def is_back() -> bool:
+        found = workers_of(daemon)[killed["index"]]
+        return found["phase"] == "serving" and found["starts"] == 2
+
+    wait_until(is_back, 60.0, lambda: workers_of(daemon))
+    wait_until(lambda: daemon.status()["session_count"] <= 2)
+    third = trainers.start(daemon.address)
+    trainers.expect(third, "ready", *["same"] * 3)
+    assert [one["sessions"] for one in workers_of(daemon)] == [1, 1]
+    assert daemon.status()["counters"]["ended"]["failed"] == 1
+
+
+def test_devices_of_one_process_have_a_connection_each(
+    daemon: ChildDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model on two devices has: the session of each is with the worker of its device."""
+    monkeypatch.setattr("storm_client.transport.sessions.lane_for", lambda device: CpuLane())
+    sessions = Sessions(daemon.address, 30.0)
+    try:
+        for number in range(2):
+            assert sessions.of(torch.device("cuda", number)) is not None
+        busy = [one["sessions"] for one in workers_of(daemon)]
+        assert min(busy) == 1
+    finally:
+        sessions.close()
+    assert [one["sessions"] for one in workers_of(daemon)] == [0, 0]
+
+
+def test_nothing_outlives_a_front_that_is_killed(daemon: ChildDaemon) -> None:
+    with RawClient(daemon.address) as client:
+        client.open().stored(b"x" * KIB)
+        below = psutil.Process(daemon.pid).children(recursive=True)
+        assert len(below) == 2
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert client.is_cut_off()
+        gone, alive = psutil.wait_procs(below, timeout=30.0)
+        assert (len(gone), alive) == (2, [])
+
+
+def test_a_front_that_is_told_to_end_lets_clients_fetch_theirs(daemon: ChildDaemon) -> None:
+    below = psutil.Process(daemon.pid).children(recursive=True)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(daemon.address)).open() for _ in range(2)]
+        entries = [client.stored(bytes([n]) * KIB) for n, client in enumerate(clients)]
+        os.kill(daemon.pid, signal.SIGTERM)
+        for number, (client, entry) in enumerate(zip(clients, entries, strict=True)):
+            wait_until(lambda client=client: _is_draining(client))
+            assert client.restored(entry, KIB, offset=KIB) == bytes([number]) * KIB
+            client.release(entry)
+        for client in clients:
+            assert client.is_cut_off()
+    directory = Path(daemon.address.removeprefix("ipc://")).parent
+    psutil.wait_procs([*below, psutil.Process(daemon.pid)], timeout=30.0)
+    assert not any(process.is_running() for process in below)
+    assert [one.name for one in directory.iterdir()] == ["log"]
+
+
+def _is_draining(client: RawClient) -> bool:
+    entry = client.store(b"y")
+    answer = client.wait(
+        lambda envelope: (
+            isinstance(envelope.message, Stored | Rejected) and envelope.message.entry == entry
+        )
+    ).message
+    if isinstance(answer, Stored):
+        client.release(entry)
+        return False
+    return bool(answer.reason == "draining")
+
+
+def test_status_and_metrics_add_up() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = [*FLAGS, f"--metrics-address={address}"]
+    with ChildDaemon(flags=flags) as daemon, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(daemon.address)).open() for _ in range(3)]
+        for number, client in enumerate(clients, 1):
+            entry = client.stored(b"x" * number * KIB)
+            client.restored(entry, number * KIB, offset=64 * KIB)
+        state = daemon.status()
+        assert (state["entries"], state["raw_bytes"]) == (3, 6 * KIB)
+        assert state["pool"]["capacity_bytes"] == 64 * MIB
+        assert state["pool"]["used_bytes"] == sum(one["used_bytes"] for one in state["sessions"])
+        assert sorted(one["entries"] for one in state["sessions"]) == [1, 1, 1]
+        for way in ("store", "restore"):
+            assert state["throughput"][way]["operations"] == 3
+            assert state["throughput"][way]["raw_bytes"] == 6 * KIB
+        assert state["counters"]["sessions"] == 3
+        assert sorted(one["sessions"] for one in state["workers"]) == [1, 2]
+        assert state["cache"]["capacity_bytes"] == 8 * MIB
+        found = _samples(f"http://{address}/metrics")
+        assert found["stormd_entries", ()] == 3
+        assert found["stormd_pool_used_bytes", ()] == state["pool"]["used_bytes"]
+        assert found["stormd_sessions", (("device", "cpu"),)] == 3
+        raw = (("codec", "raw"), ("direction", "store"))
+        assert found["stormd_operations_total", raw] == 3
+        served = [value for (name, _), value in found.items() if name == "stormd_worker_serving"]
+        assert served == [1, 1]
+
+
+def _samples(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_what_a_dead_worker_has_done_stays_counted(daemon: ChildDaemon) -> None:
+    with RawClient(daemon.address) as client:
+        client.open().stored(b"x" * KIB)
+        assert daemon.status()["throughput"]["store"]["operations"] == 1
+        os.kill(worker_of(daemon, client)["pid"], signal.SIGKILL)
+        assert client.is_cut_off()
+        wait_until(lambda: daemon.status()["entries"] == 0)
+        assert daemon.status()["throughput"]["store"]["operations"] == 1
+
+
+def test_places_are_of_all_workers_together() -> None:
+    with ChildDaemon(flags=[*FLAGS, "--max-sessions=3"]) as daemon, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(daemon.address)).open() for _ in range(3)]
+        with RawClient(daemon.address) as one_more:
+            refused = one_more.hello()
+            assert isinstance(refused, Refused)
+            assert refused.kind == "QuotaExceeded"
+        for _ in range(10):  # a place that was left is free for who comes next, at once
+            client = clients.pop(0)
+            client.send(Goodbye())
+            assert client.is_cut_off()
+            clients.append(stack.enter_context(RawClient(daemon.address)).open())
+
+
+def test_a_users_quota_is_of_all_workers_together() -> None:
+    """Two sessions on two workers that store at once never hold more than their user may."""
+    quota = 256 * KIB
+    with ChildDaemon(flags=[*FLAGS, f"--uid-quota-bytes={quota}"]) as daemon, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(daemon.address)).open() for _ in range(2)]
+        assert len({worker_of(daemon, client)["pid"] for client in clients}) == 2
+        held: list[list[int]] = [[], []]
+        for _ in range(6):
+            sent = [[client.store(os.urandom(32 * KIB)) for _ in range(3)] for client in clients]
+            for number, client in enumerate(clients):
+                held[number] += [entry for entry in sent[number] if _is_stored(client, entry)]
+            used = daemon.status()["pool"]["used_bytes"]
+            assert used <= quota
+        assert used > quota - 2 * 64 * KIB
+        clients[0].release(*held[0])
+        wait_until(lambda: daemon.status()["pool"]["used_bytes"] < used)
+        entry = clients[1].store(os.urandom(32 * KIB))
+        assert _is_stored(clients[1], entry)
+
+
+def _is_stored(client: RawClient, entry: int) -> bool:
+    answer = client.wait(
+        lambda envelope: (
+            isinstance(envelope.message, Stored | Rejected) and envelope.message.entry == entry
+        )
+    ).message
+    assert isinstance(answer, Stored) or answer.reason == "quota", answer
+    return isinstance(answer, Stored)
+
+
+def test_the_cache_is_one_for_all(daemon: ChildDaemon) -> None:
+    tensor = torch.arange(1000.0)
+    with storm.connect(daemon.address, embedded="never") as client:
+        client.cache.put("shared", tensor)
+    with storm.connect(daemon.address, embedded="never") as client:
+        assert torch.equal(client.cache.get("shared"), tensor)
+    state = daemon.status()
+    assert (state["cache"]["items"], state["pool"]["used_bytes"]) == (1, 0)
+
+
+def test_settings_that_are_read_again_reach_the_workers(tmp_path: Path) -> None:
+    settings = tmp_path / "stormd.toml"
+    settings.write_text("max_entries_per_session = 100\n")
+    with ChildDaemon(flags=[*FLAGS, f"--config={settings}"]) as daemon:
+        settings.write_text("max_entries_per_session = 1\n")
+        os.kill(daemon.pid, signal.SIGHUP)
+        with RawClient(daemon.address) as client:
+            client.open()
+
+            def is_limited() -> bool:
+                entries = [client.store(b"x"), client.store(b"y")]
+                refused = [not isinstance(_answer(client, entry), Stored) for entry in entries]
+                client.release(*entries)
+                return any(refused)
+
+            wait_until(is_limited)
+
+
+def _answer(client: RawClient, entry: int) -> Any:
+    return client.wait(
+        lambda envelope: (
+            isinstance(envelope.message, Stored | Rejected) and envelope.message.entry == entry
+        )
+    ).message
+
+
+def test_a_worker_that_hangs_harms_nobody_else(daemon: ChildDaemon) -> None:
+    """Stopped, it answers nobody; the front and the other worker serve, and say what they know."""
+    with RawClient(daemon.address) as one, RawClient(daemon.address) as other:
+        one.open()
+        other.open()
+        hanging = worker_of(daemon, one)
+        os.kill(hanging["pid"], signal.SIGSTOP)
+        try:
+            entry = other.stored(b"x" * KIB)
+            assert daemon.status()["entries"] == 1
+            assert other.restored(entry, KIB, offset=KIB) == b"x" * KIB
+        finally:
+            os.kill(hanging["pid"], signal.SIGCONT)
+        assert one.restored(one.stored(b"y" * KIB), KIB, offset=KIB) == b"y" * KIB
+
+
+# --- who means harm -------------------------------------------------------------------------
+
+
+def test_what_comes_right_behind_hello_is_heard_by_the_worker(daemon: ChildDaemon) -> None:
+    """A client need not wait for Welcome; what it sends meanwhile is the session's."""
+    with RawClient(daemon.address) as client:
+        client.send_bytes(encode([Envelope(1, _hello()), Envelope(2, Ping())]))
+        client.send_bytes(encode([Envelope(3, StatusRequest())]))
+        assert isinstance(client.wait(lambda one: one.request == 1).message, Welcome)
+        assert isinstance(client.wait(lambda one: one.request == 3).message, Status)
+
+
+def _hello(**changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "protocol": PROTOCOL_VERSION, "features": [], "pid": os.getpid(), "uid": os.getuid(),
+        "device": "cpu", "device_uuid": "", "staging_bytes": 0, "name": "raw",
+    }  # fmt: skip
+    return Hello(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "detail"),
+    [
+        ({"protocol": 1}, "ProtocolMismatch", "protocol 1"),
+        ({"uid": 12345}, "UsageError", "the kernel says"),
+        ({"device": "cuda", "device_uuid": "x" * 64}, "UsageError", "no cuda lane"),
+        ({"device": "cuda", "features": ["cache"]}, "UsageError", "name cpu"),
+    ],
+)
+def test_a_hello_that_cannot_be_served_reaches_no_worker(
+    daemon: ChildDaemon, changes: dict[str, Any], kind: str, detail: str
+) -> None:
+    with RawClient(daemon.address) as client:
+        refused = client.hello(**changes)
+        assert isinstance(refused, Refused)
+        assert refused.kind == kind
+        assert detail in refused.detail
+        assert isinstance(client.hello(), Welcome)
+    assert daemon.status()["counters"]["sessions"] == 1
+
+
+def test_hellos_without_lifelines_keep_nobody_out() -> None:
+    """Their places are taken back, in the worker as well, for who means it."""
+    with ChildDaemon(flags=[*FLAGS, "--max-sessions=4"]) as daemon, ExitStack() as stack:
+        idle = [stack.enter_context(RawClient(daemon.address)) for _ in range(12)]
+        for client in idle:
+            client.hello()
+        with RawClient(daemon.address) as client:
+
+            def is_served() -> bool:
+                return isinstance(client.hello(), Welcome)
+
+            wait_until(is_served, 20.0)
+        wait_until(lambda: daemon.status()["session_count"] == 0, 20.0, daemon.status)
+        assert [one["sessions"] for one in workers_of(daemon)] == [0, 0]
+
+
+def test_garbage_behind_a_session_ends_its_sender_alone(daemon: ChildDaemon) -> None:
+    with RawClient(daemon.address) as good, RawClient(daemon.address) as bad:
+        good.open()
+        bad.open()
+        bad.send_bytes(b"\xc1" * 100)
+        assert isinstance(bad.wait(lambda one: one.request == 0).message, Refused)
+        assert isinstance(good.ask(Ping()), Pong)
+        assert [one["phase"] for one in workers_of(daemon)] == ["serving"] * 2
+        assert daemon.status()["counters"]["malformed"] == 1
+
+
+def test_a_token_that_nobody_was_given_opens_no_lifeline(daemon: ChildDaemon) -> None:
+    with RawClient(daemon.address) as client:
+        client.open()
+        assert client.welcome is not None
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(client.welcome.lifeline)
+            line.sendall(bytes(16))
+            assert line.recv(1) == b""
+        assert isinstance(client.ask(Ping()), Pong)
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
+    before = {one.pid for one in psutil.process_iter()}
+    flags = ["--device=cpu", "--workers=2", "--cache-bytes=0", "--spill-bytes=8MiB"]
+    with (
+        pytest.raises(ChildFailed, match="/proc/nowhere"),
+        ChildDaemon(flags=[*flags, "--pool-bytes=256MiB", "--spill-path=/proc/nowhere"]),
+    ):
+        pass
+    commands = (one for one in psutil.process_iter(["cmdline"]) if one.pid not in before)
+    assert not [one for one in commands if "stormd.worker" in (one.info["cmdline"] or [])]
