@@ -122,7 +122,7 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
         cache_bytes=0,
         spill_bytes=config.spill_bytes // count,
         message_bytes=max(LEAST_MESSAGE_BYTES, config.message_bytes // count),
-        device="cuda" if plan.ordinals else "cpu",
+        device=config.device if plan.ordinals else "cpu",
         all_staging_bytes_cpu=max(config.staging_bytes_cpu, staging // count),
         encode_threads=max(1, config.encode_threads // count),
         max_sessions=sessions,

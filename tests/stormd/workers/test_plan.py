@@ -87,11 +87,12 @@ def test_a_worker_has_its_part_of_all() -> None:
     )
     found = worker_config(config, Plan(1, (1,), ("gpu-1",)), 4)
     assert (found.pool_bytes, found.cache_bytes, found.spill_bytes) == (16 * MIB, 0, 16 * MIB)
-    assert (found.encode_threads, found.device, found.workers) == (1, "cuda", "off")
+    assert (found.encode_threads, found.device, found.workers) == (1, "auto", "off")
     assert (found.max_sessions, found.session_share_bytes) == (2, 8 * MIB)
     assert (found.metrics_address, found.uid_quota_bytes) == ("", 32 * MIB)
     without_shares = replace(config, session_share_bytes=0)
-    assert worker_config(without_shares, Plan(0), 4).max_sessions == 8
+    without_gpu = worker_config(without_shares, Plan(0), 4)
+    assert (without_gpu.max_sessions, without_gpu.device) == (8, "cpu")
 
 
 def test_the_front_keeps_the_cache_and_stores_nothing_else() -> None:
