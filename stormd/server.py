@@ -37,7 +37,7 @@ from stormd.memory.host_pool import HostPool
 from stormd.monitoring.counters import Counters
 from stormd.monitoring.gpu_gauge import GpuGauge
 from stormd.monitoring.health import stuck_workers
-from stormd.protocol import NO_LANE, lifeline_path, parse_address
+from stormd.protocol import NO_LANE, lifeline_path, parse_address, worker_lifeline_path
 from stormd.provision import (
     adopted_spaces,
     allowed_uids,
@@ -325,13 +325,12 @@ class Server:
         plans = await asyncio.to_thread(plan_workers, self._config)
         if not plans:
             return
-        path = lifeline_path(self._socket)
         self._fleet = Fleet(
             self._config,
             plans,
             loop=self._loop,
             post=self._mailbox.post,
-            lifeline_of=lambda index: f"{path}.{index}",
+            lifeline_of=lambda index: worker_lifeline_path(self._socket, index),
             on_session=self._hear_of_session,
             on_change=self._progress.set,
             on_progress=self._on_progress,

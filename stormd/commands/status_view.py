@@ -68,6 +68,7 @@ def status_view(address: str, state: dict[str, Any], rates: Rates | None = None)
         *([_disk(state["spill"], rates)] if state.get("spill") else []),
         _flows(state, rates),
         *([_gpus(state["gpus"], rates)] if state["gpus"] else []),
+        *([_workers(state["workers"])] if state.get("workers") else []),
         _sessions(state["sessions"]) if state["sessions"] else "no sessions",
         *([_plans(planned)] if planned else []),
         *([Text(troubles, style="yellow")] if troubles else []),
@@ -211,6 +212,24 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
             session["device"],
             f"{session['entries']}",
             format_size(session["used_bytes"]),
+        )
+    return table
+
+
+def _workers(workers: list[dict[str, Any]]) -> Table:
+    """Return the worker processes: whom they serve, and how much of a processor they have taken."""
+    table = Table("worker", "pid", "state", "sessions", "pool", "processor", "node", box=None)
+    for worker in workers:
+        pool = worker["pool"]
+        node = worker["numa_node"]
+        table.add_row(
+            f"{worker['index']}, {' '.join(worker['devices'])}",
+            f"{worker['pid']}",
+            worker["phase"] + (f": {worker['trouble']}" if worker["trouble"] else ""),
+            f"{worker['sessions']}",
+            "" if pool is None else _filled(pool)[1],
+            f"{worker['processor_seconds']:.1f} s",
+            "any" if node < 0 else f"{node}",
         )
     return table
 

@@ -13,7 +13,14 @@ from typing import Final
 from stormd.config import Config
 from stormd.doctor.finding import Finding
 
-__all__ = ["check_connections", "check_driver", "check_ipc", "check_mps", "check_products"]
+__all__ = [
+    "check_connections",
+    "check_driver",
+    "check_ipc",
+    "check_mps",
+    "check_products",
+    "check_workers",
+]
 
 _LEAST_DRIVER: Final = 13000
 """CUDA 13.0, as cuDriverGetVersion counts."""
@@ -70,6 +77,23 @@ def check_mps() -> Finding:
         return Finding("CUDA MPS", "ok", f"control pipe in {pipes}")
     advice = "`nvidia-cuda-mps-control -d` before daemon and trainers, for kernels side by side"
     return Finding("CUDA MPS", "warn", f"not running ({pipes})", advice)
+
+
+def check_workers(config: Config) -> Finding:
+    """Check that several GPUs have a worker process each: one interpreter is soon full."""
+    name, driver = "workers", _driver()
+    count = 0 if driver is None or config.device == "cpu" else _device_count(driver)
+    if config.workers not in ("auto", "off"):
+        return Finding(name, "ok", f"{config.workers} worker processes for {count} GPUs")
+    if count < 2:
+        return Finding(name, "ok", "one process serves all there is")
+    one = f"one process serves {count} GPUs, and is full at three to five"
+    if config.workers == "off":
+        return Finding(name, "warn", one, "serve with --workers auto")
+    if config.resumable:
+        advice = "set resumable off: what is stored can outlive no worker"
+        return Finding(name, "warn", one, advice)
+    return Finding(name, "ok", f"a worker process for each of {count} GPUs")
 
 
 def check_connections() -> Finding:

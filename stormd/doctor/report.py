@@ -30,6 +30,7 @@ def examine(config: Config) -> list[Finding]:
         ("CUDA driver", lambda: cuda.check_driver(config)),
         ("CUDA IPC", cuda.check_ipc),
         ("CUDA MPS", cuda.check_mps),
+        ("workers", lambda: cuda.check_workers(config)),
         ("CUDA queues", cuda.check_connections),
         ("encoding products", cuda.check_products),
     ]

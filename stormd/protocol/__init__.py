@@ -13,6 +13,7 @@ from stormd.protocol.addresses import (
     peer_uid,
     socket_trouble,
     temporary_directory,
+    worker_lifeline_path,
 )
 from stormd.protocol.budgets import BUDGET_VARIABLE, Budget, budget_text, parse_budget
 from stormd.protocol.cache_messages import (
@@ -154,4 +155,5 @@ __all__ = [
     "temporary_directory",
     "unknown_variables",
     "unpack",
+    "worker_lifeline_path",
 ]

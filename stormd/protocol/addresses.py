@@ -31,6 +31,7 @@ __all__ = [
     "socket_trouble",
     "temporary_directory",
     "user_directory",
+    "worker_lifeline_path",
 ]
 
 SYSTEM_DIRECTORY = Path("/run/stormd")
@@ -196,6 +197,11 @@ def _user(uid: int) -> str:
 def lifeline_path(control: Path) -> Path:
     """Return the path of the lifeline socket that belongs to a control socket."""
     return control.with_name(control.name + ".lifeline")
+
+
+def worker_lifeline_path(control: Path, index: int) -> Path:
+    """Return the same of a worker process, which has a number below 100; it is no longer."""
+    return control.with_name(f"{control.name}.line.{index}")
 
 
 def user_directory(environ: Mapping[str, str], uid: int) -> Path:

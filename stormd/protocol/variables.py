@@ -39,6 +39,7 @@ SETTINGS: Final = (
     "resumable",
     "message_bytes",
     "device",
+    "workers",
     "staging_bytes_cpu",
     "all_staging_bytes_cpu",
     "staging_bytes_cuda",

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any, Final
 
 from stormd import errors
@@ -163,7 +164,7 @@ class Fleet:
         *,
         loop: asyncio.AbstractEventLoop,
         post: Post,
-        lifeline_of: Callable[[int], str],
+        lifeline_of: Callable[[int], Path],
         on_session: OnSession,
         on_change: Callable[[], None],
         on_progress: Callable[[int, int], None] | None = None,
@@ -253,6 +254,7 @@ class Fleet:
             if worker.process is not None:
                 worker.process.kill()
                 worker.process.wait()
+                self._lifeline_of(worker.plan.index).unlink(missing_ok=True)
         if self._totals >= 0:
             self._numbers.close()
             os.close(self._totals)
@@ -397,7 +399,7 @@ class Fleet:
             "index": worker.plan.index,
             "workers": len(self._workers),
             "ordinals": worker.plan.ordinals,
-            "lifeline": self._lifeline_of(worker.plan.index),
+            "lifeline": str(self._lifeline_of(worker.plan.index)),
             "totals": self._totals,
         }
         send_first(ours, "order", order)

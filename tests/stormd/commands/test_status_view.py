@@ -223,3 +223,24 @@ def test_without_plans_there_is_no_table_of_them() -> None:
     for session in state["sessions"]:
         del session["plan"]  # as an older daemon of the same protocol
     assert "plan of a step" not in _shown(state)
+
+
+def test_shows_the_workers_where_there_are_some() -> None:
+    worker = {
+        "index": 1,
+        "pid": 77,
+        "devices": ["cuda:1", "cuda:3"],
+        "phase": "ended",
+        "trouble": "signal SIGKILL",
+        "sessions": 0,
+        "numa_node": 1,
+        "processor_seconds": 12.25,
+        "pool": {"used_bytes": 1 << 20, "capacity_bytes": 1 << 30},
+    }
+    other = worker | {"index": 2, "phase": "serving", "trouble": "", "numa_node": -1, "pool": None}
+    lines = _shown(_state() | {"workers": [worker, other]}).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith(" worker"))
+    assert lines[at + 1].split()[:6] == ["1,", "cuda:1", "cuda:3", "77", "ended:", "signal"]
+    assert lines[at + 1].split()[-4:] == ["GiB", "12.2", "s", "1"]
+    assert lines[at + 2].split()[-4:] == ["0", "12.2", "s", "any"]
+    assert "processor" not in _shown(_state() | {"workers": []})

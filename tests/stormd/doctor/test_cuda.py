@@ -105,3 +105,27 @@ def test_encoding_products_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> No
     assert "device 0 has 8.6" in finding.detail
     _with(monkeypatch, None)
     assert cuda.check_products().state == "skip"
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "state", "detail"),
+    [
+        (1, {}, "ok", "one process"),
+        (2, {}, "ok", "each of 2 GPUs"),
+        (2, {"device": "cpu"}, "ok", "one process"),
+        (4, {"workers": "off"}, "warn", "serves 4 GPUs"),
+        (4, {"resumable": True}, "warn", "serves 4 GPUs"),
+        (4, {"workers": "2"}, "ok", "2 worker processes for 4 GPUs"),
+    ],
+)
+def test_several_gpus_have_a_worker_each(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    settings: dict[str, Any],
+    state: str,
+    detail: str,
+) -> None:
+    _with(monkeypatch, Driver(devices=devices))
+    found = cuda.check_workers(Config(**settings))
+    assert (found.state, bool(found.advice)) == (state, state == "warn")
+    assert detail in found.detail
