@@ -73,6 +73,18 @@ bool lies_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
   return found;
 }
 
+// The cast of an argument, where that is recomputed; null where it is not.
+std::shared_ptr<Source> recomputed_cast(const std::vector<Cast>& casts, const at::Tensor& argument,
+                                        const Values& values) {
+  for (const Cast& cast : casts) {
+    if (!cast.source.is_same(argument)) continue;
+    if (auto result = values.recomputed(cast.made)) {
+      return std::make_shared<Made>(std::move(result), cast.made);
+    }
+  }
+  return nullptr;
+}
+
 bool draws(const Call& call, const std::vector<c10::IValue>& inputs) {
   if (call.dropout < 0 || static_cast<size_t>(call.dropout) >= inputs.size()) return false;
   const auto& dropout = inputs[call.dropout];
@@ -116,9 +128,17 @@ Seen* Values::meet(int number, const at::Tensor& tensor, int64_t least) {
   return see(number, tensor);
 }
 
+std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
+  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  if (found == seen_.end() || found->second.version != version) return nullptr;
+  const auto& result = found->second.result;
+  return result != nullptr && result->has_recipe() ? result : nullptr;
+}
+
 bool bind(const Script& script, const Call& call, std::vector<c10::IValue> inputs,
-          const at::Tensor& output, Seen& made, Values& values, const Owned& owned, int64_t least,
-          std::vector<Unpacked>& unpacked) {
+          const std::vector<Cast>& casts, const at::Tensor& output, Seen& made, Values& values,
+          const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked) {
   const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
   if (measures || binding::lies_in(output, inputs) || binding::draws(call, inputs)) return false;
   const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
@@ -135,14 +155,19 @@ bool bind(const Script& script, const Call& call, std::vector<c10::IValue> input
            !binding::lies_elsewhere(one);
     if (!fits) return;
     const int number = call.inputs[next++];
+    const auto cast = binding::recomputed_cast(casts, one, values);
     if (number == CONSTANT) {
-      sources.push_back(binding::constant(one, owned, least));
+      sources.push_back(cast != nullptr ? cast : binding::constant(one, owned, least));
       fits = sources.back() != nullptr;
       return;
     }
     Seen* seen = values.meet(number, one, least);
     fits = seen != nullptr;
     if (!fits) return;
+    if (cast != nullptr) {
+      sources.push_back(cast);
+      return;
+    }
     if (seen->result != nullptr) {
       sources.push_back(std::make_shared<Made>(seen->result, one));
       return;

@@ -27,6 +27,9 @@ class Values {
   // What a recipe's input is as the value of that number; null if it cannot be that.
   Seen* meet(int number, const at::Tensor& tensor, int64_t least);
 
+  // What recomputes a tensor as it is now; null if nothing does.
+  std::shared_ptr<Result> recomputed(const at::Tensor& tensor) const;
+
   void clear() { seen_.clear(); }
 
  private:
@@ -42,11 +45,19 @@ struct Unpacked {
   std::shared_ptr<Packed> source;  // none for what is only told to have been made
 };
 
+// What autocast has made of an argument of a call that is under way.
+struct Cast {
+  at::Tensor source;
+  at::Tensor made;
+};
+
 // Makes the recipe of a call's output, whose value is `made`, and has that be recomputed. Tells
 // whether the call's inputs are what its script expects, and nothing else decides what it makes.
+//
+// An argument whose cast is recomputed by itself is taken from there: it would be cast again.
 bool bind(const Script& script, const Call& call, std::vector<c10::IValue> inputs,
-          const at::Tensor& output, Seen& made, Values& values, const Owned& owned, int64_t least,
-          std::vector<Unpacked>& unpacked);
+          const std::vector<Cast>& casts, const at::Tensor& output, Seen& made, Values& values,
+          const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked);
 
 // Sets torch.nn.Parameter.
 void set_parameter_type(PyObject* type);

@@ -29,6 +29,7 @@ enum Hook {
 struct Pending {
   bool is_looked_at = false;
   std::vector<c10::IValue> inputs;  // if the call that is expected next is to be made again
+  std::vector<Cast> casts;          // of those inputs
 };
 
 // Hooks of one step. What they do not expect they hand over to Python, where the step goes on from
@@ -60,7 +61,7 @@ struct Follower : public Watcher {
   void begins(const at::RecordFunction& call, bool is_cast) override;
   void ends(const at::RecordFunction& call, bool is_cast) override;
   bool advance(const at::RecordFunction& call, uint32_t place, const at::Tensor& output,
-               const std::vector<c10::IValue>& inputs);
+               const Pending& pending);
 };
 
 // Holds a step's lock. Nobody waits for that with the interpreter's lock held, which whoever has
@@ -160,6 +161,7 @@ void Follower::begins(const at::RecordFunction& begun, bool is_cast) {
   auto& pending = is_cast ? cast : call;
   pending.is_looked_at = walks && !parted && script->names.count(begun.name()) > 0;
   pending.inputs.clear();
+  pending.casts.clear();
   if (!pending.is_looked_at) return;
   for (size_t expected = script->next_call[at]; expected < script->calls.size(); ++expected) {
     const auto& one = script->calls[expected];
@@ -183,15 +185,19 @@ void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
     auto* impl = output.unsafeGetTensorImpl();
     const bool is_told = is_ordinary(impl) && output.requires_grad() &&
                          static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
-    if (is_told && !parted) parted = !advance(ended, place, output, pending.inputs);
+    if (is_told && !parted) parted = !advance(ended, place, output, pending);
+    if (is_told && is_cast && place == 0 && !cast.inputs.empty() && !call.inputs.empty()) {
+      call.casts.push_back({cast.inputs.front().toTensor(), output});
+    }
     ++place;
   });
   pending.inputs.clear();
+  pending.casts.clear();
 }
 
 // Tells whether an output of a call is what the script expects, and does what becomes of it.
 bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at::Tensor& output,
-                       const std::vector<c10::IValue>& inputs) {
+                       const Pending& pending) {
   const Event& event = next();
   if (event.what != What::CALL) return false;
   const Call& expected = script->calls[event.call];
@@ -205,7 +211,8 @@ bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at
     Seen* seen = values.look_up(event, output);
     if (seen == nullptr) return false;
     if (expected.does == Does::RECOMPUTE &&
-        !bind(*script, expected, inputs, output, *seen, values, *owned, least, unpacked)) {
+        !bind(*script, expected, pending.inputs, pending.casts, output, *seen, values, *owned,
+              least, unpacked)) {
       return false;
     }
   }

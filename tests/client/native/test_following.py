@@ -519,3 +519,28 @@ def test_a_step_that_leaves_its_script_goes_on_in_python(
     for rows in [16] * STEPS + [24, 16, 8, 16, 16, 24, 24, 24, 8, 16]:
         assert_identical(step(lambda: offload, rows), step(nullcontext, rows))
     assert any(compiled)
+
+
+def test_autocast_casts_no_argument_again_whose_cast_is_recomputed(
+    client: storm.Client, compiled: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    torch.manual_seed(0)
+    layers = 4
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+    x = seeded("cpu", ROWS, WIDTH, seed=1)
+
+    def casts(block: AbstractContextManager[object]) -> int:
+        with block, torch.autocast("cpu", torch.bfloat16):
+            loss = net(x.exp()).float().square().mean()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+        return sum(one.name == "aten::_to_copy" for one in profile.events())
+
+    offload = client.offload(net, min_bytes=256)
+    found = [casts(offload) for _ in range(STEPS)]
+    assert compiled[-1]
+    assert not compiled.left
+    of_backward = casts(nullcontext())
+    assert found[-1] <= of_backward + 2 * layers  # of a weight and of what is given to it
+    assert found[-1] > of_backward
