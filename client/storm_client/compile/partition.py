@@ -11,16 +11,14 @@ until then and frees it after its last use.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import extract_tensor_metadata
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from storm_client.compile.costs import (
     nbytes_of,
@@ -29,6 +27,7 @@ from storm_client.compile.costs import (
 from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
+from storm_client.compile.planned import Value, plan_of
 from storm_client.compile.recipes import Found, Recipes, turned_back
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Schedule, schedule
@@ -42,10 +41,9 @@ from storm_client.compile.views import (
     memory_of,
 )
 from storm_client.errors import UsageError
-from storm_client.planner.decisions import Decision, Keep, Offload, Replay
+from storm_client.planner.decisions import Decision, Offload, Replay
 from storm_client.planner.in_flight import last_bytes
-from storm_client.planner.machine import Machine, expected_ratio, machine_of
-from storm_client.planner.plan import Plan, Row
+from storm_client.planner.machine import expected_ratio, machine_of
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
 
@@ -129,20 +127,6 @@ def _pair(
     return _Pair(forward, backward, outputs, there)
 
 
-class _Value(NamedTuple):
-    """A tensor that the forward graph hands over."""
-
-    made: fx.Node
-    """Where it is made, in the forward graph."""
-    given: fx.Node
-    """The backward graph's placeholder for it."""
-    is_lent: bool
-    """Whether a caller may hold its memory."""
-    saved: Saved
-    recipe: tuple[fx.Node, ...]
-    """The forward graph's nodes that make it again, in order."""
-
-
 class _Pair:
     """A forward graph and its backward graph, which are changed."""
 
@@ -164,7 +148,7 @@ class _Pair:
 
     # --- what there is ----------------------------------------------------------------------
 
-    def values(self) -> list[_Value]:
+    def values(self) -> list[Value]:
         """Return what is handed over and takes memory for that, or would be with offload."""
         order = {node: index for index, node in enumerate(self.forward.graph.nodes)}
         handed = self.there.tensors()
@@ -182,7 +166,7 @@ class _Pair:
             recipe, leaves = recipes.get(node), node in leaving or node in besides
             saved = self._saved(node, recipe, numbers, made[node], can_leave=leaves)
             values.append(
-                _Value(
+                Value(
                     node,
                     self.there.placeholders[node.name],
                     memory_of(node) in self.there.seen_outside,
@@ -244,7 +228,7 @@ class _Pair:
 
     # --- what is done -----------------------------------------------------------------------
 
-    def apply(self, values: list[_Value], budget: Budget, part: Part = WHOLE) -> Graph:
+    def apply(self, values: list[Value], budget: Budget, part: Part = WHOLE) -> Graph:
         """Change both graphs for a budget, or that part of one of bytes."""
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
@@ -274,7 +258,7 @@ class _Pair:
         ranks = {number: rank for rank, number in enumerate(chosen.order)} if in_runs else {}
         ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
         peak = chosen.peaks[0 if in_runs else count]
-        plan = _plan(values, draft, peak, forward, self.machine)
+        plan = plan_of(values, draft, peak, forward, self.machine)
         order, fetched = _by_use(draft), _by_fetch(draft)
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
         last = fetched[-1] if fetched else None
@@ -314,7 +298,7 @@ class _Pair:
         in_flight = last_bytes(total) if self.machine.hides else 0
         return chosen.fitting(max(allowed, least + in_flight))
 
-    def _drop(self, values: list[_Value], draft: Draft) -> None:
+    def _drop(self, values: list[Value], draft: Draft) -> None:
         """Hand over no more what nothing is computed from."""
         dropped = [v for v, handed in zip(values, draft.is_handed, strict=True) if not handed]
         for value in dropped:
@@ -332,7 +316,7 @@ class _Pair:
         for token in tokens:
             self.forward.graph.erase_node(token)
 
-    def _drop_results(self, values: list[_Value]) -> None:
+    def _drop_results(self, values: list[Value]) -> None:
         drop_results(self.output, {self._place(value.made) for value in values})
         self.results = list(self.output.args[0])
 
@@ -340,7 +324,7 @@ class _Pair:
         """Return where a value is handed over, among the forward graph's results."""
         return self.results.index(made, self.first_handed)
 
-    def _offload(self, values: list[_Value], chosen: Draft) -> None:
+    def _offload(self, values: list[Value], chosen: Draft) -> None:
         for number in _offloaded(chosen):
             self._store(values[number], number)
         begun: dict[int, fx.Node] = {}
@@ -355,7 +339,7 @@ class _Pair:
             came.meta[NUMBER] = number
             begun = {n: node for n, node in begun.items() if n != number}
 
-    def _store(self, value: _Value, number: int) -> None:
+    def _store(self, value: Value, number: int) -> None:
         graph, made = self.forward.graph, value.made
         behind = made
         if made.op == "placeholder":
@@ -368,14 +352,14 @@ class _Pair:
         self.results[self._place(value.made)] = token
         self.output.update_arg(0, tuple(self.results))
 
-    def _fetch(self, value: _Value, position: int) -> fx.Node:
+    def _fetch(self, value: Value, position: int) -> fx.Node:
         graph = self.backward.graph
         with graph.inserting_before(self._at(position)):
             begun = graph.call_function(FETCH, (value.given,))
         _describe(begun, _token_like(value.made))
         return begun
 
-    def _wait(self, value: _Value, position: int, begun: list[fx.Node]) -> fx.Node:
+    def _wait(self, value: Value, position: int, begun: list[fx.Node]) -> fx.Node:
         given = value.given
         users = [user for user in given.users if user.target is not FETCH]
         with self.backward.graph.inserting_before(self._at(position)):
@@ -394,9 +378,7 @@ class _Pair:
         _describe(came, val)
         return came
 
-    def _compute_again(
-        self, values: list[_Value], decisions: list[Decision], chosen: Draft
-    ) -> None:
+    def _compute_again(self, values: list[Value], decisions: list[Decision], chosen: Draft) -> None:
         """Copy what makes values again into the backward graph, those first that are used first."""
         again = [n for n, one in enumerate(decisions) if isinstance(one, Replay)]
         here = {value.made: self._present(value) for value in values}
@@ -411,7 +393,7 @@ class _Pair:
             if made.users:
                 _see(made)
 
-    def _copy_recipe(self, value: _Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
+    def _copy_recipe(self, value: Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
         graph = self.backward.graph
         copies: dict[fx.Node, fx.Node] = {}
 
@@ -444,7 +426,7 @@ class _Pair:
         graph.erase_node(value.given)
         here[value.made] = made
 
-    def _is_seen(self, node: fx.Node, value: _Value) -> bool:
+    def _is_seen(self, node: fx.Node, value: Value) -> bool:
         """Tell whether what is recomputed for a value is made by itself in the backward graph.
 
         The value itself is, as it was in memory: loops that read in its place what it is moved
@@ -454,7 +436,7 @@ class _Pair:
             return False
         return node is value.made or self.recipes.runs_alone(node)
 
-    def _present(self, value: _Value) -> fx.Node:
+    def _present(self, value: Value) -> fx.Node:
         """Return the backward graph's node that has a value."""
         return next((user for user in value.given.users if user.target is WAIT), value.given)
 
@@ -487,47 +469,6 @@ def _see(node: fx.Node) -> None:
     seen.meta["val"] = None
     if "autograd_backward" in node.meta:
         seen.meta["autograd_backward"] = True
-
-
-def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine: Machine) -> Plan:
-    rows = []
-    for value, decision, is_handed in zip(values, draft.decisions, draft.is_handed, strict=True):
-        saved, val = value.saved, value.made.meta["val"]
-        if not is_handed:
-            continue
-        name, reason, cost = "keep", decision.reason if isinstance(decision, Keep) else "", 0.0
-        if isinstance(decision, Offload):
-            name, reason = "offload", "cheaper to transfer than to recompute"
-            if saved.is_only_a_source:
-                reason = "others are recomputed from it"
-            elif saved.recipe is None:
-                reason = "no recomputation with the same bits is known"
-            cost = saved.nbytes * machine.link / saved.ratio
-        elif isinstance(decision, Replay):
-            assert saved.recipe is not None
-            name, reason, cost = (
-                "replay",
-                "cheaper to recompute than to transfer",
-                saved.recipe.seconds,
-            )
-            if (
-                max(cost, machine.thread_recompute)
-                > saved.nbytes * machine.codec + machine.graph_store
-            ):
-                reason = "the link is full"
-        shape = tuple(map(int, val.shape)) if not free_symbols(val) else ()
-        rows.append(Row(_operation(value.made), shape, val.dtype, saved.nbytes, name, reason, cost))
-    return Plan(
-        tuple(rows), peak, draft.link_seconds, draft.replay_seconds, forward, draft.stall_seconds
-    )
-
-
-def _operation(node: fx.Node) -> str:
-    """Return what made a value, as people know it: of several results, which one it is."""
-    if node.target is operator.getitem:
-        made_by, index = node.args
-        return f"{_operation(made_by)}[{index}]" if isinstance(made_by, fx.Node) else str(index)
-    return str(node.target)
 
 
 def _most_common(devices: Iterable[torch.device]) -> torch.device:

@@ -1,0 +1,78 @@
+"""What a pair of graphs hands over, and the plan that says what becomes of it and why."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from storm_client.compile.estimates import Draft, Saved
+from storm_client.planner.decisions import Keep, Offload, Replay
+from storm_client.planner.machine import Machine
+from storm_client.planner.plan import Plan, Row
+
+__all__ = ["Value", "plan_of"]
+
+
+class Value(NamedTuple):
+    """A tensor that the forward graph hands over."""
+
+    made: fx.Node
+    """Where it is made, in the forward graph."""
+    given: fx.Node
+    """The backward graph's placeholder for it."""
+    is_lent: bool
+    """Whether a caller may hold its memory."""
+    saved: Saved
+    recipe: tuple[fx.Node, ...]
+    """The forward graph's nodes that make it again, in order."""
+
+
+def plan_of(
+    values: Sequence[Value], draft: Draft, peak: int, forward: float, machine: Machine
+) -> Plan:
+    """Return what becomes of the values that a pair hands over, and what that takes.
+
+    `peak` is of what they take together, in bytes, `forward` the forward pass's seconds.
+    """
+    rows = []
+    for value, decision, is_handed in zip(values, draft.decisions, draft.is_handed, strict=True):
+        saved, val = value.saved, value.made.meta["val"]
+        if not is_handed:
+            continue
+        name, reason, cost = "keep", decision.reason if isinstance(decision, Keep) else "", 0.0
+        if isinstance(decision, Offload):
+            name, reason = "offload", "cheaper to transfer than to recompute"
+            if saved.is_only_a_source:
+                reason = "others are recomputed from it"
+            elif saved.recipe is None:
+                reason = "no recomputation with the same bits is known"
+            cost = saved.nbytes * machine.link / saved.ratio
+        elif isinstance(decision, Replay):
+            assert saved.recipe is not None
+            name, reason, cost = (
+                "replay",
+                "cheaper to recompute than to transfer",
+                saved.recipe.seconds,
+            )
+            if (
+                max(cost, machine.thread_recompute)
+                > saved.nbytes * machine.codec + machine.graph_store
+            ):
+                reason = "the link is full"
+        shape = tuple(map(int, val.shape)) if not free_symbols(val) else ()
+        rows.append(Row(_operation(value.made), shape, val.dtype, saved.nbytes, name, reason, cost))
+    return Plan(
+        tuple(rows), peak, draft.link_seconds, draft.replay_seconds, forward, draft.stall_seconds
+    )
+
+
+def _operation(node: fx.Node) -> str:
+    """Return what made a value, as people know it: of several results, which one it is."""
+    if node.target is operator.getitem:
+        made_by, index = node.args
+        return f"{_operation(made_by)}[{index}]" if isinstance(made_by, fx.Node) else str(index)
+    return str(node.target)
