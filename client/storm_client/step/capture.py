@@ -27,7 +27,8 @@ from storm_client.eager.function_modes import Watching
 from storm_client.step.captured import Captured
 from storm_client.step.draws import Draws
 from storm_client.step.loops import CAPTURING, Loop
-from storm_client.step.recording import Recorder, Recording, data_dependent, not_in_place
+from storm_client.step.recording import Recorder, Recording
+from storm_client.step.refusals import data_dependent, not_in_place
 from storm_client.step.scalars import number_of
 from storm_client.step.tables import Tables, check_arguments, conclude
 from storm_client.step.variables import own

@@ -19,8 +19,8 @@ from torch import fx
 from storm_client.compile.layout import Block, Layout, bound, laid_out
 from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.planner.plan import Plan, new_figure, save_figure
+from storm_client.step.nodes import memories, reads
 from storm_client.step.program import Call, Program
-from storm_client.step.recording import memories, reads
 from stormd.protocol.sizes import format_size
 
 __all__ = ["Explanation", "Temporary", "explained", "most_at_once", "temporaries"]

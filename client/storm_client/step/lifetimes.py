@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from storm_client.step.recording import memories, reads
+from storm_client.step.nodes import memories, reads
 
 __all__ = ["Lifetime", "lifetimes", "peak_of"]
 

@@ -18,7 +18,7 @@ from torch import fx
 from storm_client.compile.costs import nbytes_of
 from storm_client.errors import UsageError
 from storm_client.step.captured import Captured
-from storm_client.step.recording import (
+from storm_client.step.nodes import (
     BACKWARD,
     MEMORY,
     PART,

@@ -25,8 +25,8 @@ from storm_client.compile.partition import divided
 from storm_client.compile.runtime import Graph, Target, running
 from storm_client.step.captured import Captured
 from storm_client.step.lifetimes import peak_of
+from storm_client.step.nodes import PART, memories, reads, writes
 from storm_client.step.passes import BODY, Ordered, ordered, without_repeats
-from storm_client.step.recording import PART, memories, reads, writes
 
 __all__ = ["Call", "Generate", "Program", "program_of"]
 

@@ -13,10 +13,8 @@ noted beside it; two that may not change places are told by that.
 from __future__ import annotations
 
 import operator
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,42 +28,21 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from storm_client.compile.exactness import draws
 from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
 from storm_client.step.kernels import as_the_kernel_does
+from storm_client.step.nodes import BACKWARD, MEMORY, PART, WRITTEN, is_random
 from storm_client.step.recurrent import (
     BACKWARD_LAYER,
     LAYER,
     TRAINED_LAYER,
     workspace_bytes,
 )
+from storm_client.step.refusals import data_dependent, not_in_place, script_line, sets_a_generator
 from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
+from storm_client.step.schemas import argument_of, written
 
-__all__ = [
-    "Outside",
-    "Recorder",
-    "Recording",
-    "data_dependent",
-    "is_of_a_capture",
-    "is_random",
-    "memories",
-    "not_in_place",
-    "reads",
-    "writes",
-]
-
-MEMORY, WRITTEN, BACKWARD, PART = (
-    "stormd_memory",
-    "stormd_written",
-    "stormd_backward",
-    "stormd_part",
-)
-"""In a node's `meta`: the storages its results lie in, those it writes to, whether a backward pass
-ran it, and which micro-batch it belongs to."""
-
-_OURS = f"{Path(__file__).parents[1]}/"
-"""What the names of this package's files begin with."""
+__all__ = ["Outside", "Recorder", "Recording", "is_of_a_capture"]
 
 _NODE = "_stormd_node"
 """Where a fake tensor has its node. Any table would have to outlive the tensor, and autograd asks
@@ -119,7 +96,7 @@ class Recording:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.numbers = Numbers(self.graph, lambda: data_dependent("a number"))
         self.numbers.note = self._note
-        self.generators = Generators(_sets_a_generator)
+        self.generators = Generators(sets_a_generator)
 
     # --- what is there before ---------------------------------------------------------------
 
@@ -190,8 +167,8 @@ class Recording:
         if tensor.grad_fn is not None:
             raise UsageError(
                 f"the step uses a tensor that was computed before it ({tensor.grad_fn.name()}) at "
-                f"{_line()}, and its backward pass would go on there; compute that in the step, or "
-                "pass tensor.detach()"
+                f"{script_line()}, and its backward pass would go on there; compute that in the "
+                "step, or pass tensor.detach()"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError(
@@ -247,7 +224,7 @@ class Recording:
         node = self.graph.call_function(function, *given)
         node.meta[WRITTEN] = frozenset(
             memory
-            for one in _written(function, arguments, options)
+            for one in written(function, arguments, options)
             for memory in self._memory(self._faked(one))
         )
         self._note(node)
@@ -321,14 +298,14 @@ class Recording:
             raise not_in_place(_REFUSED[packet], str(function))
         if not isinstance(function, torch._ops.OpOverload):
             raise UsageError(
-                f"the step uses {function} at {_line()}, which compile_step does not capture; "
-                "compile the model with storm.compile instead"
+                f"the step uses {function} at {script_line()}, which compile_step does not "
+                "capture; compile the model with storm.compile instead"
             )
         if torch.Tag.dynamic_output_shape in function.tags and packet is not aten.index:
             raise data_dependent(str(function))
         if function.namespace in ("c10d", "_c10d_functional"):
             raise UsageError(
-                f"the step communicates ({function}) at {_line()}; compile_step is for one "
+                f"the step communicates ({function}) at {script_line()}; compile_step is for one "
                 "process, use storm.compile(model) with DDP or FSDP"
             )
 
@@ -338,7 +315,7 @@ class Recording:
         for one in pytree.tree_leaves(made):
             if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
                 raise UsageError(
-                    f"{function} at {_line()} makes a tensor of layout {one.layout}, which "
+                    f"{function} at {script_line()} makes a tensor of layout {one.layout}, which "
                     "compile_step does not capture; use dense gradients (sparse=False), or "
                     "storm.compile(model)"
                 )
@@ -354,9 +331,9 @@ class Recording:
             memory = {one for leaf in pytree.tree_leaves(result) for one in self._memory(leaf)}
             if described.alias_info is None and lent & memory:
                 raise UsageError(
-                    f"{function} at {_line()} returns what lies in the memory of its arguments, "
-                    "and its schema does not say so; have it return a copy, or leave it out of "
-                    "the step"
+                    f"{function} at {script_line()} returns what lies in the memory of its "
+                    "arguments, and its schema does not say so; have it return a copy, or leave it "
+                    "out of the step"
                 )
 
     def _noded(self, value: Any) -> Any:
@@ -383,7 +360,7 @@ class Recording:
         for result, described in zip(results, function._schema.returns, strict=False):
             alias = described.alias_info
             if alias is not None and alias.is_write:
-                found.append(_argument_of(function, arguments, options, alias))
+                found.append(argument_of(function, arguments, options, alias))
             else:
                 found.append(result)
         if not isinstance(made, tuple):
@@ -457,148 +434,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.recording.run(func, args, dict(kwargs or {}))
 
 
-# --- of nodes -----------------------------------------------------------------------------------
-
-
-def memories(node: fx.Node) -> frozenset[int]:
-    """Return the storages that a node's results lie in."""
-    found: frozenset[int] = node.meta.get(MEMORY, frozenset())
-    return found
-
-
-def writes(node: fx.Node) -> frozenset[int]:
-    """Return the storages that a node writes to besides making them."""
-    found: frozenset[int] = node.meta.get(WRITTEN, frozenset())
-    return found
-
-
-def reads(node: fx.Node) -> frozenset[int]:
-    """Return the storages that a node's arguments lie in."""
-    found: set[int] = set()
-    for source in node.all_input_nodes:
-        found |= memories(source)
-    return frozenset(found)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Tell whether a node draws random numbers."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return draws(target) and not _draws_nothing(node)
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Tell whether dropout's probability, or that of attention, is zero."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    for place, described in enumerate(target._schema.arguments):
-        if described.name == "dropout_p":
-            value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p")
-            return value in (0, 0.0, None)
-    return False
-
-
-def _written(
-    function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Return the tensors that an operation writes to, by its schema and its flags."""
-    found: list[Any] = []
-    for described, value in _described(function, arguments, options):
-        alias = described.alias_info
-        if alias is not None and alias.is_write:
-            found.append(value)
-    if function.overloadpacket in _RUNNING_STATISTICS:
-        described = _described(function, arguments, options)
-        named = {one.name: value for one, value in described}
-        if named.get("training", named.get("train", True)):
-            found += [named.get("running_mean"), named.get("running_var")]
-    return [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
-
-
-_RUNNING_STATISTICS = {
-    aten.native_batch_norm,
-    aten.cudnn_batch_norm,
-    aten.miopen_batch_norm,
-}
-"""They write to running statistics, and their schemas do not say so."""
-
-
-def _described(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return what a schema says of each argument that was given, with it."""
-    for place, described in enumerate(function._schema.arguments):
-        if place < len(arguments):
-            yield described, arguments[place]
-        elif described.name in options:
-            yield described, options[described.name]
-
-
-def _argument_of(
-    function: Any, arguments: tuple[Any, ...], options: dict[str, Any], alias: Any
-) -> Any:
-    for described, value in _described(function, arguments, options):
-        given = described.alias_info
-        if given is not None and given.is_write and given.before_set == alias.before_set:
-            return value
-    raise AssertionError(f"{function} returns what it was not given")
-
-
 def is_of_a_capture(value: object) -> bool:
     """Tell whether something is a tensor without memory, or a number, that a capture has made."""
     return number_of(value) is not None or (
         isinstance(value, FakeTensor) and getattr(value, _NODE, None) is not None
     )
-
-
-# --- errors -------------------------------------------------------------------------------------
-
-
-def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
-    """Return the error for a step that asks what a tensor holds, here or where `error` rose."""
-    frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
-    below = [frame.filename for frame in frames[-12:]]
-    advice = (
-        "use torch.where or a tensor's arithmetic, return the tensor and decide outside, or "
-        "compile the model alone with storm.compile"
-    )
-    if any(name.endswith("amp/grad_scaler.py") for name in below):
-        advice = "a GradScaler decides by what gradients hold; train in bfloat16 without one"
-    elif any(name.endswith("optim/swa_utils.py") for name in below):
-        advice = "call update_parameters() of an average after the step"
-    elif any("/torch/optim/" in name for name in below):
-        advice = (
-            "this optimizer's update branches on how often it was called; pass capturable=True, "
-            "or take another"
-        )
-    return UsageError(
-        f"the step asks what a tensor holds ({what}) at {_line(frames)}: a captured step runs the "
-        f"same operations whatever that is; {advice}"
-    )
-
-
-def not_in_place(what: str, how: str) -> UsageError:
-    """Return the error for a step that changes a tensor otherwise than by writing to it."""
-    return UsageError(
-        f"the step {what} ({how}) at {_line()}, which compile_step does not capture; write to the "
-        "tensor with copy_() under torch.no_grad(), or do that outside of the step"
-    )
-
-
-def _sets_a_generator() -> UsageError:
-    return UsageError(
-        f"the step seeds a generator or sets its state, which is seen at {_line()}: a captured "
-        "step draws random numbers from wherever generators are; seed before the step, or pass "
-        "what is drawn as an argument"
-    )
-
-
-def _line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
-    """Return the innermost line of the call stack that is not PyTorch's or ours."""
-    for frame in reversed(traceback.extract_stack() if frames is None else frames):
-        if "/torch/" not in frame.filename and not _is_ours(frame.filename):
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
-    return "an unknown line"
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith((_OURS, "<"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from storm_client.compile.exactness import draws, is_seed
-from storm_client.step.recording import is_random
+from storm_client.step.nodes import is_random
 from torch import fx
 from torch._ops import OpOverload
 

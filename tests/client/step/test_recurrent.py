@@ -13,7 +13,7 @@ from storm_client.errors import StormError
 from storm_client.step import recurrent
 from storm_client.step.capture import capture
 from storm_client.step.compiled import CompiledStep
-from storm_client.step.recording import memories, writes
+from storm_client.step.nodes import memories, writes
 from support.steps import everything
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
