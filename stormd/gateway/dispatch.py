@@ -23,6 +23,7 @@ from stormd.ledger.events import (
     Jobs,
     Map,
     Probe,
+    Recorded,
     Reply,
     Result,
     Skip,
@@ -100,6 +101,7 @@ class Dispatch:
         self._freeing: asyncio.TimerHandle | None = None
         self._seldom: dict[type[Instruction], Callable[[Peer, Any], None]] = {
             Skip: lambda peer, skip: peer.lane.skip(skip.session, skip.sequence),
+            Recorded: lambda peer, made: peer.lane.recorded(made.session, made.sequences),
             Map: lambda peer, made: peer.lane.map_segment(made.session, made.segment),
             Unmap: lambda peer, made: peer.lane.unmap_segment(made.session, made.segment),
             Probe: self._probe,

@@ -296,7 +296,7 @@ class Opening:
             name=hello.name[:NAME_SHOWN],
         )
         is_cached = CACHE_FEATURE in hello.features
-        can_resume = self._terms.resume_seconds > 0 and not is_cached and hello.device != "cuda"
+        can_resume = self._terms.resume_seconds > 0 and not is_cached
         record = self._ledger.leases.open(
             info,
             part_bytes=attachment.part_bytes,

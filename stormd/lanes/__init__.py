@@ -103,6 +103,13 @@ class Lane(Protocol):
         timeline passes it over, so that nobody waits for it.
         """
 
+    def recorded(self, session: int, sequences: Sequence[int]) -> None:
+        """Note that what came of the stores of these numbers is written down. No answer.
+
+        Of those alone whose results named their `sequence`: where a source may be used again only
+        then, because the session outlives the daemon.
+        """
+
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Begin to map a segment; answered by SegmentMapped or SegmentRefused."""
 
@@ -113,4 +120,8 @@ class Lane(Protocol):
         """Skip the session's waiting jobs, finish what runs, let its memory go; then Detached."""
 
     def close(self, seconds: float) -> bool:
-        """End the workers; False where one still runs after `seconds`. Sessions are detached."""
+        """End the workers; False where one still runs after `seconds`.
+
+        Sessions are detached, or are to go on with another daemon: nothing is answered then, and
+        their clients' memory is as if the process had been killed.
+        """

@@ -239,6 +239,9 @@ class CpuLane:
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: this lane answers by message and counts no sequence."""
 
+    def recorded(self, session: int, sequences: Sequence[int]) -> None:
+        """Do nothing: no result of this lane asks for it."""
+
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse: on this lane all bytes pass through the staging area."""
         detail = "the cpu lane maps no segments: use segment 0, the staging area"

@@ -43,6 +43,9 @@ class NoLane:
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: nobody waits for a sequence number."""
 
+    def recorded(self, session: int, sequences: Sequence[int]) -> None:
+        """Do nothing: there are no stores."""
+
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse."""
         refused = SegmentRefused(session=session, segment=request.segment, detail="no lane")

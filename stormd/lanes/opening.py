@@ -64,6 +64,7 @@ def _open_cuda(
         part_bytes=config.part_bytes_cuda,
         direct_bytes=config.direct_bytes_cuda,
         link_limit_bytes=config.link_limit_bytes,
+        is_resumable=config.resumable,
     )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Jobs",
     "Map",
     "Probe",
+    "Recorded",
     "Reply",
     "RestoreDone",
     "RestoreFailed",
@@ -92,13 +93,17 @@ class RestoreJob:
 
 @dataclass(slots=True, kw_only=True)
 class StoreDone:
-    """The blob is in the arena at `block`; `seconds` of work on it, waiting left out."""
+    """The blob is in the arena at `block`; `seconds` of work on it, waiting left out.
+
+    `sequence` is the store's where its lane wants to hear when that is written down, else 0.
+    """
 
     session: int
     entry: int
     block: Block
     mode: str
     seconds: float
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,7 @@ class StoreFailed:
     session: int
     entry: int
     detail: str
+    sequence: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,6 +201,14 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Tell the session's lane that what came of the stores of these numbers is written down."""
+
+    session: int
+    sequences: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Map:
     """Have the session's lane map the segment."""
 
@@ -242,4 +256,4 @@ class Ended:
     cause: str
 
 
-Instruction = Reply | Jobs | Skip | Map | Unmap | Wait | Probe | Detach | Ended
+Instruction = Reply | Jobs | Skip | Recorded | Map | Unmap | Wait | Probe | Detach | Ended

@@ -50,6 +50,7 @@ from stormd.protocol import (
     ListEntries,
     MapSegment,
     Message,
+    PassOver,
     PlanLearned,
     Refused,
     Release,
@@ -111,6 +112,7 @@ class Ledger:
             UnmapSegment: segments.unmap,
             PlanLearned: self._learned,
             ListEntries: self._stores.list_entries,
+            PassOver: self._stores.pass_over,
             **dict.fromkeys(CACHE_REQUESTS, self._cached),
         }
         self.on_results: Mapping[type[Result], OnResults] = {

@@ -14,6 +14,7 @@ from stormd.ledger.cache_requests import CacheRequests
 from stormd.ledger.events import (
     Instruction,
     Jobs,
+    Recorded,
     Reply,
     Skip,
     StoreDone,
@@ -33,6 +34,7 @@ from stormd.protocol import (
     Entries,
     Failed,
     ListEntries,
+    PassOver,
     Rejected,
     Release,
     Store,
@@ -134,6 +136,14 @@ class Stores:
         answer = Entries(page, is_all)
         return [Reply(session=record.info.session, request=request, message=answer)]
 
+    def pass_over(
+        self, record: Session, _request: int, message: PassOver, _now: float
+    ) -> list[Instruction]:
+        """Have nobody wait for numbers that no store has any more."""
+        if record.phase_problem() or record.lane_problem():
+            return []
+        return [Skip(session=record.info.session, sequence=message.sequence)]
+
     def release(
         self, record: Session, _request: int, message: Release, _now: float
     ) -> list[Instruction]:
@@ -151,7 +161,7 @@ class Stores:
         entries, flows = record.entries, self._state.counters.stores
         touched = self._state.touched
         records = self._state.holdings.records
-        freed, charged = [], 0
+        freed, charged, sequences = [], 0, []
         for result in results:
             number, block = result.entry, result.block
             entry = entries[number]
@@ -163,6 +173,8 @@ class Stores:
             flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
             stored = Stored(number, block.nbytes, result.mode)
             replies.append(Reply(session=record.info.session, request=0, message=stored))
+            if result.sequence:
+                sequences.append(result.sequence)
             if entry.released:
                 freed.append(number)
             elif touched is not None:
@@ -170,8 +182,10 @@ class Stores:
         self._state.holdings.charge(record, charged)
         if record.phase is Phase.ENDING:
             replies = []
-        elif record.waiting:
-            replies += self._restores.start_waiting(record)
+        else:
+            replies = _recorded(record, sequences) + replies
+            if record.waiting:
+                replies += self._restores.start_waiting(record)
         for number in freed:
             self._state.holdings.free_unused(record, number)
         return replies
@@ -181,7 +195,7 @@ class Stores:
     ) -> list[Instruction]:
         """Take in stores that came to nothing; who waits for them is told."""
         replies: list[Instruction] = []
-        session = record.info.session
+        session, sequences = record.info.session, []
         for result in results:
             entry = self._state.holdings.remove(record, result.entry)
             self._state.counters.stores[entry.codec].failures += 1
@@ -191,9 +205,11 @@ class Stores:
                 continue
             failed = Failed(0, result.entry, "ActivationLost", result.detail)
             replies.append(Reply(session=session, request=0, message=failed))
+            if result.sequence:
+                sequences.append(result.sequence)
             if entry.waits:
                 replies += self._restores.fail_of(record, result.entry, result.detail)
-        return replies + self._restores.start_waiting(record)
+        return _recorded(record, sequences) + replies + self._restores.start_waiting(record)
 
     # --- room -------------------------------------------------------------------------------
 
@@ -278,6 +294,13 @@ class Stores:
         ]
 
 
+def _recorded(record: Session, sequences: list[int]) -> list[Instruction]:
+    """Tell the lane of stores whose outcome is in the journal by now."""
+    if not sequences:
+        return []
+    return [Recorded(session=record.info.session, sequences=sequences)]
+
+
 def _begun(
     record: Session, request: int, message: Store, part: Part, space: Space
 ) -> list[Instruction]:
@@ -355,16 +378,15 @@ def _invalid(session: Session, message: Store) -> str:
 
 def _again_problem(session: Session, message: Store, entry: Entry, part: Part) -> str:
     """Return why an entry that is there cannot be asked for again, empty where it can."""
-    is_encoded = entry.is_begun and entry.block is None and entry.disk is None
-    if entry.released or is_encoded or not session.cell:
+    is_there = entry.block is not None or entry.disk is not None
+    if entry.released or (entry.is_begun and not is_there) or not session.cell:
         return _order(session, message.entry)
     if (entry.raw_bytes, entry.codec) != (part.nbytes, part.codec):
         return f"entry {message.entry} has {entry.raw_bytes} bytes with codec {entry.codec}"
-    return (
-        session.phase_problem()
-        or session.lane_problem()
-        or session.range_problem(message.segment, message.offset, message.nbytes)
-    )
+    problem = session.phase_problem() or session.lane_problem()
+    if problem or is_there:  # its source is not read, and may be freed
+        return problem
+    return session.range_problem(message.segment, message.offset, message.nbytes)
 
 
 def _order(session: Session, entry: int) -> str:

@@ -22,7 +22,7 @@ __all__ = [
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one ends its connection."""

@@ -67,6 +67,7 @@ __all__ = [
     "ListEntries",
     "MapSegment",
     "Mapped",
+    "PassOver",
     "Ping",
     "PlanLearned",
     "Pong",
@@ -209,7 +210,8 @@ class Store(Message):
     on the cpu lane, where they are there when the message is sent).
 
     `ready` is a smaller value of `published` that says already that the bytes are there, 0 where
-    none does. `stored` is raised to `sequence` all the same, once all smaller ones have been read.
+    none does. `stored` is raised to `sequence` all the same, once all smaller ones have been read;
+    in a session that outlives the daemon, once what came of them is in the pool and written down.
     """
 
     entry: Id
@@ -300,6 +302,18 @@ class ListEntries(Message):
     """
 
     after: Id
+
+
+@message(13)
+class PassOver(Message):
+    """Says that of the numbers up to `sequence` no store will come that has not been asked for.
+
+    So `stored` is raised to it once those that have been are done: a client that resumes a session
+    asks for no store again that was answered, and may wait for its number yet (cuda lane). No
+    answer. Greater than the `sequence` of every Store before it, and less than those behind it.
+    """
+
+    sequence: Id
 
 
 @message(23)

@@ -6,11 +6,23 @@ no trainer that raises, nothing left where trainers and daemon are killed togeth
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from bench.restarts import end_all, end_daemons
+
+from stormd.supervise.mps import CONTROL
 
 KILLS = 6
 RESTARTS = 2
+GPU_KILLS = 25
+GPU_RESTARTS = 5
 
 
 def test_trainers_go_on_though_their_daemon_is_killed_and_restarted() -> None:
@@ -26,3 +38,27 @@ def test_nothing_is_left_where_all_are_killed_together() -> None:
 @pytest.mark.timeout(3600)
 def test_trainers_go_on_for_long() -> None:
     end_daemons(200, 50, seed=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.timeout(600)
+def test_trainers_on_a_gpu_go_on() -> None:
+    figures = end_daemons(GPU_KILLS, GPU_RESTARTS, seed=3, device="cuda")
+    assert figures["right_steps"] >= 2 * (GPU_KILLS + GPU_RESTARTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.skipif(shutil.which(CONTROL) is None, reason="no MPS here")
+@pytest.mark.timeout(600)
+def test_trainers_go_on_that_use_memory_early(tmp_path: Path) -> None:
+    """As they do under MPS, where streams wait for the bytes."""
+    figures = tmp_path / "figures.json"
+    ends = [f"--kills={GPU_KILLS}", f"--restarts={GPU_RESTARTS}"]
+    bench = [sys.executable, "-m", "bench.restarts", "--device=cuda", *ends, f"--json={figures}"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "stormd", "run", "--mps=on", "--pool-bytes=64MiB", "--"]
+    subprocess.run([*command, *bench], check=True, env={**os.environ, "PYTHONPATH": path})
+    found = json.loads(figures.read_text())["ended_daemons"]
+    assert found["right_steps"] >= 2 * (GPU_KILLS + GPU_RESTARTS)

@@ -59,14 +59,20 @@ class Bench:
         self.lane, self.pool, self.space, self.results = lane, pool, space, results
         self.session, self._ordinal = session, ordinal
         attachment = lane.attach(session, hello(fake_cuda.UUIDS[ordinal]))
-        (descriptor,) = attachment.descriptors
+        (self._descriptor,) = attachment.descriptors
         self.part_bytes = attachment.part_bytes
-        self._page = mmap.mmap(descriptor, PAGE_BYTES)
-        os.close(descriptor)
+        self._page = mmap.mmap(self._descriptor, PAGE_BYTES)
         self.counters = Timelines(ctypes.addressof(ctypes.c_char.from_buffer(self._page)))
         with fake_cuda.entered(ordinal):  # in the client; here, as on the loop, no call succeeds
             self.area = fake_cuda.DeviceBuffer(attachment.staging_bytes)
         self.memory = np.frombuffer(self.area._bytes, np.uint8)
+
+    def resume(self, lane: Any) -> None:
+        """Go on with another lane, as a client does whose daemon has ended."""
+        self.lane = lane
+        lane.attach(self.session, hello(fake_cuda.UUIDS[self._ordinal]), [os.dup(self._descriptor)])
+        self.results.clear()
+        self.map()
 
     def map(self) -> None:
         self.lane.map_segment(self.session, offer(self.area))
@@ -131,11 +137,14 @@ class Bench:
         with fake_cuda.entered(self._ordinal):
             self.area.close()
         self._page.close()
+        os.close(self._descriptor)
 
 
-def lanes_on_fake_devices(first: int = 4 * MIB) -> Iterator[Callable[[list[int]], Bench]]:
+def lanes_on_fake_devices(
+    first: int = 4 * MIB, *, is_resumable: bool = False
+) -> Iterator[Callable[[list[int]], Bench]]:
     """Yield what makes a bench on devices of these ordinals, over a pool that begins with `first`
-    of its 4 MiB.
+    of its 4 MiB. With another, a bench goes on with the lane that is made.
     """
     from stormd.lanes.cuda.lane import CudaLane
 
@@ -143,7 +152,7 @@ def lanes_on_fake_devices(first: int = 4 * MIB) -> Iterator[Callable[[list[int]]
     space, results = Space(pool.nbytes, committed=first), []
     benches = []
 
-    def lane_on(ordinals: list[int]) -> Bench:
+    def lane_on(ordinals: list[int], resumed: Bench | None = None) -> Bench:
         lane = CudaLane(
             ordinals,
             pool=pool,
@@ -151,7 +160,11 @@ def lanes_on_fake_devices(first: int = 4 * MIB) -> Iterator[Callable[[list[int]]
             staging_bytes=MIB,
             part_bytes=PART,
             direct_bytes=PART // 2,
+            is_resumable=is_resumable,
         )
+        if resumed is not None:
+            resumed.resume(lane)
+            return resumed
         benches.append(Bench(lane, pool, space, results, ordinal=ordinals[0]))
         wait_until(lambda: is_prepared(lane))
         return benches[-1]

@@ -98,6 +98,11 @@ class InPlace(Protocol):
     waits_on_device: bool
     """Whether a stream that waits for the daemon costs it nothing."""
 
+    @property
+    def last_number(self) -> int:
+        """The sequence number that was drawn last."""
+        ...
+
     def is_read(self, sequence: int) -> bool:
         """Tell whether the sources of all stores up to `sequence` have been read."""
         ...
@@ -132,6 +137,14 @@ class InPlace(Protocol):
 
     def release(self, ticket: int) -> None:
         """Let nothing wait for a restore any longer: it has failed."""
+        ...
+
+    def outcome(self, ticket: int) -> int | None:
+        """Return the status that the device has left of a restore, 0 if it was verified.
+
+        None where the bytes are not there. Asked once the daemon that was asked for it is dead, and
+        its device does nothing more.
+        """
         ...
 
     def headroom(self) -> int:

@@ -22,7 +22,7 @@ from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import RESTORED_SLOTS, STORED, restored_slot
+from stormd.protocol.timeline import RESTORED_SLOTS, STORED, restored_slot, status_slot
 
 try:
     from storm_kernels import cuda_driver
@@ -126,7 +126,7 @@ class CudaLane:
             self._in_place = _InPlace(self, shared_by_mps=self._context.shared_by_mps())
 
     def offers(self) -> list[MapSegment]:
-        """Return that of the staging area."""
+        """Return that of the staging area, which the daemon has been asked to map."""
         return [self.offer()]
 
     @property
@@ -285,6 +285,18 @@ class CudaLane:
         if shared is not None:
             shared.timelines.store(restored_slot(ticket), ticket)
 
+    def restore_status(self, ticket: int) -> int | None:
+        """Return what the decoder of a restore has left, None where it has not come to its end."""
+        timelines = self._open().timelines
+        if timelines.read(restored_slot(ticket)) != ticket:
+            return None
+        return timelines.read(status_slot(ticket))
+
+    @property
+    def last_number(self) -> int:
+        """The number that was drawn last."""
+        return self._numbers().last
+
     # --- helpers ----------------------------------------------------------------------------
 
     def _poison(self) -> bool:
@@ -423,6 +435,13 @@ class _InPlace:
 
     def release(self, ticket: int) -> None:
         self._lane.release_restore(ticket)
+
+    def outcome(self, ticket: int) -> int | None:
+        return self._lane.restore_status(ticket)
+
+    @property
+    def last_number(self) -> int:
+        return self._lane.last_number
 
     def barrier(self) -> MapSegment:
         area = self._lane.offer()

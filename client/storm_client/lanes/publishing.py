@@ -54,6 +54,11 @@ class Publisher:
             last = self._publish(count)
         return range(last - count + 1, last + 1)
 
+    @property
+    def last(self) -> int:
+        """The number that was published last, or will be when its stream comes to it."""
+        return self._sequence
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on `stream`, behind what other streams did with the area; numbers come behind it."""
         with self._lock:

@@ -13,6 +13,7 @@ is sent, and what waits goes on waiting; then all that was not answered is asked
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import select
 import threading
@@ -65,6 +66,9 @@ GONE_SECONDS = 1.0
 """For a daemon's lifeline to end where its other socket has: the kernel closes one after the other.
 """
 
+RESUMED_SECONDS = 2.0
+"""For a daemon that has taken over to answer what waits, whatever was waited before."""
+
 GOODBYE_SECONDS = 5.0
 """How long close waits for the daemon to free the session before it leaves anyway."""
 
@@ -95,7 +99,10 @@ class Listener:
         """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
 
     def offers(self) -> list[MapSegment]:
-        """Return the segments that another daemon has to map; with the lock held. Here: none."""
+        """Return the segments that another daemon has to map besides the lane's; locked.
+
+        Here: none.
+        """
         return []
 
     def settling_seconds(self) -> float:
@@ -136,6 +143,7 @@ class Connection:
         """What keeps it from being used: `check` raises it."""
         self.waiting = 0
         """How many threads wait."""
+        self._patient_until = 0.0  # before which no wait is in vain
         self._pid = os.getpid()
         self._ended = f"the daemon at {address} ended, with all it held for us"
         self._leaving = 0  # how many of the outbox the frame has that is sent next, or was last
@@ -155,6 +163,7 @@ class Connection:
         self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread: threading.Thread | None = None
         self._lane: Lane | None = None
+        self._is_attached = False  # whether the daemon has mapped what the lane shares
         self._listener = Listener()
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
@@ -191,7 +200,14 @@ class Connection:
         """
         self.start()
         self._lane = lane
-        lane.attach(self.welcome, self.descriptors, lambda message: self.request(message, timeout))
+
+        def ask(message: Message) -> Message:
+            with self.lock:  # a daemon that follows is asked once more, or the lane offers it
+                answer = self.request(message, timeout)
+                self._is_attached = True
+                return answer
+
+        lane.attach(self.welcome, self.descriptors, ask)
         if not self.welcome.resume_seconds:
             self._close_shared()
 
@@ -321,21 +337,23 @@ class Connection:
 
         That is after each batch of replies, and whatever else `notify` is called for; and besides
         after `every` so many seconds, for what nobody tells of. Returns False when it is later than
-        `deadline`, by time.monotonic, and all that has come was handled.
+        `deadline`, by time.monotonic, and all that has come was handled; never while a daemon that
+        follows is looked for, which itself ends in time.
 
         Raises:
             DaemonLost, UsageError: as `check`.
         """
         if self.flush():
             return True
-        left = deadline - time.monotonic()
+        left = max(deadline, self._patient_until) - time.monotonic()
         if left <= 0:
             return False
+        seconds = left if every is None else min(left, every)
         self.waiting += 1
         try:
             if self._pause.locked():
                 self._pause.release()  # the listener looks for replies now
-            self.changed.wait(left if every is None else min(left, every))
+            self.changed.wait(None if math.isinf(seconds) else seconds)
         finally:
             self.waiting -= 1
         return True
@@ -482,7 +500,10 @@ class Connection:
 
     def _offers(self) -> list[MapSegment]:
         with self.lock:
-            return self._listener.offers()
+            offers = self._listener.offers()
+            if self._lane is not None and self._is_attached:
+                offers = self._lane.offers() + offers
+            return offers
 
     def _is_unwanted(self) -> bool:
         return self.phase is not Phase.RESUMING or bool(self._ownerless)
@@ -558,7 +579,7 @@ class Connection:
         if not self.welcome.resume_seconds or self._thread is None:
             self._lose(DaemonLost(self._ended))
             self.check()
-        self.phase = Phase.RESUMING
+        self.phase, self._patient_until = Phase.RESUMING, math.inf
         if self._pause.locked():
             self._pause.release()
         self.wake()
@@ -572,7 +593,7 @@ class Connection:
         self._sent, self._received, self._leaving = [], [], 0
         # What was to be sent is about the session, which posts anew what it needs.
         self.outbox[:] = [Envelope(number, message) for number, message in self._asked.items()]
-        self.phase = Phase.OPEN
+        self.phase, self._patient_until = Phase.OPEN, time.monotonic() + RESUMED_SECONDS
         self._listener.on_resume(found.entries, found.mapped)
         self.flush()
         self.changed.notify_all()

@@ -391,26 +391,30 @@ class Session(Listener):
         self._inbound.end_stalled()
 
     def offers(self) -> list[MapSegment]:
-        """Return what another daemon has to map: the staging area, and what it works on in place.
+        """Return what another daemon has to map of what it works on in place.
 
         Segments that are gone are not among them.
         """
         segments = [] if self._in_place is None else self._in_place.offers()
         self._offered = {offer.segment for offer in segments}
-        return self.lane.offers() + segments
+        return segments
 
     def settling_seconds(self) -> float:
         """Return how long a dead daemon's device may still write to memory of this process."""
-        return LAST_WRITES_SECONDS if self.transfers.writes_to_memory() else 0.0
+        has_device = self._in_place is not None or self.device.type != "cpu"
+        return LAST_WRITES_SECONDS if has_device and self.transfers.is_restoring else 0.0
 
     def on_resume(self, entries: frozenset[int], mapped: frozenset[int]) -> None:
         """Ask again for what was not answered, and give up what nobody here has any more."""
-        if self._in_place is not None:
-            self._in_place.segments.resume(self._offered, mapped & self._offered)
-            tell(self.connection, self._in_place.segments)
         if self._plan is not None:
             self.connection.post(0, self._plan)
-        asked = self.transfers.resume()
+        in_place = self._in_place
+        if in_place is None:
+            asked = self.transfers.resume()
+        else:
+            in_place.segments.resume(self._offered, mapped & self._offered)
+            tell(self.connection, in_place.segments)
+            asked = self.transfers.resume(in_place.outcome, in_place.last_number)
         self._forget_dead()
         there, held = entries.union(asked), set[int]()
         for record in self.saved.living():

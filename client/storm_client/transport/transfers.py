@@ -17,7 +17,7 @@ done before signals are looked at.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -36,6 +36,7 @@ from stormd.protocol import (
     Envelope,
     Failed,
     Message,
+    PassOver,
     Refused,
     Rejected,
     Release,
@@ -598,24 +599,49 @@ class Transfers:
         pending = self._pending.values()
         return any(isinstance(one.of, Incoming) and one.slot is None for one in pending)
 
-    def resume(self) -> list[int]:
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the daemon may be writing anywhere, the staging area included."""
+        return any(isinstance(one.of, Incoming) for one in self._pending.values())
+
+    def resume(
+        self, outcome: Callable[[int], int | None] = lambda _: None, last_number: int = 0
+    ) -> list[int]:
         """Ask another daemon for all that the one before has not answered, in the same order.
+
+        `outcome` returns, by its ticket, the status that the dead daemon's device has left of a
+        restore that it has done, None for one that it has not, and never will: what is done is not
+        done again, because the memory may be in use, and what is not is, as streams may wait for
+        it. They may wait for the number of any store, up to the `last_number` that was drawn.
 
         Returns the entries that it is to store: it may have stored them already, which it says.
         What nobody wants any more is not asked for again, as nobody writes it.
         """
         entries: list[int] = []
+        last_asked = 0
         for number, transfer in sorted(self._pending.items()):
             if transfer.phase is Phase.DROPPED:
                 transfer.move_to(Phase.DONE)
                 self._give_back(transfer)
                 self._end(transfer)
                 continue
-            assert transfer.message is not None, "a transfer that was not asked for is awaited"
             if isinstance(transfer.of, Outgoing):
                 entries.append(number)
-            self._outbox.append(Envelope(number, transfer.message))
+            elif self._tells(transfer) and (status := outcome(number)) is not None:
+                self._answered(number, _restored(transfer, status))
+                continue
+            message = transfer.message
+            assert message is not None, "a transfer that was not asked for is awaited"
+            self._outbox.append(Envelope(number, message))
+            if isinstance(message, Store):
+                last_asked = max(last_asked, message.sequence)
+        if last_number > last_asked:
+            self._outbox.append(Envelope(0, PassOver(last_number)))
         return entries
+
+    def _tells(self, transfer: Transfer) -> bool:
+        """Tell whether a restore's counter is its own: always where a stream may wait for it."""
+        return transfer.phase is Phase.HANDED_OUT or not self._shares_counters
 
     def end(self) -> None:
         """Let all memory go: no answer will come any more."""
@@ -896,6 +922,16 @@ class Transfers:
 
 _FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
 _REFUSABLE = {RangePhase.LEAVING, RangePhase.STAYING, RangePhase.LOST}
+
+
+def _restored(transfer: Transfer, status: int) -> Message:
+    """Return what a daemon would have answered whose decoder has left a status."""
+    message = transfer.message
+    assert isinstance(message, Restore)
+    if not status:
+        return Restored(message.ticket)
+    detail = f"entry {message.entry} is damaged: its decoder left status {status}"
+    return Failed(message.ticket, message.entry, "CorruptBlob", detail)
 
 
 def number_of(request: int, message: Message) -> int:

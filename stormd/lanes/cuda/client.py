@@ -60,11 +60,13 @@ class CudaClient:
         *,
         part_bytes: int,
         direct_bytes: int,
+        is_resumable: bool = False,
         post: Post,
     ) -> None:
         self.session = session
         self.device = device
         self.post = post
+        self.is_resumable = is_resumable
         self._part_bytes = part_bytes
         self._direct_bytes = direct_bytes
         self._page = page
@@ -111,6 +113,14 @@ class CudaClient:
     def note(self, counter: int, value: int) -> None:
         """Raise one of the session's counters from the CPU."""
         self._timelines.store(counter, value)
+
+    def put(self, word: int, value: int) -> None:
+        """Set a word of the page that is no counter."""
+        self._timelines.put(word, value)
+
+    def read(self, word: int) -> int:
+        """Return what a word of the page says."""
+        return self._timelines.read(word)
 
     def stored_through(self, sequence: int) -> None:
         """Raise STORED to a number, behind the encoders on the stream."""

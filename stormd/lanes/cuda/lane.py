@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 class CudaLane:
     """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
 
-    `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS chunks of
-    `direct_bytes` and more may be copied as they are, none where that is 0. `close` must follow.
+    Where they are `is_resumable`, a source may be used again only once what came of it is written
+    down. `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS chunks
+    of `direct_bytes` and more may be copied as they are, none where that is 0. `close` must follow.
 
     Raises:
         LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
@@ -55,11 +56,13 @@ class CudaLane:
         part_bytes: int,
         direct_bytes: int,
         link_limit_bytes: int = 0,
+        is_resumable: bool = False,
     ) -> None:
         self._post = post
         self._staging_bytes = staging_bytes
         self._part_bytes = part_bytes
         self._direct_bytes = direct_bytes
+        self._is_resumable = is_resumable
         self._opened = ExitStack()
         self._pool, self._devices = _devices(ordinals, pool, self._opened)
         for device in self._devices.values():
@@ -112,6 +115,7 @@ class CudaLane:
             page,
             part_bytes=part,
             direct_bytes=self._direct_bytes,
+            is_resumable=self._is_resumable,
             post=self._post,
         )
         self._sessions[session] = CudaSession(client)
@@ -139,6 +143,10 @@ class CudaLane:
         """Pass a rejected store over, once those before it have been read."""
         self._sessions[session].pass_over(sequence)
 
+    def recorded(self, session: int, sequences: Sequence[int]) -> None:
+        """Let the sources of these stores be used again."""
+        self._sessions[session].recorded(sequences)
+
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Map a client's allocation by its CUDA IPC handle."""
         self._sessions[session].map_segment(request)
@@ -154,8 +162,15 @@ class CudaLane:
         self._ending[-1].detach()
 
     def close(self, seconds: float) -> bool:
-        """Let the devices go; False, and they are kept, where a session still uses one."""
+        """Let the devices go; False, and they are kept, where a session still uses one.
+
+        A session that is still attached is left to another daemon, its client's memory untouched
+        from then on.
+        """
         deadline = time.monotonic() + seconds
+        for session in list(self._sessions):
+            self._ending.append(self._sessions.pop(session))
+            self._ending[-1].leave()
         for ending in self._ending:
             if not ending.join(max(0.0, deadline - time.monotonic())):
                 return False
@@ -163,7 +178,7 @@ class CudaLane:
             self._opened.close()
         except KernelsError as error:  # a device that is broken, on which nothing runs any more
             log.warning("not all that was on the devices could be let go: %s", error)
-        return not self._sessions
+        return True
 
 
 def _devices(

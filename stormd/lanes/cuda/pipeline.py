@@ -133,6 +133,7 @@ class Pipeline(Generic[Job, Scratch]):
         self._scratch_source: ScratchSource[Job, Scratch] | None = None
         self._items: SimpleQueue[Job | _Call | None] = SimpleQueue()
         self._skip = threading.Event()
+        self._stopped = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
@@ -163,6 +164,19 @@ class Pipeline(Generic[Job, Scratch]):
         """Refuse the jobs that wait, finish those in flight, make the calls, then end."""
         self._skip.set()
         self._items.put(None)
+
+    def stop(self) -> None:
+        """Begin nothing any more, leave what is in flight unanswered, and end.
+
+        The device has done by then what was put on it.
+        """
+        self._stopped.set()
+        self._items.put(None)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it ends because of `stop`."""
+        return self._stopped.is_set()
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait for the thread; False where it still runs after `seconds`."""
@@ -218,7 +232,10 @@ class Pipeline(Generic[Job, Scratch]):
             if isinstance(item, _Call):
                 if item.when_finished:
                     self._finish_all()
-                item.action()
+                if self._stopped.is_set():  # and so it may be in use what the call undoes
+                    self._pending.appendleft(item)
+                else:
+                    item.action()
                 continue
             self._taken = [item]
             source = self._open_source()
@@ -227,7 +244,21 @@ class Pipeline(Generic[Job, Scratch]):
             else:
                 self._begin(self._batch(self._taken, place), source)
             self._taken = []
-        self._finish_all()
+        if self._stopped.is_set():
+            self._leave()
+        else:
+            self._finish_all()
+
+    def _leave(self) -> None:
+        """Make the calls that wait, once the device has done what it was given."""
+        if self._scratch_source is not None:
+            self._stages.settle()
+        while True:
+            item = self._pending.popleft() if self._pending else self._items.get()
+            if item is None:
+                break
+            if isinstance(item, _Call):
+                item.action()
 
     def _next(self) -> tuple[int, Job | _Call | None]:
         """Take out the next item that may come; go on with what is in flight until then.
@@ -235,6 +266,8 @@ class Pipeline(Generic[Job, Scratch]):
         Returned with the place where it was among those that wait.
         """
         while True:
+            if self._stopped.is_set():
+                return 0, None
             has_moved = self._look()
             self._take_items()
             place = self._place_of_next()
@@ -372,7 +405,7 @@ class Pipeline(Generic[Job, Scratch]):
         return True
 
     def _finish_all(self) -> None:
-        while self._begun or self._beside or self._continued:
+        while (self._begun or self._beside or self._continued) and not self._stopped.is_set():
             if not self._look():
                 time.sleep(self._pause)
                 self._look_later()

@@ -1,8 +1,9 @@
 """The way back into one client's GPU memory: copy up from the pool, then decode on the device.
 
 A destination is written only from where `published` says that it may be. Behind each decoder the
-stream writes the restore's ticket, which a client's stream may wait for; whether the decoder has
-verified the bytes is known to the CPU alone, and RestoreDone is posted only then.
+stream writes the restore's ticket, which a client's stream may wait for. The decoder's status lies
+in the session's page, where a client finds it that has to know without this daemon; RestoreDone is
+posted once it has been read here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
 from stormd.ledger.events import RestoreDone, RestoreFailed, RestoreJob, Result
 from stormd.monitoring.nvtx import nvtx_range
-from stormd.protocol.timeline import restored_slot
+from stormd.protocol.timeline import restored_slot, status_slot
 
 __all__ = ["Restores"]
 
@@ -24,6 +25,8 @@ class Restores:
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
+        self._in_page: dict[int, int] = {}
+        """By the word of the page in which a decoder leaves its status: the restore's ticket."""
 
     def is_due(self, job: RestoreJob) -> bool:  # noqa: ARG002 - copies may come before
         """Tell that its blob may be copied: it is the daemon's own memory that it goes to."""
@@ -72,6 +75,8 @@ class Restores:
 
     def fail(self, batch: list[RestoreJob], scratch: Scratch, error: Exception) -> None:  # noqa: ARG002 - nothing is placed
         """Answer restores that failed; nothing of them is in flight."""
+        for job in batch:
+            self._let_go_of_status(job)
         self._client.post(*(_failed(job, error) for job in batch))
 
     def refuse(self, job: RestoreJob) -> None:
@@ -89,15 +94,14 @@ class Restores:
         scratch.code_began.record(stream)
         blobs = zip(batch, scratch.kinds, scratch.rooms, strict=True)
         for index, (job, kind, room) in enumerate(blobs):
-            first = index * RESULT_WORDS
-            scratch.words[first] = UNWRITTEN
+            status = self._place_status(job, scratch, index)
             with nvtx_range("decode", job.nbytes, job.entry):
                 device.codec.decode(
                     kind,
                     (room, job.block.nbytes),
                     (client.address(job), job.nbytes),
                     scratch=scratch.work.address,
-                    result=scratch.result.device_address + 8 * first,
+                    result=status,
                     stream=stream,
                 )
             write_value(stream, client.counter(restored_slot(job.ticket)), job.ticket)
@@ -112,10 +116,35 @@ class Restores:
         client.post(*results)
 
     def _result(self, job: RestoreJob, scratch: Scratch, index: int, seconds: float) -> Result:
-        status = int(scratch.words[index * RESULT_WORDS])
+        status = self._status(job, scratch, index)
+        self._let_go_of_status(job)
         if status:
             return _failed(job, CorruptBlob(self._client.device.codec.explain(status)))
         return RestoreDone(session=job.session, ticket=job.ticket, seconds=seconds)
+
+    def _place_status(self, job: RestoreJob, scratch: Scratch, index: int) -> int:
+        """Return the device address where a decoder leaves its status: in the session's page.
+
+        In scratch where another restore's of the same counter is there: then no stream waits by it.
+        """
+        word = status_slot(job.ticket)
+        if word in self._in_page:
+            scratch.words[index * RESULT_WORDS] = UNWRITTEN
+            return scratch.result.device_address + 8 * index * RESULT_WORDS
+        self._in_page[word] = job.ticket
+        self._client.put(word, UNWRITTEN)
+        return self._client.counter(word)
+
+    def _status(self, job: RestoreJob, scratch: Scratch, index: int) -> int:
+        word = status_slot(job.ticket)
+        if self._in_page.get(word) == job.ticket:
+            return self._client.read(word)
+        return int(scratch.words[index * RESULT_WORDS])
+
+    def _let_go_of_status(self, job: RestoreJob) -> None:
+        word = status_slot(job.ticket)
+        if self._in_page.get(word) == job.ticket:
+            del self._in_page[word]
 
 
 def _last(batch: list[RestoreJob]) -> int:

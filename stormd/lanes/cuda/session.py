@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -74,9 +75,25 @@ class CudaSession:
         self.stores.put(job)
 
     def pass_over(self, sequence: int) -> None:
-        """Note that the store of that number was rejected, behind the encoders of those before."""
+        """Note that the store of that number was rejected, behind those before it."""
         self._stages.expect(sequence)
-        self.stores.follow(partial(self._stages.pass_over, sequence))
+        if self._client.is_resumable:
+            self.recorded([sequence])
+        else:
+            self.stores.follow(partial(self._stages.pass_over, sequence))
+
+    def recorded(self, sequences: Sequence[int]) -> None:
+        """Note that what came of these stores outlives the daemon."""
+        self._stages.recorded(sequences)
+
+    def leave(self) -> None:
+        """Do nothing more for the client, and let all go; nothing is answered any more.
+
+        What the device has been given it does; its client's memory is untouched from `join` on.
+        """
+        self.stores.stop()
+        self.restores.stop()
+        self._end.start()
 
     def detach(self) -> None:
         """Release what waits for the client, end both threads, let all go; then Detached."""
@@ -121,9 +138,11 @@ class CudaSession:
     def _let_go(self) -> None:
         for pipeline in (self.stores, self.restores):
             while not pipeline.join(POISON_SECONDS):
-                self._client.poison()
+                if not pipeline.is_stopped:
+                    self._client.poison()
         self._client.close()
-        self._client.post(Detached(self._client.session))
+        if not self.stores.is_stopped:
+            self._client.post(Detached(self._client.session))
 
 
 def _meet(barrier: threading.Barrier) -> None:

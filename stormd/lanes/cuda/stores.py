@@ -4,12 +4,17 @@ A source is read only from where `published` says that it is ready, and `stored`
 number sources may be used again: one that is ready is read before others that were handed over
 earlier and are not. What an encoder left is checked before it is used to place a blob.
 
+`stored` has one writer. Where a session ends with the daemon, that is the store stream, behind the
+encoders. Where it goes on with another, a blob must not be in this process' device memory alone
+when its source is used again: the event loop raises it, when the journal says where the blob is.
+
 Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from storm_kernels.ancf import DType
@@ -55,12 +60,17 @@ class Stores:
         """Note the number of a store that will come, or was rejected; from the event loop."""
         self._turns.expect(sequence)
 
+    def recorded(self, sequences: Sequence[int]) -> None:
+        """Let sources be used again whose outcome is written down; from the event loop."""
+        self._client.note(STORED, self._turns.done(sequences))
+
     def pass_over(self, sequence: int) -> None:
         """Note that nothing is read for the store of that number any more; in the store thread.
 
         On the stream, behind the encoders that are there: Turns has their numbers as done already.
         """
-        self._client.stored_through(self._turns.done([sequence]))
+        if not self._client.is_resumable:
+            self._client.stored_through(self._turns.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
         """Tell whether its source is there."""
@@ -126,7 +136,7 @@ class Stores:
 
     def refuse(self, job: StoreJob) -> None:
         """Answer a job that was not begun because the session ended."""
-        self._client.post(StoreFailed(session=job.session, entry=job.entry, detail=SKIPPED))
+        self._client.post(self._failed(job, SKIPPED))
 
     def _encode_all(self, batch: list[StoreJob], scratch: Scratch) -> None:
         client, stream = self._client, self._client.opened.store_stream.handle
@@ -134,8 +144,9 @@ class Stores:
         scratch.code_began.record(stream)
         for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
             self._encode(job, scratch, index, room)
-        through = self._turns.done(job.sequence for job in batch)
-        write_value(stream, client.counter(STORED), through)
+        if not client.is_resumable:
+            through = self._turns.done(job.sequence for job in batch)
+            write_value(stream, client.counter(STORED), through)
         scratch.coded.record(stream)
 
     def _copy_as_it_is(self, job: StoreJob, scratch: DirectScratch) -> None:
@@ -160,7 +171,7 @@ class Stores:
         client.device.put_header(block, header.pack())
         self.pass_over(job.sequence)
         client.device.link.copied("store", block.nbytes, seconds)
-        client.post(_done(job, block, Mode.RAW, seconds))
+        client.post(self._done(job, block, Mode.RAW, seconds))
 
     def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
         first, part = index * RESULT_WORDS, job.part
@@ -223,19 +234,30 @@ class Stores:
         each = coding + copying / len(batch)
         modes = scratch.words[2::RESULT_WORDS]
         answers = zip(batch, blocks, modes, strict=False)
-        client.post(*(_done(job, block, mode, each) for job, block, mode in answers))
+        client.post(*(self._done(job, block, mode, each) for job, block, mode in answers))
 
     def _fail(self, job: StoreJob, error: Exception) -> None:
         self.pass_over(job.sequence)
-        self._client.post(
-            StoreFailed(session=job.session, entry=job.entry, detail=error_text(error))
+        self._client.post(self._failed(job, error_text(error)))
+
+    def _failed(self, job: StoreJob, detail: str) -> StoreFailed:
+        return StoreFailed(
+            session=job.session, entry=job.entry, detail=detail, sequence=self._awaited(job)
         )
 
+    def _done(self, job: StoreJob, block: Block, mode: int, seconds: float) -> StoreDone:
+        return StoreDone(
+            session=job.session,
+            entry=job.entry,
+            block=block,
+            mode=MODE_NAMES[mode],
+            seconds=seconds,
+            sequence=self._awaited(job),
+        )
 
-def _done(job: StoreJob, block: Block, mode: int, seconds: float) -> StoreDone:
-    return StoreDone(
-        session=job.session, entry=job.entry, block=block, mode=MODE_NAMES[mode], seconds=seconds
-    )
+    def _awaited(self, job: StoreJob) -> int:
+        """Return the number that `recorded` is to say, 0 where nothing waits for it."""
+        return job.sequence if self._client.is_resumable else 0
 
 
 def _check(scratch: DirectScratch) -> Check:

@@ -1,4 +1,4 @@
-"""Through which number all sources have been read, where some are read out of turn: pure."""
+"""Through which number all sources may be used again, where some may out of turn: pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Numbers that rise, expected by one thread and done by another, in whatever order."""
+    """Numbers that rise, expected by one thread and done by another, in whatever order.
+
+    Between two that are expected none follows later: all through the one before the next that is
+    not done are done, those that an earlier daemon has answered included.
+    """
 
     def __init__(self) -> None:
         """Start without any."""
@@ -27,4 +31,6 @@ class Turns:
         while self._expected and self._expected[0] in self._done:
             self._through = self._expected.popleft()
             self._done.discard(self._through)
+            if self._expected:
+                self._through = self._expected[0] - 1
         return self._through

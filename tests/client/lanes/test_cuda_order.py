@@ -24,7 +24,16 @@ from support.waiting import wait_until
 
 from stormd.memory.shared_memory import SharedMemory
 from stormd.protocol import MapSegment, Message
-from stormd.protocol.timeline import PAGE_BYTES, POISON, PUBLISHED, STORED, Timelines
+from stormd.protocol.timeline import (
+    PAGE_BYTES,
+    POISON,
+    PUBLISHED,
+    RESTORED_SLOTS,
+    STORED,
+    Timelines,
+    restored_slot,
+    status_slot,
+)
 
 OF_TORCH = tuple(f"storm_client.lanes.{name}" for name in ("cuda", "shared"))
 MODULES = ("storm_client.lanes.publishing", *OF_TORCH)
@@ -289,6 +298,21 @@ def test_a_stream_that_never_comes_to_its_wait_keeps_nobody(
     finally:
         busy.set()
     assert client.counters.read(STORED) >= POISON
+
+
+def test_the_page_says_what_became_of_a_restore(bench: Callable[..., Bench]) -> None:
+    """Whatever daemon has written it: only a counter that says the ticket is about that restore."""
+    client = bench()
+    in_place = client.lane.in_place
+    ticket = RESTORED_SLOTS + 7
+    assert in_place.outcome(ticket) is None
+    client.write(restored_slot(ticket), 7)
+    assert in_place.outcome(ticket) is None
+    client.write(status_slot(ticket), 3)
+    client.write(restored_slot(ticket), ticket)
+    assert in_place.outcome(ticket) == 3
+    assert in_place.outcome(7) is None
+    assert in_place.last_number == client.lane.publish() - 1
 
 
 def test_a_lane_that_another_thread_has_closed(

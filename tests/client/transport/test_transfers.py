@@ -35,6 +35,7 @@ from stormd.protocol import (
     Admitted,
     Envelope,
     Failed,
+    PassOver,
     Refused,
     Rejected,
     Release,
@@ -272,6 +273,77 @@ def test_a_pass_ends_when_something_is_asked_back() -> None:
     assert transfers.window.limit < limit
 
 
+# --- another daemon -----------------------------------------------------------------------------
+
+
+def handed_out(transfers: Transfers, nbytes: int = 2 * PART) -> tuple[StoredRange, list[int]]:
+    """Return a record that is away, and the tickets of its chunks, which a pass uses already."""
+    one = record(nbytes)
+    _, sent = send_all(transfers, one)
+    for transfer in sent:
+        transfers.reply(0, Admitted(transfer.number))
+        transfers.reply(0, Stored(transfer.number, 10, "raw"))
+    storage = torch.UntypedStorage(nbytes)
+    incoming = transfers.expect_into(one.key, one.parts, storage, is_demanded=True)
+    for index, part in enumerate(one.parts):
+        transfers.restore(incoming, index, Mapped(1, part.begin), 5)
+    return one, transfers.hand_out(incoming, 7)
+
+
+def test_what_is_in_use_is_done_once_whatever_daemon_does_it() -> None:
+    transfers = transfers_of()
+    one, (done, undone) = handed_out(transfers)
+    transfers._outbox.clear()
+    assert transfers.resume(lambda ticket: 0 if ticket == done else None) == []
+    (again,) = transfers._outbox
+    assert isinstance(again.message, Restore)
+    assert again.message.ticket == undone
+    assert list(transfers.handed_out) == [undone]
+    transfers.reply(0, Restored(undone))
+    assert not transfers.is_used_by(7)
+    assert not transfers.failed
+    transfers.assert_invariants()
+    del one
+
+
+def test_what_was_used_and_is_damaged_is_known_without_its_daemon() -> None:
+    transfers = transfers_of()
+    one, (first, second) = handed_out(transfers)
+    transfers.resume(lambda ticket: 3 if ticket == first else 0)
+    assert not transfers.is_used_by(7)
+    assert isinstance(transfers.failed[7].error, CorruptBlob)
+    assert not transfers._pending
+    transfers.assert_invariants()
+    del one, second
+
+
+def test_a_counter_that_several_restores_share_says_nothing() -> None:
+    transfers = transfers_of()
+    one = record(PART)
+    _, (sent,) = send_all(transfers, one)
+    transfers.reply(0, Admitted(sent.number))
+    incoming = transfers.expect_into(
+        one.key, one.parts, torch.UntypedStorage(PART), is_demanded=True
+    )
+    transfer = transfers.restore(incoming, 0, Mapped(1, 0), 5)
+    transfers._shares_counters = True
+    transfers._outbox.clear()
+    transfers.resume(lambda _: 0)
+    assert [one.request for one in transfers._outbox] == [sent.number, transfer.number]
+
+
+def test_numbers_that_no_store_has_any_more_are_passed_over() -> None:
+    transfers, one = transfers_of(), record(PART)
+    out = transfers.leave(one)
+    transfers.store(out, range(PART), Mapped(1, 0), 8)
+    transfers._outbox.clear()
+    transfers.resume(last_number=8)
+    assert [type(one.message) for one in transfers._outbox] == [Store]
+    transfers._outbox.clear()
+    transfers.resume(last_number=9)
+    assert transfers._outbox[-1] == Envelope(0, PassOver(9))
+
+
 # --- any order ----------------------------------------------------------------------------------
 
 
@@ -379,13 +451,16 @@ class TransfersMachine(RuleBasedStateMachine):
             return
         del self.asked[number]
 
-    @rule()
-    def is_asked_again_of_another_daemon(self) -> None:
+    @rule(done=st.sets(st.integers(1, 200)), status=st.sampled_from([0, 0, 3]))
+    def is_asked_again_of_another_daemon(self, done: set[int], status: int) -> None:
+        """The one before has done some restores, and has not said so."""
         transfers = self.transfers
         phases = {number: one.phase for number, one in transfers._pending.items()}
-        wanted = sorted(number for number, phase in phases.items() if phase is not Phase.DROPPED)
+        done = {n for n in done if n in phases and isinstance(transfers._pending[n].of, Incoming)}
+        is_over = {number for number, phase in phases.items() if phase is Phase.DROPPED} | done
+        wanted = sorted(phases.keys() - is_over)
         transfers._outbox.clear()
-        entries = transfers.resume()
+        entries = transfers.resume(lambda ticket: status if ticket in done else None)
         assert [envelope.request for envelope in transfers._outbox] == wanted
         stores = [one.message.entry for one in transfers._outbox if isinstance(one.message, Store)]
         assert entries == stores

@@ -16,12 +16,13 @@ from support.ledger_machine import LedgerMachine
 
 from stormd.cache.items import Cache, CachePart, Caller, Item, Label
 from stormd.ledger import spill_order
+from stormd.ledger.events import Recorded, Skip, StoreDone, StoreFailed
 from stormd.ledger.records import JournalRecords, Layout, State, read_state
 from stormd.ledger.sessions import Phase, Session
 from stormd.memory.arena import Block, Extent, Space
 from stormd.memory.journal import Journal, JournalUnusable
 from stormd.monitoring.counters import CacheCounts
-from stormd.protocol import Admitted, ListEntries, Rejected, Stored
+from stormd.protocol import Admitted, ListEntries, PassOver, Rejected, Stored
 
 LAYOUT = Layout(
     pool_bytes=CAPACITY, cache_bytes=0, committed=(CAPACITY,), part_bytes={"cpu": 1, "cuda": 2}
@@ -160,6 +161,49 @@ def test_a_store_that_was_done_is_answered_as_it_was(journal: Journal) -> None:
     assert isinstance(again.lane.last(), Stored)
     again.ledger.assert_invariants()
     other.close()
+
+
+def test_a_store_that_was_done_is_answered_though_its_source_is_unmapped(journal: Journal) -> None:
+    """Its client may have freed the memory, as `stored` allowed; what was not done needs it."""
+    made = bench(journal)
+    made.open()
+    made.store(1)
+    made.lane.finish()
+    stored = made.lane.last()
+    made.store(2)
+    again, other = successor(made, Journal(os.dup(journal.descriptor), journal.epoch))
+    come_back(again).segments.clear()
+    again.store(1)
+    assert again.lane.last() == stored
+    again.store(2)
+    assert isinstance(again.lane.last(), Rejected)
+    other.close()
+
+
+def test_a_lane_that_asks_for_it_is_told_what_is_written_down(journal: Journal) -> None:
+    made = bench(journal)
+    record = made.ledger.sessions[made.open()]
+    made.store(1, sequence=4)
+    made.store(2, sequence=5)
+    (first, second) = made.lane.jobs
+    block = first.place(KIB)
+    done = StoreDone(
+        session=1, entry=1, block=block, mode="raw", seconds=0.0, sequence=first.sequence
+    )
+    told, *_ = made.ledger.on_results[StoreDone](record, [done], 0.0)
+    assert told == Recorded(session=1, sequences=[4])
+    assert left(journal).sessions[0].entries[1].block == block
+    failed = StoreFailed(session=1, entry=2, detail="", sequence=second.sequence)
+    told, *_ = made.ledger.on_results[StoreFailed](record, [failed], 0.0)
+    assert told == Recorded(session=1, sequences=[5])
+
+
+def test_a_number_without_a_store_is_passed_over(journal: Journal) -> None:
+    made = bench(journal)
+    made.open()
+    assert made.ask(1, 0, PassOver(9)) == [Skip(session=1, sequence=9)]
+    made.open(2, attach=False)
+    assert made.ask(2, 0, PassOver(9)) == []
 
 
 def test_what_is_asked_for_again_must_be_the_same(journal: Journal) -> None:

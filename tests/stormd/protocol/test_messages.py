@@ -81,6 +81,7 @@ def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
         22: "CacheList",
         11: "Resume",
         12: "ListEntries",
+        13: "PassOver",
         23: "RestoreParts",
         64: "Welcome",
         65: "Mapped",
