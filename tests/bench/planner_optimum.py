@@ -31,8 +31,9 @@ from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.workloads import WORKLOADS, make
 from storm_client.planner.decisions import Keep, Replay
 from storm_client.planner.machine import CUDA, Machine
+from storm_client.planner.prices import operation_seconds
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.solver import MOST_DEPTH, Choice, choose, operation_seconds
+from storm_client.planner.solver import MOST_DEPTH, Choice, choose
 from torch import device as torch_device
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -33,8 +33,8 @@ from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.machine import machine_of
+from storm_client.planner.prices import likeness, operation_seconds
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.solver import likeness, operation_seconds
 
 if TYPE_CHECKING:
     from storm_client.eager.following import Noted

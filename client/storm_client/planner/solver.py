@@ -27,17 +27,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from heapq import heappop, heappush
 from itertools import islice
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.planner.machine import Machine
+from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
 
-__all__ = ["Choice", "choose", "likeness", "operation_seconds"]
+__all__ = ["Choice", "choose"]
 
 MOST_DEPTH = 16
 """Operations in a row that recompute a value from what is stored."""
@@ -57,19 +56,6 @@ pass computes behind it: that second, and two of the backward pass."""
 
 LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Prices of a byte on the link that are tried, as shares of its whole time."""
-
-
-class MadeValue(Protocol):
-    """What an operation has made, as the planner or a recording knows it."""
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
 
 
 class Choice(NamedTuple):
@@ -98,72 +84,13 @@ def choose(problem: Problem, machine: Machine, *, budget_bytes: int = 0) -> Choi
     window = problem.forward_seconds
     if window is None:
         window = sum(filter(math.isfinite, seconds))
-    priced = _Priced(problem, machine, seconds, budget_bytes, window)
+    priced = Priced(problem, machine, seconds, budget_bytes, window)
     states = [
         _chosen(priced, machine.codec + share * machine.link, gains)
         for share in (LINK_SHARES if len(values) < MANY_VALUES else LINK_SHARES[:1])
         for gains in ((None, _gains_alone, _gains_of_ways) if budget_bytes else (None,))
     ]
     return _choice(min(states, key=_State.total))
-
-
-def operation_seconds(values: Sequence[Value], machine: Machine) -> list[float]:
-    """Return what each value's operation takes: the least that was measured of one like it.
-
-    Operations of identical blocks are alike, and a wait for the link falls into some of them. What
-    an expensive one takes that was not measured is not known.
-    """
-    least: dict[tuple[object, ...], float] = {}
-    for value in values:
-        if value.seconds:
-            key = likeness(value, values)
-            least[key] = min(least.get(key, value.seconds), value.seconds)
-    return [least.get(likeness(value, values), _default(value, machine)) for value in values]
-
-
-def _default(value: Value, machine: Machine) -> float:
-    if not value.operation:
-        return 0.0
-    rate = machine.unmeasured_expensive if value.is_expensive else machine.unmeasured
-    return value.nbytes * rate
-
-
-def likeness(value: MadeValue, values: Sequence[MadeValue]) -> tuple[object, ...]:
-    """Return what operations have in common that take as long; `values` are all of the step."""
-    inputs = (values[n].shape if n >= 0 else None for n in value.inputs)
-    return (value.operation, value.shape, value.dtype, *inputs)
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """A problem, the machine that it is solved for, and what may be kept."""
-
-    problem: Problem
-    machine: Machine
-    seconds: Sequence[float]
-    """Of each value's operation."""
-    budget_bytes: int
-    window: float
-    """Seconds of the forward pass that the link can hide behind."""
-
-    @cached_property
-    def values(self) -> Sequence[Value]:
-        return self.problem.values
-
-    @cached_property
-    def saved(self) -> list[int]:
-        return [value.number for value in self.problem.saved]
-
-    def offload_seconds(self, numbers: Iterable[int], rate: float) -> float:
-        """Return what offloading values costs at `rate` seconds a byte."""
-        return sum(self.values[n].nbytes * rate + self.machine.thread_store for n in numbers)
-
-    def recompute_seconds(self, numbers: Iterable[int]) -> float:
-        return sum(max(self.seconds[n], self.machine.thread_recompute) for n in numbers)
-
-    def link_seconds(self, numbers: Iterable[int]) -> float:
-        """Return what the link needs for values, one way."""
-        return sum(self.values[n].nbytes for n in numbers) * self.machine.link
 
 
 class _Way(NamedTuple):
@@ -174,6 +101,10 @@ class _Way(NamedTuple):
     """The values that are recomputed for it, its own among them, with the depth of each."""
     stored: frozenset[int]
     """Values that it rests on, and that nothing else would store."""
+
+    def cost(self, storing: Sequence[float]) -> float:
+        """Return what it costs, with all that has to be stored for it."""
+        return self.seconds + _sum(storing, self.stored)
 
 
 class _Draft:
@@ -202,7 +133,7 @@ class _Draft:
 class _State:
     """What was decided so far."""
 
-    priced: _Priced
+    priced: Priced
     kept: set[int] = field(default_factory=set)
     """Values that the budget keeps."""
     last: set[int] = field(default_factory=set)
@@ -221,31 +152,31 @@ class _State:
     @property
     def kept_bytes(self) -> int:
         """How many bytes the budget keeps."""
-        return sum(self.priced.values[n].nbytes for n in self.kept)
+        return sum(self.priced.nbytes[n] for n in self.kept)
 
     @property
     def link_seconds(self) -> float:
         """What the link needs one way."""
-        return self.priced.link_seconds(self.stored)
+        return self.stored_bytes * self.priced.machine.link
 
     def total(self) -> float:
         """Return the seconds that the choice adds to the step."""
-        priced, machine = self.priced, self.priced.machine
+        priced = self.priced
         return (
-            priced.offload_seconds(self.stored, machine.codec)
-            + priced.recompute_seconds(self.recomputed)
+            _sum(priced.store_seconds(priced.machine.codec), self.stored)
+            + _sum(priced.recompute_seconds, self.recomputed)
             + max(0.0, self.link_seconds - priced.window)
         )
 
     def store(self, number: int) -> None:
         if number not in self.stored:
             self.stored.add(number)
-            self.stored_bytes += self.priced.values[number].nbytes
+            self.stored_bytes += self.priced.nbytes[number]
 
     def drop(self, number: int) -> None:
         if number in self.stored:
             self.stored.discard(number)
-            self.stored_bytes -= self.priced.values[number].nbytes
+            self.stored_bytes -= self.priced.nbytes[number]
 
     def take(self, way: _Way) -> None:
         self.recomputed |= way.recomputed
@@ -256,31 +187,29 @@ class _State:
 
     # --- ways to recompute ------------------------------------------------------------------
 
-    def way(self, number: int, rate: float) -> _Way | None:
-        """Return a cheap way to recompute a value, storing at `rate`, or None."""
+    def way(self, number: int, storing: Sequence[float]) -> _Way | None:
+        """Return a cheap way to recompute a value, or None; to store each takes so long."""
+        if not self.priced.is_recomputable[number]:
+            return None
         draft = _Draft()
-        if self._recompute(number, rate, draft, MOST_DEPTH) is None:
+        if self._recompute(number, storing, draft, MOST_DEPTH) is None:
             return None
         return _Way(draft.seconds, draft.recomputed, frozenset(draft.stored))
 
-    def cost_of(self, way: _Way, rate: float) -> float:
-        """Return what a way costs, with all that has to be stored for it."""
-        return way.seconds + self.priced.offload_seconds(way.stored, rate)
-
-    def _recompute(self, number: int, rate: float, draft: _Draft, left: int) -> int | None:
+    def _recompute(
+        self, number: int, storing: Sequence[float], draft: _Draft, left: int
+    ) -> int | None:
         """Add to a draft how a value is recomputed; return how deep that goes, or None."""
-        priced, value = self.priced, self.priced.values[number]
-        if not priced.problem.may_recompute(value) or math.isinf(priced.seconds[number]):
-            return None
-        if number in priced.problem.block_ends:
-            return None
-        if left == 0 or draft.looks == 0:
+        priced = self.priced
+        if left == 0 or draft.looks == 0 or not priced.is_recomputable[number]:
             return None
         draft.looks -= 1
         mark, depth = draft.mark(), 0
-        draft.seconds += priced.recompute_seconds({number})
-        for source in set(value.inputs):
-            found = self._have(source, rate, draft, left - 1)
+        draft.seconds += priced.recompute_seconds[number]
+        for source in priced.sources[number]:
+            if source < 0:
+                continue
+            found = self._have(source, storing, draft, left - 1)
             if found is None:
                 draft.back_to(mark)
                 return None
@@ -291,23 +220,22 @@ class _State:
         draft.recomputed[number] = depth + 1
         return depth + 1
 
-    def _have(self, number: int, rate: float, draft: _Draft, left: int) -> int | None:
+    def _have(self, number: int, storing: Sequence[float], draft: _Draft, left: int) -> int | None:
         """Add to a draft how an input is had: it is there, recomputed, or stored besides."""
-        if number < 0 or number in self.kept or number in self.last:
+        if number in self.stored or number in self.kept or number in self.last:
             return 0
-        if number in self.stored or number in draft.stored:
+        if number in draft.stored:
             return 0
         known = self.recomputed.get(number) or draft.recomputed.get(number)
         if known is not None:
             return known
         mark = draft.mark()
-        depth = self._recompute(number, rate, draft, left)
+        depth = self._recompute(number, storing, draft, left)
         if not self.priced.values[number].is_result:
             return depth
         if depth is not None:
-            more = draft.seconds - mark[0]
-            more += self.priced.offload_seconds(draft.stored_since(mark), rate)
-            if more <= self.priced.offload_seconds({number}, rate):
+            more = draft.seconds - mark[0] + _sum(storing, draft.stored_since(mark))
+            if more <= storing[number]:
                 return depth
             draft.back_to(mark)
         draft.stored[number] = None
@@ -326,7 +254,7 @@ class _State:
             number = value.number
             if value.is_saved and not priced.problem.may_recompute(value):
                 needed = TURNAROUND * behind + priced.problem.turn_seconds
-                if priced.link_seconds({number}) > needed:
+                if priced.link_seconds([number]) > needed:
                     (self.kept if value.nbytes <= self.budget_left else self.last).add(number)
                 return
             behind += priced.seconds[number]
@@ -346,36 +274,27 @@ class _State:
 
     def relieve_link(self) -> None:
         """Recompute more expensive values while the link needs longer than the forward pass."""
-        priced = self.priced
+        if not self._is_link_behind():
+            return
+        storing = self.priced.store_seconds(self.priced.machine.link)
         candidates = []
         for number in sorted(self.stored, reverse=True):
-            found = self._relief(number)
+            found = self._relief(number, storing)
             if found is not None:
                 candidates.append((found[0], number))
+        chains = _Chains(self.priced, self.recomputed)
         for _, number in sorted(candidates, reverse=True):
-            behind = self.stored_bytes - priced.problem.last_bytes
-            if behind * priced.machine.link <= priced.window:
+            if not self._is_link_behind():
                 return
-            found = self._relief(number) if number in self.stored else None
-            if found is not None and not self._is_too_deep(found[1]):
+            found = self._relief(number, storing) if number in self.stored else None
+            if found is not None and chains.may_grow(found[1].recomputed):
                 self.take(found[1])
 
-    def _is_too_deep(self, way: _Way) -> bool:
-        """Tell whether too many operations in a row are run once a way is taken, too.
+    def _is_link_behind(self) -> bool:
+        behind = self.stored_bytes - self.priced.problem.last_bytes
+        return behind * self.priced.machine.link > self.priced.window
 
-        What rests on the value was recomputed from it as stored before.
-        """
-        priced = self.priced
-        if len(priced.values) >= MANY_VALUES:
-            return False
-        recomputed = self.recomputed.keys() | way.recomputed.keys()
-        depths: dict[int, int] = {}
-        for number in sorted(recomputed):  # inputs have lower numbers, but for a few
-            inputs = priced.values[number].inputs
-            depths[number] = 1 + max((depths.get(n, 0) for n in inputs), default=0)
-        return max(depths.values(), default=0) > MOST_IN_BLOCK
-
-    def _relief(self, number: int) -> tuple[float, _Way] | None:
+    def _relief(self, number: int, storing: Sequence[float]) -> tuple[float, _Way] | None:
         """Return what recomputing a stored value spares the link, for a second that it takes.
 
         None where it takes longer than it spares.
@@ -384,11 +303,11 @@ class _State:
         if not priced.values[number].is_saved:
             return None
         self.drop(number)
-        way = self.way(number, priced.machine.link)
+        way = self.way(number, storing)
         self.store(number)
         if way is None:
             return None
-        relief = priced.link_seconds({number}) - priced.link_seconds(way.stored)
+        relief = priced.link_seconds([number]) - priced.link_seconds(way.stored)
         return (relief / way.seconds, way) if relief > way.seconds else None
 
     def drop_what_is_not_needed(self) -> None:
@@ -399,13 +318,13 @@ class _State:
         while found:
             number = found.pop()
             if number in self.recomputed:
-                sources = {n for n in self.priced.values[number].inputs if n >= 0}
-                sources -= needed | stays
-                needed |= sources
-                found += sources
+                sources = self.priced.sources[number]
+                more = [n for n in sources if n >= 0 and n not in needed and n not in stays]
+                needed.update(more)
+                found += more
         self.recomputed = {n: depth for n, depth in self.recomputed.items() if n in needed}
         self.stored = needed - self.recomputed.keys()
-        self.stored_bytes = sum(self.priced.values[n].nbytes for n in self.stored)
+        self.stored_bytes = sum(self.priced.nbytes[n] for n in self.stored)
 
     def keep_the_last(self) -> None:
         """Keep what was saved last where the link would carry it after the forward pass."""
@@ -413,7 +332,7 @@ class _State:
         for number in sorted(self.stored, reverse=True):
             if self.link_seconds <= priced.window:
                 return
-            nbytes = priced.values[number].nbytes
+            nbytes = priced.nbytes[number]
             if nbytes > left:
                 continue
             left -= nbytes
@@ -421,10 +340,54 @@ class _State:
             self.last.add(number)
 
 
+class _Chains:
+    """How many operations in a row recompute each value, from what is recomputed of none.
+
+    What rests on a value was recomputed from it as stored, until that is recomputed, too.
+    """
+
+    def __init__(self, priced: Priced, recomputed: Iterable[int]) -> None:
+        """Begin with these."""
+        self._priced = priced
+        self._is_looked_at = len(priced.values) < MANY_VALUES
+        self._lengths: dict[int, int] = {}
+        for number in sorted(recomputed):  # inputs have lower numbers, but for a few
+            self._lengths[number] = self._length(number, {})
+        self._is_too_long = max(self._lengths.values(), default=0) > MOST_IN_BLOCK
+
+    def may_grow(self, recomputed: Iterable[int]) -> bool:
+        """Have more values be recomputed, unless too many operations in a row are run then."""
+        if not self._is_looked_at:
+            return True
+        if self._is_too_long:
+            return False
+        grown: dict[int, int] = {}
+        waiting = sorted(number for number in recomputed if number not in self._lengths)
+        added = set(waiting)
+        while waiting:
+            number = heappop(waiting)
+            length = self._length(number, grown)
+            if length > MOST_IN_BLOCK:
+                return False
+            if grown.get(number, self._lengths.get(number)) == length:
+                continue
+            grown[number] = length
+            for behind in self._priced.made_from[number]:
+                if behind in self._lengths and behind not in added:
+                    heappush(waiting, behind)
+        self._lengths |= grown
+        return True
+
+    def _length(self, number: int, grown: Mapping[int, int]) -> int:
+        sources = (n for n in self._priced.sources[number] if n < number)
+        known = (grown.get(n) or self._lengths.get(n, 0) for n in sources)
+        return 1 + max(known, default=0)
+
+
 def _chosen(
-    priced: _Priced,
+    priced: Priced,
     rate: float,
-    gains: Callable[[_Priced, float], dict[int, float]] | None,
+    gains: Callable[[Priced, Sequence[float]], dict[int, float]] | None,
 ) -> _State:
     """Return the choice where an offloaded byte costs `rate`.
 
@@ -432,34 +395,36 @@ def _chosen(
     """
     state = _State(priced)
     state.keep_what_is_asked_for_at_once()
+    storing = priced.store_seconds(rate)
     if gains is not None:
-        state.keep(gains(priced, rate))
+        state.keep(gains(priced, storing))
     for number in priced.saved:
         if number in state.recomputed or number in state.kept or number in state.last:
             continue
-        way = state.way(number, rate)
-        if way is not None and state.cost_of(way, rate) < priced.offload_seconds({number}, rate):
+        way = state.way(number, storing)
+        if way is not None and way.cost(storing) < storing[number]:
             state.take(way)
         else:
             state.store(number)
     state.relieve_link()
-    state.keep(_gains_left(state, rate))
+    if state.budget_left > 0:
+        state.keep(_gains_left(state, storing))
     state.drop_what_is_not_needed()
     state.keep_the_last()
     return state
 
 
-def _gains_alone(priced: _Priced, rate: float) -> dict[int, float]:
+def _gains_alone(priced: Priced, storing: Sequence[float]) -> dict[int, float]:
     """Return what each saved value costs unless it is kept, where its inputs are at hand."""
     gains = {}
     for number in priced.saved:
-        gains[number] = priced.offload_seconds({number}, rate)
+        gains[number] = storing[number]
         if priced.problem.may_recompute(priced.values[number]):
-            gains[number] = min(gains[number], priced.recompute_seconds({number}))
+            gains[number] = min(gains[number], priced.recompute_seconds[number])
     return gains
 
 
-def _gains_of_ways(priced: _Priced, rate: float) -> dict[int, float]:
+def _gains_of_ways(priced: Priced, storing: Sequence[float]) -> dict[int, float]:
     """Return what each saved value costs unless it is kept, where all others are at hand."""
     gains = {}
     others = _State(priced)
@@ -467,23 +432,26 @@ def _gains_of_ways(priced: _Priced, rate: float) -> dict[int, float]:
         others.store(number)
     for number in priced.saved:
         others.drop(number)
-        way = others.way(number, rate)
+        way = others.way(number, storing)
         others.store(number)
-        offloading = priced.offload_seconds({number}, rate)
-        gains[number] = offloading if way is None else min(offloading, others.cost_of(way, rate))
+        alone = storing[number]
+        gains[number] = alone if way is None else min(alone, way.cost(storing))
     return gains
 
 
-def _gains_left(state: _State, rate: float) -> dict[int, float]:
+def _gains_left(state: _State, storing: Sequence[float]) -> dict[int, float]:
     """Return what each saved value costs as it has been decided."""
     priced = state.priced
     return {
-        number: priced.recompute_seconds({number})
-        if number in state.recomputed
-        else priced.offload_seconds({number}, rate)
+        number: (priced.recompute_seconds if number in state.recomputed else storing)[number]
         for number in priced.saved
         if number not in state.kept
     }
+
+
+def _sum(seconds: Sequence[float], numbers: Iterable[int]) -> float:
+    """Return what some values take together, of which each takes so many `seconds`."""
+    return sum(seconds[number] for number in numbers)
 
 
 def _choice(state: _State) -> Choice:
@@ -503,7 +471,7 @@ def _choice(state: _State) -> Choice:
 def _decided(state: _State, value: Value) -> tuple[Decision, str, float]:
     """Return what becomes of a value, why, and the seconds that it costs."""
     priced, number = state.priced, value.number
-    link = priced.link_seconds({number})
+    link = priced.link_seconds([number])
     if number in state.kept:
         return Keep("budget"), "the budget has room", 0.0
     if number in state.last:
