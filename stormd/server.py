@@ -55,6 +55,7 @@ from stormd.transport.zmtp import framed
 from stormd.workers.fleet import Fleet
 from stormd.workers.merged import merged_status
 from stormd.workers.plan import WorkerPlace, front_config, plan_workers
+from stormd.workers.shared import PoolBudget
 
 __all__ = ["Server"]
 
@@ -264,7 +265,9 @@ class Server:
         fleet = self._fleet
         if fleet is None:
             return own
-        return merged_status(own, fleet.states(), self.counters, fleet.status())
+        return merged_status(
+            own, fleet.states(), self.counters, fleet.status(), self._asked.pool_bytes
+        )
 
     def _tell_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Hand the state over, once workers have said how they are."""
@@ -345,11 +348,21 @@ class Server:
             self._socket.parent, socket_mode=config.socket_mode, group=config.socket_group
         )
 
+    @property
+    def _budget(self) -> PoolBudget | None:
+        """What bounds the pool beside its size: what other workers have of it."""
+        return None if self._worker is None else self._worker.budget
+
     async def _make_pool(self) -> None:
         spaces, kept = adopted_spaces(self._config, self._handover)
         config, handover, first = self._config, self._handover, self._config.host_bytes
         if config.pool_commit == "use":
             first = min(FIRST_BYTES, spaces[0].end)
+        budget = self._budget
+        if budget is not None:
+            first = budget.first
+            granted = budget.claim(first)
+            assert granted == first, "others leave the first bytes"
         self._pool = await asyncio.to_thread(
             HostPool,
             config.host_bytes,
@@ -382,7 +395,12 @@ class Server:
         )
         self._cleanup.callback(self._close_lanes)
         self._growth = PoolGrowth(
-            self._pool, self._spaces, self._lanes.values(), self._loop, self._grown
+            self._pool,
+            self._spaces,
+            self._lanes.values(),
+            self._loop,
+            self._grown,
+            budget=self._budget,
         )
         self._cleanup.callback(self._growth.close)
         uuids = [link.uuid for lane in self._lanes.values() for link in lane.links]

@@ -28,14 +28,15 @@ import uvloop
 from stormd import open_files
 from stormd.config import Config
 from stormd.errors import StartStopped, StormdError
+from stormd.memory.growth import FIRST_BYTES
 from stormd.memory.numa import near_gpus, prefer_node
 from stormd.monitoring.logs import logging_process, set_level
 from stormd.output import EXIT_FAILED, EXIT_OK
 from stormd.server import Server
 from stormd.supervise.processes import die_with_parent
 from stormd.workers.line import Line, receive_first
-from stormd.workers.plan import WorkerPlace, config_of
-from stormd.workers.totals import UserTotals
+from stormd.workers.plan import WorkerPlace, config_of, is_lent
+from stormd.workers.shared import PoolBudget, Rows, UserTotals
 
 __all__ = ["main"]
 
@@ -69,13 +70,23 @@ class _Worker:
 
     def __init__(self, config: Config, order: dict[str, Any], end: socket.socket) -> None:
         self._node = prefer_node(near_gpus(order["ordinals"]))
-        totals = UserTotals(order["totals"], order["workers"], order["index"])
-        os.close(order["totals"])
-        self._totals = totals
+        rows = Rows(order["shared"], order["workers"], order["index"])
+        os.close(order["shared"])
+        self._totals = UserTotals(rows)
+        self._budget: PoolBudget | None = None
+        if is_lent(config):
+            self._budget = PoolBudget(rows, order["workers"], config.host_bytes, FIRST_BYTES)
+        self._sessions: set[int] = set()
         self._end = end
         self._line: Line
         self._pinned = 0.0
-        place = WorkerPlace(Path(order["lifeline"]), tuple(order["ordinals"]), totals, self._tell)
+        place = WorkerPlace(
+            lifeline=Path(order["lifeline"]),
+            ordinals=tuple(order["ordinals"]),
+            totals=self._totals,
+            budget=self._budget,
+            on_session=self._tell,
+        )
         self._server = Server(config, on_progress=self._pinning, worker=place)
         self._kinds: dict[str, Callable[..., None]] = {
             "end": self._server.end_session,
@@ -132,6 +143,7 @@ class _Worker:
     def _take_session(self, descriptor: int, values: list[Any]) -> None:
         session, uid, place, frame, unread = values
         self._totals.know(uid, place)
+        self._note(session, is_there=True)
         line = socket.socket(fileno=descriptor)
         if not self._server.take_session(line, session, frame, unread):
             self._tell(session, "failed")
@@ -158,7 +170,14 @@ class _Worker:
         if cause == "attached":
             self._line.send("attached", session)
         else:
+            self._note(session, is_there=False)
             self._line.send("ended", session, cause)
+
+    def _note(self, session: int, *, is_there: bool) -> None:
+        """Note a session that has come or gone: while there is one, this worker's share is its."""
+        (self._sessions.add if is_there else self._sessions.discard)(session)
+        if self._budget is not None:
+            self._budget.be_busy(is_busy=bool(self._sessions))
 
     def _pinning(self, done: int, total: int) -> None:
         """Tell how far pinning has come; from the threads that pin."""

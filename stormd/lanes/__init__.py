@@ -52,7 +52,7 @@ Post = Callable[[*tuple[Result, ...]], None]
 class Lane(Protocol):
     """One device's data path. All methods are called on the event loop and never block it.
 
-    But for `extend`, which is called on a thread of its own, and may.
+    But for `extend` and `retract`, which are called on a thread of their own, and may.
     """
 
     @property
@@ -77,6 +77,9 @@ class Lane(Protocol):
         Raises:
             LaneUnavailable: a device cannot reach it; nothing of it is kept.
         """
+
+    def retract(self, offset: int, nbytes: int) -> None:
+        """Let a range go that was taken in so, and of which nothing is used."""
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Set a session's shared memory up.

@@ -177,6 +177,9 @@ class CpuLane:
     def extend(self, offset: int, nbytes: int) -> None:
         """Do nothing: what is resident is reached."""
 
+    def retract(self, offset: int, nbytes: int) -> None:
+        """Do nothing: nothing reaches for what is free."""
+
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page and the staging area, of the size asked for or less."""
         staging = hello.staging_bytes

@@ -30,6 +30,9 @@ class NoLane:
     def extend(self, offset: int, nbytes: int) -> None:
         """Do nothing: no session stores."""
 
+    def retract(self, offset: int, nbytes: int) -> None:
+        """Do nothing: no session stores."""
+
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:  # noqa: ARG002 - nothing is shared
         """Share nothing."""
         for descriptor in descriptors:

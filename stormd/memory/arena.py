@@ -192,9 +192,25 @@ class Space:
             if self.capacity and nbytes:
                 self._free(self.base + self._committed, nbytes)
             self._committed += nbytes
-            share = self._committed * self.capacity // max(1, self.end - self.base)
-            self._ready = share // self.granule * self.granule
+            self._ready = self._ready_of(self._committed)
             self._wanted = 0 if self._wanted <= self._ready else self._wanted
+
+    def shrink(self, nbytes: int) -> bool:
+        """Let the last `nbytes` of memory go; False, and no change, where something needs them."""
+        with self._lock:
+            end = self.base + self._committed
+            free_from = self._by_end.get(end)
+            if free_from is None or free_from > end - nbytes:
+                return False
+            ready = self._ready_of(self._committed - nbytes)
+            if self._used + self._promised > ready:
+                return False
+            self._remove_free(free_from)
+            if free_from < end - nbytes:
+                self._add_free(free_from, end - nbytes - free_from)
+            self._committed -= nbytes
+            self._ready = ready
+            return True
 
     def allow_growth(self, *, allowed: bool) -> None:
         """Say whether more memory can be had; while it cannot, nobody waits for it."""
@@ -278,7 +294,8 @@ class Space:
             assert {start + size: start for start, size in free} == self._by_end
             assert sum(size for _, size in free) == self._committed - self._used
             assert 0 <= self._promised <= self._ready - self._used
-            assert 0 <= self._used <= self._peak <= self._ready <= self.capacity
+            assert 0 <= self._used <= self._peak <= self.capacity
+            assert self._used <= self._ready <= self.capacity
             assert self._wanted == 0 or self._ready < self._wanted <= self.capacity
             for start, size in free:
                 assert start % self.granule == 0 < size
@@ -289,6 +306,11 @@ class Space:
             assert ends[-1] <= self.base + self._committed <= self.end
 
     # --- called with the lock held ----------------------------------------------------------
+
+    def _ready_of(self, committed: int) -> int:
+        """Return what may be used of so much memory: all but its part of the slack."""
+        share = committed * self.capacity // max(1, self.end - self.base)
+        return share // self.granule * self.granule
 
     def _taken_with(self, nbytes: int) -> int:
         """Return what would be taken with `nbytes` more, as far as they fit at all."""

@@ -3,7 +3,8 @@
 A step makes a range resident and known to every lane, in a thread of its own, and only then is it
 in the space from which the ledger promises: a promise is never one of memory that has yet to come.
 No step leaves the rest of the machine, or of the container, short. Memory goes back when the daemon
-ends: given back earlier, the next step of a training would have to wait for it again.
+ends: given back earlier, the next step of a training would have to wait for it again. But what a
+worker process has of the pool beyond its share goes back once another wants it and it is free.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ AHEAD_PART: Final = 4
 RETRY_SECONDS: Final = 5.0
 """After which a machine that had no memory is asked again."""
 
+ASKED_SECONDS: Final = 0.5
+"""The same of other workers, which look as often whether somebody wants what they can spare."""
+
 LEFT_PART: Final = 16
 LEFT_LEAST: Final = 64 << 20
 LEFT_MOST: Final = 2 << 30
@@ -53,6 +57,9 @@ class Extendable(Protocol):
         Raises:
             LaneUnavailable: a device cannot reach it; nothing of it is kept.
         """
+
+    def retract(self, offset: int, nbytes: int) -> None:
+        """Let a range go that was taken in so, and of which nothing is used."""
 
 
 def next_step(space: Space) -> int:
@@ -74,11 +81,26 @@ def left_to_others() -> int:
     return min(max(memory_limit() // LEFT_PART, LEFT_LEAST), LEFT_MOST)
 
 
+class Budget(Protocol):
+    """What bounds a pool that is one of several processes' together."""
+
+    @property
+    def surplus(self) -> int:
+        """What of it is to be given back where it is free; 0 for nothing."""
+
+    def claim(self, nbytes: int) -> int:
+        """Take so much more, or what of that there is; return it."""
+
+    def give_back(self, nbytes: int) -> None:
+        """Have others take so much again."""
+
+
 class PoolGrowth:
     """Grows `spaces` of a pool, one step at a time. `close` must follow, before the lanes'.
 
     `on_step` is called on the loop after each step, also one that failed: then the spaces allow no
-    growth for some seconds, and who waits for it waits no longer.
+    growth for some seconds, and who waits for it waits no longer. With a `budget`, which other
+    processes share, there is one space, and of its memory the first range stays.
     """
 
     def __init__(
@@ -88,9 +110,13 @@ class PoolGrowth:
         lanes: Iterable[Extendable],
         loop: asyncio.AbstractEventLoop,
         on_step: Callable[[], None],
+        *,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget
         self._pool = pool
         self._spaces = [space for space in spaces if space.is_growing]
+        assert budget is None or len(spaces) == 1
         self._lanes = list(lanes)
         self._loop = loop
         self._on_step = on_step
@@ -109,13 +135,53 @@ class PoolGrowth:
             space.allow_growth(allowed=True)
             nbytes = next_step(space)
             if nbytes:
-                self._begin(space, nbytes)
+                self._claim(space, nbytes)
                 return
+        if self._budget is not None and self._budget.surplus:
+            self._give_some_back(self._spaces[0])
 
     def close(self) -> None:
         """Let the step under way end, and begin none any more. Called on the loop."""
         self._spaces = []
         self._executor.shutdown()
+
+    def _claim(self, space: Space, nbytes: int) -> None:
+        granted = nbytes if self._budget is None else self._budget.claim(nbytes)
+        if granted:
+            self._begin(space, granted)
+            return
+        self._give_up("other workers have the rest of it", ASKED_SECONDS)
+        self._loop.call_soon(self._on_step)
+
+    def _give_some_back(self, space: Space) -> None:
+        """Begin to give the last range back, where nothing needs it.
+
+        It may be more than the surplus: what is below the share can be claimed again.
+        """
+        (offset, nbytes), is_only = self._pool.ranges[-1], len(self._pool.ranges) == 1
+        if is_only or not space.shrink(nbytes):
+            return
+        step = self._loop.run_in_executor(self._executor, self._return, offset, nbytes)
+        self._step = step
+        step.add_done_callback(lambda done: self._returned(done, space, nbytes))
+
+    def _return(self, offset: int, nbytes: int) -> None:
+        """Have a range be no memory any more. In the thread for it."""
+        for lane in self._lanes:
+            lane.retract(offset, nbytes)
+        self._pool.give_back(offset, nbytes)
+
+    def _returned(self, step: asyncio.Future[None], space: Space, nbytes: int) -> None:
+        self._step = None
+        if step.cancelled() or not self._spaces:
+            return
+        error = step.exception()
+        if error is None and self._budget is not None:
+            self._budget.give_back(nbytes)
+        else:  # it is there yet, and so it is used
+            log.error("memory of the pool cannot be given back", exc_info=error)
+            space.grow(nbytes)
+        self._on_step()
 
     def _begin(self, space: Space, nbytes: int) -> None:
         offset = space.base + space.committed
@@ -138,21 +204,23 @@ class PoolGrowth:
         if step.cancelled() or not self._spaces:
             return
         error = step.exception()
+        if error is not None and self._budget is not None:
+            self._budget.give_back(nbytes)
         if error is None:
             self._has_failed = False
             space.grow(nbytes)
         elif isinstance(error, PoolUnavailable | LaneUnavailable | StartStopped):
-            self._give_up(str(error))
+            self._give_up(str(error), RETRY_SECONDS)
         else:  # our bug; the pool stays as large as it is
             log.error("the pool does not grow", exc_info=error)
-            self._give_up(str(error))
+            self._give_up(str(error), RETRY_SECONDS)
         self._on_step()
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, seconds: float) -> None:
         """Grow no more for a while; tell of it once, not at every attempt."""
         if not self._has_failed:
             log.warning("the pool stays at %s: %s", self._size(), reason)
-        self._has_failed, self._retry_at = True, time.monotonic() + RETRY_SECONDS
+        self._has_failed, self._retry_at = True, time.monotonic() + seconds
         for space in self._spaces:
             space.allow_growth(allowed=False)
 

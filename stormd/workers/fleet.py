@@ -30,7 +30,7 @@ from stormd.monitoring.counters import Counters
 from stormd.protocol import Hello
 from stormd.workers.line import Line, send_first
 from stormd.workers.plan import Plan, fields_of, worker_config
-from stormd.workers.totals import MOST_USERS, UserTotals
+from stormd.workers.shared import MOST_USERS, Rows
 
 __all__ = ["Fleet"]
 
@@ -188,8 +188,8 @@ class Fleet:
         self._is_open = False  # before, a worker that ends is not followed by another
         self._is_ending = False
         self._settled = asyncio.Event()
-        self._totals = UserTotals.make(len(plans))
-        self._numbers = UserTotals(self._totals, len(plans), own=0)
+        self._shared = Rows.make(len(plans))
+        self._rows = Rows(self._shared, len(plans), own=0)
 
     # --- beginning and end ------------------------------------------------------------------
 
@@ -255,10 +255,10 @@ class Fleet:
                 worker.process.kill()
                 worker.process.wait()
                 self._lifeline_of(worker.plan.index).unlink(missing_ok=True)
-        if self._totals >= 0:
-            self._numbers.close()
-            os.close(self._totals)
-            self._totals = -1
+        if self._shared >= 0:
+            self._rows.close()
+            os.close(self._shared)
+            self._shared = -1
 
     def reload(self, config: Config) -> None:
         """Have all workers take the reloadable settings of `config`."""
@@ -383,7 +383,7 @@ class Fleet:
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                pass_fds=(its.fileno(), self._totals),
+                pass_fds=(its.fileno(), self._shared),
             )
         except OSError as error:
             ours.close()
@@ -400,7 +400,7 @@ class Fleet:
             "workers": len(self._workers),
             "ordinals": worker.plan.ordinals,
             "lifeline": str(self._lifeline_of(worker.plan.index)),
-            "totals": self._totals,
+            "shared": self._shared,
         }
         send_first(ours, "order", order)
         worker.line = Line(
@@ -464,8 +464,8 @@ class Fleet:
     ) -> None:
         status = await asyncio.to_thread(process.wait)
         worker.process = None
-        if self._totals >= 0:
-            self._numbers.clear(worker.plan.index)
+        if self._shared >= 0:
+            self._rows.clear(worker.plan.index)
         if self._is_ending:
             return
         reason = worker.trouble or _how_ended(status)

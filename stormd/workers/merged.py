@@ -18,14 +18,20 @@ State = Mapping[str, Any]
 
 
 def merged_status(
-    front: State, states: Sequence[State], counters: Counters, workers: list[dict[str, Any]]
+    front: State,
+    states: Sequence[State],
+    counters: Counters,
+    workers: list[dict[str, Any]],
+    pool_bytes: int,
 ) -> dict[str, Any]:
     """Return the state of the whole daemon.
 
     `states` are the last ones of the workers there are, `counters` those of all processes, and
-    `workers` what is shown of each.
+    `workers` what is shown of each. `pool_bytes` is the pool of all, which workers may lend each
+    other: what each may have is then more than its part.
     """
     pool = _pool([state["pool"] for state in states])
+    pool["capacity_bytes"] = min(pool["capacity_bytes"], pool_bytes)
     raw_bytes = sum(state["raw_bytes"] for state in states)
     taken = pool["used_bytes"] + pool["promised_bytes"]
     lanes = {lane for state in states for lane in state["lanes"]}

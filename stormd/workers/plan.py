@@ -16,7 +16,7 @@ from storm_kernels.errors import BackendUnavailable
 
 from stormd.config import Config
 from stormd.machine import memory_available
-from stormd.workers.totals import UserTotals
+from stormd.workers.shared import PoolBudget, UserTotals
 
 __all__ = [
     "Plan",
@@ -24,6 +24,7 @@ __all__ = [
     "config_of",
     "fields_of",
     "front_config",
+    "is_lent",
     "plan_workers",
     "worker_config",
 ]
@@ -55,13 +56,15 @@ class WorkerPlace:
     """What makes a daemon a worker: it has no address, and serves what another hands to it.
 
     `lifeline` is where its clients' lifelines connect, `ordinals` are its devices, `totals` what
-    users hold in all workers. `on_session(session, cause)` is told of each session that has its
-    lifeline, with "attached", and of each that is gone.
+    users hold in all workers. `budget` is what it may have of a pool that is one for all, None
+    where it has a part of its own. `on_session(session, cause)` is told of each session that has
+    its lifeline, with "attached", and of each that is gone.
     """
 
     lifeline: Path
     ordinals: tuple[int, ...]
     totals: UserTotals
+    budget: PoolBudget | None
     on_session: Callable[[int, str], None]
 
 
@@ -105,8 +108,8 @@ def front_config(config: Config) -> Config:
 def worker_config(config: Config, plan: Plan, count: int) -> Config:
     """Return one worker's settings, of `count`: an equal part of memory, room on disk and threads.
 
-    Where shares are kept for sessions, each worker takes its part of `max_sessions` and no more: it
-    could not keep more shares.
+    A pool that is lent is all of it as address space. Where shares are kept for sessions, each
+    worker takes its part of `max_sessions` and no more: it could not keep more shares.
     """
     staging = config.all_staging_bytes_cpu or memory_available() // 2
     sessions = config.max_sessions
@@ -118,7 +121,7 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
         metrics_address="",
         resumable=False,
         exit_with_last_client=False,
-        pool_bytes=config.pool_bytes // count,
+        pool_bytes=config.pool_bytes // (1 if is_lent(config) else count),
         cache_bytes=0,
         spill_bytes=config.spill_bytes // count,
         message_bytes=max(LEAST_MESSAGE_BYTES, config.message_bytes // count),
@@ -128,6 +131,16 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
         max_sessions=sessions,
         max_sessions_per_uid=min(sessions, config.sessions_per_uid),
     )
+
+
+def is_lent(config: Config) -> bool:
+    """Tell whether workers lend each other memory of the pool.
+
+    So they do where it is taken as it is used. What is kept for sessions, or on its way from the
+    disk, needs a part that stays.
+    """
+    keeps = config.session_share_bytes or config.spill_path
+    return config.pool_commit == "use" and not keeps
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:

@@ -28,6 +28,7 @@ from stormd.protocol import Goodbye, Restore, Restored, Store, Stored
 
 KIB, MIB = 1 << 10, 1 << 20
 COUNTS = (1, 8, 64)
+LANES = (2, 8)
 SECONDS = 5.0
 """For which each client stores and restores."""
 
@@ -165,6 +166,27 @@ def beside_a_greedy_one(seconds: float = SECONDS) -> dict[str, Any]:
     return figures
 
 
+def lanes(count: int, seconds: float = SECONDS) -> dict[str, Any]:
+    """Return what so many clients get done at one process, and at as many workers.
+
+    Processors are counted: where there are fewer than processes, these bound both.
+    """
+    figures: dict[str, Any] = {"clients": count, "processors": len(os.sched_getaffinity(0))}
+    for workers in ("off", str(count)):
+        with _daemon(f"--workers={workers}", "--encode-threads=1") as daemon:
+            found = _run(daemon.address, ["polite"] * count, seconds)
+            state = daemon.status()
+            assert state["entries"] == 0, state
+            busy = [one["processor_seconds"] for one in state["workers"]]
+        done = sum(len(one["stores"]) + len(one["restores"]) for one in found)
+        figures[f"workers_{workers}"] = {
+            "operations_per_second": done / seconds,
+            "store_seconds": _spread([value for one in found for value in one["stores"]]),
+            "workers_processor_seconds": busy,
+        }
+    return figures
+
+
 def start_and_end() -> dict[str, float]:
     """Return how long a daemon with a large pool takes to be ready, and to end on SIGTERM."""
     began = time.monotonic()
@@ -202,8 +224,8 @@ def _process(role: str, address: str, seconds: float) -> subprocess.Popen[str]:
     )
 
 
-def _daemon() -> ChildDaemon:
-    return ChildDaemon(flags=["--pool-bytes=256MiB", "--cache-bytes=0", "--device=cpu"])
+def _daemon(*flags: str) -> ChildDaemon:
+    return ChildDaemon(flags=["--pool-bytes=256MiB", "--cache-bytes=0", "--device=cpu", *flags])
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -229,6 +251,7 @@ def main() -> None:
         "bytes_an_operation": NBYTES,
         "crowds": [crowd(count) for count in COUNTS],
         "fairness": beside_a_greedy_one(),
+        "lanes": [lanes(count) for count in LANES],
         f"daemon_with_{START_POOL}": [start_and_end() for _ in range(STARTS)],
     }
     text = json.dumps(result, indent=2)

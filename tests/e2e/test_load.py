@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.load import beside_a_greedy_one, crowd
+from bench.load import beside_a_greedy_one, crowd, lanes
 
 CLIENTS = 6
 SECONDS = 0.5
@@ -19,3 +19,10 @@ def test_a_greedy_client_leaves_others_their_turn() -> None:
     figures = beside_a_greedy_one(SECONDS)
     assert figures["beside"]["operations_per_second"] > 0
     assert figures["beside"]["greedy_bytes_per_second"] > 0
+
+
+def test_clients_of_several_workers_are_served_as_those_of_one() -> None:
+    figures = lanes(2, SECONDS)
+    assert figures["workers_off"]["operations_per_second"] > 0
+    assert figures["workers_2"]["operations_per_second"] > 0
+    assert len(figures["workers_2"]["workers_processor_seconds"]) == 2

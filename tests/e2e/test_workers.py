@@ -251,6 +251,47 @@ def test_a_users_quota_is_of_all_workers_together() -> None:
         assert _is_stored(clients[1], entry)
 
 
+def test_a_worker_alone_has_what_others_do_not_use_and_gives_it_back() -> None:
+    """Of a pool that is taken as it is used. The sum is never more than the pool."""
+    flags = ["--pool-bytes=256MiB", "--cache-bytes=0", "--device=cpu", "--workers=2"]
+    flags += ["--pool-commit=use", "--part-bytes-cpu=4MiB"]
+    with ChildDaemon(flags=flags) as daemon, ExitStack() as stack:
+        first, second = (RawClient(daemon.address) for _ in range(2))
+        stack.enter_context(first).open()
+        held = _fill(first, 256)
+        assert len(held) * 4 * MIB > 160 * MIB, "its share is half of 256 MiB"
+        assert _committed(daemon) <= 264 * MIB
+        stack.enter_context(second).open()
+        _fill(second, 256)
+        assert _committed(daemon) <= 264 * MIB
+        first.release(*held)
+
+        def has_its_share() -> bool:
+            _fill(second, 1)
+            own = worker_of(daemon, second)["pool"]
+            assert _committed(daemon) <= 264 * MIB
+            return bool(own["used_bytes"] > 110 * MIB)
+
+        wait_until(has_its_share, 60.0, lambda: workers_of(daemon))
+
+
+def _fill(client: RawClient, most: int) -> list[int]:
+    """Store pieces of 4 MiB that cannot be compressed until one is refused; return the entries."""
+    data, held = os.urandom(4 * MIB), []
+    while len(held) < most:
+        entry = client.store(data)
+        answer = _answer(client, entry)
+        if not isinstance(answer, Stored):
+            assert answer.reason == "pool_full"
+            break
+        held.append(entry)
+    return held
+
+
+def _committed(daemon: ChildDaemon) -> int:
+    return int(daemon.status()["pool"]["committed_bytes"])
+
+
 def _is_stored(client: RawClient, entry: int) -> bool:
     answer = client.wait(
         lambda envelope: (

@@ -83,6 +83,17 @@ class DevicePool:
         added = _Registered(offset, offset + nbytes, memory)
         self._ranges = tuple(sorted((*self._ranges, added)))
 
+    def retract(self, offset: int, nbytes: int) -> None:
+        """Unregister a range that was registered as one; no copy uses it. May take a second.
+
+        Raises:
+            CudaDriverError: the device is broken.
+        """
+        (gone,) = [one for one in self._ranges if (one.begin, one.end) == (offset, offset + nbytes)]
+        self._ranges = tuple(one for one in self._ranges if one is not gone)
+        self._context.make_current()
+        gone.memory.close()  # and once more at the end, which does nothing
+
     def pieces(self, block: Block) -> Iterator[tuple[int, int]]:
         """Yield a block's ranges as (address, bytes), each of which one copy can cover."""
         ranges = self._ranges

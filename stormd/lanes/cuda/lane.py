@@ -88,6 +88,10 @@ class CudaLane:
         except KernelsError as error:
             raise LaneUnavailable(f"the pool cannot be registered further: {error}") from error
 
+    def retract(self, offset: int, nbytes: int) -> None:
+        """Unregister a range of the pool that was registered further."""
+        self._pool.retract(offset, nbytes)
+
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""
         given, *others = descriptors or (-1,)

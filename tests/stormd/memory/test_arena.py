@@ -289,3 +289,24 @@ def test_no_more_is_adopted_than_may_be_promised() -> None:
     with pytest.raises(ValueError, match="promised of"):
         Space(CAPACITY).adopt([block], 5 * GRANULE)
     Space(CAPACITY, committed=0).adopt([], 0)
+
+
+def test_the_end_of_a_space_goes_where_nothing_needs_it() -> None:
+    space = Space(CAPACITY, committed=CAPACITY // 2)
+    assert space.promise(GRANULE)
+    block = space.place(GRANULE, GRANULE)
+    assert space.promise(CAPACITY // 4)
+    assert not space.shrink(CAPACITY // 4), "what is left would not hold what is promised"
+    assert space.shrink(CAPACITY // 8)
+    space.assert_invariants()
+    assert space.use().ready == CAPACITY // 2 - CAPACITY // 8
+    space.withdraw(CAPACITY // 4)
+    assert not space.shrink(space.committed), "the block is in it"
+    assert space.shrink(space.committed - GRANULE)
+    space.assert_invariants()
+    assert (space.committed, space.use().ready, space.is_growing) == (GRANULE, GRANULE, True)
+    space.release(block)
+    assert space.shrink(GRANULE)
+    space.grow(CAPACITY)
+    space.assert_invariants()
+    assert space.promise(CAPACITY)

@@ -169,3 +169,108 @@ def test_an_end_waits_for_the_step_under_way_and_takes_nothing_in() -> None:
             assert (made.steps, made.space.committed) == (0, FIRST_BYTES)
 
     asyncio.run(scenario())
+
+
+class Budget:
+    """Grants what it is told, and wants back what it is told."""
+
+    def __init__(self) -> None:
+        self.room = GIB
+        self.surplus = 0
+        self.given_back = 0
+
+    def claim(self, nbytes: int) -> int:
+        granted = min(nbytes, self.room)
+        self.room -= granted
+        return granted
+
+    def give_back(self, nbytes: int) -> None:
+        self.room += nbytes
+        self.given_back += nbytes
+
+
+class Lending(Growing):
+    """One space whose memory others may want."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growth.close()
+        self.budget = Budget()
+        self.retracted: list[tuple[int, int]] = []
+        loop: Any = asyncio.get_running_loop()
+        spaces, lanes, budget = [self.space], [self], self.budget
+        self.growth = PoolGrowth(self.pool, spaces, lanes, loop, self._stepped, budget=budget)
+
+    def retract(self, offset: int, nbytes: int) -> None:
+        self.retracted.append((offset, nbytes))
+
+
+def test_what_others_want_goes_back_once_it_is_free() -> None:
+    async def scenario() -> None:
+        made = Lending()
+        assert made.space.promise(FIRST_BYTES)
+        made.growth.look()
+        await made.step()
+        assert made.space.committed == 2 * FIRST_BYTES
+        assert made.space.promise(GRANULE)
+        made.budget.surplus = FIRST_BYTES
+        made.growth.look()
+        assert made.growth._step is None, "it is promised"
+        made.space.withdraw(FIRST_BYTES)
+        made.growth.look()
+        await made.step()
+        assert made.retracted == made.extended == [(FIRST_BYTES, FIRST_BYTES)]
+        assert (made.budget.given_back, made.space.committed) == (FIRST_BYTES, FIRST_BYTES)
+        assert made.pool.ranges == ((0, FIRST_BYTES),)
+        made.growth.look()
+        assert made.growth._step is None, "the first range stays"
+        made.budget.surplus = 0
+        made.space.want(FIRST_BYTES)
+        made.growth.look()
+        await made.step()
+        assert made.space.committed == 2 * FIRST_BYTES
+        made.growth.close()
+        made.pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_where_others_have_the_rest_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(growth, "ASKED_SECONDS", 0.01)
+        made = Lending()
+        made.budget.room = MIB
+        assert made.space.promise(FIRST_BYTES)
+        made.growth.look()
+        await made.step()
+        assert made.space.committed == FIRST_BYTES + MIB
+        made.space.want(GIB)
+        made.growth.look()
+        await made.step()  # in vain
+        assert not made.space.is_growing
+        made.budget.room = GIB
+        await asyncio.sleep(0.02)
+        made.growth.look()
+        made.space.want(GIB)
+        made.growth.look()
+        await made.step()
+        assert made.space.committed > FIRST_BYTES + MIB
+        made.growth.close()
+        made.pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_cannot_be_used_is_claimed_no_longer() -> None:
+    async def scenario() -> None:
+        made = Lending()
+        made.refused = True
+        assert made.space.promise(FIRST_BYTES)
+        made.growth.look()
+        await made.step()
+        assert made.budget.given_back == FIRST_BYTES
+        assert made.space.committed == FIRST_BYTES
+        made.growth.close()
+        made.pool.close()
+
+    asyncio.run(scenario())

@@ -32,7 +32,7 @@ def front() -> dict[str, Any]:
 
 
 def test_what_adds_up_is_added_and_the_front_s_pool_is_nobody_s() -> None:
-    found = merged_status(front(), [state(2), state(1)], Counters(), [])
+    found = merged_status(front(), [state(2), state(1)], Counters(), [], 100)
     assert found["pool"]["capacity_bytes"] == 30
     assert found["pool"]["largest_free_bytes"] == 25
     assert (found["entries"], found["raw_bytes"]) == (3, 300)
@@ -46,10 +46,15 @@ def test_what_adds_up_is_added_and_the_front_s_pool_is_nobody_s() -> None:
     )
 
 
+def test_a_pool_that_is_lent_is_counted_once() -> None:
+    found = merged_status(front(), [state(2), state(1)], Counters(), [], 25)
+    assert found["pool"]["capacity_bytes"] == 25
+
+
 def test_sessions_are_the_front_s_with_what_their_worker_says() -> None:
     held = {"id": 2, "pid": 0, "entries": 4}
     gone = {"id": 9, "pid": 0, "entries": 4}
-    found = merged_status(front(), [state(1, sessions=[held, gone])], Counters(), [])
+    found = merged_status(front(), [state(1, sessions=[held, gone])], Counters(), [], 100)
     assert found["sessions"] == [
         {"id": 1, "pid": 5, "entries": 0},
         {"id": 2, "pid": 6, "entries": 4},
@@ -57,7 +62,7 @@ def test_sessions_are_the_front_s_with_what_their_worker_says() -> None:
 
 
 def test_without_a_worker_there_is_no_pool() -> None:
-    found = merged_status(front(), [], Counters(), [])
+    found = merged_status(front(), [], Counters(), [], 100)
     assert (found["pool"]["capacity_bytes"], found["ratio"]) == (0, None)
 
 
@@ -71,7 +76,7 @@ def test_tiers_on_disk_add_up() -> None:
         }  # fmt: skip
 
     states = [state(1, spill=tier(1, "")), state(2, spill=tier(2, "broken"))]
-    found = merged_status(front(), states, Counters(), [])["spill"]
+    found = merged_status(front(), states, Counters(), [], 100)["spill"]
     assert (found["capacity_bytes"], found["oldest_seconds"], found["ended"]) == (3, 2.0, "broken")
     assert found["write"] == {"bytes": 3, "busy_seconds": 1.0, "bytes_per_second": 6.0}
     assert (found["path"], found["encrypted"]) == ("/x", True)

@@ -469,14 +469,21 @@ def growing_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         bench.space.release(taken)
 
 
+@pytest.mark.parametrize("was_lent", [False, True])
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
 def test_a_blob_across_what_the_pool_began_with_and_what_came_later_comes_back(
-    growing_bench: Bench, codec: str
+    growing_bench: Bench, codec: str, *, was_lent: bool
 ) -> None:
+    """Also where what came later had been there before, and had gone to another worker."""
     bench = growing_bench
     bench.map()
     before = fill(bench)
     bench.pool.commit(BORDER, BORDER, beside=0)
+    if was_lent:
+        bench.lane.extend(BORDER, BORDER)
+        bench.lane.retract(BORDER, BORDER)
+        bench.pool.give_back(BORDER, BORDER)
+        bench.pool.commit(BORDER, BORDER, beside=0)
     grower = threading.Thread(target=bench.lane.extend, args=(BORDER, BORDER))
     grower.start()
     grower.join()
