@@ -17,6 +17,7 @@ hand has run, never by what another did.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import Counter
@@ -189,6 +190,9 @@ class Kind:
     """Whether its steps follow new decisions, and memory of those before was not given back."""
     _gave_back = False
     """Whether that was done before."""
+
+    _turn = math.inf
+    """Seconds from the end of a forward pass until something is asked for, as plans know it."""
 
     rests = 0
     """Steps that Python follows before compiled code may again."""
@@ -373,10 +377,20 @@ class Kind:
             recomputes=recomputes,
             why_not=why_not,
             forward_seconds=self._busy_seconds(values),
-            turn_seconds=self.times.turn_seconds(),
+            turn_seconds=self._turn_seconds(),
             last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
             block_ends=self.block_ends,
         )
+
+    def _turn_seconds(self) -> float:
+        """Return what plans are told of the turn: while some are compared, the same as the first.
+
+        It differs from step to step, and the plan that is followed in the end would not be the one
+        that was measured: its replays would have to prove themselves once more.
+        """
+        if self.search is None or math.isinf(self._turn):
+            self._turn = self.times.turn_seconds()
+        return self._turn
 
     def take_times(self, others: Iterable[Kind]) -> None:
         """Take what operations took in other signatures where they are alike and have no time.

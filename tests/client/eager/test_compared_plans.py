@@ -6,6 +6,7 @@ A GPU's steps are compared. Here they are the host's, and take as long as a test
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -197,3 +198,19 @@ def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
     for decisions in kind.compared.values():
         assert len(decisions) == len(kind.values)
     assert type((kind.decisions or ())[again[0]]).__name__ != "Replay"
+
+
+def test_plans_that_are_compared_are_told_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It differs from step to step: what is followed in the end is to be what was measured."""
+    turns = iter([math.inf, 1.0, 2.0])
+    monkeypatch.setattr(step_times.StepTimes, "turn_seconds", lambda _: next(turns))
+    kind = Kind((), [])
+
+    def told() -> float:
+        return kind.problem(recomputes=True, why_not="").turn_seconds
+
+    assert told() == math.inf
+    kind.search = PlanSearch()
+    assert [told(), told()] == [1.0, 1.0]
+    kind.search = None
+    assert told() == 2.0
