@@ -34,11 +34,12 @@ from storm_client.monitoring.trace import Traces
 from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from storm_client.policy import Policy
-from storm_client.saved.ranges import Handle, RangePhase, StoredRange
+from storm_client.saved.ranges import Handle, RangePhase, StoredRange, Use
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View
 from storm_client.transport.confirmation import acts_on_gradients_early
 from storm_client.transport.kept_memory import note
+from storm_client.transport.session import LOOK_BACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +107,8 @@ class StepHooks:
         """Seconds spent on bringing inputs of replays, which count as waiting."""
         self._follower = self._find_follower(path)
         """Compiled code that follows the step, until the block has ended."""
+        self._leaves_together = False
+        """Whether compiled code knows how much of what is small leaves together."""
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
 
     @property
@@ -142,6 +145,8 @@ class StepHooks:
             self._pack_beside,
             self._pack_expected,
             self.unpack,
+            self._leave_together,
+            self._load_bytes,
             self._planned.pack_input,
             self._bring,
             self._planned.note_made,
@@ -256,11 +261,62 @@ class StepHooks:
                 return self._skip(tensor, "device", layer)
             if self._session is None:
                 self._session = session
+            if self._follower is not None and not self._leaves_together:
+                self._leaves_together = True
+                self._follower.together(tensor, session.together_bytes)
             return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
             return self._keep(tensor)
+
+    @untraced
+    def _leave_together(self, kept: list[_follow.Kept]) -> None:
+        """Have results leave that compiled code has kept for now; what an error leaves stays."""
+        session = self._session
+        assert session is not None, "what is kept for now is of its device"
+        try:
+            with session.connection.lock:
+                for one in kept:
+                    self._leave(one, session)
+            session.send_unshared(latest=len(kept) + LOOK_BACK)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            for _, _, nbytes, *_ in filter(None, (one.describe() for one in kept)):
+                self._recorder.saved(nbytes, 0.0)
+                self._recorder.kept(nbytes, "daemon_lost")
+
+    def _leave(self, kept: _follow.Kept, session: Session) -> None:
+        """Have a result leave, unless it was moved already."""
+        found = kept.describe()
+        if found is None:
+            return
+        storage, dtype, nbytes, position, version, base, tensor = found
+        recorder = self._recorder.of_layer(self._planned.layer_of(position))
+        record = session.find(storage, tensor)
+        if record is not None:
+            recorder.deduplicated(nbytes)
+        else:
+            began, size = perf_counter(), storage.nbytes()
+            decision = self._policy.decide_storage(storage)
+            if isinstance(decision, Keep):
+                recorder.skipped(nbytes, decision.reason)
+                return
+            record = session.hold_result(
+                storage,
+                dtype,
+                self._codec,
+                recorder,
+                soon=session.has_in_place and self._step.needed_at_once(size),
+                proof=None if base is None else SnapshotProof.of_base(base, version),
+            )
+            if record.proof is not None:
+                self._results.append(weakref.ref(record))
+            recorder.saved(nbytes, perf_counter() - began)
+        use = self._step.use(record)
+        session.saved.add_use(use)
+        kept.leave(use)
 
     @untraced
     def _pack(self, tensor: torch.Tensor) -> Packed:
@@ -367,14 +423,23 @@ class StepHooks:
             handle.version.check()
         elif (replaced := self._asked(handle.version)) is not None:
             return replaced
-        assert isinstance(handle.step, Step)  # this one, or that of what was moved
-        is_first = handle.step.unpacked(handle)
-        record = handle.record
+        return handle.version.alias(handle.view.rebuild(self._load_bytes(handle)))
+
+    @untraced
+    def _load_bytes(self, use: Use) -> torch.UntypedStorage:
+        """Return the bytes of what was saved, in memory that streams may use in their order.
+
+        Raises:
+            CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
+        """
+        assert isinstance(use.step, Step)  # this one, or that of what was moved
+        is_first = use.step.unpacked(use)
+        record = use.record
         began = perf_counter()
         with ranges.span("unpack", record.nbytes, record.key):
             try:
                 may_hand_out = record.session.has_in_place and self._may_hand_out
-                located = record.session.load(handle, is_first=is_first, may_hand_out=may_hand_out)
+                located = record.session.load(use, is_first=is_first, may_hand_out=may_hand_out)
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
         ready = record.ready
@@ -385,7 +450,7 @@ class StepHooks:
         self._trace.used(id(record))
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
-        return handle.version.alias(handle.view.rebuild(located.storage))
+        return located.storage
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
         return self._stay(tensor, _nbytes(tensor), reason, layer)
@@ -523,7 +588,7 @@ class StepHooks:
             record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
         handle = self._step.handle(record, View.of(tensor), version)
-        session.saved.add_handle(handle)
+        session.saved.add_use(handle)
         return handle
 
     def _hold(

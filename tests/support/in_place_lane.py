@@ -185,8 +185,8 @@ class FakeInPlace:
         self.came_back = 0
         self.handed_out = 0
         self._lane = lane
-        self._whole: tuple[int, Slot] | None = None
-        """What was found last, with its address, until the numbers of its parts are drawn."""
+        self._whole: list[tuple[int, Slot]] = []
+        """What was found, with its address, until the numbers of its parts are drawn."""
 
     def is_read(self, sequence: int) -> bool:
         if sequence <= self.read:
@@ -202,13 +202,13 @@ class FakeInPlace:
         offset = address - self._lane._mapped().area
         if 0 <= offset < self._lane.area_bytes:
             self.came_back += 1
-            self._whole = None
+            self._whole = []
             self._unread.read_all()  # what is asked for cannot be had before
             return Mapped(0, offset)
         slot = self._lane.reserve(nbytes)
         if slot is None:
             return None
-        self._whole = address, slot
+        self._whole.append((address, slot))
         self.found += 1
         return Mapped(0, slot.offset)
 
@@ -220,9 +220,8 @@ class FakeInPlace:
 
     def produced(self, count: int) -> range:
         numbers = [self._unread.next_number() for _ in range(count)]
-        if self._whole is not None:
-            self._add_parts(numbers, *self._whole)
-            self._whole = None
+        self._add_parts(numbers, self._whole[-count:])
+        self._whole = []
         return range(numbers[0], numbers[-1] + 1)
 
     def await_restored(self, tickets: Sequence[int]) -> None:
@@ -242,8 +241,13 @@ class FakeInPlace:
     def headroom(self) -> int:
         return self.spare
 
-    def _add_parts(self, numbers: list[int], address: int, slot: Slot) -> None:
-        begins = range(0, slot.nbytes, self._lane.part_bytes)
-        for sequence, begin in zip(numbers, begins, strict=True):
-            nbytes = min(self._lane.part_bytes, slot.nbytes - begin)
-            self._unread.add(sequence, address + begin, self._lane.address(slot) + begin, nbytes)
+    def _add_parts(self, numbers: list[int], found: list[tuple[int, Slot]]) -> None:
+        size = self._lane.part_bytes
+        parts = [
+            (address + begin, self._lane.address(slot) + begin, min(size, slot.nbytes - begin))
+            for address, slot in found
+            for begin in range(0, slot.nbytes, size)
+        ]
+        # What was found before these was not sent.
+        for sequence, part in zip(numbers, parts[-len(numbers) :], strict=bool(parts)):
+            self._unread.add(sequence, *part)

@@ -453,5 +453,5 @@ def _handle(call: Call, value: torch.Tensor, session: Session, number: int | Non
         target.recorder.saved(value.nbytes, perf_counter() - began)
     version = version_of(value, SavedVersion.of, storage._cdata)
     handle = Handle(record, View.of(value), version, target.announced(session), 0)
-    session.saved.add_handle(handle)
+    session.saved.add_use(handle)
     return handle

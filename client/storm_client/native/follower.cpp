@@ -7,6 +7,8 @@
 #include "watching.h"
 
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Storage.h>
 
 namespace storm {
 namespace follower {
@@ -18,6 +20,8 @@ enum Hook {
   PACK,           // a tensor, and the position to look at it at: its handle
   PACK_EXPECTED,  // a tensor that the event at a position expects: its handle
   UNPACK,         // what those return: the tensor
+  LEAVE,          // a list of what was kept for now: nothing; it has left, or stays
+  LOAD,           // what one of those was given for that: the storage
   PACK_INPUT,     // a tensor that others are made from, and its number: what BRING is given
   BRING,          // that: the tensor
   MADE,           // a value's number, and the tensor that has just been made
@@ -30,6 +34,23 @@ struct Pending {
   bool is_looked_at = false;
   std::vector<c10::IValue> inputs;  // if the call that is expected next is to be made again
   std::vector<Cast> casts;          // of those inputs
+};
+
+// What was saved, is to leave, and is kept until there is enough of it: to enter Python with cold
+// caches takes several times as long as what is done there for one more tensor.
+struct Leaving {
+  std::vector<Ref> kept;
+  int64_t nbytes = 0;
+  int64_t most = 0;  // of bytes; none before Python has said
+  std::optional<c10::Device> device;
+
+  static constexpr size_t MOST = 16;
+  static constexpr int64_t MOST_EACH = 4 << 20;  // more takes the link longer than Python the thread
+
+  // Whether a storage of so many bytes is sent with others, rather than as soon as it may be.
+  bool is_small(int64_t bytes) const { return bytes <= std::min(most, MOST_EACH); }
+
+  bool is_full(int64_t more) const { return kept.size() >= MOST || nbytes + more > most; }
 };
 
 // Hooks of one step. What they do not expect they hand over to Python, where the step goes on from
@@ -54,6 +75,7 @@ struct Follower : public Watcher {
   Pending call;
   Pending cast;
   std::vector<Unpacked> unpacked;
+  Leaving leaving;
   std::recursive_mutex lock;  // protects `values`, and all results of the step
   Values values;
 
@@ -129,6 +151,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
+  follower_of(self).leaving.kept.clear();
   for (PyObject*& hook : follower_of(self).hooks) Py_CLEAR(hook);
   return 0;
 }
@@ -216,7 +239,9 @@ bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at
       return false;
     }
   }
-  if (expected.leaves) unpacked.push_back({output, event.number, nullptr});
+  if (expected.leaves && !leaving.is_small(nbytes)) {
+    unpacked.push_back({output, event.number, nullptr});
+  }
   ++at;
   return true;
 }
@@ -240,9 +265,44 @@ void pack_inputs(Follower& follower) {
 
 // --- saved tensors ----------------------------------------------------------------------------
 
+bool captures(const at::Tensor& tensor) {
+  if (!tensor.is_cuda() || is_capturing == Py_None) return false;
+  Ref found = expected(PyObject_CallNoArgs(is_capturing));
+  return PyObject_IsTrue(found.get()) == 1;
+}
+
+// Has Python send what was kept for now. What an error leaves is kept.
+void send_kept(Follower& follower) {
+  auto& leaving = follower.leaving;
+  if (leaving.kept.empty()) return;
+  const auto kept = std::exchange(leaving.kept, {});
+  leaving.nbytes = 0;
+  Ref list = expected(PyList_New(0));
+  for (const auto& one : kept) {
+    if (Py_REFCNT(one.get()) > 1) expect(PyList_Append(list.get(), one.get()) == 0);
+  }
+  if (PyList_GET_SIZE(list.get()) > 0) ask(follower, LEAVE, list.get());
+}
+
+// Whether a result can be kept for now: Python then finds all as it would have now.
+bool can_wait(const Follower& follower, const at::Tensor& tensor) {
+  const auto& leaving = follower.leaving;
+  const auto device = tensor.device();
+  if (leaving.device != device || !tensor.grad_fn() || follower.owned->has(storage_of(
+          tensor.unsafeGetTensorImpl())) || c10::isQIntType(tensor.scalar_type())) {
+    return false;
+  }
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  if (nbytes < follower.least || !leaving.is_small(nbytes)) return false;
+  if (!device.is_cuda()) return true;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return guard.getStream(device) == guard.getDefaultStream(device) && !captures(tensor);
+}
+
 // Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
 // A negative position has it leave the script there.
 Ref hand_over(Follower& follower, PyObject* tensor, bool leaves) {
+  send_kept(follower);
   const long at = follower.next().position;
   Ref position = expected(PyLong_FromLong(leaves ? -1 - at : at));
   return ask(follower, PACK, tensor, position.get());
@@ -259,12 +319,6 @@ Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen, uint32_t r
   Ref handle = Ref::stolen(recomputed(seen.result, tensor));
   follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
   return handle;
-}
-
-bool captures(const at::Tensor& tensor) {
-  if (!tensor.is_cuda() || is_capturing == Py_None) return false;
-  Ref found = expected(PyObject_CallNoArgs(is_capturing));
-  return PyObject_IsTrue(found.get()) == 1;
 }
 
 // What becomes of a result, or an alias of one, that is as large as the next event expects.
@@ -286,6 +340,15 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   if (follower.parted) return hand_over(follower, object, /*leaves=*/true);
   ++follower.at;
   if (event.what == What::KEEP) return stay(follower, tensor, event.row);
+  if (can_wait(follower, tensor)) {
+    const auto nbytes = static_cast<int64_t>(event.nbytes);
+    if (follower.leaving.is_full(nbytes)) send_kept(follower);
+    Ref kept = Ref::stolen(keep_for_now(tensor, event.position));
+    follower.leaving.kept.push_back(Ref::borrowed(kept.get()));
+    follower.leaving.nbytes += nbytes;
+    return kept;
+  }
+  send_kept(follower);
   Ref position = expected(PyLong_FromLong(event.position));
   return ask(follower, PACK_EXPECTED, object, position.get());
 }
@@ -353,11 +416,17 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
     Ref asked = Ref::stolen(std::exchange(follower.hooks[ASKED], nullptr));
     expected(PyObject_CallNoArgs(asked.get()));
   }
+  send_kept(follower);
   const auto* type = Py_TYPE(packed);
   PyObject* moved = type == &KeptType ? moved_of(packed) : nullptr;
   if (moved != nullptr) {
     Ref held = Ref::borrowed(moved);
-    return ask(follower, UNPACK, held.get()).release();
+    if (!has_left(packed)) return ask(follower, UNPACK, held.get()).release();
+    c10::InferenceMode guard(false);
+    at::Tensor replaced = replaced_in(packed);
+    if (replaced.defined()) return THPVariable_Wrap(replaced);
+    Ref storage = ask(follower, LOAD, held.get());
+    return THPVariable_Wrap(unpack_left(packed, storage.get()));
   }
   if (type != &KeptType && type != &RecomputedType) return ask(follower, UNPACK, packed).release();
   c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
@@ -403,9 +472,24 @@ PyObject* leave(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// (an example of what may be kept for now, of the same device; how many bytes of it)
+PyObject* together(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject* example;
+  long long most = 0;
+  expect(PyArg_ParseTuple(arguments, "OL", &example, &most));
+  auto& leaving = follower_of(self).leaving;
+  leaving.device = THPVariable_Unpack(example).device();
+  leaving.most = most;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* forget(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
+  const auto kept = std::exchange(follower.leaving.kept, {});
+  follower.leaving.nbytes = 0;
   auto unpacked = std::move(follower.unpacked);
   follower.unpacked.clear();
   Locked locked(follower.lock);
@@ -418,6 +502,7 @@ PyObject* end(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   pack_inputs(follower);
+  send_kept(follower);
   expected(forget(self, nullptr));
   return PyLong_FromLong(follower.parted || !follower.walks ? -1 : follower.next().position);
   END_HANDLE_TH_ERRORS
@@ -440,6 +525,8 @@ PyMethodDef METHODS[] = {
     {"watch", watch, METH_NOARGS, "Look at what this thread calls from now on."},
     {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
     {"go_on", go_on, METH_O, "Go on from a position among all events of the kind."},
+    {"together", together, METH_VARARGS,
+     "Have results on the device of an example leave together, up to so many bytes."},
     {"leave", leave, METH_NOARGS, "Have Python look at all that is saved from now on."},
     {"end", end, METH_NOARGS,
      "Return how many events there were, -1 if others; nothing is called or saved any more."},

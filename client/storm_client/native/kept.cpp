@@ -2,6 +2,9 @@
 
 #include "tensors.h"
 
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Storage.h>
+
 namespace storm {
 namespace kept {
 
@@ -10,6 +13,9 @@ struct Kept {
   SavedVersion version;
   bool is_alias;  // a leaf is its own token, and found with whatever data it is given
   PyObject* moved = nullptr;  // what its step is to be given instead, once there is no token
+  std::optional<WeakTensor> base;  // of one that is to leave: whose version counter it has
+  int position = -1;  // the event of the script that it is, if it is to leave
+  at::Tensor form;  // of one that has left: as the token, with no memory
 };
 
 struct KeptObject {
@@ -32,6 +38,12 @@ void link(KeptObject* self) {
 void unlink(KeptObject* self) {
   (self->earlier == nullptr ? first : self->earlier->later) = self->later;
   (self->later == nullptr ? last : self->later->earlier) = self->earlier;
+}
+
+// The tensor, or None where it is gone.
+PyObject* wrapped(const WeakTensor& weak) {
+  auto impl = weak.lock();
+  return impl ? THPVariable_Wrap(at::Tensor(std::move(impl))) : Py_NewRef(Py_None);
 }
 
 Kept& kept_of(PyObject* self) { return reinterpret_cast<KeptObject*>(self)->kept; }
@@ -62,7 +74,40 @@ PyObject* move(PyObject* self, PyObject* moved) {
   Py_RETURN_NONE;
 }
 
+// (storage, dtype, bytes, position, version, base or None, tensor or None) of one that is to leave;
+// None where it has been moved already.
+PyObject* describe(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const auto& kept = kept_of(self);
+  if (!kept.token.defined() || !kept.base) Py_RETURN_NONE;
+  const auto* impl = kept.token.unsafeGetTensorImpl();
+  Ref storage = expected(THPStorage_Wrap(impl->unsafe_storage()));
+  auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(kept.token.scalar_type()));
+  Ref base = expected(wrapped(*kept.base));
+  Ref tensor = expected(wrapped(kept.version.saved()));
+  return Py_BuildValue("OOLiIOO", storage.get(), dtype, static_cast<long long>(nbytes_of(impl)),
+                       kept.position, kept.version.number(), base.get(), tensor.get());
+  END_HANDLE_TH_ERRORS
+}
+
+// Lets the memory go, which `moved` is the way back to: the step makes the tensor of what it gets.
+PyObject* leave(PyObject* self, PyObject* moved) {
+  HANDLE_TH_ERRORS
+  auto& kept = kept_of(self);
+  if (kept.token.defined()) {
+    at::Tensor form = alias_of(kept.token);
+    const c10::Device device = form.device();
+    form.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(
+        c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false));
+    kept.form = std::move(form);
+  }
+  return move(self, moved);
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef METHODS[] = {
+    {"describe", describe, METH_NOARGS, "Return what one is that is to leave; None if moved."},
+    {"leave", leave, METH_O, "Let the tensor go; its step gets the bytes, and makes it of them."},
     {"move", move, METH_O, "Let the tensor go, of which something else has the bytes."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -108,6 +153,24 @@ PyObject* moved_of(PyObject* self) {
   if (kept.moved != nullptr) kept.version.check();
   return kept.moved;
 }
+
+PyObject* keep_for_now(const at::Tensor& tensor, int position) {
+  PyObject* self = keep(tensor);
+  kept::kept_of(self).base = WeakTensor(base_of(tensor).getIntrusivePtr());
+  kept::kept_of(self).position = position;
+  return self;
+}
+
+bool has_left(PyObject* self) { return kept::kept_of(self).form.defined(); }
+
+at::Tensor unpack_left(PyObject* self, PyObject* storage) {
+  const auto& kept = kept::kept_of(self);
+  at::Tensor tensor = alias_of(kept.form, kept.version.counter());
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(THPStorage_Unpack(storage));
+  return tensor;
+}
+
+at::Tensor replaced_in(PyObject* self) { return kept::kept_of(self).version.replaced(); }
 
 PyObject* all_kept() {
   Ref found = expected(PyList_New(0));

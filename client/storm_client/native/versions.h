@@ -23,6 +23,11 @@ class SavedVersion {
 
   const c10::VariableVersion& counter() const { return counter_; }
 
+  uint32_t number() const { return expected_; }
+
+  // The tensor itself, while it lives.
+  const WeakTensor& saved() const { return saved_; }
+
  private:
   c10::VariableVersion counter_;
   uint32_t expected_;

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import accumulate, islice
 
-from storm_client.saved.ranges import Handle, StoredRange
+from storm_client.saved.ranges import Handle, StoredRange, Use
 from storm_client.saved.versions import SavedVersion, View
 
 __all__ = ["OrderHistory", "Step"]
@@ -200,23 +200,29 @@ class Step:
 
     def handle(self, record: StoredRange, view: View, version: SavedVersion) -> Handle:
         """Return a new handle of `record`, next in the plan."""
+        return Handle(record, view, version, self, self._number(record))
+
+    def use(self, record: StoredRange) -> Use:
+        """Return a new use of `record`, next in the plan."""
+        return Use(record, self, self._number(record))
+
+    def _number(self, record: StoredRange) -> int:
         with self._lock:
             packing = self._pass_of_next()
-            number = packing.first + packing.plan.packed(record.nbytes)
             packing.records.append(weakref.ref(record))
-        return Handle(record, view, version, self, number)
+            return packing.first + packing.plan.packed(record.nbytes)
 
     def needed_at_once(self, nbytes: int) -> bool:
         """Tell whether a record of `nbytes` that is made now will be needed at once."""
         with self._lock:
             return self._pass_of_next().plan.needed_at_once(nbytes)
 
-    def unpacked(self, handle: Handle) -> bool:
-        """Note that `handle` is being asked for; tell whether it is the first since the packing."""
+    def unpacked(self, use: Use) -> bool:
+        """Note that `use` is being asked for; tell whether it is the first since the packing."""
         with self._lock:
-            asked = self._asked = self._packing.with_number(handle.number)
+            asked = self._asked = self._packing.with_number(use.number)
             is_first = not asked.plan.is_going_back
-            asked.plan.unpacked(handle.number - asked.first)
+            asked.plan.unpacked(use.number - asked.first)
             return is_first
 
     def upcoming(self) -> list[StoredRange]:

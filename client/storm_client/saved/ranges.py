@@ -38,6 +38,7 @@ __all__ = [
     "SavedStorages",
     "StoredRange",
     "UpcomingUses",
+    "Use",
     "WeakStorage",
 ]
 
@@ -48,8 +49,8 @@ class Holder(Protocol):
     has_in_place: bool
     """Whether bytes may come back into memory of their own."""
 
-    def load(self, handle: Handle, *, is_first: bool, may_hand_out: bool = False) -> Located:
-        """Return where the bytes of a handle of it are in memory, or will be in stream order."""
+    def load(self, use: Use, *, is_first: bool, may_hand_out: bool = False) -> Located:
+        """Return where the bytes of a use of it are in memory, or will be in stream order."""
         ...
 
     def send(self, record: StoredRange) -> None:
@@ -152,8 +153,9 @@ class StoredRange:
 
     __slots__ = (
         "__weakref__",
-        "_handles",
+        "_only",
         "_restored",
+        "_uses",
         "_waiting",
         "codec",
         "dtype",
@@ -213,7 +215,9 @@ class StoredRange:
         self.ready: Ready | None = None
         """Set where its bytes can be read before there is a reason to send them."""
         self.error: StormError | None = None
-        self._handles: dict[int, weakref.ref[Handle]] = {}
+        self._uses: dict[int, weakref.ref[Use]] = {}
+        self._only: weakref.ref[Use] | None = None
+        """Of the first use, as long as there is no other."""
         self._waiting: set[int] = set()
         self._restored: torch.UntypedStorage | None = None
 
@@ -254,25 +258,41 @@ class StoredRange:
         self.weak.append(WeakStorage(storage))
         while len(self.weak) > 2:
             self.weak.pop(1).free()
-        self._waiting = set(self._handles)
+        self._waiting = set(self._uses)
         self._restored = storage
         self._let_go_if_unneeded()
 
-    def unpacked(self, handle: Handle) -> None:
-        """Note that `handle` has had the restored bytes."""
-        self._waiting.discard(handle.key)
-        self._let_go_if_unneeded()
+    def unpacked(self, use: Use) -> None:
+        """Note that `use` has had the restored bytes."""
+        self._waiting.discard(use.key)
+        if not self._waiting:
+            self._restored = None
 
-    def add(self, handle: Handle, tell: Tell) -> None:
-        """Count a new handle, whose death `tell` will be called at."""
-        reference = _HandleRef(handle, tell)
-        reference.handle, reference.record = handle.key, weakref.ref(self)
-        self._handles[handle.key] = reference
+    def add(self, use: Use, tell: Tell) -> None:
+        """Count a new use, whose death `tell` will be called at.
 
-    def forget(self, handle: int) -> None:
-        """Discount the handle of that key."""
-        self._handles.pop(handle, None)
-        self._waiting.discard(handle)
+        That of an only one is the record's own, which is told of anyway.
+        """
+        if not self._uses:
+            self._uses[use.key] = self._only = weakref.ref(use)
+            return
+        only, self._only = self._only, None
+        if only is not None and (first := only()) is not None:
+            self._watch(first, tell)
+        elif only is not None:
+            self._uses.clear()
+            self._waiting.clear()
+        self._watch(use, tell)
+
+    def _watch(self, use: Use, tell: Tell) -> None:
+        reference = _UseRef(use, tell)
+        reference.use, reference.record = use.key, weakref.ref(self)
+        self._uses[use.key] = reference
+
+    def forget(self, use: int) -> None:
+        """Discount the use of that key."""
+        self._uses.pop(use, None)
+        self._waiting.discard(use)
         self._let_go_if_unneeded()
 
     def is_whole(self, storage: torch.UntypedStorage) -> bool:
@@ -284,10 +304,23 @@ class StoredRange:
             self._restored = None
 
 
-class Handle:
-    """What autograd keeps instead of one offloaded tensor. Its death is all the clean-up."""
+class Use:
+    """What keeps a stored range for one saved tensor. Its death is all the clean-up."""
 
-    __slots__ = ("__weakref__", "key", "number", "record", "step", "version", "view")
+    __slots__ = ("__weakref__", "key", "number", "record", "step")
+
+    def __init__(self, record: StoredRange, step: UpcomingUses, number: int) -> None:
+        """Keep `record` alive; `number` is the place in the plan of `step`."""
+        self.key = next(_KEYS)
+        self.record = record
+        self.step = step
+        self.number = number
+
+
+class Handle(Use):
+    """What autograd keeps instead of one offloaded tensor."""
+
+    __slots__ = ("version", "view")
 
     def __init__(
         self,
@@ -298,23 +331,20 @@ class Handle:
         number: int,
     ) -> None:
         """Keep `record` alive; `number` is the handle's place in the plan of `step`."""
-        self.key = next(_KEYS)
-        self.record = record
+        super().__init__(record, step, number)
         self.view = view
         self.version = version
-        self.step = step
-        self.number = number
 
 
 Tell: TypeAlias = Callable[[Any], None]
 """What a death calls, in which no Python code runs: a deque's `append`."""
 
 
-class _HandleRef(weakref.ref[Handle]):
-    """Tells of a handle's death by being appended where its record's deaths are looked for."""
+class _UseRef(weakref.ref[Use]):
+    """Tells of a use's death by being appended where its record's deaths are looked for."""
 
-    __slots__ = ("handle", "record")
-    handle: int
+    __slots__ = ("record", "use")
+    use: int
     record: weakref.ref[StoredRange]
 
 
@@ -335,7 +365,7 @@ class SavedStorages:
     A storage is known by the address of its implementation; the weak reference in DeadRange keeps
     that address from being used for another one. The session's lock protects the table.
 
-    Handles and records die in any thread, with any lock held, and where a signal may strike: Python
+    Uses and records die in any thread, with any lock held, and where a signal may strike: Python
     swallows what a handler raises in a destructor's callback that is written in Python. So the
     callback is a deque's `append`, and whoever holds the lock looks there from time to time.
     """
@@ -364,9 +394,9 @@ class SavedStorages:
         self._latest[reference.address] = reference
         return reference
 
-    def add_handle(self, handle: Handle) -> None:
-        """Have the handle's record told of its death."""
-        handle.record.add(handle, self._tell)
+    def add_use(self, use: Use) -> None:
+        """Have the record told of the death of a use of it."""
+        use.record.add(use, self._tell)
 
     def dead(self) -> Iterator[DeadRange]:
         """Yield the records that died, and forget them.
@@ -382,8 +412,8 @@ class SavedStorages:
                     del self._latest[reference.address]
                 while reference.weak:
                     reference.weak.pop().free()
-            elif isinstance(reference, _HandleRef) and (record := reference.record()) is not None:
-                record.forget(reference.handle)
+            elif isinstance(reference, _UseRef) and (record := reference.record()) is not None:
+                record.forget(reference.use)
             self.deaths.popleft()
 
     def living(self) -> Iterator[StoredRange]:

@@ -69,6 +69,13 @@ class SnapshotProof:
         self._base = weakref.ref(base)
         self._version = base._version
 
+    @classmethod
+    def of_base(cls, base: torch.Tensor, version: int) -> SnapshotProof:
+        """Note the version that `base`, a result that is no view, had when it was saved."""
+        proof = cls.__new__(cls)
+        proof._base, proof._version = weakref.ref(base), version
+        return proof
+
     def holds_for(self, tensor: torch.Tensor) -> bool:
         """Tell whether nothing that `tensor` covers has changed since."""
         base = self._base()

@@ -122,6 +122,6 @@ def _move(group: list[Kept], session: Session, step: Step, stats: StatsRecorder)
     for kept, token in zip(group, tokens, strict=True):
         version = SavedVersion.of(token, storage._cdata)
         handle = step.handle(record, View.of(token), version)
-        session.saved.add_handle(handle)
+        session.saved.add_use(handle)
         kept.move(handle)
     return storage.nbytes()

@@ -21,7 +21,7 @@ from storm_client.errors import ActivationLost, DaemonLost, UsageError, lost_in_
 from storm_client.lanes import Lane, Mapped
 from storm_client.lanes.segments import tell
 from storm_client.monitoring.profiler_ranges import span
-from storm_client.saved.ranges import Handle, Part, RangePhase, StoredRange, UpcomingUses
+from storm_client.saved.ranges import Part, RangePhase, StoredRange, UpcomingUses, Use
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
 from storm_client.transport.memory_pressure import may_fail
@@ -59,8 +59,8 @@ class Inbound:
         self._confirmation = Confirmation(self.confirm)
         self._seen_answers, self._answered_at = 0, time.monotonic()
 
-    def fetch(self, handle: Handle, *, may_hand_out: bool = False) -> torch.UntypedStorage:
-        """Return the bytes of a handle's record in new memory, and begin to fetch what is next.
+    def fetch(self, use: Use, *, may_hand_out: bool = False) -> torch.UntypedStorage:
+        """Return the bytes of a use's record in new memory, and begin to fetch what is next.
 
         Where it `may_hand_out` memory before the bytes are there, the thread's stream waits for
         them, and the backward pass ends with `confirm`.
@@ -72,16 +72,16 @@ class Inbound:
             DaemonLost: it is gone.
             UsageError: a CUDA graph is being captured.
         """
-        record, connection = handle.record, self._connection
+        record, connection = use.record, self._connection
         try:
             storage = None
             if self._in_place is not None:
-                storage = self._fetch_in_place(record, handle.step, may_hand_out=may_hand_out)
+                storage = self._fetch_in_place(record, use.step, may_hand_out=may_hand_out)
             if storage is None:
-                storage = self.bring(record.key, record.parts, record.nbytes, handle.step)
+                storage = self.bring(record.key, record.parts, record.nbytes, use.step)
             with connection.lock:
                 record.came_back(storage)
-                record.unpacked(handle)
+                record.unpacked(use)
         finally:
             with connection.lock:
                 if record.phase is RangePhase.RETURNING:

@@ -13,25 +13,26 @@ import time
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 
 import torch
 from storm_kernels.encoded_bytes import is_encoded
 
 from storm_client.errors import ActivationLost, DaemonLost, StormError
-from storm_client.lanes import Lane
+from storm_client.lanes import Lane, Stream
 from storm_client.lanes.dtypes import ENCODED
 from storm_client.lanes.segments import tell
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.planner.plan import Plan
 from storm_client.saved.ranges import (
-    Handle,
     Located,
     RangePhase,
     SavedStorages,
     StoredRange,
     UpcomingUses,
+    Use,
 )
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_unshared
 from storm_client.transport.connection import Connection, Listener
@@ -63,6 +64,8 @@ RELEASE_BYTES = 1 << 20
 
 BARRIER_SECONDS = 2.0
 """How long a thread that is out of memory waits for the daemon to unmap what was freed."""
+
+_stream = attrgetter("stream")
 
 
 class Session(Listener):
@@ -106,17 +109,22 @@ class Session(Listener):
         """Whether bytes may come back into memory of their own, which is what has to be spared."""
         self._outbound = Outbound(self.connection, lane, self.transfers)
         self._inbound = Inbound(self.connection, lane, self.transfers)
+        self.together_bytes = self._outbound.together_bytes
+        """What is smaller is best held and sent with others, up to so many bytes."""
         self.connection.start(self)
         if self._in_place is not None or self.device.type == "cuda":
             watch(self)
 
     # --- what the hooks ask for -------------------------------------------------------------
 
-    def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> StoredRange | None:
+    def find(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor | None
+    ) -> StoredRange | None:
         """Return the record that has the bytes of `tensor`, which lies in `storage`, or will.
 
         That is any record that still holds the storage. Of one that is sent while somebody else
-        holds it, too, it has to be shown that the bytes are those that are sent.
+        holds it, too, it has to be shown that the bytes are those that are sent: never where the
+        tensor is gone.
 
         Raises:
             DaemonLost: the daemon is gone, and what its records hold with it.
@@ -132,7 +140,9 @@ class Session(Listener):
                 return record
             if record.error is not None or not record.is_whole(storage):
                 return None
-            return record if record.proof is not None and record.proof.holds_for(tensor) else None
+            if record.proof is None or tensor is None:
+                return None
+            return record if record.proof.holds_for(tensor) else None
 
     def hold(
         self,
@@ -160,18 +170,55 @@ class Session(Listener):
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
+        record = self._added(storage, dtype, codec, stats, soon=soon, stream=stream)
+        record.proof, record.ready = proof, ready
+        if ready is not None and ready.sequence:
+            self.send(record)
+        return record
+
+    def hold_result(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        codec: str,
+        stats: StatsRecorder,
+        *,
+        soon: bool,
+        proof: SnapshotProof | None,
+    ) -> StoredRange:
+        """Return a new record of what work on the default stream has made; `hold` without sending.
+
+        Whoever holds several sends them together, by `send_unshared`.
+
+        Raises:
+            DaemonLost: the daemon is gone.
+        """
+        if self.connection.error is not None:
+            self.connection.check()
+        record = self._added(storage, dtype, codec, stats, soon=soon, stream=None)
+        record.proof = proof
+        return record
+
+    def _added(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        codec: str,
+        stats: StatsRecorder,
+        *,
+        soon: bool,
+        stream: Stream,
+    ) -> StoredRange:
+        """Return a new record of `storage`, which is watched from now on."""
         if is_encoded(storage):
             codec = ENCODED
         record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
-        record.proof, record.ready = proof, ready
         with self.connection.lock:
             if self.saved.deaths:
                 self._forget_dead()
             self.saved.add(record)
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
-        if ready is not None and ready.sequence:
-            self.send(record)
         return record
 
     def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
@@ -214,8 +261,8 @@ class Session(Listener):
                 record = reference()
                 if record is not None and is_unshared(record) and record not in but:
                     ready.append(record)
-        for record in reversed(ready):
-            self.send(record)
+        for stream, records in groupby(reversed(ready), _stream):
+            self._send_all(list(records), stream)
 
     def send(self, record: StoredRange) -> None:
         """Send a record unless that was done, or it has been needed meanwhile.
@@ -223,24 +270,33 @@ class Session(Listener):
         Raises:
             DaemonLost: the daemon is gone. The record keeps its storage.
         """
-        if not self.lane.reaches(record.stream):
+        self._send_all([record], record.stream)
+
+    def _send_all(self, records: list[StoredRange], stream: Stream) -> None:
+        """Send records that a stream's work has made, as `send` does each."""
+        if not self.lane.reaches(stream):
             return
-        on_its_stream = self.lane.on(record.stream)
+        on_their_stream = self.lane.on(stream)
         with self.connection.lock:
-            if self._shared.pop(record.key, None) is None:
-                return
-            if record.source is None or not record.is_whole(record.source):
-                record.move_to(RangePhase.STAYING)
-                return  # its memory is another since: what may be had is what is here
-            record.leaves.clear()
-            record.stats.leaves(record.nbytes)
-        with on_its_stream:
-            self._outbound.store(record)
+            leaving = [record for record in records if self._begins_to_leave(record)]
+        with on_their_stream:
+            self._outbound.store(leaving)
+
+    def _begins_to_leave(self, record: StoredRange) -> bool:
+        """Take a record out of those that stay (locked); False where it was, or goes on to."""
+        if self._shared.pop(record.key, None) is None:
+            return False
+        if record.source is None or not record.is_whole(record.source):
+            record.move_to(RangePhase.STAYING)
+            return False  # its memory is another since: what may be had is what is here
+        record.leaves.clear()
+        record.stats.leaves(record.nbytes)
+        return True
 
     def load(
-        self, handle: Handle, *, is_first: bool = False, may_hand_out: bool = False
+        self, use: Use, *, is_first: bool = False, may_hand_out: bool = False
     ) -> Located:
-        """Return where the bytes of `handle` are in memory, restoring them if need be.
+        """Return where the bytes of `use` are in memory, restoring them if need be.
 
         Where it `may_hand_out` memory early, what is put on the thread's stream finds them there.
         Where it `is_first` to be asked for since the forward pass, what somebody has let go since
@@ -250,9 +306,9 @@ class Session(Listener):
             CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
             UsageError: they cannot be had while a CUDA graph is captured.
         """
-        record = handle.record
+        record = use.record
         if is_first and self._shared:
-            self.send_unshared(but=[record, *handle.step.upcoming()[:LOOK_BACK]])
+            self.send_unshared(but=[record, *use.step.upcoming()[:LOOK_BACK]])
         with self.connection.lock:
             if self.saved.deaths:
                 self._forget_dead()
@@ -260,10 +316,10 @@ class Session(Listener):
                 record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
             located = self._claim(record)
             if located is not None:
-                record.unpacked(handle)
+                record.unpacked(use)
         if located is None:
-            return Located(self._inbound.fetch(handle, may_hand_out=may_hand_out))
-        self.look_ahead(handle.step)
+            return Located(self._inbound.fetch(use, may_hand_out=may_hand_out))
+        self.look_ahead(use.step)
         if not located.is_original:
             self._inbound.use(located.storage)
         return located

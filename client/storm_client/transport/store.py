@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,26 +70,26 @@ class Outbound:
         self._in_place = lane.in_place
         self._unread: deque[_Unread] = deque()
         together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
-        self._flush_bytes = min(together, transfers.part_bytes)
+        self.together_bytes = min(together, transfers.part_bytes)
         self._unsent_bytes = 0  # of stores deferred since the last flush here
         self._slow_since = -1  # how much had been freed when a wait was in vain
 
-    def store(self, record: StoredRange) -> None:
-        """Hand a record's bytes over; it stays with the client where that is not possible.
+    def store(self, records: Sequence[StoredRange]) -> None:
+        """Hand records' bytes over; one stays with the client where that is not possible.
 
         Raises:
-            DaemonLost: the daemon is gone. The record keeps its storage.
+            DaemonLost: the daemon is gone. The records keep their storages.
         """
-        source = record.source
-        assert source is not None
-        with self._connection.lock:
-            out = self._transfers.leave(record)
-            if self._in_place is not None:
-                place = self._mapped(source, out.nbytes)
-                if place is not None:
-                    self._store_in_place(record, out, place)
-                    return
-        self.copy(out, source)
+        if self._in_place is not None:
+            with self._connection.lock:
+                records = self._store_in_place(records)
+        for record in records:
+            source = record.source
+            if source is None:
+                continue
+            with self._connection.lock:
+                out = self._transfers.leave(record)
+            self.copy(out, source)
 
     def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
         """Send the bytes of `source` from `begin` on through the staging area, or have it refused.
@@ -149,7 +150,7 @@ class Outbound:
         return None
 
     def _flush_if_due(self) -> None:
-        if self._unsent_bytes < self._flush_bytes:
+        if self._unsent_bytes < self.together_bytes:
             self._connection.flush_soon()
             return
         self._unsent_bytes = 0
@@ -157,13 +158,29 @@ class Outbound:
 
     # --- in place, with the lock held -------------------------------------------------------
 
-    def _store_in_place(self, record: StoredRange, out: Outgoing, place: Mapped) -> None:
-        """Hold a source, and send it unless it is needed soon."""
-        self._transfers.hold(out)
-        if not record.soon:
-            self._send_mapped(out, place)
-        self._relieve()
-        self._flush_if_due()
+    def _store_in_place(self, records: Sequence[StoredRange]) -> list[StoredRange]:
+        """Hold sources, and send those that are not needed soon; return what has to be staged."""
+        sent: list[tuple[Outgoing, Mapped]] = []
+        staged: list[StoredRange] = []
+        for record in records:
+            assert record.source is not None
+            if record.soon and sent:
+                self._send_mapped(sent)
+                sent = []
+            place = self._mapped(record.source, record.nbytes)
+            if place is None:
+                staged.append(record)
+                continue
+            out = self._transfers.leave(record)
+            self._transfers.hold(out)
+            if not record.soon:
+                sent.append((out, place))
+        if sent:
+            self._send_mapped(sent)
+        if len(staged) < len(records):
+            self._relieve()
+            self._flush_if_due()
+        return staged
 
     def _send_source(self, record: StoredRange, out: Outgoing) -> None:
         """Send a source that was not sent yet; one that cannot be sent stays as it is."""
@@ -173,17 +190,18 @@ class Outbound:
             return
         place = self._mapped(record.source, out.nbytes)
         if place is not None:
-            self._send_mapped(out, place)
+            self._send_mapped([(out, place)])
 
-    def _send_mapped(self, out: Outgoing, place: Mapped) -> None:
-        """Have the daemon read a source, which lies at `place`."""
+    def _send_mapped(self, sources: Sequence[tuple[Outgoing, Mapped]]) -> None:
+        """Have the daemon read sources, each of which lies at its place."""
         assert self._in_place is not None
-        numbers = self._in_place.produced(out.count)
-        out.sequence = numbers[-1]
-        for part, sequence in zip(self._transfers.split(out.nbytes), numbers, strict=True):
-            route = Mapped(place.segment, place.offset + part.start)
-            self._transfers.store(out, part, route, sequence)
-            self._unsent_bytes += len(part)
+        numbers = iter(self._in_place.produced(sum(out.count for out, _ in sources)))
+        for out, place in sources:
+            for part in self._transfers.split(out.nbytes):
+                route = Mapped(place.segment, place.offset + part.start)
+                out.sequence = next(numbers)
+                self._transfers.store(out, part, route, out.sequence)
+            self._unsent_bytes += out.nbytes
 
     def _relieve(self, limit: int | None = None) -> None:
         """Let the oldest sources go while more is held than `limit`, or the window's."""

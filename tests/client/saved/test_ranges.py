@@ -19,7 +19,7 @@ from torch import Tensor
 
 def handle_of(record: StoredRange, tensor: Tensor, table: SavedStorages) -> Handle:
     handle = Step(OrderHistory()).handle(record, View.of(tensor), version_of(tensor))
-    table.add_handle(handle)
+    table.add_use(handle)
     return handle
 
 
