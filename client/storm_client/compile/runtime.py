@@ -320,6 +320,11 @@ class _Announced:
                 self._seen.difference_update(gone)
                 self._limit = 2 * len(self._records) + FEW_RECORDS
 
+    @property
+    def is_due(self) -> bool:
+        """Return True: what is announced comes a few times a step."""
+        return True
+
     def upcoming(self) -> list[StoredRange]:
         """Return the living records, the nearest first."""
         with self._lock:

@@ -29,6 +29,10 @@ KNOWN_STEPS = 8
 LOOKAHEAD = 64
 """Handles looked at in one go; more than fit into a staging area, less than a step has."""
 
+LOOK_EVERY = 16
+"""Where all in sight has been looked at, so many come in sight before the next look: what a look
+costs, and what asks for it costs the daemon, is mostly the same for one and for several."""
+
 PASS_HANDLES = 4096
 """Packed before another pass begins, though nothing has been asked for."""
 
@@ -109,7 +113,8 @@ class StepPlan:
 
     def unpacked(self, number: int) -> None:
         """Note that the tensor `number` is being asked for, for the first time or again."""
-        self.predict()
+        if len(self._expected) != len(self._sizes):
+            self.predict()
         if number not in self._asked:
             self._asked.add(number)
             self._actual.append(number)
@@ -193,10 +198,12 @@ class Step:
     def __init__(self, history: OrderHistory) -> None:
         """Begin a step of the Offload whose `history` this is."""
         self._history = history
-        self._lock = threading.Lock()  # protects both fields below
+        self._lock = threading.Lock()  # protects all below
         self._packing = _Pass(history, None, 0)
         self._asked = self._packing
         """The pass of which a handle was asked for last."""
+        self._rests = 0
+        """How often something is asked for before it is worth another look."""
 
     def handle(self, record: StoredRange, view: View, version: SavedVersion) -> Handle:
         """Return a new handle of `record`, next in the plan."""
@@ -223,7 +230,13 @@ class Step:
             asked = self._asked = self._packing.with_number(use.number)
             is_first = not asked.plan.is_going_back
             asked.plan.unpacked(use.number - asked.first)
+            self._rests = 0 if is_first else self._rests - 1
             return is_first
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is worth a look what is needed next."""
+        return self._rests <= 0
 
     def upcoming(self) -> list[StoredRange]:
         """Return the next living records, in the order in which they will probably be needed."""
@@ -248,10 +261,14 @@ class Step:
     def saw(self, count: int) -> None:
         """Note that the first `count` of the unseen are here or have been requested."""
         with self._lock:
+            is_all = True
             for one, reach in self._asked.in_sight():
-                seen = min(count, len(one.plan.unseen(reach)))
+                unseen = len(one.plan.unseen(reach))
+                seen = min(count, unseen)
                 one.plan.saw(seen)
                 count -= seen
+                is_all = is_all and seen == unseen
+            self._rests = LOOK_EVERY if is_all else 0
 
     def _pass_of_next(self) -> _Pass:
         """Return the pass of what is packed next, which may be another than of what was last."""

@@ -65,6 +65,11 @@ class Holder(Protocol):
 class UpcomingUses(Protocol):
     """What is expected to be asked for after a handle: its step knows."""
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is worth a look what is needed next."""
+        ...
+
     def upcoming(self) -> list[StoredRange]:
         """Return the next living records, the nearest first."""
         ...

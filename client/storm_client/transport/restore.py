@@ -125,12 +125,16 @@ class Inbound:
                 transfers.forget(key)
                 if connection.waiting:
                     connection.notify()
-        if uses is not None and transfers.looks_ahead and (upcoming := uses.unseen()):
+        if uses is None or not uses.is_due or not transfers.looks_ahead:
+            return destination
+        if upcoming := uses.unseen():
             self._look_ahead_staged(uses, upcoming)
         return destination
 
     def look_ahead(self, uses: UpcomingUses) -> None:
         """Begin to fetch what is used next, in this order, as far as there is room."""
+        if not uses.is_due:
+            return
         with suppress(DaemonLost):
             is_done = self._in_place is not None and self._allocate_ahead(uses)
             if not is_done and self._transfers.looks_ahead:
@@ -215,10 +219,12 @@ class Inbound:
                 raise self._stalled(incoming, index)
 
     def _wait_for_part(self, incoming: Incoming, index: int) -> None:
-        transfer, patience = incoming.transfers[index], _Patience(self._connection, self._transfers)
-        while transfer.phase is Phase.REQUESTED:
-            if not patience.wait():
-                raise self._stalled(incoming, index)
+        transfer = incoming.transfers[index]
+        if transfer.phase is Phase.REQUESTED:
+            patience = _Patience(self._connection, self._transfers)
+            while transfer.phase is Phase.REQUESTED:
+                if not patience.wait():
+                    raise self._stalled(incoming, index)
         if transfer.error is not None:
             raise transfer.error
 
@@ -248,9 +254,7 @@ class Inbound:
     def _begin(self, record: StoredRange) -> Incoming | None:
         """Have a record fetched now; None where its bytes must take the staging area."""
         transfers, key = self._transfers, record.key
-        with self._connection.lock:
-            is_begun = key in transfers.incoming
-        if not is_begun:
+        if key not in transfers.incoming:
             self._open([record], is_demanded=True)
         with self._connection.lock:
             incoming = transfers.incoming.get(key)
@@ -272,7 +276,9 @@ class Inbound:
             if user is None:
                 return None
             limit = max(transfers.window.limit - incoming.nbytes, 0)
-            if not self._wait_until(lambda: transfers.handed_out_bytes <= limit):
+            if transfers.handed_out_bytes > limit and not self._wait_until(
+                lambda: transfers.handed_out_bytes <= limit
+            ):
                 return None
             if not transfers.can_hand_out(incoming):
                 return None
@@ -326,11 +332,13 @@ class Inbound:
 
     def _wait_until(self, is_so: Callable[[], bool]) -> bool:
         """Return True as soon as it is so; False where the daemon answers nothing (locked)."""
+        if is_so():
+            return True
         patience = _Patience(self._connection, self._transfers)
-        while not is_so():
-            if not patience.wait():
-                return False
-        return True
+        while patience.wait():
+            if is_so():
+                return True
+        return False
 
     def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
         """Return the bytes once all chunks are there; nothing is handed out before."""

@@ -491,14 +491,8 @@ class Session(Listener):
 
     def _claim(self, record: StoredRange) -> Located | None:
         """Return the bytes if they are in memory, else take the duty to restore them."""
-        patience = STALL_SECONDS * len(record.parts)  # what the other thread has at the most
-        deadline = time.monotonic() + patience
-        while record.phase is RangePhase.RETURNING:
-            if not self.connection.wait(deadline):
-                raise ActivationLost(
-                    f"another thread has been restoring record {record.key} for {patience:g} s; "
-                    "see `stormd status` and the daemon's log"
-                )
+        if record.phase is RangePhase.RETURNING:
+            self._await_return(record)
         located = record.locate()
         if located is not None:
             self.transfers.forget(record.key)
@@ -518,6 +512,17 @@ class Session(Listener):
             return self._claim(record)
         record.move_to(RangePhase.RETURNING)
         return None
+
+    def _await_return(self, record: StoredRange) -> None:
+        """Wait until the thread that restores a record has done that, or failed."""
+        patience = STALL_SECONDS * len(record.parts)  # what the other thread has at the most
+        deadline = time.monotonic() + patience
+        while record.phase is RangePhase.RETURNING:
+            if not self.connection.wait(deadline):
+                raise ActivationLost(
+                    f"another thread has been restoring record {record.key} for {patience:g} s; "
+                    "see `stormd status` and the daemon's log"
+                )
 
     def _await_admission(self, record: StoredRange) -> None:
         """Wait until a record whose source was resized is the daemon's, or is not, for good.
