@@ -15,6 +15,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
+from stormd.gateway.answers import joined
 from stormd.gateway.peers import Peer, Peers
 from stormd.ledger.events import (
     Detach,
@@ -266,7 +267,8 @@ class Dispatch:
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
             if not peer.is_heard:
                 return  # it was given up
-            self._control.send(connection, encode(outbox[start : start + MESSAGES_A_FRAME]))
+            answers = joined(outbox[start : start + MESSAGES_A_FRAME])
+            self._control.send(connection, encode(answers))
             if connection.unsent or not connection.is_reachable:
                 self._give_up_if_lost(peer)
 

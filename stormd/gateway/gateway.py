@@ -34,6 +34,7 @@ from stormd.protocol import (
     Status,
     StatusRequest,
     Store,
+    StoreParts,
     decode,
     decode_each,
     first_request,
@@ -120,6 +121,7 @@ class Gateway:
         self._lifelines: LifelineListener
         self._of_ours: dict[type[Message], Handler] = {
             Store: self._store,
+            StoreParts: self._store_parts,
             Release: self._release,
             Ping: self._ping,
             StatusRequest: self._status_request,
@@ -361,6 +363,14 @@ class Gateway:
         if message.nbytes >= LARGE_BYTES:
             self._dispatch.hurry(peer)
         return self._ask(peer, request, message)
+
+    def _store_parts(self, peer: Peer, _request: int, message: StoreParts) -> Iterator[None]:
+        """Store each in its turn; what has to wait holds up those that follow it."""
+        for one in message.stores():
+            steps = self._store(peer, one.entry, one)
+            if steps is not None:
+                yield from steps
+            yield
 
     def _ask(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
         """Do what the ledger says, or return the steps where that waits for memory."""

@@ -16,7 +16,14 @@ import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import RESTORE_FIELDS, Hello, RestoreParts, Resume
+from stormd.protocol.messages import (
+    RESTORE_FIELDS,
+    STORE_FIELDS,
+    Hello,
+    RestoreParts,
+    Resume,
+    StoreParts,
+)
 
 __all__ = ["Envelope", "decode", "decode_each", "encode", "first_request", "hello_version"]
 
@@ -185,12 +192,12 @@ def _check_sums(costly: int, parts: int) -> None:
         )
     if parts > MAX_BATCH:
         raise ProtocolError(
-            f"a frame with {parts} parts to restore; the limit is {MAX_BATCH}: send the others in "
-            "another frame"
+            f"a frame with {parts} parts to store or restore; the limit is {MAX_BATCH}: send the "
+            "others in another frame"
         )
 
 
-_HARMLESS_BYTES = 8 * RESTORE_FIELDS * MAX_BATCH
+_HARMLESS_BYTES = 8 * min(RESTORE_FIELDS, STORE_FIELDS) * MAX_BATCH
 """A frame of no more bytes has no more chunks than it may have: each number takes eight."""
 
 
@@ -198,6 +205,8 @@ def _parts_of(message: Message) -> int:
     """Return how many chunks a message names."""
     if type(message) is RestoreParts:
         return len(message.places) // (8 * RESTORE_FIELDS)
+    if type(message) is StoreParts:
+        return len(message.places) // (8 * STORE_FIELDS)
     return 0
 
 

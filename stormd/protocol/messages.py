@@ -3,22 +3,23 @@
 Each is declared here once: its number, its fields in the order they travel, and what each may be.
 A field is only ever added or taken away together with a new PROTOCOL_VERSION.
 
-Client to daemon: Hello or Resume first, then MapSegment / UnmapSegment, Store, Restore /
-RestoreParts, Release, Ping, StatusRequest, PlanLearned, ListEntries, Goodbye. Daemon to client:
-Welcome, Mapped, Admitted / Rejected, Stored, Restored / RestoredParts, Failed, Pong, Status,
-Entries, Refused.
+Client to daemon: Hello or Resume first, then MapSegment / UnmapSegment, Store / StoreParts,
+Restore / RestoreParts, Release, Ping, StatusRequest, PlanLearned, ListEntries, Goodbye. Daemon to
+client: Welcome, Mapped, Admitted / Rejected, Stored / StoredParts, Restored / RestoredParts,
+Failed, Pong, Status, Entries, Refused.
 
 One storage of the client travels as one or more entries. The way of an entry:
     Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
-           ->  Stored     its bytes are encoded: the staging range may be used again
+           ->  Stored     its bytes are encoded: the staging range may be used again; where that
+                          leaves in the same frame Admitted is left out, and Stored says both
            or  Rejected   the entry does not exist: the tensor stays with the client
     Restore -> Restored   the destination range holds the verified bytes
            or  Failed     the bytes cannot be had (CorruptBlob, a lane's error)
     Release -> (no answer) the entry is gone as soon as nothing uses it
 A Store that is sent again behind Resume is answered as the first one was: an entry is stored once.
 
-What RestoreParts and RestoredParts say of each chunk travels as packed numbers (`pack`), eight
-bytes each: as msgpack's they took 2.5 times as long to check and to read.
+What StoreParts and the like say of each chunk travels as packed numbers (`pack`), eight bytes
+each: as msgpack's they took 2.5 times as long to check and to read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from stormd.protocol.declaring import (
     seconds,
     text,
 )
+from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import (
     MAX_BATCH,
     MAX_BUDGET,
@@ -59,6 +61,8 @@ __all__ = [
     "REJECTIONS",
     "RESTORED_FIELDS",
     "RESTORE_FIELDS",
+    "STORED_FIELDS",
+    "STORE_FIELDS",
     "Admitted",
     "Entries",
     "Failed",
@@ -82,7 +86,9 @@ __all__ = [
     "Status",
     "StatusRequest",
     "Store",
+    "StoreParts",
     "Stored",
+    "StoredParts",
     "UnmapSegment",
     "Welcome",
     "pack",
@@ -104,6 +110,12 @@ RESTORE_FIELDS: Final = 6
 
 RESTORED_FIELDS: Final = 1
 """Numbers of one chunk in RestoredParts."""
+
+STORE_FIELDS: Final = 6
+"""Numbers of one chunk in StoreParts."""
+
+STORED_FIELDS: Final = 2
+"""Numbers of one chunk in StoredParts."""
 
 ENTRIES_A_PAGE: Final = MAX_BATCH
 """Entries in one Entries at the most."""
@@ -134,6 +146,8 @@ BudgetText = Annotated[str, name(MAX_BUDGET)]
 State = Annotated[dict[str, Any], mapping()]
 RestorePlaces = Annotated[bytes, numbers(RESTORE_FIELDS, MAX_BATCH, "parts")]
 RestoredPlaces = Annotated[bytes, numbers(RESTORED_FIELDS, MAX_BATCH, "parts")]
+StorePlaces = Annotated[bytes, numbers(STORE_FIELDS, MAX_BATCH, "parts")]
+StoredPlaces = Annotated[bytes, numbers(STORED_FIELDS, MAX_BATCH, "parts")]
 
 
 def pack(values: Sequence[int]) -> bytes:
@@ -150,7 +164,10 @@ def unpack(places: bytes, fields: int) -> Iterator[tuple[int, ...]]:
     return _LAYOUTS[fields].iter_unpack(places)
 
 
-_LAYOUTS = {n: struct.Struct(f"<{n}q") for n in (RESTORE_FIELDS, RESTORED_FIELDS)}
+_LAYOUTS = {
+    n: struct.Struct(f"<{n}q")
+    for n in (RESTORE_FIELDS, RESTORED_FIELDS, STORE_FIELDS, STORED_FIELDS)
+}
 
 
 # --- from the client ------------------------------------------------------------------------
@@ -328,6 +345,39 @@ class RestoreParts(Message):
     places: RestorePlaces
 
 
+@message(24, kw_only=True)
+class StoreParts(Message):
+    """Asks to store several entries, in this order, all with the same `dtype` and `codec`.
+
+    `places` has six numbers for each: entry, segment, offset, nbytes, sequence and ready, which
+    mean what they mean in Store. Each is answered as Store is, with its entry's number as that of
+    the request.
+    """
+
+    dtype: Text
+    codec: Codec
+    places: StorePlaces
+
+    def check_together(self) -> None:
+        """Raise ProtocolError where an entry has a size that none may have."""
+        for nbytes in _sizes(self.places):
+            if not 1 <= nbytes <= MAX_ENTRY_BYTES:
+                raise ProtocolError(
+                    f"StoreParts.places has an entry of {nbytes} bytes, not in 1 .. "
+                    f"{MAX_ENTRY_BYTES}"
+                )
+
+    def stores(self) -> Iterator[Store]:
+        """Return what asks for each alone."""
+        dtype, codec = self.dtype, self.codec
+        for entry, segment, offset, nbytes, sequence, ready in unpack(self.places, STORE_FIELDS):
+            yield Store.from_wire([entry, segment, offset, nbytes, dtype, codec, sequence, ready])
+
+
+def _sizes(places: bytes) -> list[int]:
+    return [nbytes for _, _, _, nbytes, _, _ in unpack(places, STORE_FIELDS)]
+
+
 # --- from the daemon ------------------------------------------------------------------------
 
 
@@ -455,3 +505,14 @@ class RestoredParts(Message):
     """
 
     places: RestoredPlaces
+
+
+@message(78)
+class StoredParts(Message):
+    """These entries are in the arena, as Stored says of each; all got the same codec mode.
+
+    `places` has two numbers for each: the entry and its stored bytes.
+    """
+
+    places: StoredPlaces
+    mode: Text

@@ -13,6 +13,7 @@ themselves, and no driver is called.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import storm_client as storm
@@ -116,7 +117,7 @@ class TimedHooks(saved_tensors_hooks):
 
     memory = np.empty(0, np.uint8)
     """Read before each."""
-    seconds: dict[str, list[float]] = {"pack": [], "unpack": []}
+    seconds: ClassVar[dict[str, list[float]]] = {"pack": [], "unpack": []}
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__(self._timed("pack", pack), self._timed("unpack", unpack))
@@ -161,7 +162,7 @@ class Save(torch.autograd.Function):
 
 
 def step(offload: storm.Offload, like: Tensor, tensors: int) -> float:
-    """Store so many tensors and bring them back; return the seconds a tensor of leaving the block."""
+    """Store so many tensors, bring them back; return the seconds a tensor of leaving the block."""
     x = torch.zeros(1, requires_grad=True)
     with offload:
         for _ in range(tensors):
@@ -182,6 +183,8 @@ def measure(
     offload = client.offload(min_bytes=1, codec="raw", budget=0.0, replay=False)
     like = torch.zeros(nbytes // 4)
     left: list[float] = []
+    gc.collect()
+    gc.disable()  # whose rare long looks at all objects would hide the rest
     for number in range(WARM_UPS + options.steps):
         if number == WARM_UPS:
             for seconds in found.values():
@@ -190,6 +193,7 @@ def measure(
             earlier = _operations(daemon)
         left.append(step(offload, like, options.tensors))
     ended = time.perf_counter()
+    gc.enable()
     offload.stats()
     after = thread_seconds(daemon.pid)
     operations = _operations(daemon) - earlier

@@ -37,6 +37,7 @@ from stormd.protocol import (
     StatusRequest,
     Store,
     Stored,
+    StoreParts,
     UnmapSegment,
     encode,
     pack,
@@ -173,6 +174,7 @@ class FrameFuzzer:
             return Release([self._known() for _ in range(choice.randrange(5))])
         others: tuple[Callable[[], Message], ...] = (
             lambda: self._restores(size, offset),
+            lambda: self._stores(size, offset),
             Ping,
             StatusRequest,
             self._hello,
@@ -219,6 +221,18 @@ class FrameFuzzer:
             for number in (choice.randrange(1, 50), self._known(), 0, offset, size, 0)
         ]
         return RestoreParts(pack(tickets))
+
+    def _stores(self, size: int, offset: int) -> Message:
+        choice = self._random
+        places: list[int] = []
+        for _ in range(choice.randrange(1, 5)):
+            self._entry += 1
+            entry = self._known() if choice.random() < 0.2 else self._entry
+            sequence = choice.choice((0, 0, 1, MAX_ID))
+            places += entry, choice.choice((0, 0, 0, 1)), offset, max(1, size), sequence, 0
+        dtype = choice.choice(("uint8", "bfloat16", "no such type"))
+        codec = choice.choice(("raw", "ancf"))
+        return StoreParts(dtype=dtype, codec=codec, places=pack(places))
 
     def _cache_message(self, name: str, size: int) -> Message:
         messages: tuple[Callable[[], Message], ...] = (

@@ -9,13 +9,15 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
 
 from stormd.protocol import (
     PROTOCOL_VERSION,
+    STORED_FIELDS,
+    Admitted,
     Envelope,
     Hello,
     Message,
@@ -24,9 +26,11 @@ from stormd.protocol import (
     Restored,
     Store,
     Stored,
+    StoredParts,
     Welcome,
     decode,
     encode,
+    unpack,
 )
 
 TIMEOUT_SECONDS = 30.0
@@ -50,6 +54,8 @@ class RawClient:
         self.page: mmap.mmap | None = None
         self._requests = 0
         self._entries = 0
+        self._stores: dict[int, int] = {}
+        """By entry, the requests that have not been answered."""
 
     # --- words ------------------------------------------------------------------------------
 
@@ -59,6 +65,8 @@ class RawClient:
         for message in messages:
             self._requests += 1
             batch.append(Envelope(self._requests, message))
+            if isinstance(message, Store):
+                self._stores[message.entry] = self._requests
         self.socket.send(encode(batch))
         return [request for request, _ in batch]
 
@@ -77,7 +85,24 @@ class RawClient:
             left = deadline - time.monotonic()
             if left < 0 or not self.socket.poll(int(left * 1000)):
                 raise TimeoutError(f"no such answer in {timeout} s; got {self.received}")
-            self.received += decode(self.socket.recv())
+            self.received += self._expanded(decode(self.socket.recv()))
+
+    def _expanded(self, answers: Sequence[Envelope]) -> Iterator[Envelope]:
+        """Yield answers as if nothing had been joined or left out."""
+        for request, message in answers:
+            if isinstance(message, Admitted):
+                self._stores.pop(message.entry, None)
+            stored = [message] if isinstance(message, Stored) else []
+            if isinstance(message, StoredParts):
+                places = unpack(message.places, STORED_FIELDS)
+                stored = [Stored(entry, nbytes, message.mode) for entry, nbytes in places]
+            for one in stored:
+                asked = self._stores.pop(one.entry, None)
+                if asked is not None:
+                    yield Envelope(asked, Admitted(one.entry))
+                yield Envelope(0, one)
+            if not stored:
+                yield Envelope(request, message)
 
     def wait_for(self, kind: type[Message], timeout: float = TIMEOUT_SECONDS, **fields: Any) -> Any:
         """Return the first message of that type and with those field values."""

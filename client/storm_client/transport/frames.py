@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
 import zmq
 from zmq.backend.cython import _zmq
 
-from stormd.protocol import Envelope, Restore, RestoreParts, pack
+from stormd.protocol import Envelope, Restore, RestoreParts, Store, StoreParts, pack
 from stormd.protocol.limits import MAX_FRAME_BYTES
 
 __all__ = ["Frames", "joined"]
@@ -104,20 +104,30 @@ def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:
     """Return messages that say the same in the same order, in as few envelopes as may be.
 
     What a chunk costs is mostly its message. Chunks are asked for one by one where they are needed,
-    and restores that are neighbours are joined where a frame is made: nobody waits for others to
-    come, and the order stays. A batch has at most MAX_BATCH restores.
+    and stores or restores that are neighbours are joined where a frame is made: nobody waits for
+    others to come, and the order stays. A batch has at most MAX_BATCH of them.
     """
     made: list[Envelope] = []
-    for is_restore, group in groupby(batch, _is_restore):
+    for join, group in groupby(batch, _alike):
         same = list(group)
-        made += [_join(same)] if is_restore and len(same) > 1 else same
+        made += same if join is None or len(same) == 1 else [_join(same)]
     return made
 
 
-def _is_restore(envelope: Envelope) -> bool:
-    return isinstance(envelope.message, Restore)
+def _alike(envelope: Envelope) -> tuple[str, str] | None:
+    """Return what neighbours that can be joined have in common; None for what cannot be."""
+    message = envelope.message
+    if isinstance(message, Restore):
+        return "", ""
+    return (message.dtype, message.codec) if isinstance(message, Store) else None
 
 
-def _join(restores: Iterable[Envelope]) -> Envelope:
-    numbers = [number for _, message in restores for number in message.to_wire()]
-    return Envelope(0, RestoreParts(pack(numbers)))
+def _join(batch: Sequence[Envelope]) -> Envelope:
+    first = batch[0].message
+    if not isinstance(first, Store):
+        return Envelope(0, RestoreParts(pack([n for _, one in batch for n in one.to_wire()])))
+    places: list[int] = []
+    for _, message in batch:
+        entry, segment, offset, nbytes, _, _, sequence, ready = message.to_wire()
+        places += entry, segment, offset, nbytes, sequence, ready
+    return Envelope(0, StoreParts(dtype=first.dtype, codec=first.codec, places=pack(places)))

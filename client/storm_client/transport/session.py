@@ -293,9 +293,7 @@ class Session(Listener):
         record.stats.leaves(record.nbytes)
         return True
 
-    def load(
-        self, use: Use, *, is_first: bool = False, may_hand_out: bool = False
-    ) -> Located:
+    def load(self, use: Use, *, is_first: bool = False, may_hand_out: bool = False) -> Located:
         """Return where the bytes of `use` are in memory, restoring them if need be.
 
         Where it `may_hand_out` memory early, what is put on the thread's stream finds them there.

@@ -32,6 +32,7 @@ from storm_client.saved.ranges import Part, RangePhase, StoredRange
 from storm_client.transport.staging_space import ALIGNMENT, StagingSpace
 from stormd.protocol import (
     RESTORED_FIELDS,
+    STORED_FIELDS,
     Admitted,
     Envelope,
     Failed,
@@ -45,6 +46,7 @@ from stormd.protocol import (
     RestoredParts,
     Store,
     Stored,
+    StoredParts,
     unpack,
 )
 from stormd.protocol.timeline import RESTORED_SLOTS
@@ -169,7 +171,8 @@ class Outgoing:
     error: StormError | None = None
     """Why a chunk that was admitted is lost."""
     admitted: set[int] = field(default_factory=set)
-    arrived: dict[int, Stored] = field(default_factory=dict)
+    arrived: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Of each chunk that is in the arena, its bytes there and the codec's mode."""
     is_counted: bool = False
 
     # Where the daemon reads the source in its own memory:
@@ -660,8 +663,18 @@ class Transfers:
             case RestoredParts():
                 for (ticket,) in unpack(message.places, RESTORED_FIELDS):
                     self._answered(ticket, message)
+            case StoredParts():
+                for entry, nbytes in unpack(message.places, STORED_FIELDS):
+                    self._is_stored(entry, nbytes, message.mode)
             case _:
                 self._answered(number_of(request, message), message)
+
+    def _is_stored(self, number: int, nbytes: int, mode: str) -> None:
+        transfer = self._pending.get(number)
+        if transfer is not None and isinstance(transfer.of, Outgoing):
+            self.answered += 1
+            self._stored(transfer, transfer.of, nbytes, mode)
+            self._end(transfer)
 
     def _answered(self, number: int, message: Message) -> None:
         transfer = self._pending.get(number)
@@ -680,7 +693,7 @@ class Transfers:
                 self._admitted(transfer, out)
                 return
             case Stored():
-                self._stored(transfer, out, message)
+                self._stored(transfer, out, message.stored_bytes, message.mode)
             case Rejected():
                 self._refused(transfer, out, message.reason, message.detail)
             case Refused():  # the message, for itself: what it asked for will not be done
@@ -745,8 +758,8 @@ class Transfers:
         out.is_counted = True
         if out.stats is not None:
             out.stats.offloaded(out.nbytes, out.dtype, out.codec)
-            for part in out.arrived.values():
-                out.stats.stored(part.stored_bytes, part.mode)
+            for nbytes, mode in out.arrived.values():
+                out.stats.stored(nbytes, mode)
         record = out.living()
         if record is not None and record.phase is RangePhase.LEAVING and out.sequence is None:
             self.gone(record)
@@ -756,13 +769,15 @@ class Transfers:
         record.move_to(RangePhase.AWAY)
         record.source = None
 
-    def _stored(self, transfer: Transfer, out: Outgoing, message: Stored) -> None:
+    def _stored(self, transfer: Transfer, out: Outgoing, nbytes: int, mode: str) -> None:
         """The bytes of a chunk are in the arena, and its source is not needed any more."""
+        if transfer.number not in out.admitted:
+            self._admitted(transfer, out)
         transfer.move_to(Phase.STORED)
         is_new = transfer.number not in out.arrived
-        out.arrived[transfer.number] = message
+        out.arrived[transfer.number] = nbytes, mode
         if is_new and out.is_counted and out.refusal is None and out.stats is not None:
-            out.stats.stored(message.stored_bytes, message.mode)
+            out.stats.stored(nbytes, mode)
         if not self._keep(transfer, out):
             self._give_back(transfer)
 

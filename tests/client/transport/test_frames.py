@@ -23,6 +23,8 @@ from stormd.protocol import (
     Release,
     Restore,
     RestoreParts,
+    Store,
+    StoreParts,
     decode,
     encode,
     pack,
@@ -168,6 +170,40 @@ def test_restores_beside_each_other_are_joined() -> None:
     ]
 
 
+def store(number: int, dtype: str = "uint8") -> Envelope:
+    message = Store(
+        entry=number,
+        segment=2,
+        offset=3,
+        nbytes=4,
+        dtype=dtype,
+        codec="raw",
+        sequence=5,
+        ready=6,
+    )
+    return Envelope(number, message)
+
+
+def test_stores_of_one_kind_beside_each_other_are_joined() -> None:
+    batch = [store(1), store(2), store(3, "float16"), restore(1), store(4), store(5)]
+    assert list(joined(batch)) == [
+        Envelope(
+            0,
+            StoreParts(
+                dtype="uint8", codec="raw", places=pack([1, 2, 3, 4, 5, 6, 2, 2, 3, 4, 5, 6])
+            ),
+        ),
+        store(3, "float16"),
+        restore(1),
+        Envelope(
+            0,
+            StoreParts(
+                dtype="uint8", codec="raw", places=pack([4, 2, 3, 4, 5, 6, 5, 2, 3, 4, 5, 6])
+            ),
+        ),
+    ]
+
+
 def flat(batch: list[Envelope]) -> list[tuple[object, ...]]:
     """Return what is said of each part."""
     said: list[tuple[object, ...]] = []
@@ -175,7 +211,9 @@ def flat(batch: list[Envelope]) -> list[tuple[object, ...]]:
         match message:
             case RestoreParts():
                 said += unpack(message.places, RESTORE_FIELDS)
-            case Restore():
+            case StoreParts():
+                said += [one.to_wire() for one in message.stores()]
+            case Restore() | Store():
                 said.append(message.to_wire())
             case _:
                 said.append((message,))
@@ -184,6 +222,7 @@ def flat(batch: list[Envelope]) -> list[tuple[object, ...]]:
 
 SINGLE = st.one_of(
     st.builds(restore, st.integers(1, 50)),
+    st.builds(store, st.integers(1, 50), st.sampled_from(["uint8", "float16"])),
     st.builds(lambda n: Envelope(0, Release([n])), st.integers(0, 3)),
 )
 

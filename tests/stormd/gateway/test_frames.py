@@ -23,7 +23,7 @@ from stormd.protocol import (
     Rejected,
     Release,
     Store,
-    Stored,
+    StoredParts,
     decode,
     encode,
 )
@@ -146,14 +146,12 @@ def a_store(entry: int, nbytes: int = 4096) -> Store:
     )
 
 
-def test_admitted_leaves_with_stored() -> None:
+def test_what_is_stored_by_then_is_told_of_in_one_message() -> None:
     core = Core()
     core.feed(a_store(1), a_store(2))
     assert core.sent == []
     core.gateway.take_results([core.done(job) for job in core.jobs])
-    assert [[type(message) for message in frame] for frame in core.sent] == [
-        [Admitted, Admitted, Stored, Stored]
-    ]
+    assert [[type(message) for message in frame] for frame in core.sent] == [[StoredParts]]
     core.let_time_pass()
     assert len(core.sent) == 1
 

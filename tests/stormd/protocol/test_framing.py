@@ -17,6 +17,7 @@ from stormd.protocol import (
     REJECTIONS,
     RESTORE_FIELDS,
     RESTORED_FIELDS,
+    STORED_FIELDS,
     CacheGet,
     CacheList,
     CachePut,
@@ -29,6 +30,8 @@ from stormd.protocol import (
     RestoreParts,
     Status,
     StatusRequest,
+    StoredParts,
+    StoreParts,
     decode,
     decode_each,
     encode,
@@ -38,7 +41,13 @@ from stormd.protocol import (
     pack,
     unpack,
 )
-from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
+from stormd.protocol.limits import (
+    MAX_BATCH,
+    MAX_COSTLY,
+    MAX_ENTRY_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_ID,
+)
 
 IDS = st.integers(0, MAX_ID)
 TEXTS = st.text(max_size=20)
@@ -74,6 +83,12 @@ def numbers(fields_: int) -> st.SearchStrategy[bytes]:
 ABOUT_PARTS: dict[type[Message], st.SearchStrategy[Message]] = {
     RestoreParts: st.builds(RestoreParts, numbers(RESTORE_FIELDS)),
     RestoredParts: st.builds(RestoredParts, numbers(RESTORED_FIELDS)),
+    StoreParts: st.lists(
+        st.tuples(*[IDS] * 3, st.integers(1, MAX_ENTRY_BYTES), IDS, IDS), min_size=1, max_size=3
+    )
+    .map(lambda parts: pack([n for part in parts for n in part]))
+    .map(lambda places: StoreParts(dtype="uint8", codec="ancf", places=places)),
+    StoredParts: st.builds(StoredParts, numbers(STORED_FIELDS), st.text(max_size=20)),
 }
 
 
