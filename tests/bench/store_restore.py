@@ -32,6 +32,7 @@ from storm_client import hook_stack
 from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
+from storm_client.planner import in_flight
 from storm_client.transport import memory_pressure, sessions
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -42,6 +43,8 @@ from stormd.protocol import MapSegment, Welcome
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 4
 LINE_BYTES = 64
+HELD = 4
+"""Tensors that the lane in place holds back; all others come from the daemon."""
 
 
 class CopylessLane(CpuLane):
@@ -257,6 +260,7 @@ def main() -> None:
         for kib in options.kib:
             for mib in options.mib:
                 staging = str(max(64, options.tensors * kib // 2 >> 10) * MIB)
+                in_flight.START_BYTES = in_flight.LEAST_BYTES = HELD * kib * KIB
                 flags = ["--device=cpu", "--pool-bytes=1GiB", f"--staging-bytes-cpu={staging}"]
                 with (
                     ChildDaemon(flags=flags) as daemon,

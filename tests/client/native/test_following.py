@@ -404,7 +404,7 @@ def outcome(run: Callable[[], list[Tensor]]) -> list[Tensor] | str:
         return str(error).partition("Hint")[0]
 
 
-@pytest.mark.parametrize("fate", ["kept", "recomputed"])
+@pytest.mark.parametrize("fate", ["kept", "recomputed", "offloaded"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_save_is_the_same_to_both(
     name: str,
@@ -421,7 +421,11 @@ def test_a_save_is_the_same_to_both(
         return CASES[name](block, device)
 
     expected = outcome(lambda: run(nullcontext))
-    offload = client.offload(min_bytes=256, budget=1.0 if fate == "kept" else "least")
+    offload = client.offload(
+        min_bytes=256,
+        budget={"kept": 1.0, "recomputed": "least", "offloaded": 0.0}[fate],
+        replay=fate != "offloaded",
+    )
     for _ in range(STEPS):
         found = outcome(lambda: run(lambda: offload))
         assert isinstance(found, str) == isinstance(expected, str), found

@@ -23,6 +23,7 @@ from stormd.protocol import (
     Rejected,
     Release,
     Store,
+    Stored,
     StoredParts,
     decode,
     encode,
@@ -195,7 +196,7 @@ def test_a_result_that_cannot_be_handled_ends_its_session_alone() -> None:
     core.gateway.take_results(
         [StoreFailed(session=1, entry=77, detail="of no entry"), core.done(job)]
     )
-    assert [type(message) for message in core.sent[0]] == [Admitted, Stored]
+    assert [type(message) for message in core.sent[0]] == [Stored]
     core.feed(a_store(2))
     assert core.jobs == [job]
 
