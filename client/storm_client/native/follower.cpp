@@ -2,12 +2,12 @@
 
 #include "binding.h"
 #include "kept.h"
+#include "leaving.h"
 #include "recomputed.h"
 #include "tensors.h"
 #include "watching.h"
 
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Storage.h>
 
 namespace storm {
@@ -34,23 +34,6 @@ struct Pending {
   bool is_looked_at = false;
   std::vector<c10::IValue> inputs;  // if the call that is expected next is to be made again
   std::vector<Cast> casts;          // of those inputs
-};
-
-// What was saved, is to leave, and is kept until there is enough of it: to enter Python with cold
-// caches takes several times as long as what is done there for one more tensor.
-struct Leaving {
-  std::vector<Ref> kept;
-  int64_t nbytes = 0;
-  int64_t most = 0;  // of bytes; none before Python has said
-  std::optional<c10::Device> device;
-
-  static constexpr size_t MOST = 16;
-  static constexpr int64_t MOST_EACH = 4 << 20;  // more takes the link longer than Python the thread
-
-  // Whether a storage of so many bytes is sent with others, rather than as soon as it may be.
-  bool is_small(int64_t bytes) const { return bytes <= std::min(most, MOST_EACH); }
-
-  bool is_full(int64_t more) const { return kept.size() >= MOST || nbytes + more > most; }
 };
 
 // Hooks of one step. What they do not expect they hand over to Python, where the step goes on from
@@ -151,7 +134,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-  follower_of(self).leaving.kept.clear();
+  follower_of(self).leaving.take();
   for (PyObject*& hook : follower_of(self).hooks) Py_CLEAR(hook);
   return 0;
 }
@@ -274,9 +257,8 @@ bool captures(const at::Tensor& tensor) {
 // Has Python send what was kept for now. What an error leaves is kept.
 void send_kept(Follower& follower) {
   auto& leaving = follower.leaving;
-  if (leaving.kept.empty()) return;
-  const auto kept = std::exchange(leaving.kept, {});
-  leaving.nbytes = 0;
+  if (leaving.is_empty()) return;
+  const auto kept = leaving.take();
   Ref list = expected(PyList_New(0));
   for (const auto& one : kept) {
     if (Py_REFCNT(one.get()) > 1) expect(PyList_Append(list.get(), one.get()) == 0);
@@ -284,19 +266,9 @@ void send_kept(Follower& follower) {
   if (PyList_GET_SIZE(list.get()) > 0) ask(follower, LEAVE, list.get());
 }
 
-// Whether a result can be kept for now: Python then finds all as it would have now.
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
-  const auto& leaving = follower.leaving;
-  const auto device = tensor.device();
-  if (leaving.device != device || !tensor.grad_fn() || follower.owned->has(storage_of(
-          tensor.unsafeGetTensorImpl())) || c10::isQIntType(tensor.scalar_type())) {
-    return false;
-  }
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (nbytes < follower.least || !leaving.is_small(nbytes)) return false;
-  if (!device.is_cuda()) return true;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return guard.getStream(device) == guard.getDefaultStream(device) && !captures(tensor);
+  return follower.leaving.can_wait(tensor) && !captures(tensor) &&
+         !follower.owned->has(storage_of(tensor.unsafeGetTensorImpl()));
 }
 
 // Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
@@ -344,8 +316,7 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
     const auto nbytes = static_cast<int64_t>(event.nbytes);
     if (follower.leaving.is_full(nbytes)) send_kept(follower);
     Ref kept = Ref::stolen(keep_for_now(tensor, event.position));
-    follower.leaving.kept.push_back(Ref::borrowed(kept.get()));
-    follower.leaving.nbytes += nbytes;
+    follower.leaving.add(kept.get(), nbytes);
     return kept;
   }
   send_kept(follower);
@@ -478,9 +449,8 @@ PyObject* together(PyObject* self, PyObject* arguments) {
   PyObject* example;
   long long most = 0;
   expect(PyArg_ParseTuple(arguments, "OL", &example, &most));
-  auto& leaving = follower_of(self).leaving;
-  leaving.device = THPVariable_Unpack(example).device();
-  leaving.most = most;
+  auto& follower = follower_of(self);
+  follower.leaving.begin(THPVariable_Unpack(example).device(), follower.least, most);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -488,8 +458,7 @@ PyObject* together(PyObject* self, PyObject* arguments) {
 PyObject* forget(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
-  const auto kept = std::exchange(follower.leaving.kept, {});
-  follower.leaving.nbytes = 0;
+  const auto kept = follower.leaving.take();
   auto unpacked = std::move(follower.unpacked);
   follower.unpacked.clear();
   Locked locked(follower.lock);
