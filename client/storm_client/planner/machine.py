@@ -72,7 +72,7 @@ class Machine:
         measured = [one for one in (figures.store, figures.restore) if one > 0.0]
         link = max(measured, default=self.link) if self.hides else self.link
         names = self.measured | {"link"} if measured and self.hides else self.measured
-        return replace(self, link=max(link, figures.limit), measured=names)
+        return replace(self, link=max(link, figures.limit, figures.disk), measured=names)
 
 
 class LinkFigures(NamedTuple):
@@ -84,18 +84,34 @@ class LinkFigures(NamedTuple):
     """The other way."""
     limit: float = 0.0
     """What the daemon was told to take at the least."""
+    disk: float = 0.0
+    """For which its tier on disk was busy for each byte stored, or restored where that was more:
+    the disk's share of the bytes, at the disk's speed. It moves them beside the link."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any], uuid: str) -> LinkFigures:
         """Read the object that Status carries, for the GPU of that UUID; of a CPU the limit."""
         most = state.get("link_limit_bytes", 0)
-        limit = 1 / most if most else 0.0
+        limit, disk = 1 / most if most else 0.0, _disk_seconds_a_byte(state)
         for gpu in state["gpus"]:
             if uuid and gpu["uuid"] == uuid:
                 ways = gpu["link"]
                 store, restore = map(_seconds_a_byte, (ways["store"], ways["restore"]))
-                return cls(store, restore, limit)
-        return cls(limit=limit)
+                return cls(store, restore, limit, disk)
+        return cls(limit=limit, disk=disk)
+
+
+def _disk_seconds_a_byte(state: Mapping[str, Any]) -> float:
+    """Return the seconds of the disk for each byte that came to the pool or left it; 0.0 unused."""
+    spill = state.get("spill")
+    if spill is None or spill["ended"]:
+        return 0.0
+    return max(
+        spill[one]["busy_seconds"] / state["throughput"][other]["blob_bytes"]
+        if spill[one]["bytes"] >= LEAST_COPIED and state["throughput"][other]["blob_bytes"]
+        else 0.0
+        for one, other in (("write", "store"), ("read", "restore"))
+    )
 
 
 def _seconds_a_byte(way: Mapping[str, Any]) -> float:

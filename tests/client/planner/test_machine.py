@@ -67,6 +67,44 @@ def test_what_is_not_known_of_a_link_is_the_other_machines(figures: LinkFigures)
     assert CUDA.with_link(figures) == CUDA
 
 
+def spilling(written: int, read: int, *, ended: str = "") -> dict[str, Any]:
+    """Return what a daemon says that had 1 GiB each way, of which a disk moved some at 1 GB/s."""
+    ways = {
+        one: {"bytes": nbytes, "busy_seconds": nbytes * 1e-9}
+        for one, nbytes in (("write", written), ("read", read))
+    }
+    flow = {"raw_bytes": 2 << 30, "blob_bytes": 1 << 30}
+    return state() | {
+        "spill": {**ways, "ended": ended},
+        "throughput": {"store": flow, "restore": flow},
+    }
+
+
+@pytest.mark.parametrize(
+    ("figures", "seconds"),
+    [
+        (spilling(0, 0), 0.0),
+        (spilling(LEAST_COPIED - 1, 0), 0.0),
+        (spilling(1 << 29, 0), 0.5e-9),
+        (spilling(1 << 28, 1 << 30), 1e-9),
+        (spilling(1 << 30, 1 << 30, ended="it was full of errors"), 0.0),
+    ],
+    ids=["unused", "hardly used", "written to", "read from", "ended"],
+)
+def test_a_disk_is_a_slower_link_for_its_share_of_the_bytes(
+    figures: dict[str, Any], seconds: float
+) -> None:
+    found = LinkFigures.of(figures, UUID)
+    assert found.disk == pytest.approx(seconds)
+    assert LinkFigures.of(figures, "").disk == found.disk
+
+
+def test_a_link_waits_for_a_disk_that_is_slower() -> None:
+    figures = LinkFigures(disk=1e-8)
+    assert CUDA.with_link(figures).link == CPU.with_link(figures).link == pytest.approx(1e-8)
+    assert CUDA.with_link(LinkFigures(disk=1e-12)) == CUDA
+
+
 def test_a_limit_holds_for_hosts_too_whose_copies_say_nothing() -> None:
     """What else runs on their cores would decide that."""
     limited = LinkFigures.of(state(limit=10_000_000), UUID)
