@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from stormd.config import Config
 from stormd.errors import ConfigError, PoolUnavailable
-from stormd.ledger.records import JournalRecords, Layout, State, read_state
+from stormd.ledger.records import JournalRecords, Layout, State, Totals, read_state
 from stormd.memory.arena import Space
 from stormd.memory.journal import Journal, JournalUnusable
 from stormd.memory.shared_memory import is_sealed, sealed_memory
@@ -48,6 +48,8 @@ class Handover:
         self._pool = -1
         self._journal: Journal | None = None
         self.state: State | None = None
+        self.earlier = Totals()
+        """What earlier daemons have stored."""
 
     def take(self, config: Config) -> Config:
         """Read what was left; return the settings to go on with."""
@@ -58,6 +60,7 @@ class Handover:
         try:
             self._journal, found = Journal.open(journal)
             state = read_state(found)
+            self.earlier = state.totals
             if state.is_empty:
                 raise _NothingLeft  # noqa: TRY301 - as where it cannot be read
             fitted = _fitted(config, state.layout)

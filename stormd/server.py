@@ -29,7 +29,7 @@ from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.records import JournalRecords, NoRecords
+from stormd.ledger.records import JournalRecords, NoRecords, Totals
 from stormd.ledger.sessions import Session, session_name
 from stormd.memory.arena import Space
 from stormd.memory.growth import FIRST_BYTES, PoolGrowth
@@ -91,6 +91,7 @@ class Server:
         self._worker = worker
         self._fleet: Fleet | None = None
         self._records: JournalRecords | None = None
+        self._noted = Totals()
         self._is_suspended = False
         self._on_progress = on_progress
         self._socket = parse_address(config.address)
@@ -162,6 +163,7 @@ class Server:
                     self._fleet.tick()
                 self._end_orphans()
                 self._growth.look()
+                self._note_totals()
                 self._watch_spill()
                 self._keep_address()
             if self._config.exit_with_last_client and self._is_deserted():
@@ -281,6 +283,7 @@ class Server:
             config=self._config,
             opened_at=self._opened_at,
             is_resumable=self._handover is not None,
+            earlier=Totals() if self._handover is None else self._handover.earlier,
             pool=self._pool,
             space=self._space,
             cache=self._cache,
@@ -485,6 +488,18 @@ class Server:
         if self._records is not None:
             self._records.laid_out(layout_of(self._config, self._spaces))
 
+    def _note_totals(self) -> None:
+        """Write down what has been stored by now, for whoever follows."""
+        if self._records is None or self._handover is None:
+            return
+        stored, earlier = self.counters.throughput()["store"], self._handover.earlier
+        totals = Totals(
+            earlier.raw_bytes + stored["raw_bytes"], earlier.blob_bytes + stored["blob_bytes"]
+        )
+        if totals != self._noted:
+            self._records.counted(totals)
+            self._noted = totals
+
     def _serve_on(self, control: ControlSocket) -> None:
         config = self._config
         self._gateway = Gateway(
@@ -618,6 +633,7 @@ class Server:
         """
         self._mailbox.close()
         self._gateway.leave()
+        self._note_totals()
         log.info("suspended", extra={"sessions": len(self._ledger.sessions)})
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:

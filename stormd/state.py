@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from stormd import __version__
@@ -12,6 +13,7 @@ from stormd.cache.items import Cache
 from stormd.config import Config
 from stormd.lanes import Lane
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.records import Totals
 from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.counters import Counters
@@ -29,6 +31,7 @@ def state(
     config: Config,
     opened_at: float,
     is_resumable: bool,
+    earlier: Totals,
     pool: HostPool,
     space: Space,
     cache: Cache | None,
@@ -65,6 +68,7 @@ def state(
         "raw_bytes": ledger.raw_bytes,
         "ratio": ratio,
         "throughput": counters.throughput(),
+        "earlier": asdict(earlier),
         "gpus": _gpus_status(lanes.values(), gauge),
         "link_limit_bytes": config.link_limit_bytes,
         "counters": counters.as_status(),

@@ -33,6 +33,7 @@ __all__ = [
     "NoRecords",
     "Records",
     "State",
+    "Totals",
     "read_state",
 ]
 
@@ -40,6 +41,7 @@ _LAYOUT: Final = 1
 _SESSION: Final = 2
 _ENTRY: Final = 3
 _ITEM: Final = 4
+_TOTALS: Final = 5
 """The kinds of records."""
 
 _PROMISED: Final = 0
@@ -52,6 +54,14 @@ length of its mode's name, which follows; then offset and bytes of each extent."
 
 _EXTENT: Final = struct.Struct("<QQ")
 _CODECS: Final = {name: number for number, name in enumerate(CODECS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What daemons have stored that followed each other, in bytes before and after encoding."""
+
+    raw_bytes: int = 0
+    blob_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +142,7 @@ class JournalRecords:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._layout = 0
+        self._layout = self._totals = 0
 
     @property
     def epoch(self) -> int:
@@ -223,9 +233,16 @@ class JournalRecords:
         if before:
             self._journal.erase(before)
 
+    def counted(self, totals: Totals) -> None:
+        """Write down what has been stored so far."""
+        content = [totals.raw_bytes, totals.blob_bytes]
+        before, self._totals = self._totals, self._journal.write(_TOTALS, msgpack.packb(content))
+        if before:
+            self._journal.erase(before)
+
     def adopt(self, state: State) -> None:
         """Go on with the records that were read, and take those away that mean nothing."""
-        self._layout = state.layout_cell
+        self._layout, self._totals = state.layout_cell, state.totals_cell
         for cell in state.useless:
             self._journal.erase(cell)
 
@@ -295,6 +312,8 @@ class State:
     sessions: list[KeptSession]
     items: list[KeptItem]
     useless: list[int]
+    totals: Totals = Totals()
+    totals_cell: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -342,11 +361,13 @@ class _Reading:
         self._entries: dict[tuple[int, int], KeptEntry] = {}
         self._items: dict[tuple[str, int], KeptItem] = {}
         self._useless: list[int] = []
+        self._totals: tuple[Totals, int] = (Totals(), 0)
         readers = {
             _LAYOUT: self._read_layout,
             _SESSION: self._read_session,
             _ENTRY: self._read_entry,
             _ITEM: self._read_item,
+            _TOTALS: self._read_totals,
         }
         for one in found:
             readers[one.kind](one)
@@ -366,6 +387,8 @@ class _Reading:
             sessions=list(self._sessions.values()),
             items=list(self._items.values()),
             useless=self._useless,
+            totals=self._totals[0],
+            totals_cell=self._totals[1],
         )
 
     def _read_layout(self, found: Found) -> None:
@@ -379,6 +402,12 @@ class _Reading:
             part_bytes=part_bytes,
         )
         self._layout = layout, found.cell
+
+    def _read_totals(self, found: Found) -> None:
+        raw_bytes, blob_bytes = msgpack.unpackb(found.payload)
+        if self._totals[1]:
+            self._useless.append(self._totals[1])
+        self._totals = Totals(raw_bytes, blob_bytes), found.cell
 
     def _read_session(self, found: Found) -> None:
         (session, device, uid, pid, name, part_bytes, staging_bytes, secret, hello) = (

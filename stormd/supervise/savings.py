@@ -34,4 +34,8 @@ _COUNTED = ("raw_bytes", "blob_bytes")
 
 
 def _stored(state: dict[str, Any] | None, name: str) -> int:
-    return int(state["throughput"]["store"][name]) if state else 0
+    """Return what the daemon has stored, with those that it follows."""
+    if state is None:
+        return 0
+    earlier = state.get("earlier", {}).get(name, 0)  # workers follow none
+    return int(state["throughput"]["store"][name] + earlier)

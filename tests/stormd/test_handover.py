@@ -244,3 +244,19 @@ def test_a_socket_that_is_bound_elsewhere_is_not_taken(tmp_path: Path) -> None:
         assert found is not None
         found.close()
         handover.close()
+
+
+def test_what_was_stored_so_far_is_known_to_the_next_daemon(resumable: ChildDaemon) -> None:
+    with storm.connect(resumable.address) as client:
+        offload = client.offload(min_bytes=1)
+        with offload:
+            loss = torch.linspace(0, 1, 1 << 16, requires_grad=True).exp().sin().sum()
+        assert offload.stats().stored_bytes > 0
+        stored = resumable.status()["throughput"]["store"]["raw_bytes"]
+        replaced(resumable, signal.SIGUSR2)
+        assert resumable.status()["earlier"]["raw_bytes"] == stored
+        replaced(resumable, signal.SIGUSR2)
+        state = resumable.status()
+        assert state["earlier"]["raw_bytes"] == stored
+        assert state["throughput"]["store"]["raw_bytes"] == 0
+        loss.backward()

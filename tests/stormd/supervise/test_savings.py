@@ -7,8 +7,9 @@ from typing import Any
 from stormd.supervise.savings import describe_savings
 
 
-def _state(raw: int, stored: int, refused: int = 0) -> dict[str, Any]:
+def _state(raw: int, stored: int, refused: int = 0, earlier: int = 0) -> dict[str, Any]:
     return {
+        "earlier": {"raw_bytes": earlier, "blob_bytes": earlier},
         "throughput": {"store": {"raw_bytes": raw, "blob_bytes": stored}},
         "pool": {"peak_used_bytes": 3 << 30, "capacity_bytes": 4 << 30},
         "counters": {"rejected": {"pool_full": refused}},
@@ -31,6 +32,11 @@ def test_of_a_shared_one_it_is_the_difference() -> None:
 def test_a_pool_that_was_full_is_told_of_with_the_next_step() -> None:
     text = describe_savings(None, _state(2 << 30, 1 << 30, refused=17))
     assert text.endswith("refused 17 tensors for want of room: set a larger --pool-bytes")
+
+
+def test_what_was_stored_before_a_restart_counts() -> None:
+    text = describe_savings(None, _state(0, 0, earlier=2 << 30))
+    assert text.startswith("offloaded 2.0 GiB, stored as 2.0 GiB, ratio 1.00; ")
 
 
 def test_nothing_offloaded_asks_about_the_script() -> None:
