@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -25,11 +26,13 @@ from stormd.protocol import (
     Store,
     Stored,
     StoredParts,
+    StoreParts,
     decode,
     encode,
+    pack,
 )
 from stormd.protocol.framing import Envelope
-from stormd.protocol.limits import MAX_BATCH
+from stormd.protocol.limits import MAX_BATCH, MAX_ENTRY_BYTES, MAX_ID
 from stormd.transport.listener import Credentials
 
 MIB = 1 << 20
@@ -277,3 +280,32 @@ def test_work_that_is_under_way_ends_with_its_session() -> None:
     for _ in work:
         pass
     assert len(core.jobs) == 1000
+
+
+def test_parts_of_a_hostile_client_name_nothing_but_its_own() -> None:
+    """A hundred thousand: in range or not, known or new, in any order."""
+    chance, core = Random(1), Core()
+    numbers = (0, 1, 4096, MIB - 4096, MIB, MIB + 1, 1 << 62, MAX_ID)
+    begun = 0
+    for count in range(1000):
+        places: list[int] = []
+        for entry in range(100 * count, 100 * count + 100):
+            named = (
+                entry + 1 if chance.random() < 0.5 else chance.choice((entry, 0, 1 << 62, MAX_ID))
+            )
+            segment, offset, nbytes = chance.choice((0, 0, 0, 1)), chance.choice(numbers), 4096
+            if chance.random() < 0.2:
+                nbytes = chance.choice((1, MIB, MIB + 1, MAX_ENTRY_BYTES))
+            places += named, segment, offset, nbytes, chance.choice(numbers), chance.choice(numbers)
+        dtype = chance.choice(("uint8", "uint8", "float64", "none such"))
+        core.feed(StoreParts(dtype=dtype, codec="raw", places=pack(places)))
+        for job in core.jobs:
+            assert job.segment == 0
+            assert job.offset + job.nbytes <= MIB
+        begun += len(core.jobs)
+        core.gateway.take_results([core.done(job) for job in core.jobs])
+        core.feed(Release([job.entry for job in core.jobs]))
+        core.jobs.clear()
+        core.sent.clear()
+    core._ledger.assert_invariants()
+    assert begun > 1000
