@@ -272,8 +272,10 @@ class Server:
         )
 
     def _tell_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Hand the state over, once workers have said how they are."""
-        if self._fleet is None:
+        """Hand the state of all processes over, once workers have said how they are."""
+        if self._worker is not None:
+            self._worker.tell_status(tell)
+        elif self._fleet is None:
             tell(self.status())
         else:
             self._fleet.refresh(lambda: tell(self.status()))
@@ -338,6 +340,7 @@ class Server:
             post=self._mailbox.post,
             lifeline_of=lambda index: worker_lifeline_path(self._socket, index),
             on_session=self._hear_of_session,
+            tell_status=self._tell_status,
             on_change=self._progress.set,
             on_progress=self._on_progress,
         )

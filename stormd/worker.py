@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -77,6 +78,7 @@ class _Worker:
         if is_lent(config):
             self._budget = PoolBudget(rows, order["workers"], config.host_bytes, FIRST_BYTES)
         self._sessions: set[int] = set()
+        self._asked: deque[Callable[[dict[str, Any]], None]] = deque()  # for the front's answers
         self._end = end
         self._line: Line
         self._pinned = 0.0
@@ -86,12 +88,14 @@ class _Worker:
             totals=self._totals,
             budget=self._budget,
             on_session=self._tell,
+            tell_status=self._ask,
         )
         self._server = Server(config, on_progress=self._pinning, worker=place)
         self._kinds: dict[str, Callable[..., None]] = {
             "end": self._server.end_session,
             "report": self._report,
             "reload": self._reload,
+            "state": self._answer,
         }
         self._waiting: list[tuple[str, list[Any], int]] = []  # heard before there was a server
         self._serves = False
@@ -163,6 +167,14 @@ class _Worker:
             "stuck": self._server.stuck(),
             "worker": {"numa_node": self._node, "processor_seconds": time.process_time()},
         }
+
+    def _ask(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Have the front say how all processes are: a client may ask any of them."""
+        self._asked.append(tell)
+        self._line.send("ask")
+
+    def _answer(self, state: dict[str, Any]) -> None:
+        self._asked.popleft()(state)
 
     # --- what it is told --------------------------------------------------------------------
 

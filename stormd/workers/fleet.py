@@ -153,7 +153,8 @@ class Fleet:
 
     `on_session(session, cause)` is told of each session that has its lifeline, with "attached", and
     of each that has ended; `on_progress(done, total)` of the bytes that are pinned; `on_change`
-    follows whatever `is_idle` may have changed by. `lifeline_of` gives the path of each worker's
+    follows whatever `is_idle` may have changed by. `tell_status` hands over the state of all
+    processes, for whose clients ask a worker. `lifeline_of` gives the path of each worker's
     lifelines.
     """
 
@@ -166,6 +167,7 @@ class Fleet:
         post: Post,
         lifeline_of: Callable[[int], Path],
         on_session: OnSession,
+        tell_status: Callable[[Callable[[dict[str, Any]], None]], None],
         on_change: Callable[[], None],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -173,6 +175,7 @@ class Fleet:
         self._loop = loop
         self._lifeline_of = lifeline_of
         self._on_session = on_session
+        self._tell_status = tell_status
         self._on_change = on_change
         self._on_progress = on_progress
         self._places: dict[int, int] = {}
@@ -419,6 +422,8 @@ class Fleet:
             worker.answered = values[0]
             worker.take_state(values[1])
             self._look_at_round()
+        elif kind == "ask":
+            self._tell_status(lambda state: self._answer(worker, state))
         elif kind == "attached":
             self._on_session(values[0], kind)
         elif kind == "ended":
@@ -440,6 +445,10 @@ class Fleet:
         else:
             assert kind == "failed", f"a worker said {kind!r}"
             worker.trouble = values[0]
+
+    def _answer(self, worker: Worker, state: dict[str, Any]) -> None:
+        if worker.line is not None:  # else its client is told of its end
+            worker.line.send("state", state)
 
     def _lost(self, worker: Worker) -> None:
         """End the sessions of a worker that is gone, and have another take its place."""

@@ -58,7 +58,8 @@ class WorkerPlace:
     `lifeline` is where its clients' lifelines connect, `ordinals` are its devices, `totals` what
     users hold in all workers. `budget` is what it may have of a pool that is one for all, None
     where it has a part of its own. `on_session(session, cause)` is told of each session that has
-    its lifeline, with "attached", and of each that is gone.
+    its lifeline, with "attached", and of each that is gone. `tell_status` hands the state of all
+    processes to the call that it is given.
     """
 
     lifeline: Path
@@ -66,6 +67,7 @@ class WorkerPlace:
     totals: UserTotals
     budget: PoolBudget | None
     on_session: Callable[[int, str], None]
+    tell_status: Callable[[Callable[[dict[str, Any]], None]], None]
 
 
 def plan_workers(config: Config) -> list[Plan]:

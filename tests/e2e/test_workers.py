@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -207,6 +209,16 @@ def _samples(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
+def test_a_session_that_asks_its_worker_is_told_of_all(daemon: ChildDaemon) -> None:
+    with RawClient(daemon.address) as one, RawClient(daemon.address) as other:
+        for client in (one, other):
+            client.open().stored(b"x" * KIB)
+        for client in (one, other):
+            state = client.ask(StatusRequest()).state
+            assert (state["entries"], len(state["sessions"]), len(state["workers"])) == (2, 2, 2)
+            assert state["pid"] == daemon.pid
+
+
 def test_what_a_dead_worker_has_done_stays_counted(daemon: ChildDaemon) -> None:
     with RawClient(daemon.address) as client:
         client.open().stored(b"x" * KIB)
@@ -310,6 +322,24 @@ def test_the_cache_is_one_for_all(daemon: ChildDaemon) -> None:
         assert torch.equal(client.cache.get("shared"), tensor)
     state = daemon.status()
     assert (state["cache"]["items"], state["pool"]["used_bytes"]) == (1, 0)
+
+
+def test_a_command_with_a_daemon_of_its_own_has_workers_too() -> None:
+    """As `stormd run` starts one: what it leaves behind is nothing."""
+    asking = "s.connect().status().details['workers']"
+    code = f"import storm_client as s; print(*[one['pid'] for one in {asking}])"
+    command = [sys.executable, "-m", "stormd", "run", "--pool-bytes=64MiB", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code],
+        env={**os.environ, "STORMD_WORKERS": "2", "STORMD_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_settings_that_are_read_again_reach_the_workers(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Training:
     def __init__(self, device: str = "cpu") -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        side = SIDE[device]
+        side = SIDE[torch.device(device).type]
         layers = [nn.Sequential(nn.Linear(side, side), nn.GELU()) for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers).to(device)
         self.phase = "forward"
