@@ -85,7 +85,7 @@ def test_a_process_that_trains_on_two_gpus_is_served_by_two_workers(daemon: Chil
 
     expected = step()
     with storm.connect(daemon.address, embedded="never") as client:
-        offload = client.offload(torch.nn.ModuleList(layers), budget=0, min_bytes=1)
+        offload = client.offload(torch.nn.ModuleList(layers), min_bytes=1 << 16)
         for _ in range(6):
             with offload:
                 for layer in layers:
