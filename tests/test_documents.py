@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import storm_client
+from bench.zoo_tables import filled
+from storm_bench.zoo import MODELS
 
 from stormd import cli
 from stormd.config import Option, config_options, default_of
@@ -239,3 +242,44 @@ def test_the_api_has_every_public_name() -> None:
     shown = re.findall(r"\w+", API)
     for name in storm_client.__all__:
         assert name in shown or name.startswith("__"), name
+
+
+# --- tables that are made of results -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "tables"), [("README.md", 1), ("docs/performance.md", 3)])
+def test_tables_are_what_the_results_beside_them_say(name: str, tables: int) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    assert filled(text) == text, f"run `python tests/bench/zoo_tables.py {name}`"
+    emptied = re.sub(r"^(\| [^|]+ \|)(?: [\d.]+ \|)+$", r"\1", text, flags=re.MULTILINE)
+    made = set(filled(emptied).splitlines()) - set(emptied.splitlines())
+    assert len(made) >= 4 * tables
+    assert made <= set(text.splitlines())
+
+
+def test_a_cell_that_differs_from_the_results_is_seen(tmp_path: Path) -> None:
+    rows = [
+        {"model": "lora", "method": method, "budget": budget, "ms": ms, "peak_gib": 1.26}
+        for method, budget, ms in [
+            ("none", None, 100.4),
+            ("checkpoint", None, 150.0),
+            ("storm", "least", 120.0),
+            ("storm", "least", 121.2),
+            ("storm", "0.5", 50.0),
+        ]
+    ]
+    plain = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    (tmp_path / "zoo_card.json").write_text(json.dumps({"rows": plain}))
+    head = "| Workload | ms without | ms checkpointed | ms stormd | GiB stormd |"
+    table = f"{head}\n|---|---|---|---|---|\n| {MODELS['lora']} |{{}}"
+    page = f"# Rows\nIn tests/bench/results/zoo_card.json:\n\n{table}\n\nEnd"
+    right = page.format(" 100 | 150 | 121 | 1.3 |")
+    assert filled(right, tmp_path) == right
+    for cells in (" 101 | 150 | 121 | 1.3 |", " 100 | 150 | 121 | 1.26 |", ""):
+        assert filled(page.format(cells), tmp_path) == right
+    with pytest.raises(ValueError, match="no rows of 'Llama'"):
+        filled(right.replace(MODELS["lora"], "Llama"), tmp_path)
+    with pytest.raises(ValueError, match="MiB"):
+        filled(right.replace("GiB", "MiB"), tmp_path)
+    with pytest.raises(ValueError, match="of one"):
+        filled(right.replace("End", "See tests/bench/results/zoo_others.json"), tmp_path)

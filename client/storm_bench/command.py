@@ -24,6 +24,7 @@ from storm_bench.ternary import (
     print_ternary,
 )
 from storm_bench.train.command import add_train_arguments, measure_train, print_train
+from storm_bench.zoo.command import add_zoo_arguments, measure_zoo, print_zoo
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import describe
@@ -81,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_gemm_arguments(gemm)
     for benchmark in (link, codec, ternary, train, scan, gemm):
         benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
+    text = "steps of models that people train, and nobody tuned for, by several methods"
+    zoo = benchmarks.add_parser("zoo", help=text, description=text)
+    add_zoo_arguments(zoo)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,5 +167,6 @@ _BENCHMARKS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable
     "train": (measure_train, print_train),
     "scan": (measure_scan, print_scan),
     "gemm": (measure_gemm, print_gemm),
+    "zoo": (measure_zoo, print_zoo),
 }
 """Each benchmark's measurement, and how its figures are shown to people."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from storm_bench.train import BUDGET_PREFIX
+from storm_bench.zoo import MODELS
 
-__all__ = ["draw_scan", "draw_ternary", "draw_train", "total_bytes"]
+__all__ = ["draw_scan", "draw_ternary", "draw_train", "draw_zoo", "total_bytes"]
 
 _BARS_WIDTH: Final = 0.8
 """Of a group of bars, where groups are 1 apart."""
@@ -20,6 +21,7 @@ _BARS_WIDTH: Final = 0.8
 _OUR_PEERS: Final = ("ours", "SimpleRotorNet")
 _OUR_METHODS: Final = "storm"
 _GIB: Final = 1 << 30
+_PLOTS_A_LINE: Final = 4
 _AXIS_ROOM: Final = 1.25
 """Of each axis beyond the last point, for the names."""
 
@@ -103,9 +105,13 @@ def draw_train(figures: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     workloads = figures["workloads"]
-    figure = Figure(figsize=(5 * len(workloads), 4.5), layout="constrained")
-    plots = figure.subplots(1, len(workloads), squeeze=False)[0]
-    for plot, (name, rows) in zip(plots, workloads.items(), strict=True):
+    columns = max(1, min(len(workloads), _PLOTS_A_LINE))
+    lines = max(1, -(-len(workloads) // columns))
+    figure = Figure(figsize=(5 * columns, 4.5 * lines), layout="constrained")
+    plots = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for plot in plots[len(workloads) :]:
+        plot.set_axis_off()
+    for plot, (name, rows) in zip(plots, workloads.items(), strict=False):
         measured = {method: row for method, row in rows.items() if "step_seconds" in row}
         totals = [total for row in measured.values() if (total := total_bytes(row)) is not None]
         is_total = len(totals) == len(measured)
@@ -121,6 +127,18 @@ def draw_train(figures: dict[str, Any], path: Path) -> None:
         plot.set_xlim(0, _AXIS_ROOM * plot.get_xlim()[1])
         plot.set_ylim(0, _AXIS_ROOM * plot.get_ylim()[1])
     figure.savefig(path, dpi=150)
+
+
+def draw_zoo(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the same of the zoo's rows, those that have a peak."""
+    workloads: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        budget = row.get("budget")
+        method = row["method"] if budget is None else f"{BUDGET_PREFIX}{budget}"
+        if "peak_gib" in row:
+            point = {"step_seconds": row["ms"] / 1e3, "peak_bytes": row["peak_gib"] * _GIB}
+            workloads.setdefault(MODELS[row["model"]], {})[method] = point
+    draw_train({"workloads": workloads}, path)
 
 
 def _point(plot: Any, method: str, point: tuple[float, float]) -> None:

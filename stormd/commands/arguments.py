@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Final
 
 from stormd.errors import ConfigError
+from stormd.protocol import parse_budget
 from stormd.query import DEFAULT_TIMEOUT
 
-__all__ = ["add_daemon_arguments", "check_picture", "positive_int", "positive_seconds"]
+__all__ = [
+    "add_daemon_arguments",
+    "check_picture",
+    "positive_int",
+    "positive_seconds",
+    "valid_budget",
+]
 
 _PICTURES: Final = (".png", ".svg", ".pdf")
 
@@ -39,6 +46,15 @@ def positive_seconds(text: str) -> float:
             f"{text!r} is not a number above 0 and of at most {_MOST_SECONDS:.0f} seconds"
         )
     return number
+
+
+def valid_budget(text: str) -> str:
+    """Return the text of a budget as it was given."""
+    try:
+        parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def check_picture(image: str | None, option: str = "--image") -> None:

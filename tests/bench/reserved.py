@@ -3,9 +3,10 @@
     stormd run --mps on --pool-bytes 64GiB -- python tests/bench/reserved.py llama
     stormd run -- python tests/bench/reserved.py gpt2 lora moe --show
 
-Models are those of zoo.py. Each is trained without offload and with it, in processes of their own.
-Rows say what is reserved, what of that was never in use at the same time, and in which streams'
-pools it lies. `--show` lists the largest free blocks with the lines of Python that made them.
+Models are those of `stormd bench zoo`. Each is trained without offload and with it, in processes of
+their own. Rows say what is reserved, what of that was never in use at the same time, and in which
+streams' pools it lies. `--show` lists the largest free blocks with the lines of Python that made
+them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any
 
 import storm_client as storm
 import torch
-from zoo import MEASURED, MODELS
+from storm_bench.zoo.models import WORKLOADS, Size
 
 GIB = 1 << 30
+MEASURED = 10
+"""The steps at the end that count."""
 GOAL_GIB = 0.3
 """What offload may reserve beyond its peak more than training without does."""
 
@@ -34,10 +37,8 @@ FRAMES = 6
 
 def train(options: argparse.Namespace, model: str, method: str) -> dict[str, Any]:
     """Return what the allocator held of the last steps."""
-    options.model, options.device = model, torch.device("cuda")
-    options.tokens = 64 if options.small else 4096
     torch.manual_seed(0)
-    workload = MODELS[model](options)
+    workload = WORKLOADS[model](Size(torch.device("cuda"), options.small))
     net = workload.model.train()
     offload = storm.offload(net, budget=options.budget) if method == "storm" else None
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -130,7 +131,7 @@ def compare(options: argparse.Namespace, model: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", choices=MODELS)
+    parser.add_argument("models", nargs="+", choices=WORKLOADS)
     parser.add_argument("--method", choices=["none", "storm"], help="in this process")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--budget", default=None)

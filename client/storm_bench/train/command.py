@@ -23,16 +23,14 @@ from typing import IO, Any, Final
 import psutil
 
 from storm_bench.child_daemon import ChildDaemon, tail
+from storm_bench.devices import MPS, compile_codec, device_here, mps_is_on
 from storm_bench.interrupts import noted_interrupts
 from storm_bench.pictures import draw_train, total_bytes
 from storm_bench.train import BUDGET_PREFIX, again, plain_seconds
-from stormd.commands.arguments import check_picture, positive_int
-from stormd.doctor.cuda import check_mps
-from stormd.errors import ChildFailed
+from stormd.commands.arguments import check_picture, positive_int, valid_budget
 from stormd.machine import memory_limit
 from stormd.monitoring.nvml import Nvml, open_nvml
 from stormd.output import write_line
-from stormd.protocol import parse_budget
 from stormd.sizes import parse_size
 
 __all__ = ["METHODS", "WORKLOADS", "add_train_arguments", "measure_train", "print_train"]
@@ -96,7 +94,7 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--budgets",
         nargs="+",
-        type=_budget,
+        type=valid_budget,
         default=[],
         metavar="BUDGET",
         help="also measure storm with each of these: 0.5, 4GiB, fit (default: none)",
@@ -128,15 +126,6 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     )
 
 
-def _budget(text: str) -> str:
-    """Return the text of a budget as it was given."""
-    try:
-        parse_budget(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
 def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     """Run every method on every workload and return the figures; draw them where asked to.
 
@@ -150,16 +139,16 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     check_picture(args.image)
     check_picture(args.timeline, "--timeline")
     methods = [*args.methods, *(f"{BUDGET_PREFIX}{text}" for text in args.budgets)]
-    device = _device(args.device)
+    device = device_here() if args.device == "auto" else args.device
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
     if device == "cuda":
-        _compile_codec()
+        compile_codec()
     rows: dict[str, dict[str, Any]] = {
         name: {method: {"skipped": "interrupted before"} for method in methods}
         for name in args.workloads or _WORKLOADS_OF[device]
     }
-    figures: dict[str, Any] = {"device": device, "mps": _mps(device), "daemon_flags": flags}
+    figures: dict[str, Any] = {"device": device, "mps": mps_is_on(device), "daemon_flags": flags}
     figures |= {"interrupted": False, "workloads": rows}
     try:
         with (
@@ -311,30 +300,9 @@ def _go_on(process: subprocess.Popen[str], *, is_last: bool) -> None:
         process.kill()
 
 
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _mps(device: str) -> bool | None:
-    """Return whether CUDA's MPS is on; None where there is no GPU to share."""
-    return check_mps().state == "ok" if device == "cuda" else None
-
-
 def _pool_bytes(device: str) -> int:
     """Return room for what the largest workload saves, as far as this machine has it."""
     return min((32 if device == "cuda" else 1) * _GIB, memory_limit() // 2)
-
-
-def _compile_codec() -> None:
-    """Put the codec's kernels where the daemon finds them: until it has them it stores raw."""
-    command = [sys.executable, "-m", "storm_kernels.ancf.compile", "bfloat16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
-    if done.returncode:
-        raise ChildFailed(f"the codec's kernels cannot be compiled: {tail(done.stderr)}")
 
 
 # --- for people -----------------------------------------------------------------------------
@@ -357,7 +325,7 @@ _COLUMNS: Final[list[tuple[str, Callable[[dict[str, Any]], Any], float]]] = [
 
 def print_train(figures: dict[str, Any]) -> None:
     """Print a table a workload, and what its columns are."""
-    mps = {True: ", MPS on", False: ", MPS off", None: ""}[figures["mps"]]
+    mps = MPS[figures["mps"]]
     for name, rows in figures["workloads"].items():
         write_line(f"{name}: {WORKLOADS[name]}, {_device_name(rows, figures['device'])}{mps}")
         write_line(f"{'':16}" + "".join(f"{head:>13}" for head, _, _ in _COLUMNS))

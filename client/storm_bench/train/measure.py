@@ -22,7 +22,7 @@ from storm_bench.train.gpt import attention
 from storm_bench.train.methods import Active, Method, Unavailable, method_of
 from storm_bench.train.workloads import WORKLOADS, Training, make
 
-__all__ = ["Model", "Trial", "measured"]
+__all__ = ["Model", "Trial", "measured", "peak_bytes", "reset_peak"]
 
 _KIB: Final = 1 << 10
 
@@ -104,7 +104,7 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
     for _ in range(trial.warm_ups):
         step()
     before = active.figures()
-    _reset_peak(device)
+    reset_peak(device)
     times = [step() for _ in range(trial.steps)]
     seconds, forwards, backwards = zip(*times, strict=True)
     figures: dict[str, Any] = {
@@ -112,7 +112,7 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
         "forward_seconds": median(forwards),
         "backward_seconds": median(backwards),
         "steps_seconds": list(seconds),
-        "peak_bytes": _peak_bytes(device),
+        "peak_bytes": peak_bytes(device),
     }
     if trial.timeline and active.draw is not None:
         active.draw(trial.timeline)
@@ -173,7 +173,8 @@ def _of_a_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dic
     return {"offload": {**after, **counted}} if after else {}
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
+    """Let the peak begin anew, of what is allocated and of what is reserved."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -181,7 +182,7 @@ def _reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     """Return PyTorch's most allocated bytes on a GPU; without one, the most resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

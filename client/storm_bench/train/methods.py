@@ -24,22 +24,34 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from storm_bench.train import BUDGET_PREFIX
 from storm_bench.train.gpt import Block as GptBlock
 
-__all__ = ["METHODS", "MIN_BYTES", "Active", "Method", "Unavailable", "method_of"]
+__all__ = [
+    "METHODS",
+    "MIN_BYTES",
+    "PRODUCTS_AND_ATTENTION",
+    "Active",
+    "Method",
+    "Unavailable",
+    "method_of",
+]
 
 MIN_BYTES: Final = 1 << 20
 """Smaller tensors stay where they are, with every method that can be told so."""
 
 _aten = torch.ops.aten
-_DEAR: Final = [
+PRODUCTS_AND_ATTENTION: Final = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
+    _aten.convolution.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""Products and attention, which selective checkpointing saves."""
+"""What selective checkpointing saves."""
 
 _CONNECT_SECONDS: Final = 30.0
 _NEEDS_A_GPU: Final = "it is about tensors on a GPU, and there is no GPU here"
@@ -74,7 +86,7 @@ def _checkpointed(block: Block, x: Tensor) -> Tensor:
 
 def _selectively(block: Block, x: Tensor) -> Tensor:
     """Save what products and attention made, too, and run only the rest once more."""
-    contexts = partial(create_selective_checkpoint_contexts, _DEAR)
+    contexts = partial(create_selective_checkpoint_contexts, PRODUCTS_AND_ATTENTION)
     out: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     return out
 

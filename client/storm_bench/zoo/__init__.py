@@ -1,0 +1,42 @@
+"""Steps of models that nobody tuned for, by several methods; the client's side of `bench zoo`.
+
+command   the rows, one after another, and how they are shown
+row       one model by one method, in a process of its own: `python -m storm_bench.zoo`
+models    what is trained; methods   how
+tables    the tables of documents, made of recorded rows
+
+Models come from the libraries that people take, and stormd is called as documents show it, with
+nothing set but the budget.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+__all__ = ["METHODS", "MODELS", "OFFLOADS", "name_of"]
+
+MODELS: Final = {
+    "llama": "Llama, width 2048, 10 layers",
+    "lora": "Llama with LoRA of rank 16",
+    "liger": "Llama with Liger kernels",
+    "float8": "Llama with torchao float8",
+    "fp32amp": "Llama, 6 layers, float32 with bfloat16 autocast",
+    "fp16scaler": "Llama, 6 layers, float32 with float16 autocast",
+    "moe": "Qwen3-MoE, width 1024, 8 layers",
+    "vit": "ViT-L, 128 images",
+    "gpt2": "GPT-2, width 1024, 16 layers, dropout",
+    "bert": "BERT, width 1024, 16 layers",
+    "convnext": "ConvNeXt-B, 96 images",
+    "ranks": "Llama 8B, 6 layers, 8,192 tokens a rank",
+}
+"""What is trained, as tables name it."""
+
+OFFLOADS: Final = "storm"
+"""The method that has a budget."""
+
+METHODS: Final = ("none", "checkpoint", "selective", "trl", OFFLOADS)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Return a row's method, and its budget if it has one."""
+    return f"{row['method']} {row.get('budget') or ''}".strip()

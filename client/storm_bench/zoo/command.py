@@ -1,0 +1,260 @@
+"""`stormd bench zoo`: step time and memory of models that nobody tuned for, by method.
+
+Every row has a process of its own, one after another, with one daemon for all: that of `stormd run`
+where there is one. What cannot run here is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final
+
+from storm_bench.child_daemon import ChildDaemon, tail
+from storm_bench.devices import MPS, compile_codec, device_here, mps_is_on
+from storm_bench.interrupts import noted_interrupts
+from storm_bench.pictures import draw_zoo
+from storm_bench.zoo import METHODS, MODELS, OFFLOADS, name_of
+from stormd.commands.arguments import check_picture, positive_int, valid_budget
+from stormd.errors import ConfigError
+from stormd.machine import describe, memory_limit, package_versions
+from stormd.output import write_line
+from stormd.query import ADDRESS_VARIABLE, StatusQuery
+
+__all__ = ["add_zoo_arguments", "measure_zoo", "print_zoo"]
+
+_ALL: Final = "all"
+_BUDGETS: Final = ("least", "0.25", "0.5", "0.75")
+_PACKAGES: Final = ("transformers", "peft", "timm", "trl", "torchao", "liger-kernel")
+
+_CHILD_SECONDS: Final = 900.0
+_START_SECONDS: Final = 120.0
+_GIB: Final = 1 << 30
+
+_PLAIN_WARM_UPS: Final = 10
+"""The most steps before those that count where no plan is to be found."""
+
+
+def add_zoo_arguments(zoo: argparse.ArgumentParser) -> None:
+    """Add what is to be measured, and how."""
+    zoo.add_argument(
+        "--models",
+        nargs="+",
+        choices=(*MODELS, _ALL),
+        default=[_ALL],
+        help="; ".join(f"{name}: {text}" for name, text in MODELS.items()) + " (default: all)",
+    )
+    zoo.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="ways to train (default: all)",
+    )
+    zoo.add_argument(
+        "--budgets",
+        nargs="+",
+        type=valid_budget,
+        default=list(_BUDGETS),
+        metavar="BUDGET",
+        help="storm has a row with each of these: least, 0.5, 4GiB, fit (default: "
+        f"{' '.join(_BUDGETS)})",
+    )
+    zoo.add_argument("--steps", type=positive_int, default=10, help="the median of these counts")
+    zoo.add_argument(
+        "--warm-ups",
+        type=positive_int,
+        default=70,
+        help=f"steps before them with storm; at most {_PLAIN_WARM_UPS} with others (default: 70)",
+    )
+    zoo.add_argument(
+        "--small", action="store_true", help="narrow, short models, which a CPU trains in seconds"
+    )
+    zoo.add_argument(
+        "--json",
+        dest="results",
+        metavar="FILE",
+        help="write the rows there, each as soon as it is measured (default: no)",
+    )
+    zoo.add_argument(
+        "--picture", metavar="FILE", help="draw step time against peak memory (default: no)"
+    )
+    zoo.set_defaults(json=False)
+
+
+def measure_zoo(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every row and return all; draw and write them where asked to.
+
+    Each row is told on standard error when it is there. SIGINT or SIGTERM ends the one that is
+    being measured, and the rest is left out: the figures then say "interrupted".
+
+    Raises:
+        ConfigError: a picture or a file is asked for that could not be written.
+        NoDaemon: the daemon that STORMD_ADDRESS names does not answer.
+        ChildFailed: the daemon or the compiler could not do its work.
+    """
+    check_picture(args.picture, "--picture")
+    device = device_here()
+    figures: dict[str, Any] = {"machine": _machine(device), "interrupted": False, "rows": []}
+    _write(figures, args.results)
+    try:
+        with noted_interrupts() as interrupts, _daemon(device, args.methods) as address:
+            for wanted in _wanted(args):
+                row = _measured(wanted, args, address)
+                figures["machine"]["device"] = row.pop("device", figures["machine"]["device"])
+                figures["rows"].append(row)
+                _write(figures, args.results)
+                sys.stderr.write(f"{row['model']} {name_of(row)}: {_in_short(row)}\n")
+                interrupts.check()
+    except KeyboardInterrupt:
+        figures["interrupted"] = True
+        _write(figures, args.results)
+    if args.picture:
+        draw_zoo(figures["rows"], Path(args.picture))
+    return figures
+
+
+def _machine(device: str) -> dict[str, Any]:
+    machine = describe()
+    machine["versions"] |= package_versions(_PACKAGES)
+    return machine | {"device": device, "mps": mps_is_on(device)}
+
+
+def _write(figures: dict[str, Any], file: str | None) -> None:
+    """Write the figures; begun before anything is measured, so that a bad name is seen at once."""
+    if file is None:
+        return
+    try:
+        Path(file).write_text(json.dumps(figures, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {file!r} cannot be written: {error.strerror}") from error
+
+
+def _wanted(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows' names: model, method and budget."""
+    models = MODELS if _ALL in args.models else args.models
+    for model in models:
+        for method in args.methods:
+            row = {"model": model, "method": method}
+            if method == OFFLOADS:
+                yield from (row | {"budget": budget} for budget in args.budgets)
+            else:
+                yield row
+
+
+@contextmanager
+def _daemon(device: str, methods: list[str]) -> Iterator[str]:
+    """Yield the address of the daemon for all rows; none is started where no method needs one."""
+    named = os.environ.get(ADDRESS_VARIABLE, "")
+    if OFFLOADS not in methods:
+        yield named
+        return
+    if named:
+        with StatusQuery(named) as query:
+            query.ask()
+        yield named
+        return
+    if device == "cuda":
+        compile_codec()
+    pool = min((64 if device == "cuda" else 1) * _GIB, memory_limit() // 2)
+    flags = [f"--pool-bytes={pool}", f"--device={device}"]
+    with ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon:
+        yield daemon.address
+
+
+def _measured(wanted: dict[str, Any], args: argparse.Namespace, address: str) -> dict[str, Any]:
+    """Return a row as a process of its own has measured it, or with {"skipped": why}."""
+    command = _command(wanted, args)
+    environment = {**os.environ, ADDRESS_VARIABLE: address} if address else None
+    with (
+        TemporaryFile("w+") as answer,
+        TemporaryFile("w+") as complaints,
+        subprocess.Popen(  # noqa: S603 - our own module and flags
+            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=complaints, env=environment
+        ) as process,
+    ):
+        try:
+            status = process.wait(_CHILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return wanted | {"skipped": f"not done after {_CHILD_SECONDS:g} s"}
+        except BaseException:
+            process.kill()
+            raise
+        answer.seek(0)
+        lines = answer.read().splitlines()
+        if status == 0 and lines:
+            row: dict[str, Any] = json.loads(lines[-1])
+            return row
+        complaints.seek(0)
+        complaint = tail(complaints.read(), lines=1)
+    return wanted | {"skipped": f"its process ended with {status}: {complaint}"}
+
+
+def _command(wanted: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    is_storm = wanted["method"] == OFFLOADS
+    warm_ups = args.warm_ups if is_storm else min(args.warm_ups, _PLAIN_WARM_UPS)
+    return [
+        *(sys.executable, "-m", "storm_bench.zoo", wanted["model"], wanted["method"]),
+        *(f"--warm-ups={warm_ups}", f"--steps={args.steps}"),
+        *([f"--budget={wanted['budget']}"] if is_storm else []),
+        *(["--small"] if args.small else []),
+    ]
+
+
+# --- for people -----------------------------------------------------------------------------
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], Any], str], ...]] = (
+    ("ms", lambda row: row["ms"], ".1f"),
+    ("x none", lambda row: row.get("of_none"), ".2f"),
+    ("peak GiB", lambda row: row.get("peak_gib"), ".2f"),
+    ("reserved beyond", lambda row: row.get("beyond_gib"), ".2f"),
+    ("offloaded GiB", lambda row: row.get("offloaded_gib"), ".2f"),
+    ("recomputed GiB", lambda row: row.get("replayed_gib"), ".2f"),
+    ("settled after", lambda row: row.get("settled_steps"), "d"),
+)
+"""Head, value and its format; what a row lacks is left empty."""
+
+
+def print_zoo(figures: dict[str, Any]) -> None:
+    """Print a table a model, and what its columns are."""
+    machine, rows = figures["machine"], figures["rows"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        write_line(f"{model}: {MODELS[model]}, {machine['device']}{MPS[machine['mps']]}")
+        write_line(f"{'':14}" + "".join(f"{head:>16}" for head, _, _ in _COLUMNS))
+        table = [row for row in rows if row["model"] == model]
+        plain = next((row.get("ms") for row in table if row["method"] == "none"), None)
+        for row in table:
+            ratio = {"of_none": row["ms"] / plain} if plain and "ms" in row else {}
+            write_line(f"{name_of(row):14}{_cells(row | ratio)}")
+        write_line()
+    write_line(
+        "ms: the median of the counted steps, AdamW included; peak: the most in them that PyTorch "
+        "has allocated, on a CPU what is resident; reserved beyond: GiB that its allocator held "
+        "above that; offloaded, recomputed: in a step; settled after: steps that followed plans "
+        "until one was found best"
+    )
+
+
+def _cells(row: dict[str, Any]) -> str:
+    if "skipped" in row:
+        return f"  left out: {row['skipped']}"
+    return "".join(f"{_cell(value(row), how):>16}" for _, value, how in _COLUMNS)
+
+
+def _cell(value: float | None, how: str) -> str:
+    return "" if value is None else format(value, how)
+
+
+def _in_short(row: dict[str, Any]) -> str:
+    if "skipped" in row:
+        return f"left out: {row['skipped']}"
+    peak = f", peak {row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
+    return f"{row['ms']:.1f} ms a step{peak}"

@@ -1,0 +1,201 @@
+"""The models of the zoo, and how a step of each computes its loss.
+
+They are made from configurations, with random weights: nothing is downloaded. Widths are those of
+models that people train on one GPU. What is small is narrow and short, to try the benchmark out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from storm_bench.train.methods import Unavailable
+
+__all__ = ["WORKLOADS", "Size", "Workload"]
+
+_CLASSES: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Where a model is made, and whether it is its small version."""
+
+    device: torch.device
+    is_small: bool
+
+    def of(self, whole: int, small: int) -> int:
+        """Return one of them."""
+        return small if self.is_small else whole
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens language models know."""
+        return self.of(32_000, 500)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model, and a function that computes the loss of its next step."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    autocast: torch.dtype | None = None
+    """For float16 the loss is scaled."""
+
+
+def _transformer(size: Size, name: str, **settings: Any) -> Any:
+    """Return a model of transformers' by the names of its class and of its configuration's."""
+    transformers = import_module("transformers")
+    config = getattr(transformers, f"{name.partition('For')[0]}Config")
+    with size.device:
+        return getattr(transformers, name)(config(vocab_size=size.vocabulary, **settings))
+
+
+def _of_tokens(
+    size: Size, model: nn.Module, rows: int, tokens: int, autocast: torch.dtype | None = None
+) -> Workload:
+    """Return a language model that predicts random tokens, int64 [rows, tokens]."""
+    shape = (rows, size.of(tokens, 64))
+    batch = torch.randint(0, size.vocabulary, shape, device=size.device)
+
+    def loss(trained: nn.Module) -> Tensor:
+        found: Tensor = trained(input_ids=batch, labels=batch).loss
+        return found
+
+    return Workload(model, loss, autocast)
+
+
+def _llama(size: Size, **changes: Any) -> Any:
+    """Return transformers' Llama, in float32: 2048 wide, or what `changes` say."""
+    settings = {
+        "hidden_size": size.of(2048, 64),
+        "intermediate_size": size.of(8192, 256),
+        "num_hidden_layers": size.of(10, 2),
+        "num_attention_heads": size.of(16, 4),
+        "num_key_value_heads": size.of(8, 2),
+        "max_position_embeddings": 8192,
+        "use_cache": False,
+    }
+    return _transformer(size, "LlamaForCausalLM", **settings | changes)
+
+
+def _make_llama(size: Size) -> Workload:
+    return _of_tokens(size, _llama(size).bfloat16(), 2, 4096)
+
+
+def _make_lora(size: Size) -> Workload:
+    peft = import_module("peft")
+    settings = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return _of_tokens(size, peft.get_peft_model(_llama(size).bfloat16(), settings), 2, 4096)
+
+
+def _make_liger(size: Size) -> Workload:
+    if size.device.type != "cuda":
+        raise Unavailable("Liger's kernels need a GPU, and there is no GPU here")
+    import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
+    return _make_llama(size)
+
+
+def _make_float8(size: Size) -> Workload:
+    model = _llama(size).bfloat16()
+    import_module("torchao.float8").convert_to_float8_training(model.model)
+    return _of_tokens(size, model, 2, 4096)
+
+
+def _make_autocast(size: Size, dtype: torch.dtype) -> Workload:
+    return _of_tokens(size, _llama(size, num_hidden_layers=size.of(6, 2)), 2, 4096, dtype)
+
+
+def _make_moe(size: Size) -> Workload:
+    model = _transformer(
+        size,
+        "Qwen3MoeForCausalLM",
+        hidden_size=size.of(1024, 64),
+        intermediate_size=size.of(3072, 128),
+        moe_intermediate_size=size.of(768, 64),
+        num_hidden_layers=size.of(8, 2),
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=size.of(64, 16),
+        num_experts=16,
+        num_experts_per_tok=4,
+        output_router_logits=True,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    return _of_tokens(size, model.bfloat16(), 2, 4096)
+
+
+def _make_gpt2(size: Size) -> Workload:
+    model = _transformer(
+        size,
+        "GPT2LMHeadModel",
+        n_embd=size.of(1024, 64),
+        n_layer=size.of(16, 2),
+        n_head=16,
+        n_positions=1024,
+        use_cache=False,
+    )
+    return _of_tokens(size, model, 8, 1024, torch.bfloat16)
+
+
+def _make_bert(size: Size) -> Workload:
+    model = _transformer(
+        size,
+        "BertForMaskedLM",
+        hidden_size=size.of(1024, 64),
+        num_hidden_layers=size.of(16, 2),
+        num_attention_heads=16,
+        intermediate_size=size.of(4096, 256),
+        max_position_embeddings=512,
+    )
+    return _of_tokens(size, model, 16, 512, torch.bfloat16)
+
+
+def _of_images(size: Size, whole: str, small: str, count: int) -> Workload:
+    """Return a model of timm's that classifies random images."""
+    timm = import_module("timm")
+    model = timm.create_model(small if size.is_small else whole, num_classes=_CLASSES)
+    count = size.of(count, 2)
+    images = torch.randn(count, 3, 224, 224, device=size.device)
+    classes = torch.randint(0, _CLASSES, (count,), device=size.device)
+    return Workload(
+        model.to(size.device),
+        lambda trained: nn.functional.cross_entropy(trained(images), classes),
+        torch.bfloat16,
+    )
+
+
+def _make_ranks(size: Size) -> Workload:
+    """Return layers in the proportions of Llama 8B, with a batch a rank."""
+    model = _llama(
+        size,
+        hidden_size=size.of(4096, 256),
+        intermediate_size=size.of(14336, 896),
+        num_hidden_layers=size.of(6, 2),
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    return _of_tokens(size, model.bfloat16(), 1, 8192)
+
+
+WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
+    "llama": _make_llama,
+    "lora": _make_lora,
+    "liger": _make_liger,
+    "float8": _make_float8,
+    "fp32amp": lambda size: _make_autocast(size, torch.bfloat16),
+    "fp16scaler": lambda size: _make_autocast(size, torch.float16),
+    "moe": _make_moe,
+    "vit": lambda size: _of_images(size, "vit_large_patch16_224", "vit_tiny_patch16_224", 128),
+    "gpt2": _make_gpt2,
+    "bert": _make_bert,
+    "convnext": lambda size: _of_images(size, "convnext_base", "convnext_atto", 96),
+    "ranks": _make_ranks,
+}
+"""Each raises ImportError or Unavailable where it cannot be made here."""

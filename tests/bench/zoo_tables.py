@@ -1,0 +1,131 @@
+"""Makes the tables of documents whose figures are recorded rows, those of `stormd bench zoo`.
+
+    python tests/bench/zoo_tables.py README.md docs/performance.md
+
+A table belongs to the files of results that its section links to: `zoo_....json` has the zoo's
+rows, `in_turns_....json` those of workloads that were tuned for. A line is found by its first
+cell, the workload, and filled by the heads of its columns: a new line needs no more than `| its
+workload |`. Other tables stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
+
+from storm_bench.zoo import MODELS
+
+RESULTS: Final = Path(__file__).parent / "results"
+TUNED: Final = {
+    "GPT, width 4096, 8 layers, 8,192 tokens": 0,
+    "GPT, width 4096, 4 layers, 32,768 tokens": 1,
+    "Llama 8B, 8 layers, 8,192 tokens": 4,
+}
+"""Workloads of in_turns_h100.json, and which of its runs is theirs."""
+
+Rows = list[dict[str, Any]]
+
+_HEAD: Final = "| Workload | ms without | ms checkpointed |"
+_RESULTS: Final = re.compile(r"tests/bench/results/((?:zoo|in_turns)_\w+\.json)")
+_SECTION: Final = re.compile(r"^(?=#+ )", re.MULTILINE)
+
+
+def _mean(method: str, key: str, digits: int) -> Callable[[Rows], str]:
+    def text(rows: Rows) -> str:
+        found = [row for row in rows if row["method"] == method and key in row]
+        counted = [row[key] for row in found if row.get("budget", "least") == "least"]
+        return f"{mean(counted):.{digits}f}" if counted else ""
+
+    return text
+
+
+_COLUMNS: Final = {
+    "ms without": _mean("none", "ms", 0),
+    "ms checkpointed": _mean("checkpoint", "ms", 0),
+    "ms selective": _mean("selective", "ms", 0),
+    "ms TRL": _mean("trl", "ms", 0),
+    "ms stormd": _mean("storm", "ms", 0),
+    "GiB without": _mean("none", "peak_gib", 1),
+    "GiB checkpointed": _mean("checkpoint", "peak_gib", 1),
+    "GiB selective": _mean("selective", "peak_gib", 1),
+    "GiB TRL": _mean("trl", "peak_gib", 1),
+    "GiB stormd": _mean("storm", "peak_gib", 1),
+    "GiB offloaded": _mean("storm", "offloaded_gib", 1),
+    "GiB recomputed": _mean("storm", "replayed_gib", 1),
+}
+"""What is below a head: the mean of turns, of stormd with the least memory."""
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """Return a document with the tables that are made of results, from the files in a folder.
+
+    Raises:
+        ValueError: a section with such a table links to two files of a kind, or they have no row
+            of a workload, or nothing is known of a column.
+    """
+    return "".join(_filled(section, results) for section in _SECTION.split(text))
+
+
+def _filled(section: str, results: Path) -> str:
+    names = set(_RESULTS.findall(section))
+    if _HEAD not in section or not any(name.startswith("zoo") for name in names):
+        return section
+    before, head, behind = section.partition(_HEAD)
+    table, end, rest = behind.partition("\n\n")
+    lines = (head + table).splitlines()
+    rows = _rows(names, results)
+    heads = _cells(lines[0])
+    if unknown := set(heads[1:]) - _COLUMNS.keys():
+        raise ValueError(f"columns {sorted(unknown)} are none of {', '.join(_COLUMNS)}")
+    filled_lines = [_line(heads, _cells(line)[0], rows) for line in lines[2:]]
+    return before + "\n".join([*lines[:2], *filled_lines]) + end + rest
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("| ").split(" | ")]
+
+
+def _line(heads: list[str], workload: str, rows: dict[str, Rows]) -> str:
+    if workload not in rows:
+        raise ValueError(f"no rows of {workload!r}; there are {', '.join(rows)}")
+    made = [workload, *(_COLUMNS[head](rows[workload]) for head in heads[1:])]
+    return f"| {' | '.join(made)} |"
+
+
+def _rows(names: set[str], results: Path) -> dict[str, Rows]:
+    """Return the rows of each workload, from the files that a section links to."""
+    if len({name.partition("_")[0] for name in names}) < len(names):
+        raise ValueError(f"a table can be made of one zoo_....json, not of {sorted(names)}")
+    found: dict[str, Rows] = {}
+    for name in names:
+        recorded = json.loads((results / name).read_text())
+        found |= dict(_zoo(recorded) if name.startswith("zoo") else _tuned(recorded))
+    return found
+
+
+def _zoo(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
+    for model, workload in MODELS.items():
+        rows = [row for row in recorded["rows"] if row["model"] == model]
+        if rows:
+            yield workload, rows
+
+
+def _tuned(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
+    for workload, run in TUNED.items():
+        yield workload, recorded["runs"][run]["rows"]
+
+
+def main() -> None:
+    """Fill the tables of the documents that are named."""
+    for name in sys.argv[1:]:
+        document = Path(name)
+        document.write_text(filled(document.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""zoo/command.py: rows in processes of their own, a table and a picture of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storm_bench.pictures import draw_zoo
+from storm_bench.zoo import METHODS, MODELS
+from storm_bench.zoo import command as bench_zoo
+from storm_bench.zoo.command import measure_zoo, print_zoo
+
+from stormd import cli
+from stormd.errors import ConfigError, NoDaemon
+
+ROWS: list[dict[str, Any]] = [
+    {"model": "lora", "method": "none", "ms": 100.0, "peak_gib": 11.6, "beyond_gib": 0.25},
+    {"model": "lora", "method": "trl", "skipped": "no trl"},
+    {
+        "model": "lora",
+        "method": "storm",
+        "budget": "0.25",
+        "ms": 112.0,
+        "peak_gib": 5.2,
+        "beyond_gib": 0.5,
+        "offloaded_gib": 4.9,
+        "replayed_gib": 3.9,
+        "settled_steps": 22,
+    },
+]
+FIGURES: dict[str, Any] = {"machine": {"device": "a card", "mps": True}, "rows": ROWS}
+
+
+def _arguments(*line: str) -> Any:
+    return cli.parser().parse_args(["bench", "zoo", *line])
+
+
+def test_every_method_of_every_model_has_a_row() -> None:
+    rows = list(bench_zoo._wanted(_arguments()))
+    assert len(rows) == len(MODELS) * (len(METHODS) - 1 + 4)
+    line = ("--models", "vit", "--methods", "storm", "none", "--budgets", "fit", "4GiB")
+    assert list(bench_zoo._wanted(_arguments(*line))) == [
+        {"model": "vit", "method": "storm", "budget": "fit"},
+        {"model": "vit", "method": "storm", "budget": "4GiB"},
+        {"model": "vit", "method": "none"},
+    ]
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_zoo(FIGURES)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"lora: {MODELS['lora']}, a card, MPS on"
+    assert lines[2].split() == ["none", "100.0", "1.00", "11.60", "0.25"]
+    assert lines[3].split(maxsplit=1) == ["trl", "left out: no trl"]
+    assert " ".join(lines[4].split()) == "storm 0.25 112.0 1.12 5.20 0.50 4.90 3.90 22"
+
+
+@pytest.mark.parametrize("rows", [ROWS, [*ROWS, {**ROWS[0], "model": "vit"}], ROWS[1:2]])
+def test_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    draw_zoo(rows, tmp_path / "zoo.svg")
+    drawn = (tmp_path / "zoo.svg").read_text()
+    for model in {row["model"] for row in rows if "ms" in row}:
+        assert f"<!-- {MODELS[model]} -->" in drawn
+    assert ("<!-- 0.25 -->" in drawn) == (ROWS[2] in rows)
+
+
+def test_what_cannot_be_written_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="create the folder '/nowhere' first"):
+        measure_zoo(_arguments("--picture=/nowhere/x.png"))
+    with pytest.raises(ConfigError, match=r"--json .* cannot be written"):
+        measure_zoo(_arguments("--json=/nowhere/x.json"))
+
+
+def test_a_daemon_that_is_named_is_used_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORMD_ADDRESS", "ipc:///nowhere/stormd.sock")
+    with pytest.raises(NoDaemon, match="/nowhere"):
+        measure_zoo(_arguments("--methods", "storm"))
+    with bench_zoo._daemon("cpu", ["none"]) as address:
+        assert address == "ipc:///nowhere/stormd.sock"
+
+
+PROGRAMS = {
+    "warns": "import sys; sys.stderr.write('a warning'); print('noise'); print('{\"ms\": 1}')",
+    "fails": "raise RuntimeError('for a reason')",
+    "dies": "import os; os.kill(os.getpid(), 9)",
+    "hangs": "import time; time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "row"),
+    [
+        ("warns", {"ms": 1}),
+        ("fails", {"skipped": "its process ended with 1: RuntimeError: for a reason"}),
+        ("dies", {"skipped": "its process ended with -9: (it said nothing)"}),
+        ("hangs", {"skipped": "not done after 0.1 s"}),
+    ],
+)
+def test_a_row_is_what_its_process_says_or_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, program: str, row: dict[str, Any]
+) -> None:
+    if program == "hangs":
+        monkeypatch.setattr(bench_zoo, "_CHILD_SECONDS", 0.1)
+    command = [sys.executable, "-c", PROGRAMS[program]]
+    monkeypatch.setattr(bench_zoo, "_command", lambda _wanted, _args: command)
+    assert bench_zoo._measured({}, _arguments(), "") == row
+
+
+def test_others_than_storm_have_few_warm_ups() -> None:
+    storm = bench_zoo._command({"model": "vit", "method": "storm", "budget": "fit"}, _arguments())
+    assert storm[-3:] == ["--warm-ups=70", "--steps=10", "--budget=fit"]
+    none = bench_zoo._command({"model": "vit", "method": "none"}, _arguments("--small"))
+    assert none[-3:] == ["--warm-ups=10", "--steps=10", "--small"]
+
+
+SMALL = ["--small", "--models", "llama", "--steps=1", "--warm-ups=3", "--budgets", "least"]
+COMMAND = [sys.executable, "-m", "stormd.cli", "bench", "zoo", *SMALL]
+
+
+def test_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    results, picture = tmp_path / "zoo.json", tmp_path / "zoo.png"
+    files = ["--json", str(results), "--picture", str(picture)]
+    done = subprocess.run(
+        [*COMMAND, *files, "--methods", "none", "trl", "storm"],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llama trl: left out: " in done.stderr
+    table = done.stdout.splitlines()
+    assert table[0] == f"llama: {MODELS['llama']}, cpu"
+    assert [line.split()[0] for line in table[2:5]] == ["none", "trl", "storm"]
+    figures = json.loads(results.read_text())
+    assert not figures["interrupted"]
+    assert figures["machine"]["command"].startswith("stormd bench zoo --small")
+    assert {"torch", "transformers"} <= figures["machine"]["versions"].keys()
+    none, trl, storm = figures["rows"]
+    assert none["loss"] == storm["loss"]
+    assert list(trl) == ["model", "method", "skipped"]
+    assert storm["budget"] == "least"
+    assert "offloaded_gib" in storm
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_gives_what_it_has(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    results = tmp_path / "zoo.json"
+    with subprocess.Popen(
+        [*COMMAND, "--methods", "trl", "none", "--json", str(results)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("llama trl: ")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 130
+    assert "trl" in out
+    figures = json.loads(results.read_text())
+    assert figures["interrupted"]
+    assert [row["method"] for row in figures["rows"]] == ["trl"]
