@@ -49,7 +49,9 @@ def add_zoo_arguments(zoo: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=(*MODELS, _ALL),
         default=[_ALL],
-        help="; ".join(f"{name}: {text}" for name, text in MODELS.items()) + " (default: all)",
+        metavar="MODEL",
+        help="; ".join(f"{name}: {text}" for name, text in MODELS.items())
+        + f"; {_ALL} (default: {_ALL})",
     )
     zoo.add_argument(
         "--methods",

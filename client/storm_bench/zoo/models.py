@@ -49,11 +49,10 @@ class Workload:
 
 
 def _transformer(size: Size, name: str, **settings: Any) -> Any:
-    """Return a model of transformers' by the names of its class and of its configuration's."""
-    transformers = import_module("transformers")
-    config = getattr(transformers, f"{name.partition('For')[0]}Config")
+    """Return a model of transformers' by the name of its class."""
+    made = getattr(import_module("transformers"), name)
     with size.device:
-        return getattr(transformers, name)(config(vocab_size=size.vocabulary, **settings))
+        return made(made.config_class(vocab_size=size.vocabulary, **settings))
 
 
 def _of_tokens(

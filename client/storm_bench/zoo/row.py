@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import storm_client as storm
 import torch
@@ -23,6 +23,9 @@ from storm_bench.train.measure import peak_bytes, reset_peak
 from storm_bench.train.methods import Unavailable
 from storm_bench.zoo.methods import METHODS
 from storm_bench.zoo.models import WORKLOADS, Size, Workload
+
+if TYPE_CHECKING:
+    from storm_client.planner.plan import Plan
 
 __all__ = ["Trial", "measure"]
 
@@ -172,7 +175,7 @@ def _of_ranks(mode: str, model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]  # it is the same
 
 
-def _planned(plan: storm.Plan | None, *, shows: bool) -> dict[str, Any]:
+def _planned(plan: Plan | None, *, shows: bool) -> dict[str, Any]:
     """Return what the plan expects and what was compared."""
     if plan is None:
         return {}
@@ -191,7 +194,7 @@ def _planned(plan: storm.Plan | None, *, shows: bool) -> dict[str, Any]:
     }
 
 
-def _are_equal(plan: storm.Plan | None) -> bool:
+def _are_equal(plan: Plan | None) -> bool:
     """Tell whether all ranks decide the same; each of them has to ask."""
     rows = () if plan is None else plan.rows
     decided = [(row.operation, tuple(row.shape), row.decision) for row in rows]

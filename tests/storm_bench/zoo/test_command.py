@@ -143,6 +143,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert figures["machine"]["command"].startswith("stormd bench zoo --small")
     assert {"torch", "transformers"} <= figures["machine"]["versions"].keys()
     none, trl, storm = figures["rows"]
+    assert "skipped" not in none | storm
     assert none["loss"] == storm["loss"]
     assert list(trl) == ["model", "method", "skipped"]
     assert storm["budget"] == "least"

@@ -63,7 +63,8 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "ab"))
+        layers = nn.Linear(8, 8), nn.GELU(), nn.GELU()
+        self.blocks = nn.Sequential(nn.Sequential(*layers), nn.Sequential(*layers))
         self.is_checkpointed = False
 
     def set_grad_checkpointing(self, enable: bool) -> None:
