@@ -2,8 +2,8 @@
 
 command   the rows, one after another, and how they are shown
 row       one model by one method, in a process of its own: `python -m storm_bench.zoo`
-models    what is trained; methods   how
-tables    the tables of documents, made of recorded rows
+models    what is trained
+methods   the ways to train it
 
 Models come from the libraries that people take, and stormd is called as documents show it, with
 nothing set but the budget.
