@@ -218,6 +218,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], Any], str], ...]] = 
     ("x none", lambda row: row.get("of_none"), ".2f"),
     ("peak GiB", lambda row: row.get("peak_gib"), ".2f"),
     ("reserved beyond", lambda row: row.get("beyond_gib"), ".2f"),
+    ("held GiB", lambda row: row.get("held_gib"), ".2f"),
     ("offloaded GiB", lambda row: row.get("offloaded_gib"), ".2f"),
     ("recomputed GiB", lambda row: row.get("replayed_gib"), ".2f"),
     ("settled after", lambda row: row.get("settled_steps"), "d"),
@@ -240,8 +241,9 @@ def print_zoo(figures: dict[str, Any]) -> None:
     write_line(
         "ms: the median of the counted steps, AdamW included; peak: the most in them that PyTorch "
         "has allocated, on a CPU what is resident; reserved beyond: GiB that its allocator held "
-        "above that; offloaded, recomputed: in a step; settled after: steps that followed plans "
-        "until one was found best"
+        "above that; held: what all processes hold on the GPU after the last step, the daemon too; "
+        "offloaded, recomputed: in a step; settled after: steps that followed plans until one was "
+        "found best"
     )
 
 

@@ -134,9 +134,11 @@ class _Training:
         if not self._is_on_gpu:
             return {"peak_gib": round(peak / _GIB, 2)}
         beyond = torch.cuda.max_memory_reserved(self._device) - peak
+        free, total = torch.cuda.mem_get_info(self._device)
         return {
             "peak_gib": round(peak / _GIB, 2),
             "beyond_gib": round(beyond / _GIB, 2),
+            "held_gib": round((total - free) / _GIB, 2),
             "device": torch.cuda.get_device_name(self._device),
         }
 

@@ -6,10 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from storm_bench.pictures import draw_zoo
 from storm_bench.zoo import METHODS, MODELS
 from storm_bench.zoo import command as bench_zoo
@@ -28,6 +30,7 @@ ROWS: list[dict[str, Any]] = [
         "ms": 112.0,
         "peak_gib": 5.2,
         "beyond_gib": 0.5,
+        "held_gib": 7.1,
         "offloaded_gib": 4.9,
         "replayed_gib": 3.9,
         "settled_steps": 22,
@@ -57,7 +60,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == f"lora: {MODELS['lora']}, a card, MPS on"
     assert lines[2].split() == ["none", "100.0", "1.00", "11.60", "0.25"]
     assert lines[3].split(maxsplit=1) == ["trl", "left out: no trl"]
-    assert " ".join(lines[4].split()) == "storm 0.25 112.0 1.12 5.20 0.50 4.90 3.90 22"
+    assert " ".join(lines[4].split()) == "storm 0.25 112.0 1.12 5.20 0.50 7.10 4.90 3.90 22"
 
 
 @pytest.mark.parametrize("rows", [ROWS, [*ROWS, {**ROWS[0], "model": "vit"}], ROWS[1:2]])
@@ -149,6 +152,27 @@ def test_a_run(tmp_path: Path) -> None:
     assert storm["budget"] == "least"
     assert "offloaded_gib" in storm
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_every_method_runs_on_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    results = tmp_path / "zoo.json"
+    done = subprocess.run(
+        [*COMMAND, "--json", str(results)], capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(results.read_text())
+    assert figures["machine"]["device"] == torch.cuda.get_device_name()
+    rows = {row["method"]: row for row in figures["rows"]}
+    assert list(rows) == list(METHODS)
+    for method in METHODS:
+        if method == "trl" and find_spec("trl") is None:
+            assert "trl" in rows[method]["skipped"]
+            continue
+        assert "skipped" not in rows[method], rows[method]
+        assert rows[method]["held_gib"] > rows[method]["peak_gib"] + rows[method]["beyond_gib"]
 
 
 def test_an_interrupted_run_gives_what_it_has(tmp_path: Path) -> None:
