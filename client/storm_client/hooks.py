@@ -22,7 +22,7 @@ from storm_client.devices import is_capturing
 from storm_client.eager.bits import checksum, compare, same_bits
 from storm_client.eager.controller import Planning
 from storm_client.eager.following import NativePath
-from storm_client.eager.recompute import Replayed, Result, Trial
+from storm_client.eager.recompute import OtherNumbers, Replayed, Result, Trial
 from storm_client.eager.recorder import Mark
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
 from storm_client.hook_stack import Watcher, untraced
@@ -88,7 +88,7 @@ class StepHooks:
         self._step = Step(history)
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
-        path = self._native_path()
+        path, follow = self._native_path(), native.module()
         self._planned = planning.begin(
             policy.min_bytes,
             pack=self._pack_input,
@@ -96,6 +96,7 @@ class StepHooks:
             publish=self._publish_ready,
             is_ready=self._leave_when_ready,
             native=path,
+            note_draw=None if follow is None else follow.note_draw,
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -564,7 +565,7 @@ class StepHooks:
                 trial.verified.add(trial.number)
             else:
                 trial.kind.reject(trial.number, "recomputed, it had other bits")
-        except DaemonLost:
+        except (DaemonLost, OtherNumbers):
             raise
         except (RuntimeError, StormError) as error:
             trial.kind.reject(trial.number, f"could not be recomputed: {error}")

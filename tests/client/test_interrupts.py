@@ -118,6 +118,42 @@ def test_no_interrupt_is_lost(
         assert client.status().pool.used_bytes == 0
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.usefixtures("one_thread")
+def test_no_interrupt_leaves_a_generator_with_another_state(
+    path: str, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow_by(path, monkeypatch)
+    replay_all(monkeypatch)
+    layers = [torch.nn.Linear(48, 48), torch.nn.Dropout(0.2), torch.nn.Tanh()]
+    net, x = torch.nn.Sequential(*layers, *layers, *layers), seeded("cpu", 32, 48)
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        interrupt_backward_passes(net, x, client)
+
+
+def interrupt_backward_passes(net: torch.nn.Module, x: torch.Tensor, client: storm.Client) -> None:
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(10):
+        trained(net, x, lambda: offload)
+    assert offload.stats().replayed_bytes > 0
+    chance, fired = random.Random(0), []
+    for number in range(IN_ONE_TEST):
+        with offload:
+            loss = net(x).square().mean()
+        state = torch.get_rng_state()
+
+        def backward() -> None:
+            loss.backward(retain_graph=True)  # noqa: B023 - called in this iteration
+
+        with (
+            pytest.raises(KeyboardInterrupt),
+            interrupted_after(chance.random() * 2e-3, fired),
+        ):
+            until_interrupted(backward, fired)
+        assert len(fired) == number + 1
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def interrupt_often(seed: int, client: storm.Client) -> None:
     torch.manual_seed(0)
     blocks = [torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Tanh()) for _ in range(4)]

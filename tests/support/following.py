@@ -38,7 +38,7 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
     monkeypatch.setattr(hooks.StepHooks, "_find_follower", noted)
     monkeypatch.setattr(PlannedStep, "leave", left)
     if path == "python":
-        monkeypatch.setattr(native, "module", lambda: None)
+        monkeypatch.setattr(hooks.StepHooks, "_native_path", lambda _: None)
         return followed
     try:
         build()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from storm_client.eager.operations import Function
 from storm_client.eager.recompute import Input, Recipe, Source
+
+if TYPE_CHECKING:
+    from storm_client.native import _follow
 
 __all__ = ["Call", "is_plain", "name_of", "outputs_of", "tensors_among"]
 
@@ -25,11 +28,17 @@ _VALUES = (
 class Call:
     """A function that has been run on its arguments."""
 
-    __slots__ = ("_tensors", "arguments", "function", "options", "recipe")
+    __slots__ = ("_draw", "_tensors", "arguments", "function", "options", "recipe")
 
     def __init__(
-        self, function: Function, arguments: Sequence[Any], options: Mapping[str, Any]
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        draw: _follow.Draw | None = None,
     ) -> None:
+        """`draw` is what it has drawn of random numbers; None for none."""
+        self._draw = draw
         self.function = function
         self.arguments = arguments
         self.options = options
@@ -62,7 +71,7 @@ class Call:
         left = iter(sources)
         arguments = [_replaced(argument, left) for argument in self.arguments]
         options = {name: _replaced(value, left) for name, value in self.options.items()}
-        return Recipe(self.function, arguments, options, device)
+        return Recipe(self.function, arguments, options, device, self._draw)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

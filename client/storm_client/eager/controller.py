@@ -25,7 +25,7 @@ from storm_client.eager.operation_times import OperationTimes, keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.ranks import Ranks
 from storm_client.eager.recompute import Trial
-from storm_client.eager.recorder import Mark, Recorder, Span
+from storm_client.eager.recorder import Mark, NoteDraw, Recorder, Span
 from storm_client.eager.recording import Recording
 from storm_client.eager.recurrence import Recurrence
 from storm_client.eager.signature import SAVED, Kind, Kinds, StepRecord
@@ -127,10 +127,11 @@ class Planning:
         publish: Callable[[torch.Tensor], int],
         is_ready: Callable[[torch.Tensor, Ready], None],
         native: NativePath | None = None,
+        note_draw: NoteDraw | None = None,
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
 
-        It is followed by compiled code where `native` can do that.
+        It is followed by compiled code where `native` can do that. See Recorder for `note_draw`.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -172,7 +173,7 @@ class Planning:
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = None
         if watches and script is None:
-            mode = Recorder(recording, self._operations, measures=kind is None)
+            mode = Recorder(recording, self._operations, measures=kind is None, note_draw=note_draw)
         if fills and kind is not None and kind.clock is not None:
             with torch.cuda.device(kind.clock):
                 keep_busy(kind.times.pass_seconds)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from storm_client.eager.operations import is_simple
+from storm_client.eager.operations import is_simple, may_draw
 from storm_client.eager.signature import CAST, SAVED, Expected, Kind
 from storm_client.planner.decisions import Keep, Replay
 
@@ -157,14 +157,15 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
 def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
     head = one.name, one.overload, one.place
     if expected is None:
-        return (*head, _Does.COUNT, None, True, False, ())
+        return (*head, _Does.COUNT, None, True, False, False, ())
     simple = expected.what is CAST or is_simple(expected.what)
     if not expected.matters:
-        return (*head, _Does.COUNT, None, simple, expected.leaves, ())
+        return (*head, _Does.COUNT, None, simple, False, expected.leaves, ())
     inputs: tuple[int, ...] = ()
     does = _Does.LOOK_UP
     if isinstance(expected.decision, Replay):
         does = _Does.RECOMPUTE
         inputs = tuple(_CONSTANT if n < 0 else expected.inputs[n] for n in one.arguments)
     dtype = expected.value.dtype
-    return (*head, does, dtype, simple, expected.leaves, inputs)
+    random = may_draw(expected.what)
+    return (*head, does, dtype, simple, random, expected.leaves, inputs)

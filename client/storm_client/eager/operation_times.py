@@ -22,15 +22,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from storm_client.devices import is_capturing
 from storm_client.eager.operations import Function
-from storm_client.eager.recompute import Input, Recipe
+from storm_client.eager.recompute import Input, OtherNumbers, Recipe
 from storm_client.eager.step_times import Duration
 from storm_client.errors import StormError
+
+if TYPE_CHECKING:
+    from storm_client.native import _follow
 
 __all__ = ["OperationTimes", "keep_busy"]
 
@@ -81,8 +84,12 @@ class OperationTimes:
         options: Mapping[str, Any],
         made: Any,
         span: Duration | None = None,
+        *,
+        draw: _follow.Draw | None = None,
     ) -> Timing | None:
         """Return what tells how long an operation takes that has just run, within `span` if given.
+
+        `draw` is what it has drawn of random numbers, None for none.
 
         None where nothing can: nobody can tell it from others, and it was not timed.
         """
@@ -92,7 +99,7 @@ class OperationTimes:
         except TypeError:  # an argument that cannot be told from others
             return span
         if kind is None:
-            kind = self._kinds[key] = _Repeated(self, function, arguments, options)
+            kind = self._kinds[key] = _Repeated(self, function, arguments, options, draw)
             kind.nbytes += _nbytes(made)
         if span is not None:
             kind.took(span)
@@ -127,6 +134,7 @@ class _Repeated:
         function: Function,
         arguments: Sequence[Any],
         options: Mapping[str, Any],
+        draw: _follow.Draw | None,
     ) -> None:
         self._times = times
         self._places: list[_Place] = []
@@ -139,6 +147,7 @@ class _Repeated:
             [self._replaced(argument) for argument in arguments],
             {name: self._replaced(value) for name, value in options.items()},
             "cuda",
+            draw,
         )
         self._shortest = math.inf
         """Seconds between the events of one of them."""
@@ -184,17 +193,26 @@ class _Repeated:
         """Run it in a thread of its own; return what it took, infinity where it cannot be run.
 
         In this one it would take numbers by which the backward pass orders what it adds up.
+
+        Raises:
+            OtherNumbers: somebody else has drawn random numbers at the same time.
         """
-        found: list[float] = []
+        found: list[float | OtherNumbers] = []
 
         def run() -> None:
             with suppress(RuntimeError, TypeError, StormError):  # of which memory's is one
-                found.append(self._repeated(times))
+                try:
+                    found.append(self._repeated(times))
+                except OtherNumbers as error:
+                    found.append(error)
 
         thread = threading.Thread(target=run, name="storm-timing", daemon=True)
         thread.start()
         thread.join()
-        return found[0] if found else math.inf
+        took = found[0] if found else math.inf
+        if isinstance(took, OtherNumbers):
+            raise took
+        return took
 
     def _repeated(self, times: int) -> float:
         """Run it so many times in a row; return what one of them took."""

@@ -2,8 +2,8 @@
 
 Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
 in new memory; where a call does otherwise, by an argument such as `inplace`, it is not recorded.
-Random functions are never here, nor what keeps running statistics; of attention only a call without
-dropout can be recomputed.
+Some draw random numbers from the default generator of their device: what they read besides is its
+state, which is noted (`native/draws.h`). No others do, and none keeps running statistics.
 
 Only functions written in C++ are recomputed, as the objects that they were when this module was
 loaded: nobody can replace what such an object does. What PyTorch has written in Python around them
@@ -27,8 +27,10 @@ __all__ = [
     "REPLAYABLE",
     "Function",
     "bound",
+    "draws",
     "is_bound",
     "is_simple",
+    "may_draw",
     "tunes",
 ]
 
@@ -56,6 +58,9 @@ _ACTIVATIONS = """
 """
 _ROWS = """
     amax amin group_norm layer_norm log_softmax logsumexp mean rms_norm softmax sum
+"""
+_RANDOM = """
+    alpha_dropout dropout dropout2d dropout3d feature_alpha_dropout feature_dropout native_dropout
 """
 _PRODUCTS = """
     addbmm addmm baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm outer
@@ -85,6 +90,27 @@ class _Bound(NamedTuple):
 def _without_inplace(function: Function, *arguments: Any, inplace: bool = False, **by: Any) -> Any:
     assert not inplace, "what changes its input is not recorded"
     return function(*arguments, **by)
+
+
+def _dropout(
+    function: Function,
+    values: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Any:
+    assert not inplace, "what changes its input is not recorded"
+    return function(values, p, training)
+
+
+def _alpha_dropout(
+    function: Function,
+    values: torch.Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    return _dropout(function, values, p, training, inplace)
 
 
 def _softmax(
@@ -187,6 +213,18 @@ _BOUND: Final[dict[Function, _Bound]] = {
     functional.threshold: _Bound(
         partial(_without_inplace, _variable.threshold), _reads(torch._VF, "threshold")
     ),
+    functional.dropout: _Bound(partial(_dropout, _variable.dropout), _reads(torch._VF, "dropout")),
+    **dict.fromkeys(
+        (functional.dropout2d, functional.dropout3d),
+        _Bound(partial(_dropout, _variable.feature_dropout), _reads(torch._VF, "feature_dropout")),
+    ),
+    functional.alpha_dropout: _Bound(
+        partial(_alpha_dropout, _variable.alpha_dropout), _reads(torch._VF, "alpha_dropout")
+    ),
+    functional.feature_alpha_dropout: _Bound(
+        partial(_alpha_dropout, _variable.feature_alpha_dropout),
+        _reads(torch._VF, "feature_alpha_dropout"),
+    ),
     functional.glu: _Bound(_glu, _reads(_nn, "glu")),
     functional.pad: _Bound(_pad, _reads(_nn, "pad")),
     functional.group_norm: _Bound(_group_norm, _reads(torch, "group_norm")),
@@ -226,8 +264,10 @@ EXPENSIVE: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
 """What costs more than moving its result through memory does."""
 
 REPLAYABLE: frozenset[Function] = EXPENSIVE | frozenset(
-    _functions(" ".join((_ELEMENTWISE, _SHAPING, _ACTIVATIONS, _ROWS)).split())
+    _functions(" ".join((_ELEMENTWISE, _SHAPING, _ACTIVATIONS, _ROWS, _RANDOM)).split())
 )
+
+_DROPPING: Final = frozenset(_functions(_RANDOM.split()))
 
 _SIMPLE: Final = REPLAYABLE - EXPENSIVE
 
@@ -246,8 +286,8 @@ def bound(function: Function) -> Function:
 def is_bound(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Tell whether a call of a function of the table depends on nothing that is not noted.
 
-    It does where a name that the function looks up was replaced, where it draws random numbers,
-    and where the kernel is chosen by measuring, which each thread does for itself.
+    It does where a name that the function looks up was replaced, and where the kernel is chosen by
+    measuring, which each thread does for itself.
     """
     known = _BOUND.get(function)
     if (known is not None and not known.is_original) or (function in EXPENSIVE and tunes()):
@@ -256,12 +296,21 @@ def is_bound(function: Function, arguments: Sequence[Any], options: Mapping[str,
     return depends is None or not depends(arguments, options)
 
 
+_ATTENTION: Final = functional.scaled_dot_product_attention
+
 _DROPOUT: Final = 4
 """The place of its probability among the arguments of attention."""
 
 
-def _drops(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether attention draws random numbers."""
+def may_draw(function: object) -> bool:
+    """Tell whether calls of a function of the table may draw random numbers."""
+    return function in _DROPPING or function is _ATTENTION
+
+
+def draws(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function of the table may draw random numbers."""
+    if function is not _ATTENTION:
+        return function in _DROPPING
     if len(arguments) > _DROPOUT:
         return bool(arguments[_DROPOUT])
     return bool(options.get("dropout_p"))
@@ -288,7 +337,6 @@ tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled
 
 _DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool]]] = {
     **dict.fromkeys(_functions(("conv1d", "conv2d", "conv3d")), _is_measured),
-    functional.scaled_dot_product_attention: _drops,
     torch.einsum: _has_path,
     functional.pad: _is_repeated,
 }

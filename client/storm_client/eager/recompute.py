@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -26,10 +26,14 @@ from storm_client.errors import ActivationLost
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.versions import SavedVersion, View
 
+if TYPE_CHECKING:
+    from storm_client.native import _follow
+
 __all__ = [
     "Alias",
     "Input",
     "Made",
+    "OtherNumbers",
     "Pins",
     "Recipe",
     "Replayed",
@@ -56,6 +60,10 @@ _LOST: Final = {
     "number of threads, small numbers as zero, overridden operators), or on a CPU the thread "
     "itself, are others in the backward pass, in which a saved tensor was to be recomputed, than "
     "in the forward pass; have them be the same in both passes, or pass offload(..., replay=False)",
+    "drawn": "the operation that a saved tensor was to be recomputed by has drawn other random "
+    "numbers than in the forward pass: another thread has drawn from the same generator, or set "
+    "it, while that ran in one of the passes; give the thread a generator of its own, or pass "
+    "offload(..., replay=False)",
     "memory": "the memory of a tensor that had stayed is gone: its storage was resized after the "
     "tensor was saved; pass offload(..., replay=False)",
     "layout": "computing a saved tensor again gave {} in {} bytes instead of what it was, in {}; "
@@ -63,10 +71,15 @@ _LOST: Final = {
 }
 
 
+class OtherNumbers(ActivationLost):
+    """Other random numbers were drawn, perhaps by another thread too: nobody may go on."""
+
+
 def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
     """Return the error of a tensor that cannot be recomputed; compiled code asks for it, too."""
     told = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
-    return ActivationLost(_LOST[what].format(*told))
+    kind = OtherNumbers if what == "drawn" else ActivationLost
+    return kind(_LOST[what].format(*told))
 
 
 class Source(Protocol):
@@ -138,6 +151,7 @@ class Recipe:
         "_autocast",
         "_device",
         "_differentiates",
+        "_draw",
         "_function",
         "_options",
         "_settings",
@@ -149,8 +163,13 @@ class Recipe:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         device: str,
+        draw: _follow.Draw | None = None,
     ) -> None:
-        """Hold a call whose tensors have been replaced by Sources, at most one list deep."""
+        """Hold a call whose tensors have been replaced by Sources, at most one list deep.
+
+        `draw` is what it has drawn of random numbers; None for none.
+        """
+        self._draw = draw
         self._function = function
         self._arguments = arguments
         self._options = options
@@ -177,7 +196,11 @@ class Recipe:
         hooks = _saving_nothing() if records and _top_hooks(True) is not None else _AS_IT_IS
         modes = unaltered() if are_altered() else _AS_IT_IS
         with modes, torch._C.DisableTorchFunction(), grad, hooks, self._autocast_as_then():
-            made = bound(self._function)(*arguments, **options)
+            function = bound(self._function)
+            if self._draw is None:
+                made = function(*arguments, **options)
+            else:
+                made = self._draw.again(function, arguments, options)
         return _detached(made) if records else made
 
     def _present_settings(self) -> tuple[object, ...]:

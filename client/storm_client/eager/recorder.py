@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from storm_client.eager.calls import tensors_among
 from storm_client.eager.function_modes import Watching, are_altered
 from storm_client.eager.operation_times import OperationTimes
-from storm_client.eager.operations import EXCHANGED, Function, is_bound
+from storm_client.eager.operations import EXCHANGED, Function, draws, is_bound
 from storm_client.eager.recording import Recording
 from storm_client.hook_stack import untraced
 
-__all__ = ["Mark", "Recorder", "Span"]
+if TYPE_CHECKING:
+    from storm_client.native import _follow
+
+__all__ = ["Mark", "NoteDraw", "Recorder", "Span"]
+
+NoteDraw: TypeAlias = "Callable[[torch.Tensor], _follow.Draw | None]"
 
 _len_dispatch_stack = torch._C._len_torch_dispatch_stack
 
@@ -33,8 +39,12 @@ class Recorder(Watching):
         operations: OperationTimes,
         *,
         measures: bool,
+        note_draw: NoteDraw | None = None,
     ) -> None:
         """Report to `recording`; operations on a GPU have events around them if it `measures`.
+
+        `note_draw` notes what is drawn next of random numbers on a tensor's device, and returns
+        None where it cannot; without it operations that draw are not reported.
 
         `operations` knows what those of earlier steps took. On a CPU it is not measured what they
         take: what else runs there decides that.
@@ -43,6 +53,7 @@ class Recorder(Watching):
         self._recording: Recording | None = None if are_altered() else recording
         self._measures = measures
         self._operations = operations
+        self._note_draw = note_draw
 
     def end(self) -> None:
         """Pass everything through from now on."""
@@ -67,16 +78,33 @@ class Recorder(Watching):
             or not is_bound(function, args, kwargs or {})
         ):
             return function(*args, **kwargs) if kwargs else function(*args)
+        draw: _follow.Draw | None = None
+        if draws(function, args, kwargs or {}):
+            draw = self._noted_draw(args, kwargs or {})
+            if draw is None:
+                return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()
         begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
+        if draw is not None:
+            draw.end()
         if not recording.goes_on(function, args, made):
             timing: Callable[[], float] | None = None
             if begin is not None or (recording.step.kind is None and _is_on_gpu(args)):
                 span = None if begin is None else begin.until_now()
-                timing = self._operations.of(function, args, kwargs or {}, made, span)
-            recording.ran(function, args, kwargs or {}, made, timing)
+                timing = self._operations.of(function, args, kwargs or {}, made, span, draw=draw)
+            recording.ran(function, args, kwargs or {}, made, timing, draw=draw)
         return made
+
+    def _noted_draw(
+        self, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> _follow.Draw | None:
+        """Return what notes what a call draws; None where that cannot be noted.
+
+        Only compiled code can exchange the state of a generator with nobody drawing in between.
+        """
+        tensors = tensors_among((*arguments, *options.values()))
+        return self._note_draw(tensors[0]) if self._note_draw is not None and tensors else None
 
 
 class Mark:

@@ -228,10 +228,12 @@ class Recording:
         options: Mapping[str, Any],
         made: Any,
         timing: Callable[[], float] | None,
+        *,
+        draw: _follow.Draw | None,
     ) -> None:
-        """Note what a function of the table has made of its arguments."""
+        """Note what a function of the table has made of its arguments, and drawn for it."""
         step = self.step
-        call = Call(function, arguments, options)
+        call = Call(function, arguments, options, draw)
         if step.script is not None:
             if self._walks_past(call, made):
                 return

@@ -85,12 +85,6 @@ std::shared_ptr<Source> recomputed_cast(const std::vector<Cast>& casts, const at
   return nullptr;
 }
 
-bool draws(const Call& call, const std::vector<c10::IValue>& inputs) {
-  if (call.dropout < 0 || static_cast<size_t>(call.dropout) >= inputs.size()) return false;
-  const auto& dropout = inputs[call.dropout];
-  return !dropout.isDouble() || dropout.toDouble() != 0.0;
-}
-
 }  // namespace binding
 
 void set_parameter_type(PyObject* type) {
@@ -99,6 +93,13 @@ void set_parameter_type(PyObject* type) {
 }
 
 PyObject* parameter_type() { return binding::parameter; }
+
+bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs) {
+  if (!call.may_draw) return false;
+  if (call.dropout < 0 || static_cast<size_t>(call.dropout) >= inputs.size()) return true;
+  const auto& dropout = inputs[call.dropout];
+  return !dropout.isDouble() || dropout.toDouble() != 0.0;
+}
 
 Seen* Values::see(int number, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
@@ -136,11 +137,12 @@ std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
   return result != nullptr && result->has_recipe() ? result : nullptr;
 }
 
-bool bind(const Script& script, const Call& call, std::vector<c10::IValue> inputs,
-          const std::vector<Cast>& casts, const at::Tensor& output, Seen& made, Values& values,
-          const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked) {
+bool bind(const Script& script, const Call& call, const Begun& begun, const at::Tensor& output,
+          Seen& made, Values& values, const Owned& owned, int64_t least,
+          std::vector<Unpacked>& unpacked) {
   const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
-  if (measures || binding::lies_in(output, inputs) || binding::draws(call, inputs)) return false;
+  if (measures || binding::lies_in(output, begun.inputs)) return false;
+  if (begun.draw == nullptr && draws_numbers(call, begun.inputs)) return false;
   const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
   if (!circumstances) return false;
   std::vector<std::shared_ptr<Source>> sources;
@@ -150,12 +152,12 @@ bool bind(const Script& script, const Call& call, std::vector<c10::IValue> input
   // The value may be moved by what is seen besides: its place in the table is not kept.
   const auto result = made.result != nullptr ? made.result : std::make_shared<Result>(output);
   made.result = result;
-  for_each_tensor(inputs, [&](const at::Tensor& one) {
+  for_each_tensor(begun.inputs, [&](const at::Tensor& one) {
     fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
            !binding::lies_elsewhere(one);
     if (!fits) return;
     const int number = call.inputs[next++];
-    const auto cast = binding::recomputed_cast(casts, one, values);
+    const auto cast = binding::recomputed_cast(begun.casts, one, values);
     if (number == CONSTANT) {
       sources.push_back(cast != nullptr ? cast : binding::constant(one, owned, least));
       fits = sources.back() != nullptr;
@@ -178,8 +180,8 @@ bool bind(const Script& script, const Call& call, std::vector<c10::IValue> input
   });
   if (!fits || next != call.inputs.size()) return false;
   for (auto& one : packed_later) unpacked.push_back(std::move(one));
-  result->made_by(std::make_shared<Recipe>(*call.op, std::move(inputs), std::move(sources),
-                                           *circumstances),
+  result->made_by(std::make_shared<Recipe>(*call.op, begun.inputs, std::move(sources),
+                                           *circumstances, begun.draw),
                   call.place);
   return true;
 }

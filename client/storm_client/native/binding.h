@@ -51,13 +51,23 @@ struct Cast {
   at::Tensor made;
 };
 
+// A call that has begun, as far as it is needed to make a recipe of it.
+struct Begun {
+  std::vector<c10::IValue> inputs;
+  std::vector<Cast> casts;     // of those inputs
+  std::shared_ptr<Draw> draw;  // of one that draws random numbers, if that can be noted
+};
+
 // Makes the recipe of a call's output, whose value is `made`, and has that be recomputed. Tells
 // whether the call's inputs are what its script expects, and nothing else decides what it makes.
 //
 // An argument whose cast is recomputed by itself is taken from there: it would be cast again.
-bool bind(const Script& script, const Call& call, std::vector<c10::IValue> inputs,
-          const std::vector<Cast>& casts, const at::Tensor& output, Seen& made, Values& values,
-          const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked);
+bool bind(const Script& script, const Call& call, const Begun& begun, const at::Tensor& output,
+          Seen& made, Values& values, const Owned& owned, int64_t least,
+          std::vector<Unpacked>& unpacked);
+
+// Tells whether a call may draw random numbers.
+bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs);
 
 // Sets torch.nn.Parameter.
 void set_parameter_type(PyObject* type);

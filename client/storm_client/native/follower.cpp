@@ -3,6 +3,7 @@
 #include "binding.h"
 #include "kept.h"
 #include "leaving.h"
+#include "locked.h"
 #include "recomputed.h"
 #include "tensors.h"
 #include "watching.h"
@@ -32,8 +33,7 @@ enum Hook {
 // A call that is under way, as far as the script looks at it.
 struct Pending {
   bool is_looked_at = false;
-  std::vector<c10::IValue> inputs;  // if the call that is expected next is to be made again
-  std::vector<Cast> casts;          // of those inputs
+  Begun begun;  // if the call that is expected next is to be made again
 };
 
 // Hooks of one step. What they do not expect they hand over to Python, where the step goes on from
@@ -66,25 +66,7 @@ struct Follower : public Watcher {
   void begins(const at::RecordFunction& call, bool is_cast) override;
   void ends(const at::RecordFunction& call, bool is_cast) override;
   bool advance(const at::RecordFunction& call, uint32_t place, const at::Tensor& output,
-               const Pending& pending);
-};
-
-// Holds a step's lock. Nobody waits for that with the interpreter's lock held, which whoever has
-// it may need to go on.
-class Locked {
- public:
-  explicit Locked(std::recursive_mutex& lock) : lock_(lock) {
-    if (lock_.try_lock()) return;
-    PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-    lock_.lock();
-    if (state != nullptr) PyEval_RestoreThread(state);
-  }
-  ~Locked() { lock_.unlock(); }
-  Locked(const Locked&) = delete;
-  Locked& operator=(const Locked&) = delete;
-
- private:
-  std::recursive_mutex& lock_;
+               const Begun& begun);
 };
 
 struct FollowerObject {
@@ -163,18 +145,23 @@ Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second 
 
 // --- calls ------------------------------------------------------------------------------------
 
+// Notes what decides what a call makes.
+void note_begin(const Call& call, c10::ArrayRef<const c10::IValue> inputs, Begun& begun) {
+  begun.inputs.assign(inputs.begin(), inputs.end());
+  if (!draws_numbers(call, begun.inputs)) return;
+  const at::Tensor first = output_at(begun.inputs, 0);
+  if (first.defined()) begun.draw = Draw::begin(first);
+}
+
 void Follower::begins(const at::RecordFunction& begun, bool is_cast) {
   auto& pending = is_cast ? cast : call;
   pending.is_looked_at = walks && !parted && script->names.count(begun.name()) > 0;
-  pending.inputs.clear();
-  pending.casts.clear();
+  pending.begun = {};
   if (!pending.is_looked_at) return;
   for (size_t expected = script->next_call[at]; expected < script->calls.size(); ++expected) {
     const auto& one = script->calls[expected];
     if (one.name == begun.name() && one.overload == begun.overload_name()) {
-      if (one.does == Does::RECOMPUTE) {
-        pending.inputs.assign(begun.inputs().begin(), begun.inputs().end());
-      }
+      if (one.does == Does::RECOMPUTE) note_begin(one, begun.inputs(), pending.begun);
       return;
     }
     if (!one.is_cast) return;  // casts of its arguments end before it does
@@ -185,25 +172,26 @@ void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
   auto& pending = is_cast ? cast : call;
   if (!pending.is_looked_at || parted) return;
   pending.is_looked_at = false;
+  if (pending.begun.draw != nullptr) pending.begun.draw->end();
   uint32_t place = 0;
   Locked locked(lock);
   for_each_tensor(ended.outputs(), [&](const at::Tensor& output) {
     auto* impl = output.unsafeGetTensorImpl();
     const bool is_told = is_ordinary(impl) && output.requires_grad() &&
                          static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
-    if (is_told && !parted) parted = !advance(ended, place, output, pending);
-    if (is_told && is_cast && place == 0 && !cast.inputs.empty() && !call.inputs.empty()) {
-      call.casts.push_back({cast.inputs.front().toTensor(), output});
+    if (is_told && !parted) parted = !advance(ended, place, output, pending.begun);
+    if (is_told && is_cast && place == 0 && !cast.begun.inputs.empty() &&
+        !call.begun.inputs.empty()) {
+      call.begun.casts.push_back({cast.begun.inputs.front().toTensor(), output});
     }
     ++place;
   });
-  pending.inputs.clear();
-  pending.casts.clear();
+  pending.begun = {};
 }
 
 // Tells whether an output of a call is what the script expects, and does what becomes of it.
 bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at::Tensor& output,
-                       const Pending& pending) {
+                       const Begun& begun) {
   const Event& event = next();
   if (event.what != What::CALL) return false;
   const Call& expected = script->calls[event.call];
@@ -217,8 +205,7 @@ bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at
     Seen* seen = values.look_up(event, output);
     if (seen == nullptr) return false;
     if (expected.does == Does::RECOMPUTE &&
-        !bind(*script, expected, pending.inputs, pending.casts, output, *seen, values, *owned,
-              least, unpacked)) {
+        !bind(*script, expected, begun, output, *seen, values, *owned, least, unpacked)) {
       return false;
     }
   }

@@ -2,6 +2,7 @@
 #include "allocations.h"
 #include "binding.h"
 #include "call_log.h"
+#include "draws.h"
 #include "follower.h"
 #include "kept.h"
 #include "recomputed.h"
@@ -50,6 +51,9 @@ PyMethodDef METHODS[] = {
     {"watch_allocations", watch, METH_VARARGS,
      "Have failed allocations of a device type tried again where a function of their size and the "
      "number of attempts returns True; what it returns else, if text, is added to the error."},
+    {"note_draw", note_draw, METH_O,
+     "Return what notes the random numbers that are drawn next on the device of a tensor; None where "
+     "that cannot be done."},
     {"configure", configure, METH_VARARGS,
      "Set what is asked of Python; see _follow.pyi."},
     {nullptr, nullptr, 0, nullptr},
@@ -77,7 +81,7 @@ PyMODINIT_FUNC PyInit__follow() {
   Ref made = Ref::stolen(PyModule_Create(&module::MODULE));
   if (!made) return nullptr;
   for (PyTypeObject* type : {&KeptType, &RecomputedType, &TalliesType, &OwnedType, &ScriptType,
-                             &CallLogType, &FollowerType}) {
+                             &CallLogType, &FollowerType, &DrawType}) {
     if (!module::add_type(made.get(), type)) return nullptr;
   }
   return made.release();

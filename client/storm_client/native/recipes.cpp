@@ -110,6 +110,11 @@ void raise_lost(const char* what, PyObject* details) {
   throw python_error();
 }
 
+void raise_lost(const char* what) {
+  Ref nothing = expected(PyTuple_New(0));
+  raise_lost(what, nothing.get());
+}
+
 // --- views ------------------------------------------------------------------------------------
 
 View::View(const at::Tensor& tensor)
@@ -207,8 +212,12 @@ std::optional<Circumstances> Circumstances::present(c10::DeviceType device, bool
 }
 
 Recipe::Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
-               std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances)
-    : op_(std::move(op)), sources_(std::move(sources)), circumstances_(circumstances) {
+               std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances,
+               std::shared_ptr<Draw> draw)
+    : op_(std::move(op)),
+      sources_(std::move(sources)),
+      circumstances_(circumstances),
+      draw_(std::move(draw)) {
   for (auto& value : inputs) {
     Input input;
     for_each_tensor(value, [&](const at::Tensor& one) { requires_grad_.push_back(one.requires_grad()); });
@@ -262,11 +271,11 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
   look_for_overridden();
   const auto now = Settings::present(circumstances_.device, circumstances_.is_simple);
   if (!now || *now != circumstances_.settings) {
-    Ref details = expected(PyTuple_New(0));
-    raise_lost("settings", details.get());
+    raise_lost("settings");
   }
   std::vector<c10::IValue> stack = filled(bring);
   at::Tensor made;
+  bool draws_the_same = true;
   {
     at::AutoGradMode recording(circumstances_.records);
     WithoutHooks unseen(circumstances_.records);
@@ -274,10 +283,14 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
     c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
     Unwatched untold;
     WithoutInterpreter others_may_run;
+    std::optional<DrawingAgain> drawing;
+    if (draw_ != nullptr) drawing.emplace(*draw_);
     op_.callBoxed(stack);
+    if (drawing) draws_the_same = drawing->end();
     made = output_at(stack, place);
     stack.clear();
   }
+  if (!draws_the_same) raise_lost("drawn");
   TORCH_CHECK(made.defined(), op_.operator_name(), " has no output ", place, " any more");
   return circumstances_.records ? made.detach() : made;
 }
@@ -318,10 +331,7 @@ at::Tensor Result::viewed_anew(const View& view, Bringing& bring) {
 }
 
 at::Tensor Result::made(Bringing& bring) {
-  if (!recipe_) {
-    Ref details = expected(PyTuple_New(0));
-    raise_lost("memory", details.get());
-  }
+  if (!recipe_) raise_lost("memory");
   const uint64_t stream = stream_of(device_);
   bool is_as_it_was = memo_.defined() && memo_stream_ == stream;
   for (const auto& [counter, version] : given_) {

@@ -2,13 +2,12 @@
 // eager/recompute.py does for functions of Python's, with the same rules and errors.
 #pragma once
 
+#include "draws.h"
 #include "settings.h"
 #include "versions.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
-
-#include <mutex>
 
 namespace storm {
 
@@ -16,6 +15,7 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 // Raises ActivationLost: `what` names the reason in eager/recompute.py, which writes the text.
 [[noreturn]] void raise_lost(const char* what, PyObject* details);
+[[noreturn]] void raise_lost(const char* what);
 
 // Sets what returns the error for a reason and its details.
 void set_lost_error(PyObject* function);
@@ -107,8 +107,10 @@ struct Circumstances {
 class Recipe {
  public:
   // `sources` stand for the tensors among the inputs of a call of `op`, those of lists one by one.
+  // `draw` is none where the call has drawn no random numbers.
   Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
-         std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances);
+         std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances,
+         std::shared_ptr<Draw> draw);
   // The output at a place, as no part of any graph. The interpreter's lock is given up meanwhile.
   at::Tensor run(size_t place, Bringing& bring);
 
@@ -126,6 +128,7 @@ class Recipe {
   std::vector<bool> requires_grad_;  // by source
   std::vector<std::shared_ptr<Source>> sources_;
   Circumstances circumstances_;
+  std::shared_ptr<Draw> draw_;
 };
 
 // One storage that a recipe makes. The lock of its step protects it.

@@ -12,14 +12,14 @@ struct ScriptObject {
 
 Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
-// (name, overload, place, does, dtype or None, is simple, leaves, numbers of inputs)
+// (name, overload, place, does, dtype or None, is simple, may draw, leaves, numbers of inputs)
 Call call_of(PyObject* tuple) {
   const char *name, *overload;
   PyObject *dtype, *inputs;
-  int does = 0, is_simple = 0, leaves = 0;
+  int does = 0, is_simple = 0, may_draw = 0, leaves = 0;
   Call call;
-  expect(PyArg_ParseTuple(tuple, "ssIiOppO!", &name, &overload, &call.place, &does, &dtype,
-                          &is_simple, &leaves, &PyTuple_Type, &inputs));
+  expect(PyArg_ParseTuple(tuple, "ssIiOpppO!", &name, &overload, &call.place, &does, &dtype,
+                          &is_simple, &may_draw, &leaves, &PyTuple_Type, &inputs));
   call.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   const auto& schema = call.op->schema();
   call.name = schema.name().c_str();
@@ -29,6 +29,7 @@ Call call_of(PyObject* tuple) {
   call.is_simple = is_simple;
   call.is_cast = schema.name() == "aten::to";
   call.is_convolution = schema.name().find("conv") != std::string::npos;
+  call.may_draw = may_draw;
   call.dropout = schema.argumentIndexWithName("dropout_p").value_or(-1);
   call.leaves = leaves;
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at) {

@@ -35,6 +35,7 @@ struct Call {
   bool is_simple = true;      // neither product nor attention: a GPU has one kernel for it
   bool is_convolution = false;
   bool is_cast = false;
+  bool may_draw = false;      // random numbers
   int dropout = -1;           // which of its inputs says how much is dropped, if one does
   bool leaves = false;        // its output may leave as it was made
   std::vector<int> inputs;    // which values its tensors are; CONSTANT for those that stay

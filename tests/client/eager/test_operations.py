@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager import operations
-from storm_client.eager.operations import EXPENSIVE, REPLAYABLE, bound, is_bound
+from storm_client.eager.operations import (
+    EXPENSIVE,
+    REPLAYABLE,
+    bound,
+    draws,
+    is_bound,
+    may_draw,
+)
 from support.training import seeded
 from torch import Tensor
 from torch.nn import functional
@@ -20,8 +27,15 @@ from torch.overrides import TorchFunctionMode
 X = partial(seeded, "cpu", 4, 6)
 
 CALLS: list[Callable[[], Tensor]] = [
+    lambda: functional.alpha_dropout(X(), 0.3, training=True),
+    lambda: functional.alpha_dropout(X()),
     lambda: functional.celu(X(), 0.5),
+    lambda: functional.dropout(X()),
+    lambda: functional.dropout(X(), 0.3, training=False),
+    lambda: functional.dropout2d(X()[None, None], 0.3),
+    lambda: functional.dropout3d(X()[None, None], p=0.3),
     lambda: functional.elu(X(), alpha=0.5),
+    lambda: functional.feature_alpha_dropout(X(), training=True),
     lambda: functional.glu(X()),
     lambda: functional.glu(X(), 0),
     lambda: functional.group_norm(X(), 2, X()[0].clone(), eps=1e-3),
@@ -80,8 +94,10 @@ class Calls(TorchFunctionMode):
 def test_a_form_has_the_bits_of_the_function_that_it_stands_for(
     call: Callable[[], Tensor],
 ) -> None:
+    state = torch.get_rng_state()
     with Calls() as calls:
         expected = call()
+    torch.set_rng_state(state)
     function, arguments, options = calls.seen[-1]
     assert function in operations._BOUND
     assert is_bound(function, arguments, options)
@@ -119,10 +135,6 @@ def test_what_is_chosen_by_measuring_is_not_bound(monkeypatch: pytest.MonkeyPatc
 
 def test_what_reads_more_than_its_arguments_is_not_bound() -> None:
     x = X()
-    attention = functional.scaled_dot_product_attention
-    assert is_bound(attention, (x, x, x), {"dropout_p": 0.0})
-    assert not is_bound(attention, (x, x, x), {"dropout_p": 0.1})
-    assert not is_bound(attention, (x, x, x, None, 0.1), {})
     assert is_bound(torch.einsum, ("ij,jk", x, x), {})
     assert not is_bound(torch.einsum, ("ij,jk,kl", x, x, x), {})
     assert not is_bound(torch.einsum, ("ij,jk,kl", [x, x, x]), {})
@@ -131,10 +143,21 @@ def test_what_reads_more_than_its_arguments_is_not_bound() -> None:
     assert not is_bound(functional.pad, (x, (1, 1)), {"mode": "replicate"})
 
 
-def test_no_function_draws() -> None:
-    """PyTorch tags those that do; attention is looked at in each call."""
-    attention = functional.scaled_dot_product_attention
-    for function in REPLAYABLE - {attention}:
+def test_functions_that_draw_are_known() -> None:
+    """PyTorch tags those that do."""
+    for function in REPLAYABLE:
         packet = getattr(torch.ops.aten, function.__name__.strip("_"), None)
         overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
-        assert not any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+        is_tagged = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+        is_one_of_features = function in {functional.dropout2d, functional.dropout3d}
+        assert may_draw(function) == (is_tagged or is_one_of_features), function
+
+
+def test_calls_that_draw_are_known() -> None:
+    x = X()
+    attention = functional.scaled_dot_product_attention
+    assert not draws(attention, (x, x, x), {"dropout_p": 0.0})
+    assert draws(attention, (x, x, x), {"dropout_p": 0.1})
+    assert draws(attention, (x, x, x, None, 0.1), {})
+    assert draws(functional.dropout, (x,), {})
+    assert not draws(torch.mul, (x, 2), {})

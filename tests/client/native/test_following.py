@@ -15,6 +15,7 @@ from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -382,6 +383,46 @@ def a_mode_that_alters(x: Tensor, w: Tensor) -> Iterator[Tensor]:
 
 
 @case
+def dropouts(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    torch.manual_seed(3)
+    with block():
+        y = functional.dropout((x @ w).tanh(), 0.3)
+        z = torch.dropout(y.exp(), 0.5, train=True) * y
+        a = functional.alpha_dropout(z.sin(), 0.2, training=True).exp()
+        b = functional.dropout2d(z.view(2, 8, 8, 8), 0.4).sin().exp()
+        loss = a.square().sum() + b.square().sum() + functional.dropout(y, training=False).sum()
+    loss.backward()
+    return [loss.detach(), w.grad, torch.rand(4, device=device)]
+
+
+@case
+def attention_with_dropout(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    torch.manual_seed(3)
+    with block():
+        q = (x @ w).view(2, 2, ROWS // 2, WIDTH // 2)
+        a = functional.scaled_dot_product_attention(q, q.sin(), q * 2, dropout_p=0.25)
+        loss = functional.dropout(a.exp().sin(), 0.1).square().sum()
+    loss.backward()
+    return [loss.detach(), w.grad, torch.rand(4, device=device)]
+
+
+@case
+def seeded_between_the_passes(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    torch.manual_seed(3)
+    with block():
+        loss = functional.dropout((x @ w).tanh(), 0.3).exp().sin().square().sum()
+    torch.manual_seed(4)
+    drawn = torch.rand(4, device=device)
+    loss.backward(retain_graph=True)
+    drawn = torch.cat([drawn, torch.rand(4, device=device)])
+    loss.backward()
+    return [loss.detach(), w.grad, drawn, torch.rand(4, device=device)]
+
+
+@case
 def in_two_threads(block: Block, device: str) -> list[Tensor]:
     found: dict[int, list[Tensor]] = {}
 
@@ -482,6 +523,9 @@ def test_both_count_the_same(
         "casts",
         "an_alias_of_a_result",
         "a_loss_in_tiles",
+        "dropouts",
+        "attention_with_dropout",
+        "seeded_between_the_passes",
     ],
 )
 def test_steps_with_recomputation_are_followed_by_compiled_code(

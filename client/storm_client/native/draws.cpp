@@ -1,0 +1,154 @@
+#include "draws.h"
+
+#include "recipes.h"
+
+#include <ATen/Context.h>
+#include <cstring>
+
+namespace storm {
+namespace draws {
+
+// Protects the state that default generators have while something is drawn again.
+std::recursive_mutex& lock() {
+  static auto* lock = new std::recursive_mutex();
+  return *lock;
+}
+
+at::Tensor state_of(at::Generator& generator) {
+  std::lock_guard<std::mutex> nobody_draws(generator.mutex());
+  return generator.get_state();
+}
+
+bool are_same(const at::Tensor& one, const at::Tensor& other) {
+  return one.numel() == other.numel() &&
+         std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.numel()) == 0;
+}
+
+struct DrawObject {
+  PyObject_HEAD
+  std::shared_ptr<Draw> draw;
+};
+
+std::shared_ptr<Draw>& draw_of(PyObject* self) {
+  return reinterpret_cast<DrawObject*>(self)->draw;
+}
+
+void dealloc(PyObject* self) {
+  draw_of(self).~shared_ptr();
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* end(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  draw_of(self)->end();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// again(function, arguments, options)
+PyObject* again(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *function, *given, *options;
+  expect(PyArg_ParseTuple(arguments, "OO!O!", &function, &PyList_Type, &given, &PyDict_Type,
+                          &options));
+  Ref positional = expected(PyList_AsTuple(given));
+  Ref made;
+  bool is_same = false;
+  {
+    DrawingAgain drawing(*draw_of(self));
+    made = expected(PyObject_Call(function, positional.get(), options));
+    is_same = drawing.end();
+  }
+  if (!is_same) raise_lost("drawn");
+  return made.release();
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef METHODS[] = {
+    {"end", end, METH_NOARGS, "Note that what draws has run."},
+    {"again", again, METH_VARARGS, "Call a function that draws what was drawn before."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyTypeObject type() {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "storm_client.native._follow.Draw";
+  type.tp_basicsize = sizeof(DrawObject);
+  type.tp_dealloc = dealloc;
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  type.tp_doc = "Random numbers that an operation has drawn.";
+  type.tp_methods = METHODS;
+  return type;
+}
+
+}  // namespace draws
+
+PyTypeObject DrawType = draws::type();
+
+PyObject* note_draw(PyObject*, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  auto draw = Draw::begin(THPVariable_Unpack(tensor));
+  if (draw == nullptr) Py_RETURN_NONE;
+  PyObject* self = DrawType.tp_alloc(&DrawType, 0);
+  expect(self != nullptr);
+  new (&draws::draw_of(self)) std::shared_ptr<Draw>(std::move(draw));
+  return self;
+  END_HANDLE_TH_ERRORS
+}
+
+Draw::Draw(at::Generator generator, at::Tensor found)
+    : generator_(std::move(generator)), found_(std::move(found)) {}
+
+std::shared_ptr<Draw> Draw::begin(const at::Tensor& tensor) {
+  const auto device = tensor.device();
+  if (!device.is_cpu() && !device.is_cuda()) return nullptr;
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  try {
+    at::Tensor found = draws::state_of(generator);
+    return std::shared_ptr<Draw>(new Draw(std::move(generator), std::move(found)));
+  } catch (const c10::Error&) {  // a graph is being captured
+    return nullptr;
+  }
+}
+
+void Draw::end() { left_ = draws::state_of(generator_); }
+
+DrawingAgain::DrawingAgain(const Draw& draw)
+    : locked_(draws::lock()), draw_(draw), generator_(draw.generator_) {
+  TORCH_CHECK(draw.left_.defined(), "what has drawn has not ended");
+  std::lock_guard<std::mutex> nobody_draws(generator_.mutex());
+  if (generator_.device().is_cpu()) {
+    own_state_ = generator_.get_state();
+    generator_.set_state(draw.found_);
+    return;
+  }
+  // To set a state would have cuDNN's recurrent layers draw anew what they drop. To exchange it
+  // does not, and whoever replays a CUDA graph goes on counting in the one that it knows.
+  at::Generator found = generator_.clone();
+  found.set_state(draw.found_);
+  own_ = generator_.graphsafe_get_state();
+  generator_.graphsafe_set_state(found);
+}
+
+DrawingAgain::~DrawingAgain() {
+  if (!is_put_back_) put_back();
+}
+
+bool DrawingAgain::end() { return draws::are_same(put_back(), draw_.left_); }
+
+at::Tensor DrawingAgain::put_back() {
+  is_put_back_ = true;
+  std::lock_guard<std::mutex> nobody_draws(generator_.mutex());
+  at::Tensor left;
+  if (own_state_.defined()) {
+    left = generator_.get_state();
+    generator_.set_state(own_state_);
+  } else {
+    const at::Generator drawn_from = generator_.graphsafe_get_state();
+    generator_.graphsafe_set_state(own_);
+    left = drawn_from.get_state();
+  }
+  return left;
+}
+
+}  // namespace storm
