@@ -15,6 +15,7 @@ import torch
 
 from storm_client.monitoring.layers import parts_of
 from storm_client.planner import OFFLOAD, Decision, Keep
+from storm_client.saved.snapshots import base_of
 
 if TYPE_CHECKING:
     from storm_client.native import Native, _follow
@@ -127,7 +128,7 @@ class Policy:
         storage = tensor.untyped_storage()
         if type(tensor) is torch.nn.Parameter or self._is_owned(tensor, storage._cdata):
             return _PARAMETER
-        if tensor.requires_grad and tensor.grad_fn is None:
+        if tensor.requires_grad and base_of(tensor).is_leaf and tensor.grad_fn is None:
             return Keep("leaf")  # the graph itself holds it, to accumulate its gradient
         if tensor.is_quantized or tensor.dtype in _QUANTIZED:
             return Keep("quantized")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -660,6 +661,36 @@ def test_the_masks_of_dropout_are_offloaded(device: str, client: storm.Client) -
         loss = F.dropout(x * 2, 0.5).sum()
     stats = offload.stats()
     assert stats.offloaded_bytes >= x.numel()  # a byte an element at least
+    assert not stats.skipped, stats.skipped
+    loss.backward()
+
+
+class _Rows(torch.autograd.Function):
+    """As libraries of kernels write theirs: views are saved, and one of new memory returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rows = x.view(-1)
+        made = torch.empty_like(rows)
+        made.copy_(rows)
+        ctx.save_for_backward(rows)
+        return made.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (rows,) = ctx.saved_tensors
+        return grad + 0 * rows.view(grad.shape)
+
+
+def test_views_that_a_custom_function_saves_are_results(device: str, client: storm.Client) -> None:
+    """They need a gradient without having a node, as leaves do; what they lie in is a result."""
+    x = seeded(device, 64, WIDTH, grad=True)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        held, made = (h := x * 2), _Rows.apply(h)
+        loss = made.sin().sum()
+    stats = offload.stats()
+    assert stats.offloaded_bytes == held.nbytes + made.nbytes
     assert not stats.skipped, stats.skipped
     loss.backward()
 

@@ -19,7 +19,7 @@ __all__ = ["Call", "is_plain", "name_of", "outputs_of", "tensors_among"]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _VALUES = (
-    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
+    type(None), type(...), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
 """Types of arguments that nobody can change."""
@@ -100,9 +100,15 @@ def _are_values(arguments: Iterable[Any]) -> bool:
     for argument in arguments:
         if type(argument) in _VALUES or isinstance(argument, (torch.Tensor, np.generic)):
             continue
+        if type(argument) is slice and _are_numbers(argument):
+            continue
         if not (isinstance(argument, (list, tuple)) and _are_values(argument)):
             return False
     return True
+
+
+def _are_numbers(one: slice) -> bool:
+    return all(type(part) in (int, type(None)) for part in (one.start, one.stop, one.step))
 
 
 def _replaced(argument: Any, sources: Iterator[Source]) -> Any:

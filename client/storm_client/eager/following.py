@@ -144,6 +144,8 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
         number = -1 if expected is None else expected.value.number
         is_new = number not in seen
         seen.add(number)
+        if one.name and expected is not None and isinstance(expected.decision, Replay):
+            seen.update(expected.inputs)
         if one.name:
             call = _call(one, expected)
             matters = expected is not None

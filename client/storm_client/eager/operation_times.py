@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from storm_client.devices import is_capturing
+from storm_client.eager.bits import copied
 from storm_client.eager.operations import Function
 from storm_client.eager.recompute import Input, OtherNumbers, Recipe
 from storm_client.eager.step_times import Duration
@@ -246,21 +247,28 @@ class _Repeated:
 
 
 class _Place:
-    """Memory like a tensor's, without what was in it, while that is needed."""
+    """Memory like a tensor's, without what was in it, while that is needed.
 
-    __slots__ = ("_device", "_dtype", "_held", "_shape", "_stride")
+    Integers are kept: where another tensor is looked up, or how far a group reaches, decides what
+    an operation takes.
+    """
+
+    __slots__ = ("_device", "_dtype", "_held", "_integers", "_shape", "_stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        self._integers = None if is_number else copied(tensor)
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._dtype, self._device = tensor.dtype, tensor.device
         self._held: torch.Tensor | None = None
 
     def fill(self) -> None:
-        """Take the memory. Numbers that may be places in another tensor are 0."""
-        held = torch.empty_strided(
-            self._shape, self._stride, dtype=self._dtype, device=self._device
-        )
-        self._held = held if held.is_floating_point() else held.zero_()
+        """Take the memory."""
+        self._held = self._integers
+        if self._held is None:
+            self._held = torch.empty_strided(
+                self._shape, self._stride, dtype=self._dtype, device=self._device
+            )
 
     def tensor(self) -> torch.Tensor:
         """Return it, as a source of a recipe."""

@@ -3,7 +3,8 @@
 Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
 in new memory; where a call does otherwise, by an argument such as `inplace`, it is not recorded.
 Some draw random numbers from the default generator of their device: what they read besides is its
-state, which is noted (`native/draws.h`). No others do, and none keeps running statistics.
+state, which is noted (`native/draws.h`). No others do. A normalization over the batch is recomputed
+without the running statistics that it has written to.
 
 Only functions written in C++ are recomputed, as the objects that they were when this module was
 loaded: nobody can replace what such an object does. What PyTorch has written in Python around them
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import BuiltinFunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +32,9 @@ __all__ = [
     "is_bound",
     "is_simple",
     "may_draw",
+    "may_view",
     "tunes",
+    "writes",
 ]
 
 Function = Callable[..., Any]
@@ -51,20 +54,27 @@ _ELEMENTWISE = """
 """
 _SHAPING = """
     cat concat concatenate stack hstack vstack flip roll repeat repeat_interleave tile pad
+    embedding gather index_select pixel_shuffle pixel_unshuffle take_along_dim
 """
+_VIEWING = "flatten ravel reshape __getitem__"
 _ACTIVATIONS = """
     celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish prelu
     relu relu6 selu silu softmin softshrink softsign tanhshrink threshold
 """
 _ROWS = """
-    amax amin group_norm layer_norm log_softmax logsumexp mean rms_norm softmax sum
+    amax amin batch_norm group_norm layer_norm log_softmax logsumexp mean rms_norm softmax std sum
+    var avg_pool1d avg_pool2d avg_pool3d
 """
 _RANDOM = """
     alpha_dropout dropout dropout2d dropout3d feature_alpha_dropout feature_dropout native_dropout
 """
 _PRODUCTS = """
-    addbmm addmm baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm outer
-    scaled_dot_product_attention __matmul__ __rmatmul__
+    addbmm addmm baddbmm bmm einsum linear matmul mm outer scaled_dot_product_attention
+    _grouped_mm __matmul__ __rmatmul__
+"""
+
+_CONVOLUTIONS = """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
 """
 
 _nn: Final = torch._C._nn
@@ -138,6 +148,26 @@ def _group_norm(
 ) -> Any:
     is_enabled = torch._C._get_cudnn_enabled()
     return _variable.group_norm(values, num_groups, weight, bias, eps, is_enabled)
+
+
+def _batch_norm(  # noqa: PLR0917 - as PyTorch's modules call it
+    values: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    statistics = (None, None) if training else (running_mean, running_var)
+    is_enabled = torch._C._get_cudnn_enabled()
+    arguments = values, weight, bias, *statistics, training, momentum, eps, is_enabled
+    return _variable.batch_norm(*arguments)
+
+
+def _embedding(indices: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return _variable.embedding(weight, indices)  # the others are for the gradient
 
 
 def _layer_norm(
@@ -227,6 +257,8 @@ _BOUND: Final[dict[Function, _Bound]] = {
     ),
     functional.glu: _Bound(_glu, _reads(_nn, "glu")),
     functional.pad: _Bound(_pad, _reads(_nn, "pad")),
+    functional.batch_norm: _Bound(_batch_norm, _reads(torch, "batch_norm")),
+    functional.embedding: _Bound(_embedding, _reads(torch, "embedding")),
     functional.group_norm: _Bound(_group_norm, _reads(torch, "group_norm")),
     functional.layer_norm: _Bound(_layer_norm, _reads(torch, "layer_norm")),
     functional.rms_norm: _Bound(_rms_norm, _reads(torch, "rms_norm")),
@@ -258,23 +290,42 @@ def _functions(names: Iterable[str]) -> Iterator[Function]:
                 yield function
 
 
-_CANNOT_BE_REPLACED: Final = (BuiltinFunctionType, MethodDescriptorType)
+_CANNOT_BE_REPLACED: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
-EXPENSIVE: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
+EXPENSIVE: frozenset[Function] = frozenset(_functions((_PRODUCTS + _CONVOLUTIONS).split()))
 """What costs more than moving its result through memory does."""
 
 REPLAYABLE: frozenset[Function] = EXPENSIVE | frozenset(
-    _functions(" ".join((_ELEMENTWISE, _SHAPING, _ACTIVATIONS, _ROWS, _RANDOM)).split())
+    _functions(" ".join((_ELEMENTWISE, _SHAPING, _VIEWING, _ACTIVATIONS, _ROWS, _RANDOM)).split())
 )
 
 _DROPPING: Final = frozenset(_functions(_RANDOM.split()))
 
-_SIMPLE: Final = REPLAYABLE - EXPENSIVE
+_WRITES: Final = frozenset({functional.batch_norm})
+"""Whose forms leave out what the functions themselves write to."""
+
+_SIMPLE: Final = REPLAYABLE - EXPENSIVE - _WRITES
+
+
+_MAY_VIEW: Final = frozenset(_functions(_VIEWING.split()))
+
+
+def may_view(function: Function) -> bool:
+    """Tell whether what a function returns may be a view of its argument, or new memory."""
+    return function in _MAY_VIEW
 
 
 def is_simple(function: Function) -> bool:
-    """Tell whether that is a function of the table, not of the user's own, and not expensive."""
+    """Tell whether that is a function of the table with one kernel a device for its arguments.
+
+    There are several for what is expensive or normalizes over the batch.
+    """
     return function in _SIMPLE
+
+
+def writes(function: Function) -> bool:
+    """Tell whether what is recomputed is not the operator itself, which writes to its arguments."""
+    return function in _WRITES
 
 
 def bound(function: Function) -> Function:
@@ -332,11 +383,18 @@ def _is_repeated(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     return mode == "replicate"
 
 
+def _renormalizes(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether a lookup shortens the rows of its table, in place."""
+    limit = arguments[3] if len(arguments) > 3 else options.get("max_norm")
+    return limit is not None
+
+
 tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
 """Tells whether products look for their kernels by measuring; False without CUDA."""
 
 _DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool]]] = {
-    **dict.fromkeys(_functions(("conv1d", "conv2d", "conv3d")), _is_measured),
+    **dict.fromkeys(_functions(_CONVOLUTIONS.split()), _is_measured),
+    functional.embedding: _renormalizes,
     torch.einsum: _has_path,
     functional.pad: _is_repeated,
 }

@@ -3,7 +3,8 @@
 A recipe is made when the operation has just been run, so its inputs are at hand. Each of them is
 held in one of four ways: as what autograd would be handed for it (offloaded or kept), as the result
 of another recipe, as an alias (parameters, and small results whose version is watched), or as a
-copy (what is small and could change without being counted). A result holds its recipe and that its
+copy (what no operation made, which could change without being counted; a large one is handed over
+as well, once a step). A result holds its recipe and that its
 inputs: what autograd still holds can be made, and dies with it.
 
 What is made is held for as long as somebody is expected to ask for it once more.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alias",
+    "Copied",
     "Input",
     "Made",
     "OtherNumbers",
@@ -125,6 +127,20 @@ class Saved(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Bring it back."""
         return self.unpack(self.packed)
+
+
+class Copied(NamedTuple):
+    """A view of what no operation made: of the copy that was handed over in its stead.
+
+    Writes to it need not be counted. All recipes of a step that read it share the copy.
+    """
+
+    copy: Saved
+    view: View
+
+    def tensor(self) -> torch.Tensor:
+        """Bring the copy back."""
+        return self.view.rebuild(self.copy.tensor().untyped_storage())
 
 
 class Made(NamedTuple):

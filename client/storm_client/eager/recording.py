@@ -18,7 +18,7 @@ import torch
 from storm_client.eager.bits import checksum
 from storm_client.eager.calls import Call, is_plain, name_of, outputs_of, tensors_among
 from storm_client.eager.following import Noted
-from storm_client.eager.operations import EXPENSIVE, Function
+from storm_client.eager.operations import EXPENSIVE, Function, may_view, writes
 from storm_client.eager.recompute import Pins, Result, UnchangedTrial
 from storm_client.eager.signature import CAST, SAVED, Expected, RecordedValue, StepRecord
 from storm_client.eager.values import Inputs, Seen, Values, numbers_of
@@ -150,9 +150,10 @@ class Recording:
 
     def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         """Note that the function that has run has made what the script expects."""
-        calls = self._calls
-        if calls is not None and not calls.made(made, tensors, self.step.count):
-            self._calls = None  # by several calls: only Python can do that again
+        calls, expected = self._calls, self.step.expected
+        is_another = isinstance(expected.decision, Replay) and writes(expected.what)
+        if calls is not None and (is_another or not calls.made(made, tensors, self.step.count)):
+            self._calls = None  # by several calls, or another one: only Python can do that again
 
     def _note_cast(self, cast: _Cast, source: torch.Tensor) -> None:
         """The same of a cast that autocast has made."""
@@ -208,6 +209,8 @@ class Recording:
         step = self.step
         if self._calls is not None:
             self._calls.end()
+        if may_view(function) and type(made) is torch.Tensor and made._base is not None:
+            return True
         expected = step.expected
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
             return False

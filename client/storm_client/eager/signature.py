@@ -93,6 +93,8 @@ class RecordedValue:
     device: torch.device = _HOST
     is_result: bool = True
     """Whether an operation made it that autograd knows of: then its changes are counted."""
+    made_by: str = ""
+    """The name of its node in the graph; empty for what no operation made."""
     operation: str = ""
     """The function's name; empty where it is not known, or cannot be recomputed."""
     is_expensive: bool = False
@@ -130,7 +132,6 @@ class RecordedValue:
             inputs=self.inputs,
             seconds=self.seconds,
             uses=self.uses,
-            is_result=self.is_result,
         )
 
 
@@ -599,12 +600,16 @@ def _script(
     for what, number, _, _, inputs in events:
         is_new = number not in seen
         value, decision, matters = values[number], decisions[number], number in matter
+        if what is SAVED and not (value.is_result or isinstance(decision, Replay)):
+            matters = False  # recipes copy what no operation made, whatever it is
         leaves = isinstance(decision, Offload) and (value.is_saved or number in inputs_of_made)
         stays = ""
         if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:
             stays = decision.reason
         found.append(Expected(what, value, decision, matters, is_new, inputs, leaves, stays))
         seen.add(number)
+        if isinstance(decision, Replay):
+            seen.update(inputs)
     return [*found, _NOTHING]
 
 

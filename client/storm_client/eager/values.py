@@ -13,7 +13,7 @@ import torch
 
 from storm_client.eager.bits import copied
 from storm_client.eager.calls import is_plain
-from storm_client.eager.recompute import Alias, Made, Pins, Result, Saved, Source
+from storm_client.eager.recompute import Alias, Copied, Made, Pins, Result, Saved, Source
 from storm_client.eager.signature import Expected, RecordedValue, StepRecord
 from storm_client.monitoring.layers import Layers
 from storm_client.saved.ranges import WeakStorage
@@ -33,7 +33,7 @@ NumPy's may, has its first elements added by themselves."""
 class Seen:
     """A storage of the step at hand, at one version."""
 
-    __slots__ = ("number", "pin", "result", "value", "version")
+    __slots__ = ("copy", "number", "pin", "result", "value", "version")
 
     def __init__(self, value: RecordedValue, version: int, pin: WeakStorage) -> None:
         """It is `value` of the step as long as it has this version; `pin` knows the storage."""
@@ -42,6 +42,8 @@ class Seen:
         self.version = version
         self.pin = pin
         self.result: Result | None = None
+        self.copy: Saved | None = None
+        """Of one that no operation made, what recipes read in its stead."""
 
 
 Inputs: TypeAlias = list[Seen | None]
@@ -80,7 +82,7 @@ class Values:
         seen = self._seen.get(storage._cdata)
         if seen is not None and seen.version == tensor._version:
             return seen
-        number = len(self._step.values)
+        number, node = len(self._step.values), base_of(tensor).grad_fn or tensor.grad_fn
         value = RecordedValue(
             number=number,
             nbytes=storage.nbytes(),
@@ -88,6 +90,7 @@ class Values:
             shape=tensor.shape,
             device=tensor.device,
             is_result=is_result(tensor),
+            made_by="" if node is None else node.name(),
             layer=self._layer(number),
         )
         return self._see(self._step.add(value), tensor, storage)
@@ -140,7 +143,7 @@ class Values:
 
     def _met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int) -> Seen | None:
         """Return an input of a recipe as the value of that number, if it can be that."""
-        if storage.nbytes() < self._least or not is_result(tensor):
+        if storage.nbytes() < self._least or not self.is_sound(tensor):
             return None
         seen = self._seen.get(storage._cdata)
         if seen is not None and seen.version == tensor._version:
@@ -164,9 +167,10 @@ class Values:
         if not is_plain(tensor):
             return False
         storage = tensor.untyped_storage()
-        is_constant = self._is_constant(tensor, storage)
+        if tensor.is_inference() and not self._is_constant(tensor, storage):
+            return False  # it has no version
         # What is copied or restored lies in memory of PyTorch's own, and kernels go by that.
-        return (is_result(tensor) or is_constant) and not storage.data_ptr() % ALIGNMENT_BYTES
+        return not storage.data_ptr() % ALIGNMENT_BYTES
 
     def is_large(self, output: Any) -> bool:
         return (
@@ -189,7 +193,11 @@ class Values:
             seen.result.expect_use()
             version = SavedVersion.of(tensor, seen.pin.address)
             return Made(seen.result, View.of(tensor), version)
-        return Saved(self.pack(tensor, seen.number), self._unpack)
+        if is_result(tensor):
+            return Saved(self.pack(tensor, seen.number), self._unpack)
+        if seen.copy is None:
+            seen.copy = Saved(self.pack(copied(tensor), seen.number), self._unpack)
+        return Copied(seen.copy, View.of(tensor))
 
     def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() < self._least or isinstance(base_of(tensor), torch.nn.Parameter)

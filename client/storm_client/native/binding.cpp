@@ -104,7 +104,7 @@ bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs) {
 Seen* Values::see(int number, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  Seen seen{number, version, tensor.storage().getWeakStorageImpl(), nullptr};
+  Seen seen{number, version, tensor.storage().getWeakStorageImpl(), nullptr, nullptr};
   return &seen_.insert_or_assign(storage, std::move(seen)).first->second;
 }
 
@@ -120,7 +120,7 @@ Seen* Values::look_up(const Event& event, const at::Tensor& tensor) {
 
 Seen* Values::meet(int number, const at::Tensor& tensor, int64_t least) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
-  if (static_cast<int64_t>(storage->nbytes()) < least || !is_result(tensor)) return nullptr;
+  if (static_cast<int64_t>(storage->nbytes()) < least) return nullptr;
   const auto found = seen_.find(storage);
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
   if (found != seen_.end() && found->second.version == version) {
@@ -174,9 +174,16 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
       sources.push_back(std::make_shared<Made>(seen->result, one));
       return;
     }
-    auto source = std::make_shared<Packed>(one);
-    if (script.kept.count(number) == 0) packed_later.push_back({one, number, source});
-    sources.push_back(std::move(source));
+    const bool copies = !is_result(one);
+    auto source = copies ? seen->copy : nullptr;
+    if (source == nullptr) {
+      const at::Tensor held = copies ? binding::copied(one) : one;
+      source = std::make_shared<Packed>(held);
+      if (script.kept.count(number) == 0) packed_later.push_back({held, number, source});
+    }
+    if (!copies) return sources.push_back(std::move(source));
+    seen->copy = source;
+    sources.push_back(std::make_shared<Copied>(std::move(source), one));
   });
   if (!fits || next != call.inputs.size()) return false;
   for (auto& one : packed_later) unpacked.push_back(std::move(one));

@@ -16,6 +16,7 @@ struct Seen {
   uint32_t version;
   WeakStorage pin;  // keeps the address from being used again
   std::shared_ptr<Result> result;
+  std::shared_ptr<Packed> copy;  // of one that no operation made, what recipes read in its stead
 };
 
 // The values of one step, by storage. The lock of the step protects it.

@@ -189,6 +189,11 @@ at::Tensor Packed::tensor(Bringing& bring) {
   return bring.tensor(handle_);
 }
 
+Copied::Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor)
+    : copy_(std::move(copy)), view_(tensor) {}
+
+at::Tensor Copied::tensor(Bringing& bring) { return view_.over(copy_->tensor(bring).storage()); }
+
 Made::Made(std::shared_ptr<Result> result, const at::Tensor& tensor)
     : result_(std::move(result)), view_(tensor), version_(tensor) {
   result_->expect_use();

@@ -80,6 +80,18 @@ class Packed : public Source {
   PyObject* handle_ = nullptr;
 };
 
+// A view of what no operation made: of the copy that was packed in its stead, which all recipes of a
+// step share.
+class Copied : public Source {
+ public:
+  Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor);
+  at::Tensor tensor(Bringing& bring) override;
+
+ private:
+  std::shared_ptr<Packed> copy_;
+  View view_;
+};
+
 // A view of what another recipe makes, at a version.
 class Made : public Source {
  public:

@@ -31,7 +31,11 @@ const at::Tensor& base_of(const at::Tensor& tensor) {
   return has_base ? meta->get_backward_view().base_ : tensor;
 }
 
-bool is_result(const at::Tensor& tensor) { return !base_of(tensor).is_leaf(); }
+bool is_result(const at::Tensor& tensor) {
+  const at::Tensor& base = base_of(tensor);
+  if (!base.is_leaf()) return true;
+  return &base != &tensor && !base.requires_grad() && tensor.grad_fn() != nullptr;
+}
 
 at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& counter) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(

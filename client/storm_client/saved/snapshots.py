@@ -131,8 +131,14 @@ class Unchanging(SnapshotProof):
 
 
 def is_result(tensor: torch.Tensor) -> bool:
-    """Tell whether an operation made the tensor's memory: then its changes are counted."""
-    return not base_of(tensor).is_leaf
+    """Tell whether an operation made the tensor's memory: then its changes are counted.
+
+    A custom function may return a view of what it has made: that has a node, and its base has none.
+    """
+    base = tensor._base
+    if base is None:
+        return not tensor.is_leaf
+    return not base.is_leaf or (tensor.grad_fn is not None and not base.requires_grad)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

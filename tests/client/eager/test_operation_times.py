@@ -172,9 +172,18 @@ def test_nothing_is_held_of_what_an_operation_was_given() -> None:
     del one
     assert gone() is None
     timing()
-    place = operation_times._Place(torch.ones(8, dtype=torch.int64))
+
+
+def test_integers_are_what_an_operation_was_given() -> None:
+    """They say where it reads, and how much."""
+    given = torch.arange(8)
+    place = operation_times._Place(given)
+    given.zero_()
     place.fill()
-    assert place.tensor().tolist() == [0] * 8
+    assert place.tensor().tolist() == [*range(8)]
+    place.clear()
+    with pytest.raises(AssertionError):
+        place.tensor()
 
 
 @pytest.mark.usefixtures("cuda")

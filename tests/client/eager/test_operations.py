@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import BuiltinFunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import pytest
@@ -26,9 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 X = partial(seeded, "cpu", 4, 6)
 
+STATISTICS = X()[2].clone(), X()[3].square()
+
 CALLS: list[Callable[[], Tensor]] = [
     lambda: functional.alpha_dropout(X(), 0.3, training=True),
     lambda: functional.alpha_dropout(X()),
+    lambda: functional.batch_norm(X(), *STATISTICS, X()[0].clone(), X()[1].clone(), True, 0.2),
+    lambda: functional.batch_norm(X(), *STATISTICS, eps=1e-3),
     lambda: functional.celu(X(), 0.5),
     lambda: functional.dropout(X()),
     lambda: functional.dropout(X(), 0.3, training=False),
@@ -36,6 +40,8 @@ CALLS: list[Callable[[], Tensor]] = [
     lambda: functional.dropout3d(X()[None, None], p=0.3),
     lambda: functional.elu(X(), alpha=0.5),
     lambda: functional.feature_alpha_dropout(X(), training=True),
+    lambda: functional.embedding(torch.tensor([[1, 3], [0, 1]]), X()),
+    lambda: functional.embedding(torch.tensor([2]), X(), 1, scale_grad_by_freq=True),
     lambda: functional.glu(X()),
     lambda: functional.glu(X(), 0),
     lambda: functional.group_norm(X(), 2, X()[0].clone(), eps=1e-3),
@@ -108,6 +114,15 @@ def test_a_form_has_the_bits_of_the_function_that_it_stands_for(
     assert made.stride() == expected.stride()
 
 
+def test_a_norm_over_the_batch_writes_to_its_statistics_once() -> None:
+    statistics = [one.clone() for one in STATISTICS]
+    functional.batch_norm(X(), *statistics, training=True)
+    written = [one.clone() for one in statistics]
+    bound(functional.batch_norm)(X(), *statistics, training=True)
+    assert all(map(torch.equal, statistics, written))
+    assert not all(map(torch.equal, statistics, STATISTICS))
+
+
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 def test_each_form_is_tried() -> None:
     with Calls() as calls:
@@ -118,7 +133,8 @@ def test_each_form_is_tried() -> None:
 
 def test_all_others_are_written_in_cpp() -> None:
     others = REPLAYABLE - set(operations._BOUND)
-    assert all(isinstance(one, (BuiltinFunctionType, MethodDescriptorType)) for one in others)
+    written = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+    assert all(isinstance(one, written) for one in others)
     assert set(operations._BOUND) <= REPLAYABLE
 
 
@@ -135,6 +151,9 @@ def test_what_is_chosen_by_measuring_is_not_bound(monkeypatch: pytest.MonkeyPatc
 
 def test_what_reads_more_than_its_arguments_is_not_bound() -> None:
     x = X()
+    assert is_bound(functional.embedding, (x, x), {})
+    assert not is_bound(functional.embedding, (x, x), {"max_norm": 1.0})
+    assert not is_bound(functional.embedding, (x, x, None, 1.0), {})
     assert is_bound(torch.einsum, ("ij,jk", x, x), {})
     assert not is_bound(torch.einsum, ("ij,jk,kl", x, x, x), {})
     assert not is_bound(torch.einsum, ("ij,jk,kl", [x, x, x]), {})

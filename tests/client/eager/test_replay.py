@@ -803,7 +803,7 @@ def test_random_programs_take_turns(seed: int, device: str, client: storm.Client
     offload = client.offload(min_bytes=1)
     seeds = [3 * seed, 3 * seed + 1, 3 * seed + 2]
     expected = {one: run(one, device, nullcontext) for one in seeds}
-    for number in range(12):
+    for number in range(24):
         one = seeds[number % 3 if number < 6 else number % 2]
         assert_identical(run(one, device, lambda: offload), expected[one])
     assert offload.stats().replayed_bytes > 0

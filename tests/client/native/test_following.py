@@ -110,6 +110,54 @@ def leaves_and_buffers(block: Block, device: str) -> list[Tensor]:
 
 
 @forward
+def tables(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """As rotary embeddings, masks and indices: no operation has made them, and many read them."""
+    device = x.device.type
+    table, mask = seeded(device, ROWS, WIDTH, seed=3), seeded(device, ROWS, WIDTH, seed=4) > 0
+    rows = torch.arange(ROWS, device=device).flip(0).repeat(4)
+    y = x @ w
+    for _ in range(3):
+        y = (y * table).tanh() + (y * table.t().reshape(ROWS, WIDTH)).masked_fill(mask, 0.5)
+        y = y[rows].exp().tanh()[:ROWS] + y.index_select(0, rows[::4]).sin().tanh()
+    yield (y * y).sum()
+
+
+@case
+def a_table_that_is_changed_uncounted(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    table = seeded(device, ROWS, WIDTH, seed=3)
+    with block():
+        y = ((x @ w) * table).exp().tanh()
+        loss = (y * y).sum()
+    table.data.mul_(2)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def a_table_that_is_changed_between(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    table, other = seeded(device, ROWS, WIDTH, seed=3), seeded(device, ROWS, WIDTH, grad=True)
+    with block():
+        y = (other * 2 + table).exp().tanh()
+        table.add_(1)
+        z = ((x @ w).detach() * other + table).exp().tanh()
+        loss = (y * z).sum()
+    table.zero_()
+    loss.backward()
+    return [loss.detach(), other.grad]
+
+
+@forward
+def an_input_that_is_changed_before_anything_is_saved(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).cumsum(0)  # which no operation recomputes
+    made = [y.exp(), y.tanh(), y.sigmoid()]
+    with torch.no_grad():
+        y.add_(1)
+    yield torch.stack(made).tanh().sum()
+
+
+@forward
 def a_changed_result(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     y = (x @ w).exp()
     z = y * 2
@@ -304,6 +352,39 @@ def a_loss_in_tiles(block: Block, device: str) -> list[Tensor]:
     del logits
     loss.backward()
     return [loss.detach(), w.grad, head.grad]
+
+
+class Rows(torch.autograd.Function):
+    """Saves views of its inputs, and returns one of memory that it has filled itself."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        rows, others = a.view(-1), b.view(-1)
+        made = torch.empty_like(rows)
+        made.copy_(rows * others)
+        ctx.save_for_backward(rows, others)
+        return made.view(a.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, others = ctx.saved_tensors
+        return grad * others.view(grad.shape), grad * rows.view(grad.shape)
+
+
+@forward
+def views_in_a_function_of_ones_own(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    z = Rows.apply(y, y.exp()).sigmoid()
+    yield Rows.apply(z, z.exp()).sin().exp().sum()
+
+
+@forward
+def a_changed_view_of_ones_own(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    y = (x @ w).tanh()
+    made = Rows.apply(y, y.exp())
+    loss = made.sin().sum()
+    made.mul_(2)
+    yield loss
 
 
 @forward
