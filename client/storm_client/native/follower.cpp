@@ -311,6 +311,12 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   return ask(follower, PACK_EXPECTED, object, position.get());
 }
 
+// Whether a tensor has the value now that the next event expects.
+bool is_known(Follower& follower, const at::Tensor& tensor) {
+  Locked locked(follower.lock);
+  return !follower.next().is_new && follower.values.look_up(follower.next(), tensor) != nullptr;
+}
+
 // The order of questions is that of `StepHooks._pack` and `Policy.decide`.
 Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
@@ -333,7 +339,9 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
     return stay(follower, tensor, event.row);
   }
   // An alias that is no result itself, of one that the step knows: Python does not know it.
-  if (fits && event.matters) return pack_result(follower, object, tensor);
+  if (fits && event.matters && is_known(follower, tensor)) {
+    return pack_result(follower, object, tensor);
+  }
   return hand_over(follower, object, follower.parted);
 }
 

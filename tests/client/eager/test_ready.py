@@ -27,6 +27,7 @@ from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.transfers import Outgoing, Transfers
+from support.following import follow_by
 from support.planning import mind_the_device_alone
 from support.random_programs import run
 from support.training import assert_identical, gradients, seeded
@@ -81,6 +82,7 @@ def untimed(value: RecordedValue) -> Value:
 @pytest.fixture
 def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = Reader()
+    follow_by("python", monkeypatch)  # small results leave together where compiled code follows
     monkeypatch.setattr(planning, "machine_of", lambda _: SOME_REPLAYS)
     mind_the_device_alone(monkeypatch)
     monkeypatch.setattr(RecordedValue, "planned", untimed)  # so that products leave

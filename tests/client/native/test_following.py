@@ -16,7 +16,7 @@ from support.planning import replay_all
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -673,3 +673,19 @@ def test_autocast_casts_no_argument_again_whose_cast_is_recomputed(
     of_backward = casts(nullcontext())
     assert found[-1] <= of_backward + 2 * layers  # of a weight and of what is given to it
     assert found[-1] > of_backward
+
+
+def test_a_view_of_a_leaf_as_large_as_what_is_expected_is_no_alias_of_it(
+    client: storm.Client, compiled: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    weight = nn.Parameter(seeded("cpu", WIDTH, WIDTH, seed=1))
+    x = seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
+    offload = client.offload(min_bytes=1)  # which knows no parameter
+    for _ in range(STEPS):
+        with offload:
+            loss = (silu(silu(x @ weight.t()) @ weight.t()) @ weight.t()).square().mean()
+        loss.backward()
+    assert compiled[-1]
+    assert not compiled.left
+    assert offload.stats().replayed_bytes > 0
