@@ -157,7 +157,7 @@ def test_kinds_of_steps_that_take_turns(device: str, client: storm.Client) -> No
     inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
     expected = [step(net, x, nullcontext) for x in inputs]
     offload = client.offload(net, min_bytes=1)
-    for number in range(10):
+    for number in range(14):
         found = step(net, inputs[number % 2], lambda: offload)
         assert_identical(found, expected[number % 2])
     assert len(kinds(offload)) == 2
