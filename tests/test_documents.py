@@ -247,11 +247,11 @@ def test_the_api_has_every_public_name() -> None:
 # --- tables that are made of results -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "tables"), [("README.md", 1), ("docs/performance.md", 3)])
+@pytest.mark.parametrize(("name", "tables"), [("README.md", 1), ("docs/performance.md", 2)])
 def test_tables_are_what_the_results_beside_them_say(name: str, tables: int) -> None:
     text = (ROOT / name).read_text("utf-8")
     assert filled(text) == text, f"run `python tests/bench/zoo_tables.py {name}`"
-    emptied = re.sub(r"^(\| [^|]+ \|)(?: [\d.]+ \|)+$", r"\1", text, flags=re.MULTILINE)
+    emptied = re.sub(r"^(\| [^|]+ \|)(?: [\d.]* \|)+$", r"\1", text, flags=re.MULTILINE)
     made = set(filled(emptied).splitlines()) - set(emptied.splitlines())
     assert len(made) >= 4 * tables
     assert made <= set(text.splitlines())
