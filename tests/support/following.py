@@ -17,6 +17,8 @@ class Followed(list[bool]):
 
     left = 0
     """How many of them have done something else than what it expected."""
+    may_be_compiled = False
+    """Whether compiled code follows those that it can."""
 
 
 def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
@@ -46,4 +48,5 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
         pytest.skip(f"no compiled module: {error}")
     if native.module() is None:
         pytest.skip(f"no compiled module: {native.reason()}")
+    followed.may_be_compiled = True
     return followed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
+from support.ledger_bench import CAPACITY, KIB, LIMITS, LedgerBench
 
 from stormd.ledger import leases
 from stormd.ledger.parts import blob_bound
@@ -158,4 +158,4 @@ class SharingMachine(LedgerMachine):
         self.next_entry += 1
         answer = self.made.lane.last()
         if isinstance(answer, Rejected) and answer.reason == "pool_full":
-            assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE
+            assert record.used_bytes + granules(blob_bound(nbytes)) > self.limits.share_bytes

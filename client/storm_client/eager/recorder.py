@@ -75,6 +75,7 @@ class Recorder(Watching):
             recording is None
             or function not in recording.functions
             or _len_dispatch_stack()
+            or torch._C._get_tracing_state() is not None  # which records what is done for values
             or not is_bound(function, args, kwargs or {})
         ):
             return function(*args, **kwargs) if kwargs else function(*args)
