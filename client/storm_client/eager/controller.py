@@ -137,14 +137,8 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_pins()
-        self._compare_plans()
-        self._note_shortage()
         learns = self._recurrence.is_seen
-        if self._ranks.are_sharing:
-            self._ranks.agree(self, self._kinds.outdated())
-        for one in self._kinds.outdated():
-            if not self._ranks.shares(one) and (one.is_planned or (learns and one.is_learned)):
-                self._make_again(one)
+        self._make_plans(learns=learns)
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused(kind.devices)
@@ -185,6 +179,16 @@ class Planning:
         return PlannedStep(
             self, recording, mode, begun, fills=fills, counts=counts, compiled=script, calls=calls
         )
+
+    def _make_plans(self, *, learns: bool) -> None:
+        """Make anew the plans of which more is known by now, and new ones if steps are learned."""
+        self._compare_plans()
+        self._note_shortage()
+        if self._ranks.are_sharing:
+            self._ranks.agree(self, self._kinds.outdated())
+        for one in self._kinds.outdated():
+            if not self._ranks.shares(one) and (one.is_planned or (learns and one.is_learned)):
+                self._make_again(one)
 
     def _is_watched(self, kind: Kind | None, *, learns: bool) -> bool:
         """Tell whether the functions of a step are watched that is expected to be of a kind.
