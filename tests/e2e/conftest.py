@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from storm_bench.child_daemon import ChildDaemon
 from support.patience import patient_clients
+from support.trainers import Trainers
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +21,9 @@ def patience() -> Iterator[None]:
 def daemon() -> Iterator[ChildDaemon]:
     with ChildDaemon(flags=["--pool-bytes=128MiB", "--cache-bytes=8MiB", "--device=cpu"]) as daemon:
         yield daemon
+
+
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    with Trainers() as trainers:
+        yield trainers

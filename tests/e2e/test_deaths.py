@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +22,6 @@ from support.waiting import wait_until
 CLIENT_KILLS = 8
 DAEMON_KILLS = 4
 GPU_KILLS = 4
-
-
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    with Trainers() as trainers:
-        yield trainers
 
 
 def test_clients_killed_at_random_moments() -> None:

@@ -25,7 +25,7 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_client.lanes.cpu import CpuLane
 from storm_client.transport.sessions import Sessions
 from support.raw_client import RawClient
-from support.trainers import Trainers
+from support.trainers import Trainers, workers_of
 from support.waiting import wait_until
 
 from stormd.errors import ChildFailed
@@ -53,17 +53,6 @@ FLAGS = ["--pool-bytes=64MiB", "--cache-bytes=8MiB", "--device=cpu", "--workers=
 def daemon() -> Iterator[ChildDaemon]:
     with ChildDaemon(flags=FLAGS) as daemon:
         yield daemon
-
-
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    with Trainers() as trainers:
-        yield trainers
-
-
-def workers_of(daemon: ChildDaemon) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = daemon.status()["workers"]
-    return found
 
 
 def worker_of(daemon: ChildDaemon, client: RawClient) -> dict[str, Any]:

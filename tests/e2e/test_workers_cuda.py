@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from support.trainers import Trainers
+from support.trainers import Trainers, workers_of
 from support.waiting import wait_until
 
 pytestmark = [
@@ -27,17 +26,6 @@ FLAGS = ["--pool-bytes=1GiB", "--device=cuda"]
 def daemon() -> Iterator[ChildDaemon]:
     with ChildDaemon(flags=FLAGS) as daemon:
         yield daemon
-
-
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    with Trainers() as trainers:
-        yield trainers
-
-
-def workers_of(daemon: ChildDaemon) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = daemon.status()["workers"]
-    return found
 
 
 def test_each_gpu_has_its_worker(daemon: ChildDaemon, trainers: Trainers) -> None:

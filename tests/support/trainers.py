@@ -16,9 +16,11 @@ import sys
 import time
 from collections import defaultdict, deque
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-__all__ = ["Report", "Trainers"]
+from storm_bench.child_daemon import ChildDaemon
+
+__all__ = ["Report", "Trainers", "workers_of"]
 
 START_SECONDS = 180.0
 ENDLESS = 1_000_000
@@ -31,6 +33,12 @@ class Report(NamedTuple):
 
     at: float
     words: str
+
+
+def workers_of(daemon: ChildDaemon) -> list[dict[str, Any]]:
+    """Return what a daemon says of the processes that serve its devices."""
+    found: list[dict[str, Any]] = daemon.status()["workers"]
+    return found
 
 
 class Trainers:
