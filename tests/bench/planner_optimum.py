@@ -189,8 +189,6 @@ def optimum(
         upper[depth + n] = MOST_DEPTH
         if not value.operation or math.isinf(takes[n]):
             upper[made + n], objective[made + n] = 0.0, 0.0
-        if not value.is_result and not value.is_saved:
-            upper[shipped + n] = 0.0
     objective[exposed], upper[exposed] = 1.0, np.inf
     rows, least = lil_array((len(values) * 8, exposed + 1)), []
 

@@ -47,7 +47,6 @@ def value(
     saved: bool = True,
     seconds: float = 0.0,
     expensive: bool = False,
-    is_result: bool = True,
 ) -> Value:
     """Return a value of a step, saved once, as the planner is given it."""
     return Value(
@@ -60,7 +59,6 @@ def value(
         uses=int(saved),
         seconds=seconds,
         is_expensive=expensive,
-        is_result=is_result,
     )
 
 

@@ -41,7 +41,14 @@ from storm_client.planner.in_flight import (
 from storm_client.planner.machine import LinkFigures, Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import PREDICTED, Alternative, PlanSearch
+from storm_client.planner.search import (
+    ALL_STAYS,
+    AS_BLOCKS,
+    OFFLOAD_ALONE,
+    PREDICTED,
+    Alternative,
+    PlanSearch,
+)
 from storm_client.planner.shortage import lacked
 from storm_client.planner.slowest import Agreed, Figures
 from storm_client.planner.solver import Choice, choose
@@ -701,11 +708,11 @@ def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
     With the budget "least" half of what the device computes in a forward pass more is worth it if
     less stays: to checkpoint takes all of that more. Not of what is little.
     """
-    is_little = is_least and kind.saved_bytes <= _little_bytes(kind)
-    if is_little:
-        return PlanSearch(is_little=True, slack_bytes=kind.saved_bytes)
+    if is_least and kind.saved_bytes <= _little_bytes(kind):
+        return PlanSearch((ALL_STAYS, OFFLOAD_ALONE), slack_bytes=kind.saved_bytes)
+    blocks = AS_BLOCKS if is_least and problem.checkpointed_bytes else ()
     return PlanSearch(
-        has_blocks=is_least and problem.checkpointed_bytes > 0,
+        (*blocks, OFFLOAD_ALONE),
         allowance=(problem.forward_seconds or 0.0) / 2 if is_least else 0.0,
         slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
     )

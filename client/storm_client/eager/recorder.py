@@ -163,11 +163,6 @@ class Span:
         """Whether the second mark has been reached."""
         return self._end.is_reached
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first mark has been reached."""
-        return self._begin.is_reached
-
     def __call__(self) -> float:
         """Return the seconds."""
         return self._begin.seconds_until(self._end)

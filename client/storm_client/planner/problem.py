@@ -35,8 +35,6 @@ class Value:
     """Of the operation, as it was timed; 0.0 where it was not."""
     uses: int = 0
     """How often autograd saves it."""
-    is_result: bool = True
-    """Whether an operation made it that autograd knows of, so that every write to it is counted."""
 
     @property
     def is_saved(self) -> bool:

@@ -98,10 +98,8 @@ class Followed(NamedTuple):
 class PlanSearch:
     """Which plan the steps of one signature follow next."""
 
-    is_little: bool = False
-    """Whether what a step saves is so little that all of it may stay."""
-    has_blocks: bool = False
-    """Whether what checkpointing would keep may stay, and is known."""
+    others: tuple[Alternative, ...] = (OFFLOAD_ALONE,)
+    """Which plans are compared beside those of the ladder, in this order."""
     allowance: float = 0.0
     """Seconds by which a step may take longer than the fastest so that less stays."""
     slack_bytes: int = 0
@@ -198,9 +196,7 @@ class PlanSearch:
 
     def _candidates(self) -> Sequence[Alternative]:
         """Return what has to be measured, as far as is known by now."""
-        blocks = AS_BLOCKS if self.has_blocks else ()
-        little = (ALL_STAYS,) if self.is_little else ()
-        return [PREDICTED, NOTHING, *self._beside(), *blocks, *little, OFFLOAD_ALONE]
+        return [PREDICTED, NOTHING, *self._beside(), *self.others]
 
     def _beside(self) -> list[Alternative]:
         """Return plans beside those two where one of them may yet be improved.

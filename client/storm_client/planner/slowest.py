@@ -129,8 +129,7 @@ class Agreed:
         found = None
         if search is not None:
             found = {
-                "is_little": search.is_little,
-                "has_blocks": search.has_blocks,
+                "others": search.others,
                 "allowance": search.allowance,
                 "slack_bytes": search.slack_bytes,
                 "current": search.current,
@@ -178,4 +177,6 @@ def _search(said: dict[str, Any] | None) -> PlanSearch | None:
     results = {Alternative(*one): Followed(*found) for one, found in said["results"]}
     ruled_out = {Alternative(*one) for one in said["ruled_out"]}
     current = Alternative(*said["current"])
-    return PlanSearch(**said | {"current": current, "results": results, "ruled_out": ruled_out})
+    others = tuple(Alternative(*one) for one in said["others"])
+    found = {"others": others, "current": current, "results": results, "ruled_out": ruled_out}
+    return PlanSearch(**said | found)

@@ -231,8 +231,6 @@ class _State:
             return known
         mark = draft.mark()
         depth = self._recompute(number, storing, draft, left)
-        if not self.priced.values[number].is_result:
-            return depth
         if depth is not None:
             more = draft.seconds - mark[0] + _sum(storing, draft.stored_since(mark))
             if more <= storing[number]:

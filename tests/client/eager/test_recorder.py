@@ -30,7 +30,6 @@ def test_the_host_has_its_clock() -> None:
     begin = Mark(None)
     span = begin.until_now()
     assert span.is_known
-    assert span.has_begun
     assert 0 <= span() < 60
 
 
@@ -46,14 +45,12 @@ def test_a_span_is_of_the_device_that_it_begins_on(
         span = begin.until_now()
     assert span() == pytest.approx(0.001)
     assert span.is_known
-    assert span.has_begun
 
 
 def test_a_span_is_known_when_its_device_has_come_so_far(fake: FakeTorch) -> None:
     busy = threading.Event()
     fake.stream_of(1).put(busy.wait)
     span = Mark(SECOND).until_now()
-    assert not span.has_begun
     assert not span.is_known
     busy.set()
     assert span() > 0

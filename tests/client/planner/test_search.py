@@ -65,14 +65,14 @@ def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
 
 
 def test_of_little_it_is_tried_what_takes_as_long_if_all_stays() -> None:
-    little = PlanSearch(is_little=True)
+    little = PlanSearch((ALL_STAYS, OFFLOAD_ALONE))
     assert settled(little, lambda one: 0.1 if one.keeps_all else 0.2).current == ALL_STAYS
     assert ALL_STAYS not in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
 
 
 def test_what_checkpointing_keeps_may_stay_where_blocks_are_known() -> None:
     seconds = lambda one: 0.1 if one == AS_BLOCKS[1] else 0.2  # noqa: E731
-    search = settled(PlanSearch(has_blocks=True), seconds)
+    search = settled(PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE)), seconds)
     assert search.current == AS_BLOCKS[1]
     assert search.steps <= LONGEST
     assert not {*AS_BLOCKS} & settled(PlanSearch(), seconds).results.keys()
@@ -203,18 +203,16 @@ alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS, *AS_BLOCKS]
 @given(
     st.fixed_dictionaries({one: st.floats(0.01, 1.0) for one in alternatives}),
     st.fixed_dictionaries({one: st.integers(0, 10) for one in alternatives}),
-    st.booleans(),
-    st.booleans(),
+    st.sampled_from([(OFFLOAD_ALONE,), (ALL_STAYS,), AS_BLOCKS]),
     st.sampled_from([0.0, 0.1]),
 )
 def test_what_stays_is_never_worse_than_what_was_followed(
     seconds: dict[Alternative, float],
     staying: dict[Alternative, int],
-    is_little: bool,
-    has_blocks: bool,
+    others: tuple[Alternative, ...],
     allowance: float,
 ) -> None:
-    search = PlanSearch(is_little, has_blocks, allowance)
+    search = PlanSearch(others, allowance)
     settled(search, seconds.__getitem__, staying.__getitem__)
     fastest = min(seconds[one] for one in search.results)
     assert seconds[search.current] <= max(1.01 * fastest, fastest + allowance) * (1 + 1e-9)

@@ -71,11 +71,6 @@ def test_an_input_as_large_as_the_result_is_not_stored_for_it() -> None:
     assert chosen(values).reasons == ["not saved", "cheaper to transfer than to recompute"]
 
 
-def test_an_input_that_may_change_uncounted_is_never_stored_for_another() -> None:
-    source = value(0, 10, saved=False, is_result=False)
-    assert decided([source, value(1, 100, "exp", 0)]) == [OFFLOAD, OFFLOAD]
-
-
 def test_products_are_recomputed_only_for_a_link_that_is_behind() -> None:
     values = [value(0), value(1, 100, "linear", 0, seconds=20.0, expensive=True)]
     assert decided(values, forward_seconds=1000.0) == [OFFLOAD, OFFLOAD]
