@@ -1,10 +1,9 @@
 """The daemon as a process: its loop, its signals, and what its manager is told of the start.
 
 The daemon says "ready" only once the pool is pinned and the socket answers. SIGTERM and SIGINT end
-it in order and within its deadline, also while it is starting, and as often as they come. SIGHUP
-has it read its settings file again. Without a file it does nothing, unless the terminal that the
-daemon was started from is gone. What was ignored from the start, as under nohup, stays so, but
-SIGTERM: that is for this process alone, and means what it says.
+it in order and within its deadline, SIGUSR2 has another take its place: also while it is starting,
+and as often as they come. SIGHUP has it read its settings file again. Without a file it does
+nothing, unless the terminal that the daemon was started from is gone.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from stormd.monitoring.log_queue import LogQueue
 from stormd.notify import Notifier, take_kept, watchdog_seconds
 from stormd.operation import StartReport, operated, reload_settings
 from stormd.server import Server
+from stormd.supervise.processes import is_heeded
 
 __all__ = ["run_daemon"]
 
@@ -82,11 +82,13 @@ async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | N
     kept = take_kept()
     with Notifier.from_environment() as notifier:
         handover = Handover(notifier, kept) if config.resumable else None
-        try:
-            server = await _opened(config, notifier, terminal, handover)
-        except StartStopped:
-            log.info("ended before it was ready")
-            return False
+        with _pinning_progress(notifier, terminal) as progress:
+            server = Server(config, on_progress=progress, handover=handover)
+            try:
+                await _open(server)
+            except StartStopped:
+                log.info("ended before it was ready")
+                return server.is_suspended
         try:
             async with operated(
                 server,
@@ -106,17 +108,12 @@ async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | N
     return server.is_suspended
 
 
-async def _opened(
-    config: Config, notifier: Notifier, terminal: LogQueue | None, handover: Handover | None
-) -> Server:
-    with _pinning_progress(notifier, terminal) as progress:
-        server = Server(config, on_progress=progress, handover=handover)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            _take(number, server.stop)
-        _take(signal.SIGUSR2, partial(_suspend, server))
-        await server.open()
-        gc.freeze()  # else it is looked through while somebody waits, for milliseconds at a time
-    return server
+async def _open(server: Server) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        _take(number, server.stop)
+    _take(signal.SIGUSR2, partial(_suspend, server))
+    await server.open()
+    gc.freeze()  # else it is looked through while somebody waits, for milliseconds at a time
 
 
 def _suspend(server: Server) -> None:
@@ -130,7 +127,7 @@ def _take(number: signal.Signals, action: Callable[[], None]) -> None:
     The handlers that a loop can be given end with it: whoever asks twice would find a process on
     its way out without one, and end it as if it had failed.
     """
-    if number is not signal.SIGTERM and signal.getsignal(number) is signal.SIG_IGN:
+    if not is_heeded(number):
         return
     loop = asyncio.get_running_loop()
 
@@ -139,6 +136,7 @@ def _take(number: signal.Signals, action: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(action)
 
     signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # as whoever has started it may have it
 
 
 async def _answer_hang_ups(

@@ -1,7 +1,8 @@
 """Fixtures for all tests: above all that no test leaves anything behind.
 
 What stays true: after each test there are as many threads, descriptors and shared-memory files
-as before it. Things that end on their own are given until a deadline.
+as before it, and no other signals are ignored, which all that is started later would inherit.
+Things that end on their own are given until a deadline.
 
 Threads and descriptors are a worker's own where several run tests at once. Shared memory is not: a
 file that a test leaves can fail what another worker runs as well, but none can pass unseen, and
@@ -113,11 +114,13 @@ def _set_aside(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves threads, descriptors or shared memory behind."""
+    """Fail a test that leaves threads, descriptors, shared memory or ignored signals behind."""
     if request.node.get_closest_marker("gpu"):
         _open_cuda()
     threads, descriptors, files = _threads(), _descriptors(), _shared_files()
+    ignored = _ignored_signals()
     yield
+    assert not (_ignored_signals() - ignored)
     wait_until(lambda: not (_threads() - threads), LEAVING_SECONDS, lambda: _threads() - threads)
     wait_until(
         lambda: not (_descriptors() - descriptors),
@@ -173,6 +176,10 @@ def _open_cuda() -> None:
         for ordinal in range(torch.cuda.device_count()):
             torch.ones(8, device=f"cuda:{ordinal}", requires_grad=True).square().sum().backward()
             torch.cuda.synchronize(ordinal)
+
+
+def _ignored_signals() -> set[int]:
+    return {one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
 
 
 def _threads() -> set[str]:

@@ -56,6 +56,11 @@ class ChildDaemon:
         with StatusQuery(self.address, timeout=_STATUS_SECONDS) as query:
             return query.ask()
 
+    def log_tail(self) -> str:
+        """Return the last lines that the daemon has written."""
+        assert self._directory is not None
+        return tail((Path(self._directory.name) / "log").read_text(errors="replace"))
+
     def __enter__(self) -> Self:
         below = temporary_directory("stormd-12345678/stormd.sock")
         self._directory = tempfile.TemporaryDirectory(prefix="stormd-", dir=below)
@@ -102,10 +107,10 @@ class ChildDaemon:
         with StatusQuery(self.address, timeout=_ANSWER_SECONDS) as query:
             while not _answers(query):
                 if self._process.poll() is not None:
-                    raise ChildFailed(f"the daemon ended at its start: {self._log_tail()}")
+                    raise ChildFailed(f"the daemon ended at its start: {self.log_tail()}")
                 if time.monotonic() > deadline:
                     waited = f"{self._start_seconds:g} s"
-                    raise ChildFailed(f"no answer within {waited} of start: {self._log_tail()}")
+                    raise ChildFailed(f"no answer within {waited} of start: {self.log_tail()}")
                 self._wait_a_moment()
 
     def _wait_a_moment(self) -> None:
@@ -115,11 +120,6 @@ class ChildDaemon:
             self._process.wait(0.02)
         except subprocess.TimeoutExpired:
             return
-
-    def _log_tail(self) -> str:
-        assert self._log is not None
-        self._log.seek(0)
-        return tail(self._log.read().decode(errors="replace"))
 
 
 def tail(text: str, lines: int = 12) -> str:

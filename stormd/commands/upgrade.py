@@ -100,6 +100,8 @@ def _suspend(state: dict[str, Any]) -> None:
         raise UpgradeUnavailable(
             f"process {state['pid']} is another user's: run this as root or as the daemon's user"
         ) from error
+    except ProcessLookupError:  # it has ended since it was asked: another follows
+        return
 
 
 def _replaced(address: str, before: dict[str, Any], deadline: float) -> dict[str, Any]:

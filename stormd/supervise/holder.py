@@ -28,13 +28,16 @@ from typing import Final, NoReturn
 
 from stormd.output import EXIT_RESTART
 from stormd.saying import say
-from stormd.supervise.processes import die_with_parent, end_by, exit_status
+from stormd.supervise.processes import die_with_parent, end_by, exit_status, is_heeded
 
 __all__ = ["hold"]
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PASSED: Final = (*_ENDING, signal.SIGUSR2)
 """What the daemon is told of. A hang-up ends it only where it says so itself."""
+
+_REPLACED: Final = (EXIT_RESTART, -signal.SIGUSR2)
+"""How a daemon ends that was told to be followed; the second before it could listen to that."""
 
 _BRIEF_SECONDS: Final = 0.5
 _MOST_BRIEF: Final = 20
@@ -112,9 +115,9 @@ class _Holder:
     def _take_signals(self) -> None:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in _PASSED:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # else no end is noticed
+        for number in filter(is_heeded, _PASSED):
+            signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         if number in _ENDING and number != signal.SIGHUP:
@@ -222,19 +225,23 @@ class _Holder:
 
     def _is_followed(self, ended: int) -> bool:
         """Tell whether another daemon takes the place of one that has ended."""
-        if self._phase is _Phase.ENDING or ended == 0 or not self._has_served:
+        if self._phase is _Phase.ENDING:
+            return False
+        if ended in _REPLACED:
+            self._starts = 0
+            return True
+        if ended == 0 or not self._has_served:
             return False
         has_served = self._phase is _Phase.SERVING
         if has_served and time.monotonic() - self._serving_since > _BRIEF_SECONDS:
             self._brief = 0
-        elif ended != EXIT_RESTART:
+        else:
             self._brief += 1
-        why = "is replaced" if ended == EXIT_RESTART else f"ended with status {exit_status(ended)}"
+        why = f"ended with status {exit_status(ended)}"
         if self._starts >= _MOST_STARTS or self._brief >= _MOST_BRIEF:
             say(f"the daemon {why} and is not started any more: see what it said above")
             return False
-        if ended != EXIT_RESTART:
-            say(f"the daemon {why} and is started again with what it held")
+        say(f"the daemon {why} and is started again with what it held")
         return True
 
 

@@ -15,10 +15,13 @@ from typing import IO, Any, Final, NoReturn
 
 import psutil
 
-__all__ = ["Family", "die_with_parent", "end_by", "exit_status", "send"]
+__all__ = ["Family", "die_with_parent", "end_by", "exit_status", "is_heeded", "send"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+
+_ALWAYS_HEEDED: Final = (signal.SIGTERM, signal.SIGUSR2)
+"""What is sent to a daemon alone, by somebody who waits for what becomes of it."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -28,6 +31,15 @@ def die_with_parent(number: int, parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def is_heeded(number: signal.Signals) -> bool:
+    """Return whether a daemon handles a signal.
+
+    What was ignored from the start stays so, as hang-ups under nohup and SIGINT in a shell's
+    background, but SIGTERM and SIGUSR2: whoever has started it may ignore them for itself.
+    """
+    return number in _ALWAYS_HEEDED or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def exit_status(returncode: int) -> int:

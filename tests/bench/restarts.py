@@ -46,7 +46,7 @@ def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu"
             served_by = _served_by(daemon)
             time.sleep(moments.random() * LONGEST_PAUSE)
             ended = time.monotonic()
-            _end(served_by, number)
+            _end(daemon, served_by, number)
             for pid in pids:
                 steps += _steps_so_far(trainers, pid)
                 seconds.append(_first_step_since(trainers, pid, ended))
@@ -70,7 +70,7 @@ def end_all(rounds: int, seed: int = 0, *, device: str = "cpu") -> None:
         for _ in range(rounds):
             pids = start_trainers(trainers, daemon, TRAINERS, device)
             time.sleep(moments.random() * 0.1)
-            _end(_served_by(daemon), signal.SIGKILL)
+            _end(daemon, _served_by(daemon), signal.SIGKILL)
             for pid in pids:
                 trainers.kill(pid)
             reclaimed(daemon, 0)
@@ -83,10 +83,26 @@ def _daemon(device: str) -> Iterator[ChildDaemon]:
         yield daemon
 
 
-def _end(pid: int, number: int) -> None:
+def _end(daemon: ChildDaemon, pid: int, number: int) -> None:
     """Send a daemon that serves a signal; its holder starts the next."""
+    process = Path(f"/proc/{pid}")
+
+    def found() -> str:
+        return f"{process}, sent {number}: {_doing(process)}\n{daemon.log_tail()}"
+
     os.kill(pid, number)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), NOTICED_SECONDS)
+    wait_until(lambda: not process.exists(), NOTICED_SECONDS, found)
+
+
+def _doing(process: Path) -> str:
+    """Return what the kernel says of a process, with the signals that do not reach it."""
+    told = ("State", "PPid", "Threads", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt")
+    try:
+        lines = (process / "status").read_text().splitlines()
+        waits = [f"{task.name} {(task / 'wchan').read_text()}" for task in process.glob("task/*")]
+    except OSError as error:
+        return f"it has gone by now ({error.strerror})"
+    return "; ".join([line for line in lines if line.split(":")[0] in told] + waits)
 
 
 def _served_by(daemon: ChildDaemon) -> int:

@@ -32,7 +32,7 @@ from stormd.server import Server
 SECONDS = 60.0
 """A daemon starts or ends in less than one."""
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 SETTINGS = """
 address = "ipc://{folder}/run/s.sock"
@@ -244,15 +244,18 @@ def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path, write: Callable[...,
         assert process.wait(SECONDS) == 0
 
 
-def test_of_what_was_ignored_from_the_start_only_sigterm_is_heard(tmp_path: Path) -> None:
-    """A shell has jobs in the background ignore SIGINT; nobody but us is meant by SIGTERM."""
+def test_what_is_for_a_daemon_alone_is_heard_though_it_was_ignored(tmp_path: Path) -> None:
+    """A shell has jobs in the background ignore SIGINT, which stays so."""
     line = shlex.join([sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)])
-    script = f"trap '' INT TERM; exec {line}"
+    script = f"trap '' INT TERM USR2; exec {line}"
     with subprocess.Popen(["sh", "-c", script], stderr=subprocess.PIPE, text=True) as process:
-        Managed(process).logged("ready")
+        daemon = Managed(process)
+        daemon.logged("ready")
         assert ignores(process.pid, signal.SIGINT)
         assert not ignores(process.pid, signal.SIGHUP)
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGUSR2)
+        daemon.logged("SIGUSR2 changes nothing: nothing outlives a daemon without --resumable")
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
 
@@ -280,27 +283,40 @@ def test_signals_that_keep_coming_change_nothing_of_its_end(
     assert not (tmp_path / "run" / "s.sock").exists()
 
 
+@pytest.mark.parametrize(
+    ("number", "told", "is_followed"),
+    [(signal.SIGTERM, Server.stop, False), (signal.SIGUSR2, Server.suspend, True)],
+)
 def test_a_signal_gives_up_the_start(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: signal.Signals,
+    told: Callable[[Server], object],
+    is_followed: bool,
 ) -> None:
     """As the first chunk of the pool is there; the process of this test is the daemon."""
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     chunks: list[int] = []
 
     def come(_report: StartReport, done: int, _total: int) -> None:
         if not chunks:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             stopped.wait(SECONDS)
         chunks.append(done)
 
-    stopped, stop = threading.Event(), Server.stop
-    server_stop = lambda server: (stop(server), server._loop.call_soon(stopped.set))  # noqa: E731
-    monkeypatch.setattr(Server, "stop", server_stop)
+    def tell(server: Server) -> object:
+        server._loop.call_soon(server._loop.call_soon, stopped.set)  # after what it has queued
+        return told(server)
+
+    stopped = threading.Event()
+    monkeypatch.setattr(Server, told.__name__, tell)
     monkeypatch.setattr(StartReport, "__call__", come)
     monkeypatch.setattr("stormd.memory.host_pool.MAX_TOUCHERS", 1)
     try:
-        run_daemon(make_config(pool_bytes=256 << 20))
-        assert [signal.getsignal(number) for number in ENDING] == [signal.SIG_IGN] * 3
+        config = make_config(pool_bytes=256 << 20, resumable=is_followed)
+        assert run_daemon(config) == is_followed
+        assert {signal.getsignal(number) for number in HANDLED} == {signal.SIG_IGN}
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

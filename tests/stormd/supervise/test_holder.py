@@ -26,6 +26,9 @@ DAEMON = textwrap.dedent(
     number = len(list(place.glob("started-*")))
     read = {name: os.pread(descriptor, 100, 0).decode() for name, descriptor in kept.items()}
     (place / f"started-{number}").write_text(f"{os.getpid()} {sorted(read.items())}")
+    if not number and sys.argv[2] == "is replaced early":
+        (place / "loads").touch()
+        time.sleep(60)
     with Notifier.from_environment() as notifier:
         for name in ("one", "other"):
             memory = os.memfd_create(name)
@@ -50,7 +53,15 @@ DAEMON = textwrap.dedent(
 
 HOLD = "import sys; from stormd.supervise.holder import hold; sys.exit(hold(sys.argv[1:]))"
 
-Start = Callable[[str], subprocess.Popen[str]]
+UNHEARD = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGCHLD):
+    signal.signal(number, signal.SIG_IGN)
+"""
+"""What whoever starts a holder may have come to, and it inherits."""
+
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -58,10 +69,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "daemon.py").write_text(DAEMON)
     started: list[subprocess.Popen[str]] = []
 
-    def begin(how: str) -> subprocess.Popen[str]:
+    def begin(how: str, before: str = "") -> subprocess.Popen[str]:
         daemon = [sys.executable, str(tmp_path / "daemon.py"), str(tmp_path), how]
         holder = subprocess.Popen(
-            [sys.executable, "-c", HOLD, *daemon], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", before + HOLD, *daemon], stderr=subprocess.PIPE, text=True
         )
         started.append(holder)
         return holder
@@ -111,6 +122,28 @@ def test_a_holder_passes_on_that_the_daemon_is_to_be_replaced(start: Start, tmp_
     life(tmp_path, 1)
     holder.send_signal(signal.SIGINT)
     assert holder.wait(SECONDS) == -signal.SIGINT  # which that daemon does not handle
+
+
+def test_a_daemon_that_is_told_before_it_listens_is_replaced(start: Start, tmp_path: Path) -> None:
+    holder = start("is replaced early")
+    wait_until((tmp_path / "loads").exists)
+    holder.send_signal(signal.SIGUSR2)
+    life(tmp_path, 1)
+    holder.terminate()
+    assert holder.wait(SECONDS) == 7
+
+
+def test_a_holder_hears_what_its_parent_did_not(start: Start, tmp_path: Path) -> None:
+    """SIGINT excepted, which a shell has its jobs in the background ignore."""
+    holder = start("waits", UNHEARD)
+    first, _ = life(tmp_path, 0)
+    os.kill(first, signal.SIGKILL)
+    life(tmp_path, 1)
+    holder.send_signal(signal.SIGUSR2)
+    life(tmp_path, 2)
+    holder.send_signal(signal.SIGINT)
+    holder.terminate()
+    assert holder.wait(SECONDS) == 7
 
 
 def test_a_daemon_does_not_outlive_its_holder(start: Start, tmp_path: Path) -> None:
