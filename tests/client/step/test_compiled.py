@@ -69,10 +69,8 @@ def test_every_optimizer_gives_the_bits_of_the_function(
     ("name", "optimizer"),
     [
         ("writes_in_place", "sgd"),
-        (
-            "convolutions",
-            "momentum",
-        ),  # whose state, which the first step makes, is one capture more
+        # whose state, which the first step makes, is one capture more
+        pytest.param("convolutions", "momentum", marks=pytest.mark.slow),
         pytest.param("a_transformer", "momentum", marks=pytest.mark.slow),
     ],
 )

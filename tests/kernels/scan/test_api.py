@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -33,11 +33,10 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_sums(backend, device, dtype, length, reverse):
+def test_sums(backend, device, dtype, length):
     for shape, dim in (((3, length, 5), 1), ((5, length), -1), ((length, 40), 0)):
         x = torch.randn(shape, device=device).to(dtype)
-        for exclusive in (False, True):
+        for reverse, exclusive in product((False, True), repeat=2):
             result = scan.cumsum(x, dim, reverse, exclusive, backend=backend)
             assert result.dtype == dtype
             assert_close(result, running("add", x, dim, reverse, exclusive))
@@ -85,8 +84,7 @@ def test_associative_operations_on_integers(backend, device, op, dtype):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize(("reverse", "given_state"), [(False, False), (True, True)])
 def test_recurrence(backend, device, dtype, length, reverse, given_state):
     for shape, dim in (((2, length, 5), 1), ((5, length), -1)):
         a, b = (torch.randn(shape, device=device).to(dtype) for _ in range(2))

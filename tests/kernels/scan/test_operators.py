@@ -22,16 +22,20 @@ def _check_gradients(function, *sources) -> None:
     assert gradgradcheck(function, sources)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("compensated", [False, True])
-def test_gradients_of_sums(backend, device, reverse, exclusive, compensated):
+@pytest.mark.parametrize(
+    ("reverse", "exclusive", "compensated", "dim"),  # each pair of options once
+    [
+        (False, False, False, 1),
+        (False, True, True, 0),
+        (True, False, True, 2),
+        (True, True, False, 1),
+    ],
+)
+def test_gradients_of_sums(backend, device, reverse, exclusive, compensated, dim):
     options = {"compensated": compensated, "backend": backend}
-    for dim in range(3):
-        _check_gradients(
-            lambda x, dim=dim: scan.cumsum(x, dim, reverse, exclusive, **options),
-            _leaf(*SHAPE, device=device),
-        )
+    _check_gradients(
+        lambda x: scan.cumsum(x, dim, reverse, exclusive, **options), _leaf(*SHAPE, device=device)
+    )
 
 
 @pytest.mark.parametrize("op", scan.OPERATIONS)
@@ -43,15 +47,15 @@ def test_gradients_of_associative_operations(backend, device, op, reverse):
     )
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("given_state", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64])
-def test_gradients_of_the_recurrence(backend, device, reverse, dim, given_state, dtype):
-    sources = [_leaf(*SHAPE, dtype=dtype, device=device) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("reverse", "given_state", "dim"),
+    [(False, False, 0), (False, True, 1), (True, False, 1), (True, True, 2)],
+)
+def test_gradients_of_the_recurrence(backend, device, reverse, given_state, dim):
+    sources = [_leaf(*SHAPE, device=device) for _ in range(2)]
     if given_state:
         states = [size for at, size in enumerate(SHAPE) if at != dim]
-        sources.append(_leaf(*states, dtype=dtype, device=device))
+        sources.append(_leaf(*states, device=device))
 
     def function(a, b, initial=None):
         return scan.linear_scan(a, b, initial, dim, reverse, backend=backend)
@@ -129,7 +133,7 @@ def test_half_precision_gradients_have_their_inputs_types(backend, device):
     assert grad(sums.sum(), x)[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 0, 3), (1, 1, 1), (5, 2, 3)])
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 0, 3)])
 def test_the_operators_keep_torchs_rules(backend, device, shape):
     def leaf(*sizes):
         return torch.randn(sizes, device=device, requires_grad=True)

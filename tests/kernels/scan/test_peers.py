@@ -13,7 +13,7 @@ from storm_kernels import backends, scan
 from support.recurrences import recurrence
 from torch.nn import functional
 
-_LENGTHS = [2**power for power in range(5, 17)] + [8000, 16323, 33753, 127323]
+_LENGTHS = [32, 64, 256, 1024, 4096, 16384, 8000, 16323, 33753]
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
@@ -57,7 +57,7 @@ def test_channels_before_length(device, length, dtype):
         _assert_near(one.cpu(), other)
 
 
-@pytest.mark.parametrize(("batch", "length", "width"), [(2, 1024, 128), (2, 1000, 200), (1, 63, 7)])
+@pytest.mark.parametrize(("batch", "length", "width"), [(2, 256, 128), (2, 1000, 20), (1, 63, 7)])
 @pytest.mark.parametrize("given_state", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gated_recurrence(device, batch, length, width, given_state, dtype):

@@ -79,21 +79,20 @@ def test_numbers_and_structs_are_the_headers():
     assert ctypes.sizeof(cpu._Product) == 12 * 8 + 4 * 4
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-def test_planes_and_values(variant, columns):
-    w = ternary(3, columns)
-    bit0, bit1 = planes(w)
-    for values, kind in (
-        (w, Kind.INT8),
-        (w.astype(np.float32), Kind.FLOAT32),
-        ((w.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16), Kind.BFLOAT16),
-    ):
-        for found, expected in zip(variant.encode(values, kind, None), (bit0, bit1), strict=True):
-            check(found, expected)
-    for kind in (Kind.INT8, Kind.FLOAT32):
-        check(
-            variant.decode(bit0, bit1, columns, kind), reference.decode(bit0, bit1, columns, kind)
-        )
+def test_planes_and_values(variant):
+    for columns in COLUMNS:
+        w = ternary(3, columns)
+        both = planes(w)
+        for values, kind in (
+            (w, Kind.INT8),
+            (w.astype(np.float32), Kind.FLOAT32),
+            ((w.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16), Kind.BFLOAT16),
+        ):
+            for found, expected in zip(variant.encode(values, kind, None), both, strict=True):
+                check(found, expected)
+        for kind in (Kind.INT8, Kind.FLOAT32):
+            expected = reference.decode(*both, columns, kind)
+            check(variant.decode(*both, columns, kind), expected)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.25])
@@ -125,9 +124,9 @@ def test_the_first_value_that_is_refused_is_found(variant, place):
         variant.encode(values, Kind.FLOAT32, 0.5)
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-def test_products(variant, columns):
-    for rows, batch in ((1, 1), (3, 2), (5, 7)):
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (3, 2), (5, 7)])
+def test_products(variant, rows, batch):
+    for columns in COLUMNS:
         for product in products(ternary(rows, columns), batch):
             check(variant.multiply(product), reference.multiply(product))
 

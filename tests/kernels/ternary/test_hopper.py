@@ -220,7 +220,7 @@ CASES = [
 ]
 
 
-SLOW = CASES[3], CASES[4], CASES[6]  # where threads run in an order drawn at random
+SLOW = CASES[3], CASES[4], CASES[5], CASES[6]  # where threads run in an order drawn at random
 SEEDED = [
     pytest.param(case, seed, marks=pytest.mark.slow if seed and case in SLOW else [])
     for case in CASES

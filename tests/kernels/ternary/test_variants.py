@@ -68,7 +68,7 @@ def test_no_variant_leaves_its_arrays(tmp_path):
     if linked.returncode:
         pytest.skip(f"{cc} has no sanitizers")
     program = build(cc, machine, tmp_path, SANITIZE)
-    assert Variant.PORTABLE in variants_of([str(program), "150"])
+    assert Variant.PORTABLE in variants_of([str(program), "60"])
 
 
 def test_neon_under_emulation(tmp_path):

@@ -12,7 +12,7 @@ from stormd.errors import ChildFailed
 
 SECONDS = 300.0
 
-TINY = Plan(device="cpu", dtype="float32", steps=2, layers=1, width=32, heads=2, rows=2, length=32)
+TINY = Plan(device="cpu", dtype="bfloat16", steps=2, layers=1, width=32, heads=2, rows=2, length=32)
 
 
 def _children() -> set[int]:
@@ -28,12 +28,15 @@ def test_trainers_report_every_step_and_one_seed_gives_the_same_bits() -> None:
     one, same, other = ([(step.loss, step.gradients) for step in by.steps] for by in trained)
     assert one == same
     assert one[0] != other[0]
+    assert one[0][1] != one[1][1]  # gradients of two steps
+    assert all(by.stats is None for by in trained)
 
 
 def test_a_failing_trainer_ends_the_others_and_tells_why() -> None:
     before = _children()
-    commands = [TINY.arguments(0, None), [*TINY.arguments(1, None), "--no-such-flag"]]
-    with pytest.raises(ChildFailed, match=r"trainer 1 ended with status 2(.|\n)*no-such-flag"):
+    commands = [TINY.arguments(0, None), TINY.arguments(1, "ipc:///no/such/stormd.sock")]
+    ended = r"trainer 1 ended with status 1(.|\n)*DaemonUnavailable"
+    with pytest.raises(ChildFailed, match=ended):
         run_trainers(commands, lambda *_: None, SECONDS)
     assert _children() == before
 
