@@ -17,14 +17,18 @@ _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def configured(follow: Any) -> Any:
-    """Return the module, which has been loaded just now."""
+    """Return the module, which has been loaded just now.
+
+    It asks Python only for settings that it cannot tell itself, as those of a later PyTorch.
+    """
+    told = follow.told_settings()
     follow.configure(
         torch.nn.Parameter,
         changed_in_place,
         lost,
         _is_capturing,
-        GETTERS,
-        tunes,
+        tuple(one for one in GETTERS if one[0].__name__ not in told),
+        None if tunes is bool else tunes,
         torch.library._impls,
         overridden_kernels,
         omp_threads_address(),

@@ -45,6 +45,12 @@ PyObject* kept(PyObject*, PyObject*) {
 
 PyObject* count_watchers(PyObject*, PyObject*) { return PyLong_FromSize_t(watchers()); }
 
+PyObject* told(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  return told_settings();
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef METHODS[] = {
     {"watchers", count_watchers, METH_NOARGS, "Return how many look at what this thread calls."},
     {"kept", kept, METH_NOARGS, "Return all that is kept, in the order in which it was saved."},
@@ -54,6 +60,8 @@ PyMethodDef METHODS[] = {
     {"note_draw", note_draw, METH_O,
      "Return what notes the random numbers that are drawn next on the device of a tensor; None where "
      "that cannot be done."},
+    {"told_settings", told, METH_NOARGS,
+     "Return what is told of settings without Python, by names of torch._C's functions."},
     {"configure", configure, METH_VARARGS,
      "Set what is asked of Python; see _follow.pyi."},
     {nullptr, nullptr, 0, nullptr},

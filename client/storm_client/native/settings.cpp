@@ -4,45 +4,21 @@
 #include <c10/core/DefaultDtype.h>
 #include <pthread.h>
 
+#include <map>
+#include <mutex>
+#include <type_traits>
+
 namespace storm {
 namespace settings {
 
 PyObject* getters = nullptr;     // a tuple of pairs
-PyObject* tunes = nullptr;
+PyObject* tunes = nullptr;       // None where kernels are never chosen by measuring
 PyObject* names = nullptr;       // the set that PyTorch keeps
 PyObject* overridden = nullptr;  // a function of Python's
 int (*omp_threads)() = nullptr;
 
 Py_ssize_t looked_at = -1;  // names, when overridden operators were looked for
 int overridden_number = -1;
-
-// Numbers for values that were seen: equal values have equal numbers.
-class Seen {
- public:
-  int number_of(PyObject* value) {
-    for (size_t at = 0; at < values_.size(); ++at) {
-      const int equal = PyObject_RichCompareBool(values_[at].get(), value, Py_EQ);
-      expect(equal >= 0);
-      if (equal) return static_cast<int>(at);
-    }
-    values_.push_back(Ref::borrowed(value));
-    return static_cast<int>(values_.size()) - 1;
-  }
-
- private:
-  std::vector<Ref> values_;
-};
-
-// Never destroyed: what it holds may not be let go of once the interpreter has ended.
-Seen& seen_sets() {
-  static auto* seen = new Seen();
-  return *seen;
-}
-
-Seen& seen_deciding() {
-  static auto* seen = new Seen();
-  return *seen;
-}
 
 class WithInterpreter {
  public:
@@ -55,30 +31,146 @@ class WithInterpreter {
   PyGILState_STATE state_;
 };
 
-// Asks functions that are written in C, between which no signal is looked for. A negative number
-// where one fails, or where kernels are chosen by measuring.
-int present_deciding() {
-  WithInterpreter held;
-  Ref measuring = Ref::stolen(PyObject_CallNoArgs(tunes));
-  const int is_measuring = measuring ? PyObject_IsTrue(measuring.get()) : -1;
-  const auto count = PyTuple_GET_SIZE(getters);
-  Ref values = Ref::stolen(PyTuple_New(count));
-  bool fails = is_measuring != 0 || !values;
-  for (Py_ssize_t at = 0; at < count && !fails; ++at) {
-    PyObject* pair = PyTuple_GET_ITEM(getters, at);
-    PyObject* value = PyObject_Call(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), nullptr);
-    fails = value == nullptr;
-    if (!fails) PyTuple_SET_ITEM(values.get(), at, value);
+// --- what the process has set, without Python -------------------------------------------------
+
+using Get = int64_t (*)(at::Context&);
+
+// What tells a setting, by the name of torch._C's function that tells the same.
+struct Told {
+  const char* name;
+  Get get;
+};
+
+// Adds what tells a setting, where this PyTorch has that.
+template <typename Getter>
+void add(std::vector<Told>& told, const char* name, Getter get) {
+  if constexpr (std::is_invocable_v<Getter, at::Context&>) told.push_back({name, get});
+}
+
+#define STORM_ADD(name, call)                                                 \
+  add(told, name, [](auto& context) -> int64_t requires requires { context.call; } { \
+    return static_cast<int64_t>(context.call);                                \
+  })
+
+// In which precision float32 is computed, by whom and for what. A template: PyTorch has had names
+// for these in text, too, and then Python is asked.
+template <typename By, typename Kind, typename Found>
+void add_precisions(std::vector<Told>& told, Found (at::Context::*)(By, Kind) const) {
+  if constexpr (std::is_enum_v<By> && std::is_enum_v<Kind>) {
+    told.push_back({"_get_fp32_precision_getter", [](at::Context& context) {
+      int64_t found = 0;
+      for (const By by : {By::CUDA, By::MKLDNN}) {
+        for (const Kind kind : {Kind::MATMUL, Kind::CONV, Kind::RNN}) {
+          found = 16 * found + static_cast<int64_t>(context.float32Precision(by, kind));
+        }
+      }
+      return found;
+    }});
   }
-  int number = -1;
-  if (!fails) {
-    try {
-      number = seen_deciding().number_of(values.get());
-    } catch (const python_error&) {
+}
+
+std::vector<Told> all_told() {
+  std::vector<Told> told;
+  STORM_ADD("_get_blas_preferred_backend", blasPreferredBackend());
+  STORM_ADD("_get_cpu_allow_fp16_reduced_precision_reduction", allowFP16ReductionCPU());
+  STORM_ADD("_get_cublas_allow_bf16_reduced_precision_reduction", allowBF16ReductionCuBLAS());
+  STORM_ADD("_get_cublas_allow_fp16_accumulation", allowFP16AccumulationCuBLAS());
+  STORM_ADD("_get_cublas_allow_fp16_reduced_precision_reduction", allowFP16ReductionCuBLAS());
+  STORM_ADD("_get_cudnn_benchmark", benchmarkCuDNN());
+  STORM_ADD("_get_cudnn_depthwise_kernel", cudnnDepthwiseKernel());
+  STORM_ADD("_get_cudnn_deterministic", deterministicCuDNN());
+  STORM_ADD("_get_cudnn_enabled", userEnabledCuDNN());
+  STORM_ADD("_get_cudnn_sdp_enabled", userEnabledCuDNNSDP());
+  STORM_ADD("_get_deterministic_algorithms", deterministicAlgorithms());
+  STORM_ADD("_get_fa3_sdp_enabled", userEnabledFA3SDP());
+  STORM_ADD("_get_flash_sdp_enabled", userEnabledFlashSDP());
+  STORM_ADD("_get_math_sdp_allow_fp16_bf16_reduction", allowFP16BF16ReductionMathSDP());
+  STORM_ADD("_get_math_sdp_enabled", userEnabledMathSDP());
+  STORM_ADD("_get_mem_efficient_sdp_enabled", userEnabledMemEfficientSDP());
+  STORM_ADD("_get_miopen_immediate", immediateMiopen());
+  STORM_ADD("_get_mkldnn_deterministic", deterministicMkldnn());
+  STORM_ADD("_get_mkldnn_enabled", userEnabledMkldnn());
+  STORM_ADD("_get_nnpack_enabled", userEnabledNNPACK());
+  STORM_ADD("_get_onednn_allow_tf32", allowTF32OneDNN());
+  STORM_ADD("_get_overrideable_sdp_enabled", userEnabledOverrideableSDP());
+  STORM_ADD("_get_rocm_fa_preferred_backend", getROCmFAPreferredBackend());
+  STORM_ADD("_get_sm_carveout_experimental", _SMCarveout_EXPERIMENTAL().value_or(-1));
+  told.push_back({"_get_sdp_priority_order", [](at::Context& context) {
+    int64_t found = 0;
+    for (const auto backend : context.sDPPriorityOrder()) {
+      found = 16 * found + static_cast<int64_t>(backend) + 1;
     }
+    return found;
+  }});
+  told.push_back({"get_default_dtype", [](at::Context&) {
+    return static_cast<int64_t>(c10::get_default_dtype_as_scalartype());
+  }});
+  add_precisions(told, &at::Context::float32Precision);
+  return told;
+}
+
+#undef STORM_ADD
+
+const std::vector<Told>& told() {
+  static const auto* all = new std::vector<Told>(all_told());
+  return *all;
+}
+
+// --- numbers for what was seen ----------------------------------------------------------------
+
+// Numbers for objects that were seen: equal ones have equal numbers. Never destroyed: what it holds
+// may not be let go of once the interpreter has ended.
+int number_of(PyObject* value) {
+  static auto* seen = new std::vector<Ref>();
+  for (size_t at = 0; at < seen->size(); ++at) {
+    const int equal = PyObject_RichCompareBool((*seen)[at].get(), value, Py_EQ);
+    expect(equal >= 0);
+    if (equal) return static_cast<int>(at);
   }
-  PyErr_Clear();
-  return number;
+  seen->push_back(Ref::borrowed(value));
+  return static_cast<int>(seen->size()) - 1;
+}
+
+// The same for the values of all settings, without the interpreter's lock. A thread mostly sees
+// those that it has seen last.
+int number_of(const std::vector<int64_t>& values) {
+  static std::mutex lock;
+  static auto* numbers = new std::map<std::vector<int64_t>, int>();
+  thread_local std::pair<std::vector<int64_t>, int> latest{{}, -1};
+  if (latest.second < 0 || latest.first != values) {
+    std::lock_guard<std::mutex> locked(lock);
+    latest = {values, numbers->try_emplace(values, static_cast<int>(numbers->size())).first->second};
+  }
+  return latest.second;
+}
+
+// Adds what Python tells, by functions that are written in C, between which no signal is looked
+// for. Tells whether all can be told, and no kernels are chosen by measuring.
+bool add_from_python(std::vector<int64_t>& values) {
+  const auto count = PyTuple_GET_SIZE(getters);
+  if (count == 0 && tunes == Py_None) return true;
+  WithInterpreter held;
+  try {
+    if (tunes != Py_None && expected(PyObject_CallNoArgs(tunes)).get() != Py_False) return false;
+    for (Py_ssize_t at = 0; at < count; ++at) {
+      PyObject* pair = PyTuple_GET_ITEM(getters, at);
+      Ref value = expected(
+          PyObject_Call(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), nullptr));
+      values.push_back(number_of(value.get()));
+    }
+  } catch (const python_error&) {
+    PyErr_Clear();
+    return false;
+  }
+  return true;
+}
+
+// A negative number where settings cannot be told, or kernels are chosen by measuring.
+int present_deciding() {
+  thread_local std::vector<int64_t> values;
+  values.clear();
+  for (const auto& [_, get] : told()) values.push_back(get(at::globalContext()));
+  return add_from_python(values) ? number_of(values) : -1;
 }
 
 // What is as small as a normal number can be, halved: zero in a thread that has no smaller ones.
@@ -101,11 +193,20 @@ void set_settings(PyObject* getters, PyObject* tunes, PyObject* names, PyObject*
   settings::omp_threads = reinterpret_cast<int (*)()>(omp_threads);
 }
 
+PyObject* told_settings() {
+  Ref all = expected(PyDict_New());
+  for (const auto& [name, get] : settings::told()) {
+    Ref value = expected(PyLong_FromLongLong(get(at::globalContext())));
+    expect(PyDict_SetItemString(all.get(), name, value.get()) == 0);
+  }
+  return all.release();
+}
+
 void look_for_overridden() {
   const Py_ssize_t count = PySet_GET_SIZE(settings::names);
   if (count == settings::looked_at) return;
   Ref found = expected(PyObject_CallNoArgs(settings::overridden));
-  settings::overridden_number = settings::seen_sets().number_of(found.get());
+  settings::overridden_number = settings::number_of(found.get());
   settings::looked_at = count;
 }
 

@@ -24,11 +24,16 @@ struct Settings {
   static std::optional<Settings> present(c10::DeviceType device, bool is_simple);
 };
 
-// Sets how settings are asked for: functions in C with their arguments, what is true where kernels
-// are chosen by measuring, the set of overridden operators with what tells which count, and the
-// address of omp_get_max_threads.
+// Sets how settings are asked for: what Python has to tell of those that decide bits (functions in C
+// with their arguments), what is true where kernels are chosen by measuring, None where they never
+// are, the set of overridden operators with what tells which count, and the address of
+// omp_get_max_threads.
 void set_settings(PyObject* getters, PyObject* tunes, PyObject* names, PyObject* overridden,
                   uint64_t omp_threads);
+
+// What is told here without Python, as a dict: numbers that stand for values, by the names of
+// torch._C's functions that tell the same.
+PyObject* told_settings();
 
 // Looks which operators are overridden; called with the interpreter's lock where Python may run.
 void look_for_overridden();

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
+from storm_client import native
 from storm_client.eager.settings import (
     DECIDING,
+    GETTERS,
     deciding_settings,
     overridden_kernels,
     settings_of_kernels,
 )
+from storm_client.native.build import BuildError, build
 from support.thread_counts import omp_threads, one_thread, one_thread_more
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -124,6 +127,18 @@ def test_each_setting_counts(name: str) -> None:
     with OTHERS[name]():
         assert deciding_settings() != before
     assert deciding_settings() == before
+
+
+def test_compiled_code_tells_each_setting_without_python() -> None:
+    with suppress(BuildError):
+        build()
+    follow = native.module() or pytest.skip(f"no compiled module: {native.reason()}")
+    before = follow.told_settings()
+    assert {getter.__name__ for getter, _ in GETTERS} == set(before)
+    for name, other in OTHERS.items():
+        with other():
+            assert follow.told_settings() != before, name
+    assert follow.told_settings() == before
 
 
 @pytest.mark.parametrize(
