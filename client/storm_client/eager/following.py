@@ -93,10 +93,11 @@ def can_be_followed(kind: Kind) -> bool:
 
 def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script | None:
     """Return the script of a kind, compiled; None where Python has to follow its steps."""
-    if not can_be_followed(kind):
+    if kind.script is None:
         return None
     if kind.native.script is None:
-        assert kind.script is not None
+        if not can_be_followed(kind):  # which looks at all values, and is not asked every step
+            return None
         script = kind.script[:-1]  # behind the last event there is nothing
         if kind.has_replays:
             events = _with_calls(kind, script, counts)
