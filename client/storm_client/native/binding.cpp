@@ -38,7 +38,7 @@ bool is_parameter(const at::Tensor& tensor, const Owned& owned) {
 at::Tensor copied(const at::Tensor& tensor) {
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   const auto options = at::TensorOptions().dtype(at::kByte).device(tensor.device());
-  at::DisableRecordFunctionGuard untold;
+  Unwatched untold;
   at::NoGradGuard nothing_recorded;
   at::Tensor copy = at::empty({nbytes}, options);
   if (tensor.is_cpu()) {  // in this thread alone, whose count of threads would be another after it
@@ -53,14 +53,14 @@ at::Tensor copied(const at::Tensor& tensor) {
 }
 
 // How an input that stays is held.
-std::shared_ptr<Source> constant(const at::Tensor& tensor, const Owned& owned, int64_t least) {
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return std::make_shared<Alias>(tensor);
+std::optional<Source> constant(const at::Tensor& tensor, const Owned& owned, int64_t least) {
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Alias(tensor);
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   const bool is_small = nbytes < least;
-  if (!is_small && !is_parameter(tensor, owned)) return nullptr;
+  if (!is_small && !is_parameter(tensor, owned)) return {};
   // What no operation made can be written to without being counted.
   const bool copies = is_small && !is_result(tensor);
-  return std::make_shared<Alias>(copies ? copied(tensor) : alias_of(tensor));
+  return Alias(copies ? copied(tensor) : alias_of(tensor));
 }
 
 bool lies_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
@@ -73,16 +73,37 @@ bool lies_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
   return found;
 }
 
-// The cast of an argument, where that is recomputed; null where it is not.
-std::shared_ptr<Source> recomputed_cast(const std::vector<Cast>& casts, const at::Tensor& argument,
+// The cast of an argument, where that is recomputed.
+std::optional<Source> recomputed_cast(const std::vector<Cast>& casts, const at::Tensor& argument,
                                         const Values& values) {
   for (const Cast& cast : casts) {
     if (!cast.source.is_same(argument)) continue;
     if (auto result = values.recomputed(cast.made)) {
-      return std::make_shared<Made>(std::move(result), cast.made);
+      return Made(std::move(result), cast.made);
     }
   }
-  return nullptr;
+  return {};
+}
+
+// How an input is held that is the value of a number; none if it cannot be that.
+std::optional<Source> source_of(const Script& script, int number, const Begun& begun,
+                                const at::Tensor& input, Values& values, const Owned& owned,
+                                int64_t least, std::vector<Unpacked>& unpacked) {
+  auto cast = recomputed_cast(begun.casts, input, values);
+  if (number == CONSTANT) return cast ? std::move(cast) : constant(input, owned, least);
+  Seen* seen = values.meet(number, input, least);
+  if (seen == nullptr || cast) return seen == nullptr ? std::nullopt : std::move(cast);
+  if (seen->result != nullptr) return Made(seen->result, input);
+  const bool copies = !is_result(input);
+  auto packed = copies ? seen->copy : nullptr;
+  if (packed == nullptr) {
+    const at::Tensor held = copies ? copied(input) : input;
+    packed = std::make_shared<Packed>(held);
+    if (script.kept.count(number) == 0) unpacked.push_back({held, number, packed});
+  }
+  if (!copies) return Shared(std::move(packed));
+  seen->copy = packed;
+  return Copied(std::move(packed), input);
 }
 
 }  // namespace binding
@@ -145,51 +166,28 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
   if (begun.draw == nullptr && draws_numbers(call, begun.inputs)) return false;
   const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
   if (!circumstances) return false;
-  std::vector<std::shared_ptr<Source>> sources;
-  std::vector<Unpacked> packed_later;
-  size_t next = 0;
+  std::vector<Source> sources;
+  sources.reserve(call.inputs.size());
+  const size_t known = unpacked.size();
   bool fits = true;
-  // The value may be moved by what is seen besides: its place in the table is not kept.
-  const auto result = made.result != nullptr ? made.result : std::make_shared<Result>(output);
-  made.result = result;
   for_each_tensor(begun.inputs, [&](const at::Tensor& one) {
+    const size_t next = sources.size();
     fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
            !binding::lies_elsewhere(one);
     if (!fits) return;
-    const int number = call.inputs[next++];
-    const auto cast = binding::recomputed_cast(begun.casts, one, values);
-    if (number == CONSTANT) {
-      sources.push_back(cast != nullptr ? cast : binding::constant(one, owned, least));
-      fits = sources.back() != nullptr;
-      return;
-    }
-    Seen* seen = values.meet(number, one, least);
-    fits = seen != nullptr;
-    if (!fits) return;
-    if (cast != nullptr) {
-      sources.push_back(cast);
-      return;
-    }
-    if (seen->result != nullptr) {
-      sources.push_back(std::make_shared<Made>(seen->result, one));
-      return;
-    }
-    const bool copies = !is_result(one);
-    auto source = copies ? seen->copy : nullptr;
-    if (source == nullptr) {
-      const at::Tensor held = copies ? binding::copied(one) : one;
-      source = std::make_shared<Packed>(held);
-      if (script.kept.count(number) == 0) packed_later.push_back({held, number, source});
-    }
-    if (!copies) return sources.push_back(std::move(source));
-    seen->copy = source;
-    sources.push_back(std::make_shared<Copied>(std::move(source), one));
+    auto source = binding::source_of(script, call.inputs[next], begun, one, values, owned, least,
+                                     unpacked);
+    fits = source.has_value();
+    if (fits) sources.push_back(*std::move(source));
   });
-  if (!fits || next != call.inputs.size()) return false;
-  for (auto& one : packed_later) unpacked.push_back(std::move(one));
-  result->made_by(std::make_shared<Recipe>(*call.op, begun.inputs, std::move(sources),
-                                           *circumstances, begun.draw),
-                  call.place);
+  if (!fits || sources.size() != call.inputs.size()) {
+    unpacked.erase(unpacked.begin() + known, unpacked.end());
+    return false;
+  }
+  if (made.result == nullptr) made.result = std::make_shared<Result>(output);
+  made.result->made_by(std::make_shared<Recipe>(*call.op, begun.inputs, std::move(sources),
+                                                *circumstances, begun.draw),
+                       call.place);
   return true;
 }
 

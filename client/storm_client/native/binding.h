@@ -52,8 +52,15 @@ struct Cast {
   at::Tensor made;
 };
 
-// A call that has begun, as far as it is needed to make a recipe of it.
+// A call that has begun, as far as it is needed to make a recipe of it. It is used again for the
+// next, whose inputs take the same memory.
 struct Begun {
+  void clear() {
+    inputs.clear();
+    casts.clear();
+    draw.reset();
+  }
+
   std::vector<c10::IValue> inputs;
   std::vector<Cast> casts;     // of those inputs
   std::shared_ptr<Draw> draw;  // of one that draws random numbers, if that can be noted

@@ -155,8 +155,8 @@ void note_begin(const Call& call, c10::ArrayRef<const c10::IValue> inputs, Begun
 
 void Follower::begins(const at::RecordFunction& begun, bool is_cast) {
   auto& pending = is_cast ? cast : call;
+  pending.begun.clear();
   pending.is_looked_at = walks && !parted && script->names.count(begun.name()) > 0;
-  pending.begun = {};
   if (!pending.is_looked_at) return;
   for (size_t expected = script->next_call[at]; expected < script->calls.size(); ++expected) {
     const auto& one = script->calls[expected];
@@ -170,7 +170,7 @@ void Follower::begins(const at::RecordFunction& begun, bool is_cast) {
 
 void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
   auto& pending = is_cast ? cast : call;
-  if (!pending.is_looked_at || parted) return;
+  if (!pending.is_looked_at || parted) return pending.begun.clear();
   pending.is_looked_at = false;
   if (pending.begun.draw != nullptr) pending.begun.draw->end();
   uint32_t place = 0;
@@ -186,7 +186,7 @@ void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
     }
     ++place;
   });
-  pending.begun = {};
+  pending.begun.clear();
 }
 
 // Tells whether an output of a call is what the script expects, and does what becomes of it.
@@ -274,7 +274,7 @@ Ref stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
 }
 
 Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen, uint32_t row) {
-  if (seen.result == nullptr) seen.result = std::make_shared<Result>(base_of(tensor));
+  if (seen.result == nullptr) seen.result = Result::held(base_of(tensor));
   Ref handle = Ref::stolen(recomputed(seen.result, tensor));
   follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
   return handle;

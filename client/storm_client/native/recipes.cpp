@@ -216,16 +216,19 @@ std::optional<Circumstances> Circumstances::present(c10::DeviceType device, bool
   return Circumstances{device, autocast, *settings, is_simple, records};
 }
 
-Recipe::Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
-               std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances,
+Recipe::Recipe(c10::OperatorHandle op, c10::ArrayRef<c10::IValue> inputs,
+               std::vector<Source> sources, Circumstances circumstances,
                std::shared_ptr<Draw> draw)
     : op_(std::move(op)),
       sources_(std::move(sources)),
       circumstances_(circumstances),
       draw_(std::move(draw)) {
-  for (auto& value : inputs) {
-    Input input;
-    for_each_tensor(value, [&](const at::Tensor& one) { requires_grad_.push_back(one.requires_grad()); });
+  if (circumstances.records) {
+    for_each_tensor(inputs, [&](const at::Tensor& one) { requires_grad_.push_back(one.requires_grad()); });
+  }
+  inputs_.reserve(inputs.size());
+  for (const auto& value : inputs) {
+    Input& input = inputs_.emplace_back();
     if (value.isTensor() && value.toTensor().defined()) {
       input.is = Input::TENSOR;
     } else if (value.isTensorList()) {
@@ -237,17 +240,17 @@ Recipe::Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
         input.has.push_back(one && one->defined());
       }
     } else {
-      input.value = std::move(value);
+      input.value = value;
     }
-    inputs_.push_back(std::move(input));
   }
 }
 
 std::vector<c10::IValue> Recipe::filled(Bringing& bring) {
   std::vector<c10::IValue> stack;
+  stack.reserve(inputs_.size());
   size_t next = 0;
   const auto take = [&] {
-    at::Tensor tensor = sources_[next]->tensor(bring);
+    at::Tensor tensor = std::visit([&](auto& source) { return source.tensor(bring); }, sources_[next]);
     if (circumstances_.records && requires_grad_[next]) tensor = tensor.detach().requires_grad_();
     ++next;
     return tensor;
@@ -306,8 +309,13 @@ Result::Result(const at::Tensor& tensor)
     : origin_(tensor.storage().getWeakStorageImpl()),
       nbytes_(storage_of(tensor.unsafeGetTensorImpl())->nbytes()),
       view_(tensor),
-      device_(tensor.device()),
-      original_(alias_of(tensor)) {}
+      device_(tensor.device()) {}
+
+std::shared_ptr<Result> Result::held(const at::Tensor& tensor) {
+  auto result = std::make_shared<Result>(tensor);
+  result->original_ = alias_of(tensor);
+  return result;
+}
 
 void Result::made_by(std::shared_ptr<Recipe> recipe, size_t place) {
   recipe_ = std::move(recipe);

@@ -9,6 +9,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
+#include <variant>
+
 namespace storm {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
@@ -44,20 +46,14 @@ struct Bringing {
   at::Tensor tensor(PyObject* packed);
 };
 
-// How an input of a recipe is held.
-class Source {
- public:
-  virtual ~Source() = default;
-  // The tensor as it was.
-  // Raises RuntimeError, StormError: it cannot be had.
-  virtual at::Tensor tensor(Bringing& bring) = 0;
-};
+// How an input of a recipe is held: as one of these, of which each gives the tensor as it was.
+// All raise RuntimeError, StormError: it cannot be had.
 
 // What stays: a parameter, or something small.
-class Alias : public Source {
+class Alias {
  public:
   explicit Alias(at::Tensor held);
-  at::Tensor tensor(Bringing& bring) override;
+  at::Tensor tensor(Bringing& bring);
 
  private:
   at::Tensor held_;
@@ -65,12 +61,12 @@ class Alias : public Source {
   size_t nbytes_;
 };
 
-// What was kept, or what Python has packed for it since.
-class Packed : public Source {
+// What was kept, or what Python has packed for it since. All recipes of a step share it.
+class Packed {
  public:
   explicit Packed(const at::Tensor& tensor);
-  ~Packed() override;
-  at::Tensor tensor(Bringing& bring) override;
+  ~Packed();
+  at::Tensor tensor(Bringing& bring);
   // Has Python hold it from now on, as a handle.
   void is_packed(PyObject* handle);
 
@@ -80,12 +76,20 @@ class Packed : public Source {
   PyObject* handle_ = nullptr;
 };
 
-// A view of what no operation made: of the copy that was packed in its stead, which all recipes of a
-// step share.
-class Copied : public Source {
+class Shared {
+ public:
+  explicit Shared(std::shared_ptr<Packed> packed) : packed_(std::move(packed)) {}
+  at::Tensor tensor(Bringing& bring) { return packed_->tensor(bring); }
+
+ private:
+  std::shared_ptr<Packed> packed_;
+};
+
+// A view of what no operation made: of the copy that was packed in its stead.
+class Copied {
  public:
   Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor);
-  at::Tensor tensor(Bringing& bring) override;
+  at::Tensor tensor(Bringing& bring);
 
  private:
   std::shared_ptr<Packed> copy_;
@@ -93,16 +97,18 @@ class Copied : public Source {
 };
 
 // A view of what another recipe makes, at a version.
-class Made : public Source {
+class Made {
  public:
   Made(std::shared_ptr<Result> result, const at::Tensor& tensor);
-  at::Tensor tensor(Bringing& bring) override;
+  at::Tensor tensor(Bringing& bring);
 
  private:
   std::shared_ptr<Result> result_;
   View view_;
   SavedVersion version_;
 };
+
+using Source = std::variant<Alias, Shared, Copied, Made>;
 
 // What decides how a call's result is computed besides its arguments.
 struct Circumstances {
@@ -120,9 +126,8 @@ class Recipe {
  public:
   // `sources` stand for the tensors among the inputs of a call of `op`, those of lists one by one.
   // `draw` is none where the call has drawn no random numbers.
-  Recipe(c10::OperatorHandle op, std::vector<c10::IValue> inputs,
-         std::vector<std::shared_ptr<Source>> sources, Circumstances circumstances,
-         std::shared_ptr<Draw> draw);
+  Recipe(c10::OperatorHandle op, c10::ArrayRef<c10::IValue> inputs, std::vector<Source> sources,
+         Circumstances circumstances, std::shared_ptr<Draw> draw);
   // The output at a place, as no part of any graph. The interpreter's lock is given up meanwhile.
   at::Tensor run(size_t place, Bringing& bring);
 
@@ -137,8 +142,8 @@ class Recipe {
 
   c10::OperatorHandle op_;
   std::vector<Input> inputs_;
-  std::vector<bool> requires_grad_;  // by source
-  std::vector<std::shared_ptr<Source>> sources_;
+  std::vector<bool> requires_grad_;  // by source, where what needs a gradient decides
+  std::vector<Source> sources_;
   Circumstances circumstances_;
   std::shared_ptr<Draw> draw_;
 };
@@ -146,8 +151,9 @@ class Recipe {
 // One storage that a recipe makes. The lock of its step protects it.
 class Result {
  public:
-  // Stands for `tensor`, which is held as long as its recipe is not known.
   explicit Result(const at::Tensor& tensor);
+  // One of which no recipe is known: the tensor is held.
+  static std::shared_ptr<Result> held(const at::Tensor& tensor);
 
   bool has_recipe() const { return recipe_ != nullptr; }
   void made_by(std::shared_ptr<Recipe> recipe, size_t place);

@@ -48,9 +48,10 @@ PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor) {
 
 at::Tensor unpack_recomputed(PyObject* self, Bringing& bring) {
   const auto& [result, view, version] = recomputed_type::of(self);
-  const at::Tensor tensor = result->viewed(view, bring);
+  at::Tensor tensor = result->viewed(view, bring);
   result->given(version.counter());
-  return alias_of(tensor, version.counter());
+  tensor.unsafeGetTensorImpl()->set_version_counter(version.counter());
+  return tensor;
 }
 
 const SavedVersion& version_of_recomputed(PyObject* self) {
