@@ -250,7 +250,8 @@ def of_parts(client: storm.Client, length: int, steps: int) -> dict[str, Any]:
     made = counted["recomputed"].saves["Recomputed"]
 
     def more(name: str, base: str, count: int) -> Passes:
-        return Passes(*(round((a - b) / count, 2) for a, b in zip(took[name], took[base], strict=True)))
+        both = zip(took[name], took[base], strict=True)
+        return Passes(*(round((one - less) / count, 2) for one, less in both))
 
     return {
         "passes": took,
