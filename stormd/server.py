@@ -451,6 +451,7 @@ class Server:
                 line_path,
                 listening=self._left.get(line_path),
                 on_token=self._gateway.take_token,
+                on_piece=self._gateway.take_piece,
                 on_lost=self._gateway.lose,
             )
         self._cleanup.callback(self._lifelines.close)

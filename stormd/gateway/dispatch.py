@@ -34,7 +34,16 @@ from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import session_name
 from stormd.ledger.spill_events import SpillJob
 from stormd.monitoring.counters import Counters
-from stormd.protocol import Admitted, CacheNames, Envelope, Message, Pong, Refused, encode
+from stormd.protocol import (
+    Admitted,
+    CacheNames,
+    Envelope,
+    MapPiece,
+    Message,
+    Pong,
+    Refused,
+    encode,
+)
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
@@ -103,7 +112,7 @@ class Dispatch:
         self._seldom: dict[type[Instruction], Callable[[Peer, Any], None]] = {
             Skip: lambda peer, skip: peer.lane.skip(skip.session, skip.sequence),
             Recorded: lambda peer, made: peer.lane.recorded(made.session, made.sequences),
-            Map: lambda peer, made: peer.lane.map_segment(made.session, made.segment),
+            Map: self._map,
             Unmap: lambda peer, made: peer.lane.unmap_segment(made.session, made.segment),
             Probe: self._probe,
             Detach: self._detach,
@@ -132,6 +141,12 @@ class Dispatch:
             else:
                 self._seldom[type(instruction)](peer, instruction)
 
+    def _map(self, peer: Peer, made: Map) -> None:
+        descriptor = -1
+        if isinstance(made.segment, MapPiece):
+            descriptor = peer.handed.pop(made.segment.segment)
+        peer.lane.map_segment(made.session, made.segment, descriptor)
+
     def _probe(self, peer: Peer, _probe: Probe) -> None:
         """Send what the client ignores: ZeroMQ says whether there is anybody to send it to."""
         self.send(peer, 0, Pong())
@@ -141,9 +156,11 @@ class Dispatch:
         self._unsent.pop(peer, None)
         self._held.pop(peer, None)
         self._control.disown(peer.connection)
-        for descriptor in peer.descriptors:
+        for descriptor in (*peer.descriptors, *peer.handed.values()):
             os.close(descriptor)
         peer.descriptors = ()
+        peer.handed.clear()
+        peer.awaiting.clear()
         peer.lane.detach(detach.session)
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:

@@ -25,6 +25,7 @@ from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Envelope,
     Goodbye,
+    MapPiece,
     Message,
     Ping,
     Pong,
@@ -39,6 +40,7 @@ from stormd.protocol import (
     decode_each,
     first_request,
 )
+from stormd.protocol.limits import MAX_PIECES_WAITING
 from stormd.transport.control import Connection, ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
@@ -126,6 +128,7 @@ class Gateway:
             Ping: self._ping,
             StatusRequest: self._status_request,
             Goodbye: self._goodbye,
+            MapPiece: self._map_piece,
             **dict.fromkeys(CACHE_REQUESTS, self._cached),
         }
         self._of_the_ledgers = {
@@ -209,6 +212,26 @@ class Gateway:
         self._on_session(peer.session, ATTACHED)
         descriptors, peer.descriptors = peer.descriptors, ()
         return peer.session, descriptors
+
+    def take_piece(self, session: int, number: int, descriptor: int) -> None:
+        """Take the descriptor of the piece that a MapPiece names, which comes before or after it.
+
+        Of a piece that is not to be mapped it is closed. A client that sends one twice, or more
+        than may be on offer, loses its session.
+        """
+        peer = self._peers.by_session[session]
+        if not peer.is_heard:
+            os.close(descriptor)
+            return
+        if number in peer.handed or len(peer.handed) >= MAX_PIECES_WAITING:
+            os.close(descriptor)
+            self.end(session, "failed")
+        else:
+            peer.handed[number] = descriptor
+            request, message = peer.awaiting.pop(number, (0, None))
+            if message is not None:
+                self._map_handed(peer, request, message)
+        self.flush()
 
     def lose(self, session: int) -> None:
         """End a session whose lifeline has ended."""
@@ -371,6 +394,23 @@ class Gateway:
             if steps is not None:
                 yield from steps
             yield
+
+    def _map_piece(self, peer: Peer, request: int, message: MapPiece) -> None:
+        """Have a piece mapped once its descriptor has come."""
+        if message.segment in peer.handed:
+            self._map_handed(peer, request, message)
+        elif len(peer.awaiting) < MAX_PIECES_WAITING and message.segment not in peer.awaiting:
+            peer.awaiting[message.segment] = request, message
+        else:
+            detail = f"{len(peer.awaiting)} pieces wait for their descriptors: send those first"
+            self._dispatch.send(peer, request, Refused("UsageError", detail))
+
+    def _map_handed(self, peer: Peer, request: int, message: MapPiece) -> None:
+        ask = self._ledger.on_request[MapPiece]
+        self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
+        refused = peer.handed.pop(message.segment, None)
+        if refused is not None:
+            os.close(refused)
 
     def _ask(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
         """Do what the ledger says, or return the steps where that waits for memory."""

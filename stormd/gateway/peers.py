@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stormd.lanes import Lane
 from stormd.ledger.sessions import Session
-from stormd.protocol import Envelope
+from stormd.protocol import Envelope, MapPiece
 from stormd.transport.control import Connection
 from stormd.transport.listener import Credentials
 
@@ -18,6 +18,9 @@ __all__ = ["Peer", "Peers"]
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
     """One client. `descriptors` are empty once they were handed over; `outbox` is unsent.
+
+    `handed` are descriptors that came over the lifeline before their MapPiece, by its number, and
+    `awaiting` requests that came before their descriptor.
 
     `is_heard` says whether its session goes on. One that was another daemon's `resumes` it on a
     lane, which has it once the lifeline has brought what is shared; until then `lane` has none.
@@ -32,6 +35,8 @@ class Peer:
     outbox: list[Envelope] = field(default_factory=list)
     is_heard: bool = True
     resumes: Lane | None = None
+    handed: dict[int, int] = field(default_factory=dict)
+    awaiting: dict[int, tuple[int, MapPiece]] = field(default_factory=dict)
 
     @property
     def session(self) -> int:

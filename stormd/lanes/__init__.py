@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from stormd.ledger.events import RestoreJob, Result, StoreJob
+from stormd.ledger.events import Mappable, RestoreJob, Result, StoreJob
 from stormd.monitoring.health import Heartbeat
 from stormd.monitoring.link_meter import LinkMeter
-from stormd.protocol import Hello, MapSegment
+from stormd.protocol import Hello
 
 __all__ = [
     "SEE_LOG",
@@ -113,11 +113,14 @@ class Lane(Protocol):
         then, because the session outlives the daemon.
         """
 
-    def map_segment(self, session: int, request: MapSegment) -> None:
-        """Begin to map a segment; answered by SegmentMapped or SegmentRefused."""
+    def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
+        """Begin to map a segment, or a piece; answered by SegmentMapped or SegmentRefused.
+
+        `descriptor` is that of the piece, and the lane's from then on.
+        """
 
     def unmap_segment(self, session: int, segment: int) -> None:
-        """Unmap the segment once no job in flight uses it. No answer."""
+        """Unmap a segment, or a piece, once no job in flight uses it. No answer."""
 
     def detach(self, session: int) -> None:
         """Skip the session's waiting jobs, finish what runs, let its memory go; then Detached."""

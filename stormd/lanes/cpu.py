@@ -27,6 +27,7 @@ from stormd.lanes.host_codec import HostCodec
 from stormd.lanes.link_limit import LinkLimit
 from stormd.ledger.events import (
     Detached,
+    Mappable,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
@@ -40,7 +41,7 @@ from stormd.ledger.parts import blob_bound
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
-from stormd.protocol import Hello, MapSegment
+from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines, restored_slot
 from stormd.sizes import format_size
 
@@ -245,8 +246,10 @@ class CpuLane:
     def recorded(self, session: int, sequences: Sequence[int]) -> None:
         """Do nothing: no result of this lane asks for it."""
 
-    def map_segment(self, session: int, request: MapSegment) -> None:
+    def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
         """Refuse: on this lane all bytes pass through the staging area."""
+        if descriptor >= 0:
+            os.close(descriptor)
         detail = "the cpu lane maps no segments: use segment 0, the staging area"
         self._post(SegmentRefused(session=session, segment=request.segment, detail=detail))
 

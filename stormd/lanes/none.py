@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from stormd.lanes import Attachment, Post
-from stormd.ledger.events import Detached, RestoreJob, SegmentRefused, StoreJob
-from stormd.protocol import NO_LANE, Hello, MapSegment
+from stormd.ledger.events import Detached, Mappable, RestoreJob, SegmentRefused, StoreJob
+from stormd.protocol import NO_LANE, Hello
 
 __all__ = ["NoLane"]
 
@@ -49,8 +49,10 @@ class NoLane:
     def recorded(self, session: int, sequences: Sequence[int]) -> None:
         """Do nothing: there are no stores."""
 
-    def map_segment(self, session: int, request: MapSegment) -> None:
+    def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
         """Refuse."""
+        if descriptor >= 0:
+            os.close(descriptor)
         refused = SegmentRefused(session=session, segment=request.segment, detail="no lane")
         self._post(refused)
 

@@ -10,11 +10,12 @@ each: by keyword it takes twice as long.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from stormd.ledger.parts import Part
 from stormd.ledger.spill_events import SpillDone, SpillFailed
 from stormd.memory.arena import Block, Space
-from stormd.protocol import MapSegment, Message
+from stormd.protocol import MapPiece, MapSegment, Message, ReserveRange
 
 __all__ = [
     "Detach",
@@ -23,6 +24,7 @@ __all__ = [
     "Instruction",
     "Jobs",
     "Map",
+    "Mappable",
     "Probe",
     "Recorded",
     "Reply",
@@ -41,6 +43,10 @@ __all__ = [
 ]
 
 # --- jobs for lanes -------------------------------------------------------------------------
+
+
+Mappable: TypeAlias = MapSegment | ReserveRange | MapPiece
+"""What a client offers to its session's lane."""
 
 
 @dataclass(slots=True)
@@ -210,10 +216,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Map:
-    """Have the session's lane map the segment."""
+    """Have the session's lane map the segment; the descriptor of a piece is there by then."""
 
     session: int
-    segment: MapSegment
+    segment: Mappable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

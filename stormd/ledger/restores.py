@@ -36,7 +36,7 @@ from stormd.protocol import (
     pack,
     unpack,
 )
-from stormd.protocol.limits import MAX_BATCH
+from stormd.protocol.limits import MAX_BATCH, MAX_ID
 
 __all__ = ["MAX_RESTORES", "Restores", "restore_problem"]
 
@@ -127,14 +127,19 @@ class Restores:
         named = [n for n in record.waiting if record.tickets[n].entry == entry_id]
         return [self._fail(record, number, "ActivationLost", detail) for number in named]
 
-    def fail_into(self, record: Session, segment: int) -> list[Instruction]:
-        """Answer the restores into a segment that have not begun.
+    def fail_into(
+        self, record: Session, segment: int, begin: int = 0, end: int = MAX_ID
+    ) -> list[Instruction]:
+        """Answer the restores into bytes of a segment that have not begun.
 
-        They were held to the size of this segment, and its number may mean a smaller one before
-        they begin.
+        They were held to what was mapped there, and may find less when they begin.
         """
         detail = f"segment {segment} was unmapped before the restore began: wait for its answer"
-        named = [number for number, into in record.waiting.items() if into.segment == segment]
+        named = [
+            number
+            for number, into in record.waiting.items()
+            if into.segment == segment and into.offset < end and begin < into.offset + into.nbytes
+        ]
         failed: list[Instruction] = []
         for number in named:
             entry_id = record.tickets[number].entry
@@ -229,6 +234,7 @@ def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords 
         return "UsageError", f"ticket {ticket} is 0 or under way: choose a new one"
     if len(session.tickets) >= MAX_RESTORES:
         return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
-    if offset + nbytes <= session.segments.get(segment, -1):
+    if segment not in session.ranges and offset + nbytes <= session.segments.get(segment, -1):
         return None
-    return "UsageError", session.range_problem(segment, offset, nbytes)
+    problem = session.range_problem(segment, offset, nbytes)
+    return ("UsageError", problem) if problem else None

@@ -1,7 +1,8 @@
 """Which memory of its own a session's jobs may name: mapped by its lane, used, unmapped.
 
 A segment takes part from the lane's SegmentMapped until the client's UnmapSegment; a job that was
-begun before keeps it mapped in the lane for as long as it runs.
+begun before keeps it mapped in the lane for as long as it runs. Of a range of addresses jobs may
+name what pieces are mapped at.
 """
 
 from __future__ import annotations
@@ -9,15 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from stormd.ledger.address_ranges import AddressRange
 from stormd.ledger.events import Instruction, Map, Reply, SegmentMapped, SegmentRefused, Unmap
 from stormd.ledger.restores import Restores
-from stormd.ledger.sessions import Phase, Session
-from stormd.protocol import Mapped, MapSegment, Message, Refused, UnmapSegment
+from stormd.ledger.sessions import Offer, Phase, Session
+from stormd.protocol import (
+    Mapped,
+    MapPiece,
+    MapSegment,
+    Message,
+    Refused,
+    ReserveRange,
+    UnmapSegment,
+)
 
-__all__ = ["MAX_SEGMENTS", "Segments", "segment_problem"]
+__all__ = ["MAX_PIECES", "MAX_SEGMENTS", "Segments", "piece_problem", "segment_problem"]
 
 MAX_SEGMENTS: Final = 4096
-"""Segments of one session mapped at one time."""
+"""Segments of one session mapped at one time, ranges among them."""
+
+MAX_PIECES: Final = 1 << 14
+"""Pieces of one session mapped at one time: those of 320 GiB where each has 20 MiB."""
 
 
 class Segments:
@@ -27,39 +40,51 @@ class Segments:
         self._restores = restores
 
     def map(
-        self, record: Session, request: int, message: MapSegment, _now: float
+        self, record: Session, request: int, message: MapSegment | ReserveRange, _now: float
     ) -> list[Instruction]:
         """Have a segment mapped, unless its number is taken or there are too many."""
-        problem = segment_problem(record, message)
-        if problem is not None:
-            return [_answer(record, request, Refused("UsageError", problem))]
-        record.mapping[message.segment] = (request, message.nbytes)
-        return [Map(session=record.info.session, segment=message)]
+        return _begin(record, segment_problem(record, message), Offer(request, message))
+
+    def map_piece(
+        self, record: Session, request: int, message: MapPiece, _now: float
+    ) -> list[Instruction]:
+        """Have a piece mapped into a range, unless that has no room for it."""
+        into = record.ranges.get(message.into)
+        return _begin(record, piece_problem(record, message), Offer(request, message, into))
 
     def unmap(
         self, record: Session, request: int, message: UnmapSegment, _now: float
     ) -> list[Instruction]:
-        """Take a segment out of use; new jobs cannot name it from here on."""
-        segment = message.segment
-        if record.segments.pop(segment, None) is None:
-            refused = Refused("UsageError", f"segment {segment} is not mapped")
+        """Take a segment or a piece out of use; new jobs cannot name it from here on."""
+        number = message.segment
+        if number in record.pieces:
+            segment, begin = record.pieces.pop(number)
+            end = begin + record.ranges[segment].remove(begin)
+            failed = self._restores.fail_into(record, segment, begin, end)
+        elif record.segments.pop(number, None) is not None:
+            failed = self._restores.fail_into(record, number)
+            if record.ranges.pop(number, None) is not None:
+                gone = [piece for piece, (into, _) in record.pieces.items() if into == number]
+                for piece in gone:
+                    del record.pieces[piece]
+        else:
+            refused = Refused("UsageError", f"segment {number} is not mapped")
             return [_answer(record, request, refused)]
         return [
-            *self._restores.fail_into(record, segment),
-            Unmap(session=record.info.session, segment=segment),
+            *failed,
+            Unmap(session=record.info.session, segment=number),
             *self._restores.start_waiting(record),
         ]
 
     def mapped(
         self, record: Session, results: Iterable[SegmentMapped], _now: float
     ) -> list[Instruction]:
-        """Take in segments that jobs may name from now on."""
+        """Take in what jobs may name from now on."""
         replies: list[Instruction] = []
         for result in results:
-            request, nbytes = record.mapping.pop(result.segment)
+            offer = record.mapping.pop(result.segment)
             if record.phase is not Phase.ENDING:
-                record.segments[result.segment] = nbytes
-                replies.append(_answer(record, request, Mapped(result.segment)))
+                replies.append(_answer(record, offer.request, _added(record, offer)))
         return replies
 
     def refused(
@@ -68,23 +93,71 @@ class Segments:
         """Take in segments that the lane could not map."""
         replies: list[Instruction] = []
         for result in results:
-            request, _ = record.mapping.pop(result.segment)
+            offer = record.mapping.pop(result.segment)
             if record.phase is not Phase.ENDING:
-                replies.append(_answer(record, request, Refused("UsageError", result.detail)))
+                replies.append(_answer(record, offer.request, Refused("UsageError", result.detail)))
         return replies
 
 
-def segment_problem(session: Session, message: MapSegment) -> str | None:
+def segment_problem(session: Session, message: MapSegment | ReserveRange) -> str | None:
     """Return why the segment may not be mapped, None where it may."""
-    if detail := session.phase_problem() or session.lane_problem():
+    if detail := _number_problem(session, message.segment):
         return detail
-    if message.segment in session.segments or message.segment in session.mapping:
-        return f"segment {message.segment} is mapped already: choose a new number"
     if len(session.segments) + len(session.mapping) >= MAX_SEGMENTS:
         return f"{MAX_SEGMENTS} segments are mapped: unmap one first"
     if not message.nbytes:
         return f"segment {message.segment} has 0 bytes"
     return None
+
+
+def piece_problem(session: Session, message: MapPiece) -> str | None:
+    """Return why the piece may not be mapped, None where it may."""
+    if detail := _number_problem(session, message.segment):
+        return detail
+    into = session.ranges.get(message.into)
+    if into is None:
+        return f"segment {message.into} is no range of addresses"
+    if len(session.pieces) >= MAX_PIECES:
+        return f"{MAX_PIECES} pieces are mapped: unmap one first"
+    if not message.nbytes:
+        return f"piece {message.segment} has 0 bytes"
+    return into.problem(message.offset, message.nbytes) or None
+
+
+def _number_problem(session: Session, number: int) -> str:
+    """Return why nothing may be mapped by that number; empty where something may."""
+    if detail := session.phase_problem() or session.lane_problem():
+        return detail
+    if number in session.segments or number in session.mapping or number in session.pieces:
+        return f"segment {number} is mapped already: choose a new number"
+    return ""
+
+
+def _begin(record: Session, problem: str | None, offer: Offer) -> list[Instruction]:
+    """Have the lane map what is offered, unless there is a problem."""
+    if problem is not None:
+        return [_answer(record, offer.request, Refused("UsageError", problem))]
+    record.mapping[offer.message.segment] = offer
+    return [Map(session=record.info.session, segment=offer.message)]
+
+
+def _added(record: Session, offer: Offer) -> Message:
+    """Let jobs name what was mapped; return what its client is told.
+
+    A range may have been taken back meanwhile, and its number mean another one: a piece of it went
+    with it.
+    """
+    message = offer.message
+    if isinstance(message, MapPiece):
+        if offer.into is None or record.ranges.get(message.into) is not offer.into:
+            return Refused("UsageError", f"range {message.into} was unmapped meanwhile")
+        offer.into.add(message.offset, message.nbytes)
+        record.pieces[message.segment] = message.into, message.offset
+    else:
+        record.segments[message.segment] = message.nbytes
+        if isinstance(message, ReserveRange):
+            record.ranges[message.segment] = AddressRange(message.nbytes)
+    return Mapped(message.segment)
 
 
 def _answer(record: Session, request: int, message: Message) -> Reply:

@@ -18,9 +18,16 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 from stormd.cache.items import Caller, Loan
+from stormd.ledger.address_ranges import AddressRange
+from stormd.ledger.events import Mappable
 from stormd.ledger.on_disk import OnDisk
 from stormd.memory.arena import Block, Space
-from stormd.protocol import NO_LANE, CachePut, Hello, PlanLearned
+from stormd.protocol import (
+    NO_LANE,
+    CachePut,
+    Hello,
+    PlanLearned,
+)
 from stormd.protocol.limits import FIRST_LEASED
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "Destination",
     "Entry",
     "Limits",
+    "Offer",
     "OpenPut",
     "Phase",
     "Session",
@@ -183,17 +191,26 @@ class CacheAccess:
     next_loan: int = FIRST_LEASED
 
 
+class Offer(NamedTuple):
+    """What a lane is mapping for a request; a piece `into` the range that its number meant then."""
+
+    request: int
+    message: Mappable
+    into: AddressRange | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Session:
     """One client. `used_bytes` is what its entries are charged, `seen` a time of the caller's.
 
-    `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
-    number and size. `waiting` are the tickets that have not been started, in the order of asking,
-    and where each wants its bytes: they are held back while their entry, or that of an earlier one,
-    is encoded. While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are
-    the entries not yet given up; `detached` once its lane has let go of it. `plan` is what its
-    trainer said of its steps last; `is_restoring` where it asked for a restore after its last
-    store, as in a backward pass.
+    `segments` maps what jobs may name to its size; those that are ranges of addresses say in
+    `ranges` what of them is mapped, each piece of which `pieces` maps to its range and offset.
+    `mapping` is what is being mapped. `waiting` are the tickets that have not been started, in the
+    order of asking, and where each wants its bytes: they are held back while their entry, or that
+    of an earlier one, is encoded. While the session ends, `cause` is why, one of
+    counters.ENDINGS, and `to_free` are the entries not yet given up; `detached` once its lane has
+    let go of it. `plan` is what its trainer said of its steps last; `is_restoring` where it asked
+    for a restore after its last store, as in a backward pass.
 
     A session that can be resumed has the `hello` that opened it, the `secret` of its client, and is
     written down at `cell`. One of an earlier daemon's has no client until that comes. `listed` are
@@ -205,7 +222,9 @@ class Session:
     seen: float
     segments: dict[int, int]
     phase: Phase = Phase.OPENED
-    mapping: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ranges: dict[int, AddressRange] = field(default_factory=dict)
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
+    mapping: dict[int, Offer] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
     waiting: OrderedDict[int, Destination] = field(default_factory=OrderedDict)
@@ -247,6 +266,9 @@ class Session:
         size, end = self.segments.get(segment), offset + nbytes
         if size is None:
             return f"segment {segment} is not mapped"
+        pieces = self.ranges.get(segment)
+        if pieces is not None and not pieces.covers(offset, end):
+            return f"not all of bytes {offset} to {end} of range {segment} is mapped"
         if end <= size:
             return ""
         return f"bytes {offset} to {end} lie outside segment {segment} of {size} bytes"

@@ -17,12 +17,14 @@ __all__ = [
     "MAX_HANDLE_BYTES",
     "MAX_ID",
     "MAX_NAME",
+    "MAX_PIECES_WAITING",
     "MAX_TEXT",
+    "PIECE_NUMBER_BYTES",
     "PROTOCOL_VERSION",
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one ends its connection."""
@@ -48,6 +50,12 @@ MAX_FEATURES = 64
 
 MAX_HANDLE_BYTES = 512
 """Bytes of any binary field: a CUDA IPC handle has 64, a token 16."""
+
+MAX_PIECES_WAITING = 64
+"""Pieces of one session that are on offer at one time: so many descriptors of it may be open."""
+
+PIECE_NUMBER_BYTES = 8
+"""Bytes of the number that comes with a descriptor on a lifeline."""
 
 TOKEN_BYTES = 16
 """Bytes of the secret that ties a lifeline connection to its session."""

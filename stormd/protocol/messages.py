@@ -3,10 +3,10 @@
 Each is declared here once: its number, its fields in the order they travel, and what each may be.
 A field is only ever added or taken away together with a new PROTOCOL_VERSION.
 
-Client to daemon: Hello or Resume first, then MapSegment / UnmapSegment, Store / StoreParts,
-Restore / RestoreParts, Release, Ping, StatusRequest, PlanLearned, ListEntries, Goodbye. Daemon to
-client: Welcome, Mapped, Admitted / Rejected, Stored / StoredParts, Restored / RestoredParts,
-Failed, Pong, Status, Entries, Refused.
+Client to daemon: Hello or Resume first, then MapSegment / ReserveRange / MapPiece / UnmapSegment,
+Store / StoreParts, Restore / RestoreParts, Release, Ping, StatusRequest, PlanLearned, ListEntries,
+Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored / StoredParts,
+Restored / RestoredParts, Failed, Pong, Status, Entries, Refused.
 
 One storage of the client travels as one or more entries. The way of an entry:
     Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
@@ -69,6 +69,7 @@ __all__ = [
     "Goodbye",
     "Hello",
     "ListEntries",
+    "MapPiece",
     "MapSegment",
     "Mapped",
     "PassOver",
@@ -78,6 +79,7 @@ __all__ = [
     "Refused",
     "Rejected",
     "Release",
+    "ReserveRange",
     "Restore",
     "RestoreParts",
     "Restored",
@@ -209,12 +211,38 @@ class MapSegment(Message):
 
 @message(3)
 class UnmapSegment(Message):
-    """Takes a segment back. No answer; the daemon unmaps it once nothing in flight uses it.
+    """Takes a segment back, or a piece of one. No answer; nothing in flight uses it by then.
 
-    A restore into it that waits for its entry's store fails.
+    A restore into it that waits for its entry's store fails. A range goes with all its pieces.
     """
 
     segment: Id
+
+
+@message(14)
+class ReserveRange(Message):
+    """Makes segment `segment` a range of `nbytes` addresses with nothing at them (cuda lane).
+
+    Jobs may name what MapPiece has mapped of it. Answered by Mapped or Refused.
+    """
+
+    segment: Id
+    nbytes: Id
+
+
+@message(15, kw_only=True)
+class MapPiece(Message):
+    """Offers memory that is mapped at `offset` of the range `into`: `nbytes`, all there is of it.
+
+    `segment` is a number of its own, by which UnmapSegment takes it back; jobs name the range. Its
+    descriptor comes on the lifeline with that number, in PIECE_NUMBER_BYTES, least first; message
+    and descriptor wait for each other. Answered by Mapped or Refused.
+    """
+
+    segment: Id
+    into: Id
+    offset: Id
+    nbytes: Id
 
 
 @message(4, kw_only=True)

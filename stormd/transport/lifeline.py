@@ -1,7 +1,8 @@
 """The lifelines: one stream connection a session, whose end is the session's end.
 
 A connection speaks for a session only after it has sent that session's token from that session's
-user. The descriptors are handed over once. Whichever way the process at the other end ceases to be,
+user. The descriptors are handed over once; then the client may send others, each with a number.
+Whichever way the process at the other end ceases to be,
 `on_lost` is called, because the kernel closes its end.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stormd.protocol.limits import TOKEN_BYTES
+from stormd.protocol.limits import PIECE_NUMBER_BYTES, TOKEN_BYTES
 from stormd.transport.listener import Credentials, Listener, peer_credentials
 from stormd.transport.strangers import Strangers
 
@@ -38,13 +39,18 @@ MAX_SENT: Final = 8
 OnToken = Callable[[bytes, int, list[int]], tuple[int, tuple[int, ...]] | None]
 
 
+OnPiece = Callable[[int, int, int], None]
+"""Takes a session, the number of a piece, and the piece's descriptor, which is the taker's."""
+
+
 class LifelineListener:
     """Listens at `path` from construction on.
 
     `on_token(token, uid, descriptors)` returns the session that the token opens and the descriptors
     to hand over, which are closed here, or None; those that came with the token are its own.
-    `on_lost(session)` follows the end of an accepted connection, unless `end` ended it. Who is not
-    of the users of `allow` is closed at once. `listening` is a socket that is bound there already.
+    `on_piece(session, number, descriptor)` takes what a client sends afterwards. `on_lost(session)`
+    follows the end of an accepted connection, unless `end` ended it. Who is not of the users of
+    `allow` is closed at once. `listening` is a socket that is bound there already.
 
     Raises:
         OSError: the path cannot be bound.
@@ -57,10 +63,12 @@ class LifelineListener:
         *,
         listening: socket.socket | None = None,
         on_token: OnToken,
+        on_piece: OnPiece,
         on_lost: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._on_token = on_token
+        self._on_piece = on_piece
         self._on_lost = on_lost
         self._allowed: frozenset[int] = frozenset()
         self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
@@ -161,7 +169,7 @@ class LifelineListener:
         self._settle(line)
         self._lines[session] = line
         self._loop.remove_reader(line.fileno())
-        self._loop.add_reader(line.fileno(), self._lost, session)
+        self._loop.add_reader(line.fileno(), self._hear, session)
         try:
             socket.send_fds(line, [bytes([len(descriptors)])], descriptors)
         except OSError:
@@ -182,24 +190,25 @@ class LifelineListener:
 
     # --- sessions ---------------------------------------------------------------------------
 
-    def _lost(self, session: int) -> None:
-        """End a lifeline that has become readable: its peer is gone, or breaks the protocol."""
-        if _is_quiet(self._lines[session]):
+    def _hear(self, session: int) -> None:
+        """Take a piece, or end the lifeline: its peer is gone, or breaks the protocol."""
+        descriptors: list[int] = []
+        try:  # never split, as little as a token
+            number, descriptors, _, _ = socket.recv_fds(
+                self._lines[session], PIECE_NUMBER_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return  # the kernel has woken us in vain
+        except OSError:
+            number = b""
+        if len(number) == PIECE_NUMBER_BYTES and descriptors:
+            self._on_piece(session, int.from_bytes(number, "little"), descriptors[0])
             return
+        for descriptor in descriptors:
+            os.close(descriptor)
         self.end(session)
         self._on_lost(session)
 
     def _close(self, line: socket.socket) -> None:
         self._loop.remove_reader(line.fileno())
         line.close()
-
-
-def _is_quiet(line: socket.socket) -> bool:
-    """Return whether there is nothing to read after all: the kernel may wake us in vain."""
-    try:
-        line.recv(1)
-    except (BlockingIOError, InterruptedError):
-        return True
-    except OSError:
-        return False
-    return False

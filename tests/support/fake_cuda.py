@@ -40,6 +40,7 @@ from support.fake_device_memory import Access, DeviceMemory, Range, writes_to
 UUIDS = tuple(f"00000000-0000-0000-0000-00000000f4c{number}" for number in range(2))
 UUID = UUIDS[0]
 POLL_SECONDS = 0.0005
+TOTAL_BYTES = 1 << 30
 ALIGNMENT = 16
 """Bytes, of what a codec writes to."""
 
@@ -257,6 +258,9 @@ class PrimaryContext(_Owned):
 
     def shared_by_mps(self) -> bool:
         return shared_by_mps
+
+    def total_bytes(self) -> int:
+        return TOTAL_BYTES
 
     def priorities(self) -> tuple[int, int]:
         _called("cuCtxGetStreamPriorityRange")
@@ -533,11 +537,15 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> Iter
 
 def modules() -> dict[str, ModuleType]:
     """Return the modules that this stands in for, by the names they are imported under."""
+    from support import fake_virtual_memory as virtual
+
     driver = ModuleType("storm_kernels.cuda_driver")
     for kind in (
         PrimaryContext, Stream, Event, DeviceBuffer, MappedHost, IpcMapping, RegisteredHost,
-        copy_async, wait_event, wait_value, write_value, elapsed_seconds, allocation, buffer_id,
-        exportable, ipc_handle,
+        copy_async, wait_event, wait_value, write_value, elapsed_seconds, ipc_handle,
+        virtual.AddressRange, virtual.allocation, virtual.buffer_id, virtual.exportable,
+        virtual.holds, virtual.is_shareable, virtual.release_piece, virtual.reserved_range,
+        virtual.retain_piece, virtual.share_piece,
     ):  # fmt: skip
         setattr(driver, kind.__name__, kind)
     codec = ModuleType("storm_kernels.ancf.cuda")

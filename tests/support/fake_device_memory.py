@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(eq=False)
@@ -81,14 +81,14 @@ class DeviceMemory:
             if ranges is None:
                 yield False
                 return
-            marks = [self._mark(a, r) for a, r in zip(accesses, ranges, strict=True) if not a.waits]
+            marks = [self._mark(part, one) for part, one in ranges if not part.waits]
             for mark in marks:
                 if any(_collide(mark, other) for other in self._under_way):
                     self._fault(
                         device, f"{what} uses what another stream writes or reads meanwhile"
                     )
             self._under_way += marks
-            for one in ranges:
+            for _, one in ranges:
                 one.users += 1
         try:
             yield True
@@ -96,7 +96,7 @@ class DeviceMemory:
             with self._changed:
                 for mark in marks:
                     self._under_way.remove(mark)
-                for one in ranges:
+                for _, one in ranges:
                     one.users -= 1
                 self._changed.notify_all()
 
@@ -104,20 +104,27 @@ class DeviceMemory:
         begin = access.address - one.begin
         return one.memory, begin, begin + access.nbytes, access.writes
 
-    def _found(self, device: int, accesses: list[Access], what: str) -> list[Range] | None:
-        found = [self._range(device, access) for access in accesses]
-        if None not in found:
-            return [one for one in found if one is not None]
-        lost = accesses[found.index(None)]
-        self._fault(
-            device, f"{what} uses {lost.nbytes} bytes at {lost.address:#x}, which are not there"
-        )
-        return None
+    def _found(
+        self, device: int, accesses: list[Access], what: str
+    ) -> list[tuple[Access, Range]] | None:
+        """Return the accesses with what lies there, each cut where two ranges meet."""
+        found: list[tuple[Access, Range]] = []
+        for access in accesses:
+            address, end = access.address, access.address + access.nbytes
+            while address < end:
+                one = self._range(device, address)
+                if one is None:
+                    lost = f"{access.nbytes} bytes at {access.address:#x}"
+                    self._fault(device, f"{what} uses {lost}, which are not there")
+                    return None
+                size = min(end, one.begin + one.nbytes) - address
+                found.append((replace(access, address=address, nbytes=size), one))
+                address += size
+        return found
 
-    def _range(self, device: int, access: Access) -> Range | None:
+    def _range(self, device: int, address: int) -> Range | None:
         for one in self._ranges:
-            end = one.begin + one.nbytes
-            if one.begin <= access.address and access.address + access.nbytes <= end:
+            if one.begin <= address < one.begin + one.nbytes:
                 return one if one.device in (None, device) else None
         return None
 

@@ -21,6 +21,7 @@ import torch
 from stormd.protocol import MapSegment, Message, Welcome
 
 if TYPE_CHECKING:
+    from storm_client.lanes.offers import Mappable
     from storm_client.lanes.segments import Segments
 
 __all__ = [
@@ -115,8 +116,8 @@ class InPlace(Protocol):
         """Return where the daemon has mapped the range, None where it has not (yet)."""
         ...
 
-    def offers(self) -> list[MapSegment]:
-        """Return what has a daemon that takes over map all that is mapped."""
+    def offers(self) -> list[Mappable]:
+        """Return what has a daemon that takes over map all that is mapped, in this order."""
         ...
 
     def sweep(self) -> bool:

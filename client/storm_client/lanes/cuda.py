@@ -20,6 +20,7 @@ from storm_kernels.errors import KernelsError
 from storm_client.devices import is_capturing, with_number
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
+from storm_client.lanes.offers import Mappable
 from storm_client.lanes.segments import Segments
 from stormd.protocol import MapSegment, Welcome
 from stormd.protocol.timeline import RESTORED_SLOTS, STORED, restored_slot, status_slot
@@ -326,7 +327,8 @@ class CudaLane:
         """Tell whether the memory that PyTorch gives out now can be mapped by another process."""
         with self.entered():
             probe = torch.empty(1, dtype=torch.uint8, device=self.device)
-            return cuda_driver.exportable(probe.data_ptr())
+            address = probe.data_ptr()
+            return cuda_driver.exportable(address) or cuda_driver.is_shareable(address)
 
     def _open(self) -> Shared:
         """Return what is shared with the daemon.
@@ -398,17 +400,17 @@ class _InPlace:
     """Stores and restores in the tensors' own memory; see lanes.InPlace."""
 
     def __init__(self, lane: CudaLane, *, shared_by_mps: bool) -> None:
-        self.segments = Segments(cuda_driver)
+        self.segments = Segments(cuda_driver, within=lane.entered)
         self.waits_on_device = shared_by_mps
         self._lane = lane
         self._freed: int | None = None
         """How often PyTorch had given memory back to the driver when it was last swept."""
 
-    def find(self, address: int, nbytes: int) -> Mapped | None:  # noqa: ARG002 - an allocation is mapped as a whole
+    def find(self, address: int, nbytes: int) -> Mapped | None:
         with self._lane.entered():
-            return self.segments.find(address)
+            return self.segments.find(address, nbytes)
 
-    def offers(self) -> list[MapSegment]:
+    def offers(self) -> list[Mappable]:
         with self._lane.entered():
             return self.segments.offers()
 

@@ -36,6 +36,7 @@ from storm_client.errors import (
     named,
 )
 from storm_client.lanes import Lane, LaneHello
+from storm_client.lanes.offers import Mappable
 from storm_client.transport.frames import Frames, joined
 from storm_client.transport.handshake import FIRST_NUMBER, SEND_QUEUE, Channel, open_channel
 from storm_client.transport.interrupts import Changes, Living, Wakeup
@@ -43,7 +44,6 @@ from storm_client.transport.resume import Resumed, resumed
 from stormd.protocol import (
     Envelope,
     Goodbye,
-    MapSegment,
     Message,
     Ping,
     Pong,
@@ -98,12 +98,16 @@ class Listener:
     def on_wake(self) -> None:
         """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
 
-    def offers(self) -> list[MapSegment]:
-        """Return the segments that another daemon has to map besides the lane's; locked.
+    def offers(self) -> list[Mappable]:
+        """Return what another daemon has to map besides the lane's, in this order; locked.
 
-        Here: none.
+        Here: nothing.
         """
         return []
+
+    def descriptor(self, number: int) -> int | None:  # noqa: ARG002 - for those that have pieces
+        """Return the descriptor of a piece among `offers`, None where it is gone; locked."""
+        return None
 
     def settling_seconds(self) -> float:
         """Return how long after a daemon's end its device may still write. Here: it has none."""
@@ -114,6 +118,9 @@ class Listener:
 
         `mapped` are those of `offers` that it has mapped.
         """
+
+    def on_loss(self) -> None:
+        """Let go of what is kept for the daemon: there is none any more; locked. Here: nothing."""
 
     def close(self) -> None:
         """End: nobody else can end it any more. Here: there is nobody who could be gone."""
@@ -243,6 +250,10 @@ class Connection:
         """Have a message leave within milliseconds; call with the lock held."""
         self.post(request, message)
         self.flush_soon()
+
+    def hand_over(self, number: int, descriptor: int) -> bool:
+        """Send a piece's descriptor ahead of its MapPiece; False where that is to wait; locked."""
+        return self.phase is Phase.OPEN and self.lifeline.hand_over(number, descriptor)
 
     def flush_soon(self) -> None:
         """Have what was posted leave within milliseconds; call with the lock held.
@@ -434,12 +445,20 @@ class Connection:
                 DaemonLost(f"the thread that listens to {self.address} ended; see its traceback")
             )
             try:
-                if self._lane is not None:
-                    self._lane.poison()
+                self._let_go()
             finally:
                 with self.lock:
                     self._is_over = True
                     self.changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Release what is kept for the daemon, and all that waits for it."""
+        try:
+            with self.lock:
+                self._listener.on_loss()
+        finally:
+            if self._lane is not None:
+                self._lane.poison()
 
     def _serve(self) -> None:
         while self._serve_channel() and self._resume():
@@ -479,6 +498,7 @@ class Connection:
                 self.welcome,
                 self.descriptors,
                 offers=self._offers,
+                descriptor=self._descriptor,
                 is_over=self._is_unwanted,
             )
         except (DaemonUnavailable, ProtocolMismatch) as error:
@@ -498,12 +518,16 @@ class Connection:
         found.channel.close()
         return False
 
-    def _offers(self) -> list[MapSegment]:
+    def _offers(self) -> list[Mappable]:
         with self.lock:
             offers = self._listener.offers()
             if self._lane is not None and self._is_attached:
-                offers = self._lane.offers() + offers
+                offers = [*self._lane.offers(), *offers]
             return offers
+
+    def _descriptor(self, number: int) -> int | None:
+        with self.lock:
+            return self._listener.descriptor(number)
 
     def _is_unwanted(self) -> bool:
         return self.phase is not Phase.RESUMING or bool(self._ownerless)

@@ -16,6 +16,7 @@ from pathlib import Path
 from storm_client.errors import DaemonUnavailable
 from storm_client.transport.interrupts import Living
 from stormd.protocol import distrust, peer_uid
+from stormd.protocol.limits import PIECE_NUMBER_BYTES
 
 __all__ = ["MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
 
@@ -89,6 +90,18 @@ class Lifeline:
                 raise NoAnswer(f"the daemon closed the lifeline {self._path}; see its log")
             self._socket.setblocking(False)
         return descriptors
+
+    def hand_over(self, number: int, descriptor: int) -> bool:
+        """Send the descriptor of the piece of that number; False where it cannot leave now.
+
+        As where the daemon has read too little, or is gone. The descriptor stays the caller's.
+        """
+        try:
+            said = number.to_bytes(PIECE_NUMBER_BYTES, "little")
+            socket.send_fds(self._socket, [said], [descriptor])
+        except OSError:
+            return False
+        return True
 
     @contextmanager
     def _failing(self, timeout: float) -> Iterator[None]:

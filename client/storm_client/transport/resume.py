@@ -9,16 +9,18 @@ nothing.
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import zmq
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.lanes import STAGING
+from storm_client.lanes.offers import Mappable
 from storm_client.transport.handshake import FIRST_NUMBER, Channel, resumed_channel
 from storm_client.transport.lifeline import Gone, NoAnswer
 from stormd.protocol import (
@@ -26,7 +28,7 @@ from stormd.protocol import (
     Envelope,
     ListEntries,
     Mapped,
-    MapSegment,
+    MapPiece,
     Message,
     ProtocolError,
     Refused,
@@ -46,6 +48,9 @@ PAUSE_SECONDS: Final = 0.02
 LOOK_MILLISECONDS: Final = 100
 """Between two looks whether there is still somebody who wants the session."""
 
+Descriptor: TypeAlias = Callable[[int], int | None]
+"""Returns the descriptor of a piece by its number, for the caller to close; None for none."""
+
 _ENDED: Final = "the daemon that was to go on with the session ended, or takes too long"
 
 
@@ -64,14 +69,15 @@ def resumed(
     welcome: Welcome,
     shared: Sequence[int],
     *,
-    offers: Callable[[], Sequence[MapSegment]],
+    offers: Callable[[], Sequence[Mappable]],
+    descriptor: Descriptor,
     is_over: Callable[[], bool],
 ) -> Resumed | None:
     """Return the channel on which the session of `welcome` goes on, once there is a daemon.
 
     One is waited for as long as Welcome said, and where one comes and ends once more, for as long
-    again. `offers` returns the segments that are to be mapped again. None where `is_over` says that
-    nobody wants the session any more, which is asked from time to time.
+    again. `offers` returns what is to be mapped again, and `descriptor` that of a piece. None where
+    `is_over` says that nobody wants the session any more, which is asked from time to time.
 
     Raises:
         DaemonUnavailable: nobody listens there any more or has answered in time; or who does has
@@ -83,7 +89,7 @@ def resumed(
         left = deadline - time.monotonic()
         try:
             channel = resumed_channel(address, welcome, shared, max(min(left, ATTEMPT_SECONDS), 0))
-            return _agreed(channel, offers(), is_over)
+            return _agreed(channel, offers(), descriptor, is_over)
         except Gone:
             deadline = time.monotonic() + welcome.resume_seconds
         except NoAnswer:
@@ -93,19 +99,28 @@ def resumed(
     return None
 
 
-def _agreed(channel: Channel, offers: Sequence[MapSegment], is_over: Callable[[], bool]) -> Resumed:
+def _agreed(
+    channel: Channel,
+    offers: Sequence[Mappable],
+    descriptor: Descriptor,
+    is_over: Callable[[], bool],
+) -> Resumed:
     """Have segments mapped, and learn what entries there are; the channel is closed on an error."""
     try:
-        return _asked(channel, offers, _Asking(channel, is_over))
+        return _asked(channel, offers, descriptor, _Asking(channel, is_over))
     except BaseException:
         channel.close()
         raise
 
 
-def _asked(channel: Channel, offers: Sequence[MapSegment], ask: _Asking) -> Resumed:
+def _asked(
+    channel: Channel, offers: Sequence[Mappable], descriptor: Descriptor, ask: _Asking
+) -> Resumed:
     numbers = count(FIRST_NUMBER)
     mapped = set()
     for offer in offers:
+        if isinstance(offer, MapPiece) and not _handed_over(channel, offer.segment, descriptor):
+            continue
         answer = ask(next(numbers), offer)
         if isinstance(answer, Mapped):
             mapped.add(offer.segment)
@@ -120,6 +135,17 @@ def _asked(channel: Channel, offers: Sequence[MapSegment], ask: _Asking) -> Resu
         entries += page.numbers
         is_all = page.is_all
     return Resumed(channel, frozenset(entries), frozenset(mapped))
+
+
+def _handed_over(channel: Channel, number: int, descriptor: Descriptor) -> bool:
+    """Send the descriptor of a piece; False where it is gone, or the daemon."""
+    found = descriptor(number)
+    if found is None:
+        return False
+    try:
+        return channel.lifeline.hand_over(number, found)
+    finally:
+        os.close(found)
 
 
 def _said(answer: Message) -> str:

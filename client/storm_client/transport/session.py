@@ -22,6 +22,7 @@ from storm_kernels.encoded_bytes import is_encoded
 from storm_client.errors import ActivationLost, DaemonLost, StormError
 from storm_client.lanes import Lane, Stream
 from storm_client.lanes.dtypes import ENCODED
+from storm_client.lanes.offers import Mappable
 from storm_client.lanes.segments import tell
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import DeviceWindow
@@ -45,7 +46,6 @@ from stormd.protocol import (
     Budget,
     Failed,
     Mapped,
-    MapSegment,
     Message,
     PlanLearned,
     Refused,
@@ -444,7 +444,7 @@ class Session(Listener):
         self._release_dead()
         self._inbound.end_stalled()
 
-    def offers(self) -> list[MapSegment]:
+    def offers(self) -> list[Mappable]:
         """Return what another daemon has to map of what it works on in place.
 
         Segments that are gone are not among them.
@@ -452,6 +452,15 @@ class Session(Listener):
         segments = [] if self._in_place is None else self._in_place.offers()
         self._offered = {offer.segment for offer in segments}
         return segments
+
+    def descriptor(self, number: int) -> int | None:
+        """Return the descriptor of a piece among the offers, None where it is gone."""
+        return None if self._in_place is None else self._in_place.segments.descriptor(number)
+
+    def on_loss(self) -> None:
+        """Give up what is retained for the daemon: PyTorch may want to free it."""
+        if self._in_place is not None:
+            self._in_place.segments.close()
 
     def settling_seconds(self) -> float:
         """Return how long a dead daemon's device may still write to memory of this process."""

@@ -26,9 +26,19 @@ from storm_kernels.cuda_driver.stream import (
     wait_value,
     write_value,
 )
+from storm_kernels.cuda_driver.virtual import (
+    AddressRange,
+    holds,
+    is_shareable,
+    release_piece,
+    reserved_range,
+    retain_piece,
+    share_piece,
+)
 
 __all__ = [
     "HANDLE_BYTES",
+    "AddressRange",
     "DeviceBuffer",
     "Event",
     "IpcMapping",
@@ -42,8 +52,14 @@ __all__ = [
     "device_uuids",
     "elapsed_seconds",
     "exportable",
+    "holds",
     "ipc_handle",
+    "is_shareable",
     "pci_bus_id",
+    "release_piece",
+    "reserved_range",
+    "retain_piece",
+    "share_piece",
     "wait_event",
     "wait_value",
     "write_value",

@@ -73,6 +73,10 @@ class PrimaryContext:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
         return bool(call(driver.cuDeviceGetAttribute, attribute, self._device))
 
+    def total_bytes(self) -> int:
+        """Return how much memory the device has."""
+        return int(call(driver.cuDeviceTotalMem, self._device))
+
     def priorities(self) -> tuple[int, int]:
         """Return the least and the greatest stream priority; smaller numbers are greater."""
         least, greatest = call(driver.cuCtxGetStreamPriorityRange)

@@ -13,7 +13,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Final
 
-from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_value
+from storm_kernels.cuda_driver import (
+    AddressRange,
+    IpcMapping,
+    RegisteredHost,
+    Stream,
+    write_value,
+)
 from storm_kernels.errors import CudaDriverError, KernelsError
 
 from stormd.errors import LaneUnavailable
@@ -21,9 +27,9 @@ from stormd.lanes import Post
 from stormd.lanes.cuda.checks import Checks
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.scratch import SessionScratch, session_parts
-from stormd.ledger.events import RestoreJob, StoreJob
+from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.shared_memory import SharedMemory
-from stormd.protocol import MapSegment
+from stormd.protocol import MapPiece, MapSegment, ReserveRange
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
 from stormd.sizes import format_size
 
@@ -32,6 +38,10 @@ __all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
 log = logging.getLogger(__name__)
 
 SKIPPED: Final = "the session ended before it was done"
+MOST_RESERVED: Final = 16
+"""Times the GPU's memory of addresses that a session may reserve. PyTorch reserves a little more
+than all of the memory for each stream and size of block."""
+
 UNWRITTEN: Final = (1 << 64) - 1
 """Status that the codec must overwrite."""
 
@@ -71,8 +81,10 @@ class CudaClient:
         self._direct_bytes = direct_bytes
         self._page = page
         self._timelines = Timelines(page.address)
-        # The two below: written by the store thread while no job needs them, read by both.
-        self._segments: dict[int, IpcMapping] = {}
+        # The four below: written by the store thread while no job needs them, read by both.
+        self._segments: dict[int, IpcMapping | AddressRange] = {}
+        self._ranges: dict[int, AddressRange] = {}  # those that are such, once more
+        self._pieces: dict[int, tuple[AddressRange, int]] = {}  # with the offset in its range
         self._opened: Opened | None = None
 
     # --- for both directions ----------------------------------------------------------------
@@ -162,22 +174,47 @@ class CudaClient:
             owned = made.pop_all()
         self._opened = Opened(page, stores, restores, scratch, checks, owned)
 
-    def map(self, request: MapSegment) -> None:
-        """Map what the client offers.
+    def map(self, request: Mappable, descriptor: int) -> None:
+        """Map what the client offers; the descriptor, of a piece, stays the caller's.
 
         Raises:
             KernelsError, ValueError: it cannot be mapped, or is not what was offered.
         """
-        mapping = IpcMapping(request.handle)
-        if mapping.nbytes < request.nbytes:
-            mapping.close()
-            raise ValueError(f"the handle leads to {mapping.nbytes} bytes, not {request.nbytes}")
-        self._segments[request.segment] = mapping
+        if isinstance(request, MapPiece):
+            into = self._ranges.get(request.into)
+            if into is None:
+                raise ValueError(f"segment {request.into} is no range of addresses")
+            into.map(descriptor, request.offset, request.nbytes)
+            self._pieces[request.segment] = into, request.offset
+        elif isinstance(request, ReserveRange):
+            made = self._reserved(request.nbytes)
+            self._segments[request.segment] = self._ranges[request.segment] = made
+        else:
+            self._segments[request.segment] = _opened(request)
+
+    def _reserved(self, nbytes: int) -> AddressRange:
+        """Reserve addresses: far more than a client has memory, far fewer than there are."""
+        total = self.device.context.total_bytes()
+        reserved = sum(one.nbytes for one in self._ranges.values()) + nbytes
+        if reserved > MOST_RESERVED * total:
+            raise ValueError(
+                f"a session has reserved {format_size(reserved)} of addresses, and may "
+                f"{MOST_RESERVED} times the {format_size(total)} of the GPU"
+            )
+        return AddressRange(nbytes, self.device.context.ordinal)
 
     def unmap(self, segment: int) -> None:
-        """Unmap a segment."""
+        """Unmap a segment, with its pieces, or a piece."""
         try:
-            self._segments.pop(segment).close()
+            piece = self._pieces.pop(segment, None)
+            if piece is not None:
+                into, offset = piece
+                into.unmap(offset)
+                return
+            mapping, gone = self._segments.pop(segment), self._ranges.pop(segment, None)
+            if gone is not None:
+                self._pieces = {n: at for n, at in self._pieces.items() if at[0] is not gone}
+            mapping.close()
         except KernelsError:
             log.exception("segment %d of session %016x cannot be unmapped", segment, self.session)
 
@@ -195,6 +232,19 @@ class CudaClient:
         except KernelsError:
             log.exception("session %016x could not let all its device memory go", self.session)
         self._page.close()
+
+
+def _opened(request: MapSegment) -> IpcMapping:
+    """Map an allocation by its handle.
+
+    Raises:
+        KernelsError, ValueError: it cannot be mapped, or is less than was offered.
+    """
+    mapping = IpcMapping(request.handle)
+    if mapping.nbytes < request.nbytes:
+        mapping.close()
+        raise ValueError(f"the handle leads to {mapping.nbytes} bytes, not {request.nbytes}")
+    return mapping
 
 
 def error_text(error: Exception) -> str:

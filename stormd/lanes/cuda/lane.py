@@ -21,11 +21,11 @@ from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
 from stormd.lanes.cuda.session import CudaSession
 from stormd.lanes.link_limit import LinkLimit
-from stormd.ledger.events import RestoreJob, StoreJob
+from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
-from stormd.protocol import Hello, MapSegment
+from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES
 
 __all__ = ["CudaLane"]
@@ -151,9 +151,9 @@ class CudaLane:
         """Let the sources of these stores be used again."""
         self._sessions[session].recorded(sequences)
 
-    def map_segment(self, session: int, request: MapSegment) -> None:
-        """Map a client's allocation by its CUDA IPC handle."""
-        self._sessions[session].map_segment(request)
+    def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
+        """Map a client's memory, by its CUDA IPC handle or its descriptor."""
+        self._sessions[session].map_segment(request, descriptor)
 
     def unmap_segment(self, session: int, segment: int) -> None:
         """Unmap the segment once the jobs that were queued before are done."""

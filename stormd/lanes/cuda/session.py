@@ -11,6 +11,7 @@ client's counter has come, and put on the device what may be done.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +25,14 @@ from stormd.lanes.cuda.pipeline import Pipeline
 from stormd.lanes.cuda.restores import Restores
 from stormd.lanes.cuda.scratch import DirectScratch, Scratch
 from stormd.lanes.cuda.stores import Stores
-from stormd.ledger.events import Detached, RestoreJob, SegmentMapped, SegmentRefused, StoreJob
-from stormd.protocol import MapSegment
+from stormd.ledger.events import (
+    Detached,
+    Mappable,
+    RestoreJob,
+    SegmentMapped,
+    SegmentRefused,
+    StoreJob,
+)
 
 __all__ = ["CudaSession"]
 
@@ -59,9 +66,9 @@ class CudaSession:
 
     # --- called on the event loop -----------------------------------------------------------
 
-    def map_segment(self, request: MapSegment) -> None:
+    def map_segment(self, request: Mappable, descriptor: int) -> None:
         """Map the segment in the store thread; answered by SegmentMapped or SegmentRefused."""
-        self.stores.run(partial(self._map, request))
+        self.stores.run(partial(self._map, request, descriptor))
 
     def unmap_segment(self, segment: int) -> None:
         """Unmap the segment once the jobs that were queued before are done."""
@@ -109,12 +116,12 @@ class CudaSession:
 
     # --- run between jobs, in the store thread ----------------------------------------------
 
-    def _map(self, request: MapSegment) -> None:
+    def _map(self, request: Mappable, descriptor: int) -> None:
         client = self._client
         try:
             if not client.is_open:
                 self._open()
-            client.map(request)
+            client.map(request, descriptor)
         except (KernelsError, LaneUnavailable, ValueError) as error:
             detail = f"segment {request.segment} cannot be mapped: {error}"
             log.warning("session %016x: %s", client.session, detail)
@@ -124,6 +131,9 @@ class CudaSession:
                 )
             )
             return
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
         client.post(SegmentMapped(session=client.session, segment=request.segment))
 
     def _open(self) -> None:

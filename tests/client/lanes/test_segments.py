@@ -42,6 +42,9 @@ class Device:
     def exportable(self, address: int) -> bool:
         return self.exports
 
+    def retain_piece(self, address: int) -> int | None:
+        return None
+
     def ipc_handle(self, address: int) -> bytes:
         if self.is_imported:
             raise CudaDriverError("cuIpcGetMemHandle", "CUDA_ERROR_INVALID_VALUE", "")
@@ -59,6 +62,9 @@ class Daemon:
     def defer(self, request: int, message: Message) -> None:
         self._posted.append(message)
         assert len(self._posted) == request
+
+    def hand_over(self, number: int, descriptor: int) -> bool:
+        raise AssertionError("there are no pieces")
 
     @property
     def posted(self) -> list[Message]:
@@ -88,18 +94,18 @@ def daemon(segments: Segments) -> Daemon:
 
 
 def test_a_range_is_found_from_the_daemons_answer_on(segments: Segments, daemon: Daemon) -> None:
-    assert segments.find(MIB + 64) is None
-    assert segments.find(MIB + 64) is None
+    assert segments.find(MIB + 64, 64) is None
+    assert segments.find(MIB + 64, 64) is None
     assert daemon.posted == [MapSegment(segment=1, handle=b"1", nbytes=MIB)]
     daemon.answer()
-    assert segments.find(MIB + 64) == Mapped(1, 64)
+    assert segments.find(MIB + 64, 64) == Mapped(1, 64)
     assert len(daemon.posted) == 1
 
 
 def test_what_the_daemon_refuses_is_not_offered_again(segments: Segments, daemon: Daemon) -> None:
-    segments.find(MIB)
+    segments.find(MIB, 64)
     daemon.answer(mapped=False)
-    assert segments.find(MIB) is None
+    assert segments.find(MIB, 64) is None
     assert len(daemon.posted) == 1
 
 
@@ -107,29 +113,29 @@ def test_what_cannot_be_exported_is_never_offered(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
     device.exports = False
-    assert segments.find(MIB) is None
-    assert segments.find(MIB) is None
+    assert segments.find(MIB, 64) is None
+    assert segments.find(MIB, 64) is None
     assert not daemon.posted
 
 
 def test_an_address_used_again_is_another_allocation(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(MIB)
+    segments.find(MIB, 64)
     daemon.answer()
     device.allocate(MIB)
-    assert segments.find(MIB) is None
+    assert segments.find(MIB, 64) is None
     daemon.answer()
-    assert segments.find(MIB) == Mapped(2, 0)
+    assert segments.find(MIB, 64) == Mapped(2, 0)
     assert segments.sweep()
     assert daemon.posted[-1] == UnmapSegment(1)
-    assert segments.find(MIB) == Mapped(2, 0)
+    assert segments.find(MIB, 64) == Mapped(2, 0)
 
 
 def test_what_was_freed_is_unmapped_once(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(MIB)
+    segments.find(MIB, 64)
     daemon.answer()
     assert not segments.sweep()
     del device.allocations[MIB]
@@ -142,11 +148,21 @@ def test_what_was_freed_is_unmapped_once(
 def test_what_is_freed_before_the_answer_is_unmapped_after_it(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(MIB)
+    segments.find(MIB, 64)
+    assert daemon.posted
     del device.allocations[MIB]
     assert not segments.sweep()
     daemon.answer()
     assert daemon.posted[1:] == [UnmapSegment(1)]
+
+
+def test_what_is_freed_before_it_was_offered_is_not_offered(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    segments.find(MIB, 64)
+    del device.allocations[MIB]
+    assert not segments.sweep()
+    assert not daemon.posted
 
 
 def test_the_one_used_longest_ago_gives_way(
@@ -154,20 +170,20 @@ def test_the_one_used_longest_ago_gives_way(
 ) -> None:
     for number in (1, 2, 3):
         device.allocate(number * MIB)
-        segments.find(number * MIB)
+        segments.find(number * MIB, 64)
         daemon.answer()
-    segments.find(MIB)
+    segments.find(MIB, 64)
     device.allocate(4 * MIB)
-    segments.find(4 * MIB)
-    assert daemon.posted[-1] == UnmapSegment(2)
-    assert segments.find(MIB) is not None
+    segments.find(4 * MIB, 64)
+    assert daemon.posted[-2] == UnmapSegment(2)  # before it is offered more
+    assert segments.find(MIB, 64) is not None
     assert len(segments) == 3
 
 
 def test_another_error_of_the_driver_is_not_taken_for_a_freed_allocation(
     device: Device, segments: Segments, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments.find(MIB)
+    segments.find(MIB, 64)
     daemon.answer()
 
     def broken(address: int) -> int:
@@ -183,8 +199,8 @@ def test_memory_whose_export_fails_is_left_alone(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
     device.is_imported = True
-    assert segments.find(MIB) is None
-    assert segments.find(MIB + 64) is None
+    assert segments.find(MIB, 64) is None
+    assert segments.find(MIB + 64, 64) is None
     assert not daemon.posted
     assert not segments.sweep()
     assert len(segments) == 1
@@ -200,19 +216,19 @@ def test_another_daemon_is_offered_what_was_mapped_or_on_offer() -> None:
     for base in (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB):
         device.allocate(base)
     for base, mapped in ((10 * MIB, True), (20 * MIB, False)):
-        segments.find(base)
+        segments.find(base, 64)
         daemon.answer(mapped=mapped)
-    segments.find(30 * MIB)  # on offer
+    segments.find(30 * MIB, 64)  # on offer
     assert daemon.posted
     offers = {offer.segment for offer in segments.offers()}
     assert offers == {1, 3}
-    segments.find(40 * MIB)  # met while another daemon was looked for
+    segments.find(40 * MIB, 64)  # met while another daemon was looked for
     segments.resume(offers, {3})
-    assert segments.find(30 * MIB) == Mapped(3, 0)
-    assert segments.find(10 * MIB) is None
+    assert segments.find(30 * MIB, 64) == Mapped(3, 0)
+    assert segments.find(10 * MIB, 64) is None
     assert [type(one) for one in segments.outbox] == [MapSegment]
     daemon.answer()
-    assert segments.find(40 * MIB) == Mapped(4, 0)
+    assert segments.find(40 * MIB, 64) == Mapped(4, 0)
 
 
 def test_what_was_freed_is_not_offered_to_another_daemon() -> None:
@@ -220,7 +236,7 @@ def test_what_was_freed_is_not_offered_to_another_daemon() -> None:
     segments = Segments(device)
     daemon = Daemon(segments)
     device.allocate(10 * MIB)
-    segments.find(10 * MIB)
+    segments.find(10 * MIB, 64)
     daemon.answer()
     del device.allocations[10 * MIB]
     assert segments.offers() == []
