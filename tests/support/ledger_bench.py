@@ -128,6 +128,12 @@ class LedgerBench:
         message = MapSegment(segment=segment, handle=b"handle", nbytes=nbytes)
         self.lane.take(self.ask(session, 3, message))
 
+    def take_and_finish(self, message: Message, *, session: int = 1) -> None:
+        """Have the lane do at once what is to be done for a message."""
+        self.lane.take(self.ask(session, 3, message))
+        while self.lane.jobs:
+            self.lane.finish()
+
     def unmap(self, segment: int, *, session: int = 1) -> None:
         self.lane.take(self.ask(session, 0, UnmapSegment(segment)))
 

@@ -17,9 +17,12 @@ from stormd.protocol import (
     Admitted,
     Failed,
     Mapped,
+    MapPiece,
     MapSegment,
+    Message,
     Refused,
     Rejected,
+    ReserveRange,
     Restored,
     RestoredParts,
     Store,
@@ -474,6 +477,75 @@ def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
     assert isinstance(made.lane.last(), Refused)
     made.lane.take(made.ask(1, 3, UnmapSegment(9)))
     assert isinstance(made.lane.last(), Refused)
+
+
+def test_of_a_range_only_what_is_mapped_may_be_named(made: LedgerBench) -> None:
+    def store(entry: int, offset: int, nbytes: int) -> type[Message]:
+        message = Store(
+            entry=entry, segment=4, offset=offset, nbytes=nbytes, dtype="uint8", codec="raw",
+            sequence=0,
+        )  # fmt: skip
+        made.lane.take(made.ask(1, 0, message))
+        return type(made.lane.last())
+
+    made.take_and_finish(ReserveRange(segment=4, nbytes=8 * KIB))
+    assert store(1, 0, KIB) is Rejected
+    for piece, offset in ((5, 0), (6, KIB), (7, 4 * KIB)):
+        made.take_and_finish(MapPiece(segment=piece, into=4, offset=offset, nbytes=KIB))
+        assert made.lane.last() == Mapped(piece)
+    assert store(1, KIB // 2, KIB) is Admitted
+    assert store(2, KIB, KIB + 1) is Rejected
+    assert store(2, 3 * KIB, KIB) is Rejected
+    for problem in (
+        MapPiece(segment=8, into=4, offset=KIB // 2, nbytes=4 * KIB),
+        MapPiece(segment=8, into=4, offset=8 * KIB, nbytes=1),
+        MapPiece(segment=8, into=5, offset=2 * KIB, nbytes=KIB),
+        MapPiece(segment=5, into=4, offset=2 * KIB, nbytes=KIB),
+        MapPiece(segment=8, into=4, offset=2 * KIB, nbytes=0),
+    ):
+        made.lane.take(made.ask(1, 3, problem))
+        assert isinstance(made.lane.last(), Refused)
+    made.unmap(5)
+    assert store(2, 0, KIB) is Rejected
+    assert store(2, KIB, KIB) is Admitted
+    made.unmap(4)
+    assert store(3, KIB, KIB) is Rejected
+    made.unmap(6)
+    assert isinstance(made.lane.last(), Refused), "it went with its range"
+
+
+def test_a_piece_is_not_taken_for_one_of_another_range_of_the_same_number(
+    made: LedgerBench,
+) -> None:
+    """What it was mapped into is gone, and nothing is there in the new range."""
+    made.take_and_finish(ReserveRange(segment=4, nbytes=8 * KIB))
+    made.lane.take(made.ask(1, 3, MapPiece(segment=5, into=4, offset=0, nbytes=KIB)))
+    made.unmap(4)
+    made.lane.take(made.ask(1, 3, ReserveRange(segment=4, nbytes=8 * KIB)))
+    made.lane.finish()
+    assert isinstance(made.lane.last(), Refused)
+    made.lane.finish()
+    message = Store(
+        entry=1, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
+    )
+    made.lane.take(made.ask(1, 0, message))
+    assert isinstance(made.lane.last(), Rejected)
+
+
+def test_a_restore_that_waits_fails_with_the_piece_that_it_is_to_go_to(made: LedgerBench) -> None:
+    made.take_and_finish(ReserveRange(segment=4, nbytes=8 * KIB))
+    for piece, offset in ((5, 0), (6, KIB)):
+        made.take_and_finish(MapPiece(segment=piece, into=4, offset=offset, nbytes=KIB))
+    made.store(1)
+    made.restore(1, ticket=1, segment=4)
+    made.unmap(6)
+    assert isinstance(made.lane.last(), Mapped | Admitted)
+    made.unmap(5)
+    failed = made.lane.last()
+    assert isinstance(failed, Failed)
+    assert (failed.ticket, failed.kind) == (1, "UsageError")
+    made.lane.finish()
+    made.ledger.assert_invariants()
 
 
 # --- shares and users' quotas -------------------------------------------------------------------

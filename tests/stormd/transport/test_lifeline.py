@@ -28,8 +28,13 @@ class Bench:
         self.uids: list[int] = []
         self.given: list[str] = []
         self.granted = False
+        self.pieces: asyncio.Queue[tuple[int, int, str]] = asyncio.Queue()
         self.listener = LifelineListener(
-            asyncio.get_running_loop(), path, on_token=self.grant, on_lost=self.lost.put_nowait
+            asyncio.get_running_loop(),
+            path,
+            on_token=self.grant,
+            on_piece=self.take_piece,
+            on_lost=self.lost.put_nowait,
         )
         self.listener.allow(frozenset({os.getuid()}))
 
@@ -46,6 +51,11 @@ class Bench:
         reading, writing = os.pipe()
         os.close(writing)
         return 7, (reading,)
+
+    def take_piece(self, session: int, number: int, descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        self.pieces.put_nowait((session, number, name))
+        os.close(descriptor)
 
     async def connect(self, token: bytes) -> socket.socket:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -129,9 +139,25 @@ async def test_who_is_not_allowed_is_shown_out_at_once(bench: Bench) -> None:
     line.close()
 
 
-async def test_speech_on_the_lifeline_is_its_end(bench: Bench) -> None:
+async def test_descriptors_come_with_their_numbers(bench: Bench) -> None:
     line = await adopted(bench)
-    line.sendall(b"?")
+    for number, name in ((1 << 40, "one"), (2, "other")):
+        descriptor = os.memfd_create(name)
+        socket.send_fds(line, [number.to_bytes(8, "little")], [descriptor])
+        os.close(descriptor)
+    async with asyncio.timeout(SECONDS):
+        assert await bench.pieces.get() == (7, 1 << 40, "memfd:one (deleted)")
+        assert await bench.pieces.get() == (7, 2, "memfd:other (deleted)")
+    assert bench.lost.empty()
+    line.close()
+
+
+@pytest.mark.parametrize(("said", "descriptors"), [(b"?", 0), (b"?", 1), (bytes(8), 0)])
+async def test_other_speech_on_the_lifeline_is_its_end(
+    bench: Bench, said: bytes, descriptors: int
+) -> None:
+    line = await adopted(bench)
+    socket.send_fds(line, [said], [0] * descriptors)
     async with asyncio.timeout(SECONDS):
         assert await bench.lost.get() == 7
     assert await ended(line)
