@@ -16,6 +16,7 @@ from stormd.doctor.finding import Finding
 __all__ = [
     "check_connections",
     "check_driver",
+    "check_expandable",
     "check_ipc",
     "check_mps",
     "check_products",
@@ -27,6 +28,8 @@ _LEAST_DRIVER: Final = 13000
 
 _UNIFIED_ADDRESSING: Final = 41
 _STREAM_WAIT_GEQ: Final = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+_VIRTUAL_MEMORY: Final = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_DESCRIPTORS: Final = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 _CAPABILITY: Final = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _HOPPER: Final = (9, 0)
 _NO_DRIVER: Final = "no NVIDIA driver: the cpu lane alone is offered"
@@ -66,6 +69,22 @@ def check_ipc() -> Finding:
         detail = f"devices {', '.join(lacking)} lack unified addressing or 64-bit stream waits"
         return Finding("CUDA IPC", "fail", detail, "serve with --device cpu on this machine")
     return Finding("CUDA IPC", "ok", "unified addressing and 64-bit stream waits")
+
+
+def check_expandable() -> Finding:
+    """Check that memory of PyTorch's expandable segments can be shared with the daemon."""
+    name, driver = "expandable segments", _driver()
+    if driver is None:
+        return Finding(name, "skip", _NO_DRIVER)
+    lacking = [
+        str(index)
+        for index in range(_device_count(driver))
+        if not all(_attribute(driver, index, one) for one in (_VIRTUAL_MEMORY, _DESCRIPTORS))
+    ]
+    if lacking:
+        detail = f"devices {', '.join(lacking)} share no such memory: it passes through staging"
+        return Finding(name, "warn", detail, "train without expandable_segments:True")
+    return Finding(name, "ok", "tensors in them are stored and restored in place")
 
 
 def check_mps() -> Finding:

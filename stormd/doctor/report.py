@@ -29,6 +29,7 @@ def examine(config: Config) -> list[Finding]:
         ("runtime directory", lambda: system.check_runtime_directory(config)),
         ("CUDA driver", lambda: cuda.check_driver(config)),
         ("CUDA IPC", cuda.check_ipc),
+        ("expandable segments", cuda.check_expandable),
         ("CUDA MPS", cuda.check_mps),
         ("workers", lambda: cuda.check_workers(config)),
         ("CUDA queues", cuda.check_connections),

@@ -24,6 +24,8 @@ pytestmark = [
 ]
 
 TRAINER = Path(__file__).parents[1] / "support" / "cuda_trainer.py"
+EXPANDING = TRAINER.with_name("expandable_trainer.py")
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 NOTICED_SECONDS = 60.0
 KILLS = 5
 MANY = 100_000
@@ -41,8 +43,10 @@ def daemon() -> Iterator[ChildDaemon]:
 
 
 @contextmanager
-def trainer(address: str, steps: int, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(TRAINER), address, str(steps)]
+def trainer(
+    address: str, steps: int, program: Path = TRAINER, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(program), address, str(steps)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
@@ -75,7 +79,7 @@ def test_two_trainers_share_a_daemon_and_stay_exact(daemon: ChildDaemon) -> None
 @pytest.mark.parametrize(
     "environment",
     [
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        EXPANDABLE,
         {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
         {CONNECTIONS: "1"},
     ],
@@ -86,6 +90,26 @@ def test_settings_that_forbid_exports_or_join_streams(
 ) -> None:
     with trainer(daemon.address, 5, **environment) as process:
         assert lines(process, 7) == ["ready", *["same"] * 5, "done"]
+
+
+def test_expandable_segments_are_used_in_place_and_given_back(daemon: ChildDaemon) -> None:
+    with trainer(daemon.address, 12, EXPANDING, **EXPANDABLE) as process:
+        said = lines(process, 15)
+    assert (said[0], said[-1]) == ("ready", "done"), said
+    steps = [line.split() for line in said[1:13]]
+    assert [same for same, _ in steps] == ["same"] * 12
+    assert all(int(found) > 0 for _, found in (*steps[3:6], *steps[9:])), said
+    assert int(said[13].removeprefix("held ")) < 64 << 20, said
+
+
+def test_a_killed_trainers_expandable_segments_are_freed(daemon: ChildDaemon) -> None:
+    torch.cuda.init()
+    free, _ = torch.cuda.mem_get_info()
+    with trainer(daemon.address, MANY, EXPANDING, **EXPANDABLE) as victim:
+        assert [line.split()[0] for line in lines(victim, 5)] == ["ready", *["same"] * 4]
+        victim.kill()
+    assert_empty(daemon)
+    wait_until(lambda: torch.cuda.mem_get_info()[0] > free - (64 << 20), NOTICED_SECONDS)
 
 
 def test_trainers_share_a_daemon_that_has_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from stormd.ledger.events import (
     RestoreFailed,
     RestoreJob,
     Result,
+    SegmentMapped,
     SegmentRefused,
     StoreDone,
     StoreFailed,
@@ -36,6 +37,7 @@ from stormd.protocol import (
     Envelope,
     Hello,
     Message,
+    ReserveRange,
     Store,
     Welcome,
     decode,
@@ -132,7 +134,10 @@ class _Lane:
         else:
             self.results.append(RestoreDone(session=job.session, ticket=job.ticket, seconds=0.0))
 
-    def map_segment(self, session: int, request: Any) -> None:
+    def map_segment(self, session: int, request: Any, descriptor: int = -1) -> None:
+        if isinstance(request, ReserveRange):
+            self.results.append(SegmentMapped(session=session, segment=request.segment))
+            return
         self.results.append(
             SegmentRefused(session=session, segment=request.segment, detail="no such handle")
         )

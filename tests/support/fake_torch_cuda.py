@@ -11,6 +11,7 @@ lies on.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import pytest
 import torch
 from storm_kernels.errors import CudaDriverError
 from support import fake_cuda
+from support.fake_virtual_memory import ExpandableSegment
 
 
 def ordinal_of(device: torch.device | int) -> int:
@@ -67,9 +69,15 @@ class FakeEvent:
 class FakeTensor:
     """`nbytes` of a device's memory, its own; notes what streams it is recorded on."""
 
-    def __init__(self, nbytes: int, device: int) -> None:
+    def __init__(self, nbytes: int, device: int, *, expandable: bool = False) -> None:
+        self.buffer: fake_cuda.DeviceBuffer | ExpandableSegment
         with fake_cuda.entered(device):
-            self.buffer = fake_cuda.DeviceBuffer(max(1, nbytes))
+            if expandable:
+                size = -nbytes % mmap.PAGESIZE + nbytes
+                self.buffer = ExpandableSegment(2 * size)
+                self.buffer.map(0, size)
+            else:
+                self.buffer = fake_cuda.DeviceBuffer(max(1, nbytes))
         self.device = device
         self.recorded: list[int] = []
 
@@ -118,12 +126,14 @@ class FakeTorch:
         self.memory: dict[int, dict[str, int]] = {}
         """What a device tells of itself, by the names of PyTorch's functions."""
         self.given_back = 0
+        self.expandable = False
+        """Whether tensors lie in expandable segments from now on, each in one of its own."""
 
     def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> Any:
         return self.tensor(nbytes, device.index) if nbytes else _View()
 
     def tensor(self, nbytes: int, device: int = 0) -> FakeTensor:
-        made = FakeTensor(nbytes, device)
+        made = FakeTensor(nbytes, device, expandable=self.expandable)
         self._made.append(made)
         self.contexts.add(device)
         return made

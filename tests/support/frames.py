@@ -26,11 +26,13 @@ from stormd.protocol import (
     Goodbye,
     Hello,
     ListEntries,
+    MapPiece,
     MapSegment,
     Message,
     Ping,
     PlanLearned,
     Release,
+    ReserveRange,
     Restore,
     RestoreParts,
     Resume,
@@ -180,6 +182,10 @@ class FrameFuzzer:
             self._hello,
             lambda: self._cache_message(name, size),
             lambda: MapSegment(segment=choice.randrange(4), handle=b"h" * 64, nbytes=size),
+            lambda: ReserveRange(segment=choice.randrange(4), nbytes=size),
+            lambda: MapPiece(
+                segment=self._known(), into=choice.randrange(4), offset=0, nbytes=size
+            ),
             lambda: UnmapSegment(choice.randrange(1, 4)),
             lambda: PlanLearned(
                 kept_bytes=size, offloaded_bytes=offset, replayed_bytes=0, budget=name

@@ -134,7 +134,7 @@ class CudaLane:
     def in_place(self) -> _InPlace | None:
         """The daemon's way to tensors where they are.
 
-        None under ONE_CONNECTION, where PyTorch's memory cannot be exported, and once closed.
+        None under ONE_CONNECTION, where PyTorch's memory cannot be mapped, and once closed.
         """
         return self._in_place
 
@@ -328,7 +328,14 @@ class CudaLane:
         with self.entered():
             probe = torch.empty(1, dtype=torch.uint8, device=self.device)
             address = probe.data_ptr()
-            return cuda_driver.exportable(address) or cuda_driver.is_shareable(address)
+            if cuda_driver.exportable(address) or cuda_driver.is_shareable(address):
+                return True
+        log.warning(
+            "tensors are copied through a staging area, because no other process can map PyTorch's "
+            "memory on %s; unset backend:cudaMallocAsync to have them stored and restored in place",
+            self.device,
+        )
+        return False
 
     def _open(self) -> Shared:
         """Return what is shared with the daemon.

@@ -72,6 +72,7 @@ class Segments:
         )
         self._unsent: dict[int, Offered] = {}  # by number: what the outbox has an offer of
         self._offers: dict[int, Offered] = {}  # by request
+        self._has_warned = False
         self._resuming: dict[int, Piece] = {}  # by number: what was returned by `offers`
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
@@ -123,8 +124,12 @@ class Segments:
         """Tell whether the number is that of an offer in flight."""
         return request in self._offers
 
-    def answered(self, request: int, *, mapped: bool) -> None:
-        """Note the daemon's answer to an offer."""
+    def answered(self, request: int, refusal: str | None) -> None:
+        """Note the daemon's answer to an offer: why it maps nothing, None where it does."""
+        if refusal is not None and not self._has_warned:
+            log.warning("what the daemon cannot map is copied through a staging area: %s", refusal)
+            self._has_warned = True
+        mapped = refusal is None
         offered = self._offers[request]
         unmap = UnmapSegment(offered.number)
         # A piece has gone with its range.

@@ -430,7 +430,7 @@ class Session(Listener):
         if self._in_place is not None and isinstance(message, Mapped | Refused):
             segments = self._in_place.segments
             if segments.concerns(request):
-                segments.answered(request, mapped=isinstance(message, Mapped))
+                segments.answered(request, getattr(message, "detail", None))
                 tell(self.connection, segments)
                 return
         if self._in_place is not None and isinstance(message, Failed | Refused):

@@ -17,13 +17,13 @@ import pytest
 import storm_kernels
 import torch
 from storm_client.errors import DaemonLost
-from storm_client.lanes import Slot
+from storm_client.lanes import Mapped, Slot
 from support import fake_cuda
 from support.fake_torch_cuda import FakeTorch, fake_torch
 from support.waiting import wait_until
 
 from stormd.memory.shared_memory import SharedMemory
-from stormd.protocol import MapSegment, Message
+from stormd.protocol import MapPiece, MapSegment, Message, ReserveRange
 from stormd.protocol.timeline import (
     PAGE_BYTES,
     POISON,
@@ -158,6 +158,37 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
     thread.start()
     thread.join()
     assert seen == [0] * 25
+
+
+def test_expandable_segments_are_used_in_place(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    fake.expandable = True
+    lane = bench().lane
+    assert lane.hello.staging_bytes == (1 << 30) // 512
+    tensor, segments = fake.tensor(PART), lane.in_place.segments
+    assert lane.in_place.find(tensor.data_ptr(), PART) is None
+    handed: list[int] = []
+
+    def hand_over(number: int, descriptor: int) -> bool:
+        handed.append(os.fstat(descriptor).st_size)
+        return True
+
+    def offer() -> None:
+        for request in (1, 2):
+            offers.append(segments.next_offer(hand_over))
+            segments.asked(request, offers[-1])
+
+    offers: list[Message] = []
+    thread = threading.Thread(target=offer)  # as that which listens, in no context
+    thread.start()
+    thread.join()
+    assert [type(one) for one in offers] == [ReserveRange, MapPiece]
+    assert handed == [PART]
+    for request in (1, 2):
+        segments.answered(request, None)
+    assert lane.in_place.find(tensor.data_ptr(), PART) == Mapped(1, 0)
+    segments.close()
 
 
 def test_what_captures_is_the_lanes_own_device(

@@ -18,7 +18,7 @@ from support.fake_virtual_memory import AddressRange, ExpandableSegment
 
 from stormd.protocol import MapPiece, Message, ReserveRange, UnmapSegment
 
-PIECE = 64 << 10
+PIECE = 16 << 10
 
 
 class Daemon:
@@ -32,7 +32,7 @@ class Daemon:
         self._ranges: dict[int, AddressRange] = {}
         self._pieces: dict[int, tuple[AddressRange, int]] = {}
         self._descriptors: dict[int, int] = {}
-        self._answers: deque[tuple[int, bool]] = deque()
+        self._answers: deque[int] = deque()
 
     def hand_over(self, number: int, descriptor: int) -> bool:
         if self.reads:
@@ -60,16 +60,16 @@ class Daemon:
             into.map(descriptor, message.offset, message.nbytes)
             os.close(descriptor)
             self._pieces[message.segment] = into, message.offset
-        self._answers.append((request, True))
+        self._answers.append(request)
 
     def answer(self, at_most: int = 1000) -> None:
         """Answer what was asked, and be told what there is."""
         tell(self, self.segments)
         while self._answers and at_most:
             at_most -= 1
-            request, mapped = self._answers.popleft()
+            request = self._answers.popleft()
             assert self.segments.concerns(request)
-            self.segments.answered(request, mapped=mapped)
+            self.segments.answered(request, None)
             tell(self, self.segments)
 
     def read(self, place: Mapped, nbytes: int) -> bytes:

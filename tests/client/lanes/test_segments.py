@@ -73,7 +73,7 @@ class Daemon:
 
     def answer(self, *, mapped: bool = True) -> None:
         assert self.segments.concerns(len(self.posted))
-        self.segments.answered(len(self.posted), mapped=mapped)
+        self.segments.answered(len(self.posted), None if mapped else "no such handle")
 
 
 @pytest.fixture

@@ -85,3 +85,20 @@ def test_the_token_is_not_told_to_another_user(tmp_path: Path) -> None:
         with pytest.raises(storm.DaemonUnavailable, match=f"who listens at {path} is user"):
             Lifeline.attach(str(path), b"0123456789abcdef", 30.0)
         assert heard() == "b''"
+
+
+def test_a_descriptor_leaves_with_its_number_or_has_to_wait() -> None:
+    ours, its = socket.socketpair()
+    ours.setblocking(False)
+    lifeline = Lifeline(ours)
+    with its, tempfile.TemporaryFile() as file:
+        assert lifeline.hand_over(1 << 40, file.fileno())
+        said, (received,), _, _ = socket.recv_fds(its, 64, 4)
+        assert int.from_bytes(said, "little") == 1 << 40
+        assert os.path.sameopenfile(received, file.fileno())
+        os.close(received)
+        while lifeline.hand_over(1, file.fileno()):  # until it would have to wait
+            pass
+        its.close()
+        assert not lifeline.hand_over(1, file.fileno())
+    lifeline.close()

@@ -7,16 +7,19 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
 from storm_client.errors import DaemonLost
+from storm_client.transport import resume
 from storm_client.transport.connection import Phase
 from support.waiting import wait_until
 
-from stormd.protocol import StatusRequest
+from stormd.protocol import Entries, Mapped, MapPiece, Message, StatusRequest
 
 
 @pytest.fixture
@@ -102,3 +105,30 @@ def test_what_died_meanwhile_is_released(resumable: ChildDaemon) -> None:
         del kept
         wait_until(lambda: resumable.status()["entries"] == 0)
         assert resumable.status()["pool"]["used_bytes"] == 0
+
+
+def test_the_descriptor_of_a_piece_goes_ahead_of_it() -> None:
+    """One that is gone is left out, and so is one that cannot leave."""
+    handed: list[int] = []
+
+    def hand_over(number: int, descriptor: int) -> bool:
+        os.fstat(descriptor)
+        handed.append(number)
+        return number != 3
+
+    channel: Any = SimpleNamespace(lifeline=SimpleNamespace(hand_over=hand_over))
+    offers = [MapPiece(segment=n, into=9, offset=0, nbytes=1) for n in (1, 2, 3)]
+    asked: list[Message] = []
+
+    def ask(_number: int, message: Message) -> Message:
+        asked.append(message)
+        return Mapped(1) if isinstance(message, MapPiece) else Entries([], is_all=True)
+
+    ways = {number: os.memfd_create("piece") for number in (1, 3)}
+    found = resume._asked(channel, offers, ways.get, ask)  # type: ignore[arg-type]
+    assert handed == [1, 3]
+    assert asked[:-1] == offers[:1]
+    assert found.mapped == {1}
+    for descriptor in ways.values():
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(descriptor)

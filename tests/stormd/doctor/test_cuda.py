@@ -55,6 +55,7 @@ def test_no_driver_fails_only_where_cuda_is_asked_for(monkeypatch: pytest.Monkey
     expected = "fail" if Path("/dev/nvidiactl").exists() else "skip"
     assert cuda.check_driver(Config(device="cpu")).state == expected
     assert cuda.check_ipc().state == "skip"
+    assert cuda.check_expandable().state == "skip"
     assert cuda.check_mps().state == "skip"
 
 
@@ -62,6 +63,7 @@ def test_no_driver_fails_only_where_cuda_is_asked_for(monkeypatch: pytest.Monkey
 def test_ipc(monkeypatch: pytest.MonkeyPatch, attribute: int, state: str) -> None:
     _with(monkeypatch, Driver(attribute=attribute))
     assert cuda.check_ipc().state == state
+    assert cuda.check_expandable().state == ("ok" if attribute else "warn")
 
 
 def test_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from stormd.doctor import examine, system
 def test_runs_every_check_once(tmp_path: Path) -> None:
     findings = examine(Config(address=f"ipc://{tmp_path}/s.sock", pool_bytes=1 << 20))
     names = [finding.check for finding in findings]
-    assert len(names) == len(set(names)) == 16
+    assert len(names) == len(set(names)) == 17
     assert {"C library", "codec", "CUDA driver", "runtime directory"} <= set(names)
 
 
@@ -25,4 +25,4 @@ def test_a_broken_check_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     findings = examine(Config(address=f"ipc://{tmp_path}/s.sock", pool_bytes=1 << 20))
     failed = [finding for finding in findings if "no such kernel" in finding.detail]
     assert [(one.check, one.state) for one in failed] == [("huge pages", "fail")]
-    assert len(findings) == 16
+    assert len(findings) == 17

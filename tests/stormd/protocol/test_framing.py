@@ -22,10 +22,13 @@ from stormd.protocol import (
     CacheList,
     CachePut,
     Envelope,
+    MapPiece,
+    MapSegment,
     Message,
     Ping,
     ProtocolError,
     Release,
+    ReserveRange,
     RestoredParts,
     RestoreParts,
     Status,
@@ -99,7 +102,7 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
     values: dict[str, st.SearchStrategy[Any]] = {}
     for field in kind.FIELDS:
         values[field] = BY_NAME.get(field, BY_TYPE[hints[field]])
-        if field == "nbytes" and kind.__name__ != "MapSegment":
+        if field == "nbytes" and kind not in {MapSegment, ReserveRange, MapPiece}:
             values[field] = st.integers(1, 1 << 30)
     return st.builds(kind, **values)
 

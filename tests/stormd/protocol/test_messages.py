@@ -84,6 +84,8 @@ def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
         11: "Resume",
         12: "ListEntries",
         13: "PassOver",
+        14: "ReserveRange",
+        15: "MapPiece",
         23: "RestoreParts",
         24: "StoreParts",
         64: "Welcome",
