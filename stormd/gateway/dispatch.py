@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -156,11 +155,7 @@ class Dispatch:
         self._unsent.pop(peer, None)
         self._held.pop(peer, None)
         self._control.disown(peer.connection)
-        for descriptor in (*peer.descriptors, *peer.handed.values()):
-            os.close(descriptor)
-        peer.descriptors = ()
-        peer.handed.clear()
-        peer.awaiting.clear()
+        peer.close_descriptors()
         peer.lane.detach(detach.session)
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:
@@ -173,6 +168,7 @@ class Dispatch:
     def forget(self, peer: Peer) -> None:
         """Hear a client no more whose session goes on: it has come again on another connection."""
         self._peers.cut_off(peer)
+        peer.close_descriptors()
         self._unsent.pop(peer, None)
         self._held.pop(peer, None)
         self._control.close_connection(peer.connection)

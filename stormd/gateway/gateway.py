@@ -22,6 +22,7 @@ from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import Phase
 from stormd.monitoring.counters import Counters
+from stormd.open_files import are_scarce
 from stormd.protocol import (
     Envelope,
     Goodbye,
@@ -216,21 +217,20 @@ class Gateway:
     def take_piece(self, session: int, number: int, descriptor: int) -> None:
         """Take the descriptor of the piece that a MapPiece names, which comes before or after it.
 
-        Of a piece that is not to be mapped it is closed. A client that sends one twice, or more
-        than may be on offer, loses its session.
+        Of a piece that is not to be mapped it is closed. A client that has more open than may be
+        loses its session; one that was interrupted may send one twice.
         """
         peer = self._peers.by_session[session]
-        if not peer.is_heard:
+        waiting = peer.awaiting.pop(number, None)
+        if not peer.is_heard or number in peer.handed:
             os.close(descriptor)
-            return
-        if number in peer.handed or len(peer.handed) >= MAX_PIECES_WAITING:
+        elif waiting is None and (len(peer.handed) >= MAX_PIECES_WAITING or are_scarce()):
             os.close(descriptor)
             self.end(session, "failed")
         else:
             peer.handed[number] = descriptor
-            request, message = peer.awaiting.pop(number, (0, None))
-            if message is not None:
-                self._map_handed(peer, request, message)
+            if waiting is not None:
+                self._map_handed(peer, *waiting)
         self.flush()
 
     def lose(self, session: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -42,6 +43,14 @@ class Peer:
     def session(self) -> int:
         """Its session's id."""
         return self.record.info.session
+
+    def close_descriptors(self) -> None:
+        """Close what nobody has taken of it."""
+        for descriptor in (*self.descriptors, *self.handed.values()):
+            os.close(descriptor)
+        self.descriptors = ()
+        self.handed.clear()
+        self.awaiting.clear()
 
 
 class Peers:

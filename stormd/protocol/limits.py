@@ -51,7 +51,7 @@ MAX_FEATURES = 64
 MAX_HANDLE_BYTES = 512
 """Bytes of any binary field: a CUDA IPC handle has 64, a token 16."""
 
-MAX_PIECES_WAITING = 64
+MAX_PIECES_WAITING = 16
 """Pieces of one session that are on offer at one time: so many descriptors of it may be open."""
 
 PIECE_NUMBER_BYTES = 8
