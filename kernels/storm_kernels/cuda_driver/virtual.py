@@ -26,7 +26,9 @@ __all__ = [
 _DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_START = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 _RANGE_SIZE = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
-_NO_PIECE = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
+_NO_PIECE = tuple(
+    f"CUDA_ERROR_{one}" for one in ("INVALID_VALUE", "NOT_SUPPORTED", "NOT_PERMITTED")
+)
 """What the driver says of an address at which no piece is mapped."""
 
 
