@@ -15,18 +15,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 3
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Bytecode is compiled as modules are first imported: most of what is installed never is.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 RUN := $(if $(INSTALLED),$(PYTHON),$(VENV)/bin/python) -m
 ready = $(if $(INSTALLED),,$(VENV)/.installed$(1))
 C_SOURCES := $(shell find kernels/storm_kernels -name "*.[ch]" -o -name CMakeLists.txt)
+
+# Without its files each process would compile all that it imports again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test lint docs test-gpu bench bench-codec-gpu man clean
 
 demo: $(call ready,)
 	$(RUN) stormd.cli demo
 
-# Each test process would compile the packages again, and each worker all of the tests.
-test test-gpu: export PYTHONDONTWRITEBYTECODE =
 test: $(call ready,-dev)
 	$(RUN) pytest -m "not gpu and not slow" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
 
