@@ -12,7 +12,7 @@ import weakref
 from contextlib import suppress
 from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,25 @@ if TYPE_CHECKING:
 
 __all__ = ["StepHooks"]
 
-Packed = Handle | KeptTensor | Replayed
+
+class Tried(NamedTuple):
+    """What autograd holds for a tensor that compiled code recomputes and that is handed over, too.
+
+    So it is at a size at which the two were not compared yet.
+    """
+
+    trial: Trial
+    recomputed: _follow.Recomputed
+    recompute: Callable[[_follow.Recomputed], torch.Tensor | None]
+
+    @property
+    def version(self) -> SavedVersion:
+        """That of the tensor."""
+        packed: Handle = self.trial.packed
+        return packed.version
+
+
+Packed = Handle | KeptTensor | Replayed | Tried
 
 
 class StepHooks:
@@ -145,6 +163,7 @@ class StepHooks:
         hooks = (
             self._pack_beside,
             self._pack_expected,
+            self._pack_tried,
             self.unpack,
             self._leave_together,
             self._load_bytes,
@@ -198,6 +217,7 @@ class StepHooks:
                 if not self._keeps:
                     raise lost_in_forward(loss) from loss
                 position = -1
+            self._planned.note_sizes(*follower.sizes)
             if position >= 0:
                 self._planned.stand_at(position)
             elif follower.walks:
@@ -270,6 +290,18 @@ class StepHooks:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
             return self._keep(tensor)
+
+    @untraced
+    def _pack_tried(
+        self, tensor: torch.Tensor, position: int, recomputed: _follow.Recomputed
+    ) -> Packed:
+        """Offload a result that compiled code recomputes, so that both can be compared."""
+        follower, nbytes = self._follower, tensor.untyped_storage().nbytes()
+        packed = self._pack_expected(tensor, position)
+        trial = self._planned.trial_at(position, nbytes)
+        if follower is None or trial is None or not isinstance(packed, Handle):
+            return packed
+        return Tried(trial._replace(packed=packed), recomputed, follower.recompute)
 
     @untraced
     def _leave_together(self, kept: list[_follow.Kept]) -> None:
@@ -383,6 +415,8 @@ class StepHooks:
             return replaced
         if isinstance(packed, Replayed):
             return self._replay(packed)
+        if isinstance(packed, Tried):
+            return self._try(packed.trial, lambda: packed.recompute(packed.recomputed))
         self._traces.used(self._trace)
         self._trace.used(id(packed))
         return self._kept(packed)
@@ -481,7 +515,7 @@ class StepHooks:
         session: Session,
     ) -> Replayed:
         """Have a tensor recomputed; hand it over, too, until its recipe has proved itself."""
-        trial = self._planned.trial(value.number)
+        trial = self._planned.trial(value.number, storage.nbytes())
         if trial is not None:
             packed = self._offload(tensor, storage, session, value.layer)
             trial = trial._replace(packed=packed)
@@ -542,7 +576,9 @@ class StepHooks:
         """Return a tensor that is recomputed, or, the first times, the tensor itself."""
         with self._replaying:
             if replayed.trial is not None:
-                return self._try(replayed, replayed.trial)
+                tensor = self._try(replayed.trial, lambda: self._tried(replayed.result))
+                is_handle = isinstance(replayed.trial.packed, Handle)
+                return tensor if is_handle else replayed.version.alias(tensor)
             began, brought = perf_counter(), self._brought
             with ranges.span("replay", replayed.result.nbytes):
                 tensor = replayed.result.viewed(replayed.view)
@@ -555,21 +591,26 @@ class StepHooks:
         self._recorder.replayed(self._trace.paused("replay", began) - waited)
         return replayed.version.alias(tensor)
 
-    def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
+    def _try(self, trial: Trial, recompute: Callable[[], torch.Tensor | None]) -> torch.Tensor:
         """Return the tensor that was handed over, and note whether its recipe makes the same."""
         tensor = self._bring(trial.packed)
         try:
-            if self._planned.has_parted and not replayed.result.has_recipe:
+            made = recompute()
+            if made is None:
                 pass  # what made it ran when another step signature was expected
-            elif same_bits(replayed.result.made().untyped_storage(), tensor.untyped_storage()):
-                trial.verified.add(trial.number)
+            elif same_bits(made.untyped_storage(), tensor.untyped_storage()):
+                trial.succeed()
             else:
-                trial.kind.reject(trial.number, "recomputed, it had other bits")
+                trial.fail("recomputed, it had other bits")
         except (DaemonLost, OtherNumbers):
             raise
         except (RuntimeError, StormError) as error:
-            trial.kind.reject(trial.number, f"could not be recomputed: {error}")
-        return tensor if isinstance(trial.packed, Handle) else replayed.version.alias(tensor)
+            trial.fail(f"could not be recomputed: {error}")
+        return tensor
+
+    def _tried(self, result: Result) -> torch.Tensor | None:
+        """Return what a recipe makes; None where the step that was to make one has parted."""
+        return None if self._planned.has_parted and not result.has_recipe else result.made()
 
     def _offload(
         self,

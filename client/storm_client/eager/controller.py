@@ -28,7 +28,13 @@ from storm_client.eager.recompute import Trial
 from storm_client.eager.recorder import Mark, NoteDraw, Recorder, Span
 from storm_client.eager.recording import Recording
 from storm_client.eager.recurrence import Recurrence
-from storm_client.eager.signature import SAVED, Kind, Kinds, StepRecord
+from storm_client.eager.signature import (
+    NEAR_LARGEST,
+    Kind,
+    Kinds,
+    StepRecord,
+    saved_numbers,
+)
 from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.alternatives import choose_alternative, staying_bytes
@@ -248,7 +254,8 @@ class Planning:
         followed: _FollowedStep | None = getattr(self._thread, "followed", None)
         self._thread.followed = None
         if followed is not None and followed.begun.device == begun.device:
-            followed.times.took(followed.alternative, Span(followed.begun, begun))
+            span = Span(followed.begun, begun) if followed.is_compared else None
+            followed.times.took(followed.alternative, span)
 
     def _compare_plans(self) -> None:
         """Have the latest kind follow another plan where what steps took says so."""
@@ -294,13 +301,17 @@ class Planning:
         kind.times.pass_seconds = pass_seconds
         if is_trial:
             return None
+        share = kind.share(step.handed_over)
         if fills:
-            kind.times.filled(begun.until_now())
+            kind.times.filled(begun.until_now(), share)
             return None
-        kind.observe(begun.until_now())
+        kind.observe(begun.until_now(), share)
         kind.by_python += not counts
         if kind.search is not None and counts:
-            self._thread.followed = _FollowedStep(kind.times, kind.search.current, begun)
+            is_compared = share >= NEAR_LARGEST
+            self._thread.followed = _FollowedStep(
+                kind.times, kind.search.current, begun, is_compared
+            )
         return kind
 
     def plan(self) -> Plan | None:
@@ -392,7 +403,7 @@ class Planning:
         if kind.has_functions and not kind.has_replays:
             self._go_on_without_functions(kind)
 
-    def figures(self, kind: Kind, steps: Sequence[float]) -> Figures:
+    def figures(self, kind: Kind, steps: Sequence[float | None]) -> Figures:
         """Return what a plan of a kind is to be made from, for other ranks; see `Planner`.
 
         Raises:
@@ -407,6 +418,7 @@ class Planning:
 
     def decide(self, kind: Kind, slowest: Figures, followed: Alternative | None) -> Agreed:
         """Return what the next steps of all ranks are to follow; see `Planner`."""
+        kind.grow(dict(enumerate(slowest.nbytes)))
         search = kind.search
         if search is None:
             kind.machine = slowest.machine
@@ -416,11 +428,13 @@ class Planning:
                     break
         problem, machine = slowest.put_into(self._problem(kind)), kind.machine or slowest.machine
         choice = self._choice(kind, problem, machine, slowest.room)
-        return Agreed(choice, kind.search, machine.measured)
+        nbytes = tuple(value.nbytes for value in problem.values)
+        return Agreed(choice, kind.search, machine.measured, nbytes)
 
     def follow_agreed(self, kind: Kind, agreed: Agreed, *, leads: bool) -> None:
         """Have the next step of a kind follow what ranks have agreed on; see `Planner`."""
         latest, news, choice = self._kinds.latest, kind.is_outdated, agreed.choice
+        kind.grow(dict(enumerate(agreed.nbytes)))
         if latest is not None and latest.origin is kind:
             kind = self._kinds.prefer(kind)
         problem = self._problem(kind)
@@ -436,6 +450,8 @@ class Planning:
         if kind.has_functions and not kind.has_replays:
             other = self._kinds.prefer(kind.without_functions())
             other.search = kind.search
+            numbers = saved_numbers(kind.events)
+            other.grow({new: kind.values[old].nbytes for new, old in enumerate(numbers)})
             problem = self._problem(other)
             self._follow(other, problem, _of_saved(choice, kind), agreed.measured)
 
@@ -532,6 +548,8 @@ class _FollowedStep(NamedTuple):
     times: StepTimes
     alternative: Alternative
     begun: Mark
+    is_compared: bool
+    """Whether it was as large as the others that are."""
 
 
 class PlannedStep:
@@ -619,6 +637,11 @@ class PlannedStep:
         kind.rests = LONG_ENOUGH << min(kind.parted, MOST_DOUBLED)
         kind.parted += 1
 
+    def note_sizes(self, handed_over: int, larger: Iterable[tuple[int, int]]) -> None:
+        """Note what compiled code has seen of sizes; see `StepRecord`."""
+        self._step.handed_over += handed_over
+        self._step.larger.update(larger)
+
     @property
     def position(self) -> int:
         """How many events of the script that compiled code follows have happened.
@@ -641,13 +664,18 @@ class PlannedStep:
         kind.told = weakref.ref(session)
         return kind.plan
 
-    def trial(self, number: int) -> Trial | None:
+    def trial(self, number: int, nbytes: int) -> Trial | None:
         """Return what is to be noted of a value that has not proved itself; None if it has."""
         kind = self._step.kind
-        if kind is None or number in kind.verified:
+        if kind is None or kind.is_proved(number, nbytes):
             return None
         self._is_trial |= kind.goes_on_trying(number)
-        return Trial(kind, number, kind.verified)
+        return Trial(kind, number, kind.ways[number], nbytes)
+
+    def trial_at(self, position: int, nbytes: int) -> Trial | None:
+        """Return the same of an event of the script that compiled code follows."""
+        followed = self._followed
+        return None if followed is None else self.trial(followed[position].value.number, nbytes)
 
     def end(self) -> Kind | None:
         """Learn from the step; nothing runs or is saved in it any more.
@@ -694,7 +722,8 @@ def _pack_input(
     tensor: torch.Tensor,
     number: int,
 ) -> Any:
-    return pack(tensor, step.decided(number), step.layer(number))
+    decision = step.decided(number, tensor.untyped_storage().nbytes())
+    return pack(tensor, decision, step.layer(number))
 
 
 def _little_bytes(kind: Kind) -> float:
@@ -720,7 +749,7 @@ def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
 
 def _of_saved(choice: Choice, kind: Kind) -> Choice:
     """Return a choice of a kind for the same one without its functions."""
-    numbers = list(dict.fromkeys(number for what, number, *_ in kind.events if what is SAVED))
+    numbers = saved_numbers(kind.events)
     return choice._replace(
         decisions=[choice.decisions[number] for number in numbers],
         reasons=[choice.reasons[number] for number in numbers],

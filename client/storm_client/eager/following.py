@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from storm_client.eager.operations import is_simple, may_draw
+from storm_client.eager.proofs import Sizes
 from storm_client.eager.signature import CAST, SAVED, Expected, Kind
 from storm_client.planner.decisions import Keep, Replay
 
@@ -65,7 +66,6 @@ class Noted(NamedTuple):
     name: str
     overload: str
     place: int
-    nbytes: int
     arguments: tuple[int, ...]
     """Which of the function's tensors the call's are; -1 for what it was not given."""
 
@@ -75,7 +75,7 @@ class Noted(NamedTuple):
         return bool(self.name) and self.position >= 0
 
 
-_Event: TypeAlias = tuple[int, int, int, int, int, bool, bool, Any]
+_Event: TypeAlias = tuple[int, int, int, Sizes, int, int, bool, bool, Any]
 
 
 def can_be_followed(kind: Kind) -> bool:
@@ -85,7 +85,7 @@ def can_be_followed(kind: Kind) -> bool:
     if not kind.has_replays:
         return True
     return kind.native.noted is not None and all(
-        number in kind.verified or kind.has_tried(number)
+        kind.proofs.sizes(kind.ways[number]) or kind.has_tried(number)
         for number, decision in enumerate(kind.decisions or ())
         if isinstance(decision, Replay) and kind.values[number].is_saved
     )
@@ -95,7 +95,8 @@ def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script
     """Return the script of a kind, compiled; None where Python has to follow its steps."""
     if kind.script is None:
         return None
-    if kind.native.script is None:
+    native, known = kind.native, (kind.proofs.version, kind.plans)
+    if native.script is None or native.known != known:
         if not can_be_followed(kind):  # which looks at all values, and is not asked every step
             return None
         script = kind.script[:-1]  # behind the last event there is nothing
@@ -108,24 +109,25 @@ def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script
                 if expected.what is SAVED
             ]
         kept = [
-            number
+            (number, kind.most[number])
             for number, decision in enumerate(kind.decisions or ())
             if isinstance(decision, Keep)
         ]
-        kind.native.script = follow.Script(events, kept, len(script))
-    return kind.native.script
+        native.script, native.known = follow.Script(events, kept, len(script)), known
+    return native.script
 
 
 def _saved(
     kind: Kind, position: int, expected: Expected, counts: NativeCounts, *, is_new: bool
 ) -> _Event:
     value, decision = expected.value, expected.decision
-    what, row = _What.PYTHON, 0
+    what, row, proved = _What.PYTHON, 0, kind.proofs.sizes(kind.ways[value.number])
     if isinstance(decision, Keep):
         what, row = _What.KEEP, counts.row(value.layer, "skipped", decision.reason)
-    elif isinstance(decision, Replay) and value.number in kind.verified:
+    elif isinstance(decision, Replay) and proved:
         what, row = _What.RECOMPUTE, counts.row(value.layer, "replayed")
-    return (position, what, value.nbytes, row, value.number, expected.matters, is_new, None)
+    matters, number = expected.matters, value.number
+    return (position, what, expected.most, proved, row, number, matters, is_new, None)
 
 
 def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) -> list[_Event]:
@@ -150,8 +152,7 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
         if one.name:
             call = _call(one, expected)
             matters = expected is not None
-            nbytes = one.nbytes
-            events.append((at, _What.CALL, nbytes, 0, number, matters, is_new, call))
+            events.append((at, _What.CALL, 0, (), 0, number, matters, is_new, call))
         elif expected is not None:
             events.append(_saved(kind, at, expected, counts, is_new=is_new))
     return events

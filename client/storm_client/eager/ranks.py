@@ -45,7 +45,7 @@ MOST_TURNS: Final = 16
 
 MOST_LONELY: Final = 3
 """Signatures that no other rank had, until later ones are planned without asking: ranks whose
-batches have lengths of their own have many."""
+routers choose experts of their own have many."""
 
 LIMITS = Limits()
 
@@ -59,7 +59,7 @@ _Result = TypeVar("_Result")
 class Planner(Protocol):
     """Who makes plans of what is agreed on, and has steps follow them."""
 
-    def figures(self, kind: Kind, steps: Sequence[float]) -> Figures:
+    def figures(self, kind: Kind, steps: Sequence[float | None]) -> Figures:
         """Return what is known of a kind, of which the latest `steps` took so many seconds."""
         ...
 
@@ -81,7 +81,7 @@ class _Shared:
         """Steps that were of this signature."""
         self.followed: Alternative | None = None
         """What they follow."""
-        self.steps: list[float] = []
+        self.steps: list[float | None] = []
         """What those took."""
 
 
@@ -125,8 +125,11 @@ class Ranks:
         if shared is not None:
             shared.ended += 1
 
-    def took(self, kind: Kind, seconds: Sequence[float]) -> None:
-        """Note what the latest steps of a kind took, and call for another plan once that is due."""
+    def took(self, kind: Kind, seconds: Sequence[float | None]) -> None:
+        """Note what the latest steps of a kind took, and call for another plan once that is due.
+
+        None is what a step took that is smaller than others.
+        """
         root = kind.origin or kind
         shared, search = self._shared.get(root), root.search
         if shared is None or search is None or not seconds:
@@ -298,8 +301,8 @@ def _digest(kind: Kind, options: str) -> str:
     for what, *rest in kind.events:
         hashed.update(f"{_name(what)} {rest}\n".encode())
     for value in kind.values:
-        told = value.dtype, tuple(value.shape), value.device.type, value.operation, value.uses
-        hashed.update(f"{value.nbytes} {told} {value.is_result}\n".encode())
+        told = value.dtype, value.device.type, value.operation, value.uses
+        hashed.update(f"{told} {value.is_result}\n".encode())
     return hashed.hexdigest()[:16]
 
 

@@ -321,11 +321,11 @@ class Result:
         "original",
     )
 
-    def __init__(self, tensor: torch.Tensor, nbytes: int, origin: WeakStorage, pins: Pins) -> None:
+    def __init__(self, tensor: torch.Tensor, origin: WeakStorage, pins: Pins) -> None:
         """Stand for `tensor`, whose storage `origin` knows for as long as `pins` are held."""
         self.original: torch.Tensor | None = None
         """The tensor, held as long as its recipe is not known."""
-        self.nbytes = nbytes
+        self.nbytes = tensor.untyped_storage().nbytes()
         self._origin = origin
         self._pins = pins
         self._view = View.of(tensor)
@@ -424,9 +424,19 @@ class Trial(NamedTuple):
     kind: Kind
     number: int
     """The tensor's value in that step signature."""
-    verified: set[int]
-    """Where its plan notes what has proved itself: a later plan does so anew."""
+    way: int
+    """In which it is recomputed by the plan of the step."""
+    nbytes: int
+    """Of its storage."""
     packed: Any = None
+
+    def succeed(self) -> None:
+        """Note that both were the same."""
+        self.kind.prove(self.number, self.way, self.nbytes)
+
+    def fail(self, reason: str) -> None:
+        """Note that the value cannot be recomputed."""
+        self.kind.reject(self.number, reason)
 
 
 class UnchangedTrial(NamedTuple):
@@ -441,7 +451,7 @@ class UnchangedTrial(NamedTuple):
     def compare(self, storage: torch.UntypedStorage) -> None:
         """Note whether what has left is the same; waits for the device."""
         if torch.equal(self.made, checksum(storage)):
-            self.kind.unchanged.add(self.number)
+            self.kind.unchanged.add(self.number, storage.nbytes())
         else:
             self.fail()
 

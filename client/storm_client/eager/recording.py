@@ -99,6 +99,7 @@ class Recording:
         that, and `is_ready` hears of what will leave by that. `functions` may be recomputed.
         """
         self._values = Values(step, least, layers, pack=pack, unpack=unpack)
+        self._least = least
         self._calls = calls
         """Notes which calls make what matters, for compiled code to follow the next steps."""
         self.functions = functions
@@ -128,10 +129,11 @@ class Recording:
         expected = self.step.expected
         if not expected.stays or not is_plain(tensor) or not is_result(tensor):
             return None
-        if tensor.untyped_storage().nbytes() != expected.value.nbytes:
+        nbytes = tensor.untyped_storage().nbytes()
+        is_small = tensor.nbytes < self._least and not tensor._is_view()
+        if is_small or not self._least <= nbytes <= expected.most:
             return None
-        self._note_saved()
-        self.step.advance()
+        self._note_saved(nbytes)
         return expected
 
     def noted(self) -> list[Noted] | None:
@@ -144,9 +146,13 @@ class Recording:
         are_pytorchs = all(one.name.startswith("aten::") for one in noted if one.is_used_call)
         return noted if are_pytorchs else None
 
-    def _note_saved(self) -> None:
+    def _note_saved(self, nbytes: int) -> None:
+        """Note that what the script expects is saved."""
+        step = self.step
         if self._calls is not None:
-            self._calls.saved(self.step.count)
+            self._calls.saved(step.count)
+        step.saves(step.expected.value.number, nbytes)
+        step.advance()
 
     def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         """Note that the function that has run has made what the script expects."""
@@ -173,7 +179,8 @@ class Recording:
             return None
         seen = self._values.find(tensor, storage)
         seen.value.uses += 1
-        decision = step.happened((SAVED, seen.number, seen.value.nbytes, None, ()), seen.number)
+        decision = step.happened((SAVED, seen.number, None, ()), storage.nbytes())
+        step.saves(seen.number, storage.nbytes())
         decision = OFFLOAD if decision is None else decision
         self._expect_operation(tensor, seen, decision, is_first=seen.value.uses == 1)
         step.walk_on()
@@ -185,7 +192,7 @@ class Recording:
         """Note of a saved value what has to be known when its operation returns."""
         made = base_of(tensor)
         if isinstance(decision, Replay) and seen.result is None:
-            seen.result = Result(made, seen.value.nbytes, seen.pin, self.pins)
+            seen.result = Result(made, seen.pin, self.pins)
             seen.result.original = made.detach()  # its recipe is not known yet
         node = made.grad_fn
         if is_first and node is not None and node.name() == _CAST:
@@ -215,6 +222,8 @@ class Recording:
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
             return False
         if not made.requires_grad or (arguments and made is arguments[0]):
+            return True
+        if made.nbytes < self._least:
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False
@@ -260,8 +269,8 @@ class Recording:
             value.operation = name_of(function)
             value.is_expensive = function in EXPENSIVE
             value.inputs, value.timing = numbers_of(inputs), timing
-            event = (function, seen.number, value.nbytes, value.dtype, value.inputs)
-            if isinstance(step.happened(event, seen.number), Replay):
+            event = (function, seen.number, value.dtype, value.inputs)
+            if isinstance(step.happened(event, storage.nbytes()), Replay):
                 self._give_up(seen, call, inputs, output, None if outputs[0] is made else index)
         step.walk_on()
 
@@ -280,7 +289,7 @@ class Recording:
                 self._values.sources(call.tensors(), inputs), output.device.type
             )
         if seen.result is None:
-            seen.result = Result(output, seen.value.nbytes, seen.pin, self.pins)
+            seen.result = Result(output, seen.pin, self.pins)
         seen.result.made_by(call.recipe, index)
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
@@ -294,8 +303,8 @@ class Recording:
             seen = cast.seen
             value = seen.value
             value.operation, value.inputs = name_of(torch.Tensor.to), numbers_of(inputs)
-            event = (CAST, seen.number, value.nbytes, cast.dtype, value.inputs)
-            if isinstance(self.step.happened(event, seen.number), Replay):
+            event = (CAST, seen.number, cast.dtype, value.inputs)
+            if isinstance(self.step.happened(event, value.nbytes), Replay):
                 self._cast_again(cast, source, inputs)
 
     def _cast_again(self, cast: _Cast, source: torch.Tensor, inputs: Inputs) -> None:
@@ -309,7 +318,7 @@ class Recording:
     def _walks_by(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Return what becomes of a saved tensor if the script expects it; None if it does not."""
         expected = self.step.expected
-        if expected.what is not SAVED or expected.value.nbytes != storage.nbytes():
+        if expected.what is not SAVED:
             return None
         result = None
         if expected.matters:
@@ -318,9 +327,9 @@ class Recording:
                 return None
             self._expect_operation(tensor, seen, expected.decision, is_first=expected.is_new)
             result = seen.result
-        self._note_saved()
-        self.step.advance()
-        return SavedValue(expected.value, expected.decision, result)
+        nbytes = storage.nbytes()
+        self._note_saved(nbytes)
+        return SavedValue(expected.value, expected.decided(nbytes), result)
 
     def _walks_past(self, call: Call, made: Any) -> bool:
         """Tell whether what a call has made is what the script expects."""
@@ -363,7 +372,7 @@ class Recording:
         if not sequence:
             return
         storage, trial = output.untyped_storage(), None
-        if number not in kind.unchanged:
+        if not kind.unchanged.holds(number, storage.nbytes()):
             if not kind.goes_on_trying(number):
                 kind.changed.add(number)
                 return
@@ -419,11 +428,7 @@ class Recording:
 def _is_like(expected: Expected, function: Function, output: torch.Tensor) -> bool:
     """Tell whether what a function has made can be the value that a script expects."""
     value = expected.value
-    return (
-        expected.what is function
-        and value.dtype is output.dtype
-        and value.nbytes == output.untyped_storage().nbytes()
-    )
+    return expected.what is function and value.dtype is output.dtype
 
 
 def _is_node_of(node: object, tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Whether steps are like ones before, so that it is worth learning from them.
 
-Where a router sends tokens to experts, or batches are of ever new lengths, hardly a step makes what
-another has made. To watch each of them and plan it takes the thread longer than all else, and no
-step ever follows such a plan.
+Where a router sends tokens to now these experts and now those, hardly a step runs what another has
+run. To watch each of them and plan it takes the thread longer than all else, and no step ever
+follows such a plan.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """What the steps of an Offload did, one record for each step signature.
 
 Two steps are of one kind if they made and saved the same values in the same order: the same
-functions on the same inputs, sizes and dtypes. A value is one storage at one version. While a step
-goes on it is compared with a kind that is known; where they part, another kind that begins so far
-alike is followed, or none, and what comes then is offloaded. At the end the step is a kind of its
-own if it was like none.
+functions on the same inputs, and the same dtypes. A value is one storage at one version. Sizes are
+no part of it: batches are of many lengths. Of each value the largest size seen is known, and plans
+are made for those; what is larger than its plan knows is not kept, so that budgets hold.
 
-A step that follows a plan walks along its kind's script: each event is compared by its function,
-size and dtype alone, and only of what something is recomputed from is it looked up which value it
+While a step goes on it is compared with a kind that is known; where they part, another kind that
+begins so far alike is followed, or none, and what comes then is offloaded. At the end the step is a
+kind of its own if it was like none.
+
+A step that follows a plan walks along its kind's script: each event is compared by its function
+and dtype alone, and only of what something is recomputed from is it looked up which value it
 is. A step that leaves the script in the middle cannot be learned, since it did not look at all of
 its values; its kind is watched closely from then on, without a script.
 
@@ -21,7 +24,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -29,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
+from storm_client.eager.proofs import Proofs, Ways
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
 from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAST",
     "KNOWN_KINDS",
+    "NEAR_LARGEST",
     "SAVED",
     "Event",
     "Expected",
@@ -54,6 +59,7 @@ __all__ = [
     "Kinds",
     "RecordedValue",
     "StepRecord",
+    "saved_numbers",
 ]
 
 KNOWN_KINDS = 8
@@ -70,8 +76,11 @@ MOST_EVENTS = 20_000
 _HOST: Final = torch.device("cpu")
 
 
-Event: TypeAlias = tuple[Any, int, int, torch.dtype | None, tuple[int, ...]]
-"""SAVED, CAST or the function that was run; the value's number, bytes and dtype; its inputs.
+NEAR_LARGEST: Final = 0.97
+"""Of what the largest step saves: steps that save as much are compared by what they take."""
+
+Event: TypeAlias = tuple[Any, int, torch.dtype | None, tuple[int, ...]]
+"""SAVED, CAST or the function that was run; the value's number and dtype; its inputs.
 
 Of what is saved neither dtype nor inputs are told."""
 
@@ -83,7 +92,8 @@ SAVED, CAST = "saved", "cast"
 class RecordedValue:
     """A storage at one version: what an operation made, or what autograd saved of unknown origin.
 
-    `nbytes` is that of the whole storage, `seconds` what making it took.
+    `nbytes` is that of the whole storage, `seconds` what making it took. Of a kind's value `nbytes`
+    is the most of all steps, and `seconds` what making so many takes.
     """
 
     number: int
@@ -117,6 +127,14 @@ class RecordedValue:
     def is_timed(self) -> bool:
         """Whether it is known what making it took, or will be."""
         return self.timing is not None or self.seconds > 0.0
+
+    def grow(self, nbytes: int) -> None:
+        """Be of more bytes: making them takes longer by as much."""
+        factor = nbytes / self.nbytes if self.nbytes else 1.0
+        self.nbytes, self.seconds = nbytes, factor * self.seconds
+        if self.timing is not None:
+            timing = self.timing
+            self.timing = lambda: factor * timing()
 
     def planned(self) -> Value:
         """Return what the planner is told of it; waits until the device has made it."""
@@ -152,10 +170,16 @@ class Expected(NamedTuple):
     """Whether the value is offloaded, saved or for what is made from it."""
     stays: str
     """Of a result that is saved, if it stays and nothing else is made from it: the reason."""
+    most: int
+    """Bytes for which the plan was made: if it has more, it is not kept."""
+
+    def decided(self, nbytes: int) -> Decision:
+        """Return what becomes of the value if it has so many bytes."""
+        return OFFLOAD if nbytes > self.most and isinstance(self.decision, Keep) else self.decision
 
 
 _NOTHING = Expected(
-    None, RecordedValue(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, ""
+    None, RecordedValue(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, "", -1
 )
 """Like which no event is: comes behind a script's last, and where there is none."""
 
@@ -163,10 +187,12 @@ _NOTHING = Expected(
 class Compilation:
     """What compiled code needs to follow steps with some decisions."""
 
-    __slots__ = ("noted", "script")
+    __slots__ = ("known", "noted", "script")
 
     def __init__(self) -> None:
         """Start without any."""
+        self.known = (0, 0)
+        """How much was proved, and how many plans were made, when the script was compiled."""
         self.noted: list[Noted] | None = None
         """What a step that followed them has saved and called, where each value that matters was
         made by a single call; None until that is known."""
@@ -195,6 +221,8 @@ class Kind:
     _turn = math.inf
     """Seconds from the end of a forward pass until something is asked for, as plans know it."""
 
+    plans = 0
+    """How often one was made."""
     rests = 0
     """Steps that Python follows before compiled code may again."""
     parted = 0
@@ -219,16 +247,20 @@ class Kind:
         """The same for people."""
         self.told: weakref.ref[Any] | None = None
         """The session whose daemon knows the present plan, which hooks tell it of."""
-        self.verified: set[int] = set()
-        """Values that were recomputed by the present plan and found to be the same."""
+        self.proofs, self._ways = Proofs(), Ways()
+        """Which ways to recompute values make the same bits."""
+        self.ways: list[int] = []
+        """That of each value by the present decisions; see `Ways.of`."""
+        self.most = [value.nbytes for value in values]
+        """Bytes of each value for which the latest was."""
         self.rejected: dict[int, str] = {}
         """Values that were not, with the reason."""
         self._tries: Counter[int] = Counter()
         """How often a value has been tried by the present decisions."""
         self._never_asked: set[int] = set()
         """Values that were tried in vain by some decisions."""
-        self.unchanged: set[int] = set()
-        """Values that were found to leave as they were made, however late that was."""
+        self.unchanged = Proofs()
+        """Of values that leave as they were made, however late that is."""
         self.changed: set[int] = set()
         """Values that were not."""
         self.is_outdated = True
@@ -247,8 +279,6 @@ class Kind:
         self.native = Compilation()
         """Of the present decisions."""
         self._natives: dict[tuple[Decision, ...], Compilation] = {}
-        self._proved: dict[tuple[Decision, ...], set[int]] = {}
-        """What has proved itself by each plan that was followed."""
         self.compared: dict[Alternative, list[Decision]] = {}
         """What the plans decide that are compared."""
 
@@ -269,8 +299,13 @@ class Kind:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """What one of its steps saves."""
+        """What the largest of its steps saves: of each value the most."""
         return sum(value.nbytes for value in self.values if value.is_saved)
+
+    @cached_property
+    def handed_over_bytes(self) -> int:
+        """The same, where each value counts as often as it is saved."""
+        return sum(value.nbytes * value.uses for value in self.values)
 
     @cached_property
     def block_ends(self) -> frozenset[int]:
@@ -285,21 +320,58 @@ class Kind:
         return sum(self.values[n].nbytes for n in self.block_ends) or None
 
     def follow(self, decisions: list[Decision]) -> None:
-        """Follow these from now on. Where they are new, every replay has to prove itself anew.
+        """Follow these from now on. What is recomputed in a new way has to prove itself anew.
 
         What a value is made from may be another now, and what is the same by one way may not be by
         another, where something writes to memory without being counted.
         """
         self.is_outdated = False
+        self.plans += 1
+        self.most = [value.nbytes for value in self.values]
         if decisions != self.decisions:
-            self.verified, self.followed = self._proved.setdefault(tuple(decisions), set()), 0
-            self.by_python = 0
+            self.followed = self.by_python = 0
             self._tries.clear()
             self._is_unsettled = True
             self.native = self._natives.setdefault(tuple(decisions), Compilation())
+            self.ways = self._ways.of(self.values, decisions)
         self.decisions = decisions
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
+
+    def is_proved(self, number: int, nbytes: int) -> bool:
+        """Tell whether the present way to recompute a value makes the same bits at a size."""
+        return self.proofs.holds(self.ways[number], nbytes)
+
+    def prove(self, number: int, way: int, nbytes: int) -> None:
+        """Note that a value was recomputed in some way and was the same at a size."""
+        self.proofs.add(way, nbytes)
+        self._tries.pop(number, None)
+
+    def grow(self, sizes: Mapping[int, int]) -> None:
+        """Know values by number to have so many bytes in some step; what is larger is news.
+
+        What nobody saves, whose sizes are not noted, is taken to grow as all that is saved does.
+        """
+        larger = {n: nbytes for n, nbytes in sizes.items() if nbytes > self.values[n].nbytes}
+        if not larger:
+            return
+        before = self.saved_bytes
+        for number, nbytes in larger.items():
+            self.values[number].grow(nbytes)
+        for name in ("saved_bytes", "handed_over_bytes", "checkpointed_bytes", "block_ends"):
+            self.__dict__.pop(name, None)
+        growth = self.saved_bytes / before if before else 1.0
+        for value in self.values:
+            if not value.is_saved:
+                value.grow(int(growth * value.nbytes))
+        self.is_outdated = True
+        if self.origin is not None:
+            numbers = saved_numbers(self.origin.events)
+            self.origin.grow({numbers[n]: nbytes for n, nbytes in larger.items()})
+            return
+        self.times.grow(growth)
+        if self.search is not None and growth * NEAR_LARGEST > 1.0:
+            self.search.forget()
 
     def measured_like(self, decisions: list[Decision]) -> Alternative | None:
         """Return a plan that decides the same, and of which it is known what steps take."""
@@ -315,7 +387,7 @@ class Kind:
 
     def has_tried(self, number: int) -> bool:
         """Tell whether no backward pass is expected to ask for a value any more."""
-        return self._tries[number] > MOST_TRIES
+        return number in self._never_asked or self._tries[number] > MOST_TRIES
 
     def goes_on_trying(self, number: int) -> bool:
         """Tell whether the backward passes may yet show what a value's trials are to show.
@@ -344,11 +416,18 @@ class Kind:
         """Whether the next forward pass is to be timed with all of it in the device's queue."""
         return self.decisions is not None and self.times.wants_full_queue
 
-    def observe(self, forward: Duration) -> None:
-        """Note a forward pass that followed the plan; two of them make it anew."""
+    def observe(self, forward: Duration, share: float = 1.0) -> None:
+        """Note a forward pass that followed the plan; two of them make it anew.
+
+        It has handed over a `share` of what the largest does.
+        """
         self.followed += 1
-        if self.times.observe(forward):
+        if self.times.observe(forward, share):
             self.is_outdated = True
+
+    def share(self, handed_over: int) -> float:
+        """Return which part so many bytes are of those that the largest step hands over."""
+        return min(1.0, handed_over / self.handed_over_bytes) if handed_over else 1.0
 
     def turned(self, turn: Duration) -> None:
         """Note how long after the end of a forward pass the backward pass asked for something."""
@@ -357,7 +436,7 @@ class Kind:
     def without_functions(self) -> Kind:
         """Return the kind of the same step where nobody watches its functions."""
         saved = [event for event in self.events if event[0] is SAVED]
-        numbers = {old: new for new, old in enumerate(dict.fromkeys(event[1] for event in saved))}
+        numbers = {old: new for new, old in enumerate(saved_numbers(saved))}
         values = [replace(self.values[old], number=new, inputs=()) for old, new in numbers.items()]
         events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
         kind = Kind(events, values)
@@ -429,6 +508,11 @@ class Kind:
         self.is_outdated = True
 
 
+def saved_numbers(events: Iterable[Event]) -> list[int]:
+    """Return the numbers of what autograd saves, in the order in which it first does."""
+    return list(dict.fromkeys(number for what, number, *_ in events if what is SAVED))
+
+
 def _gpus(values: Iterable[RecordedValue]) -> tuple[torch.device, ...]:
     nbytes: Counter[torch.device] = Counter()
     for value in values:
@@ -452,10 +536,12 @@ class StepRecord:
         "_walks",
         "expected",
         "functions",
+        "handed_over",
         "has_parted",
         "is_followed",
         "is_learned",
         "kind",
+        "larger",
         "script",
         "values",
     )
@@ -485,6 +571,10 @@ class StepRecord:
         self._is_stopped = False
         self.functions = 0
         """How many of the table it has run, as far as they were watched."""
+        self.handed_over = 0
+        """Bytes of what it has saved, each value as often as it was."""
+        self.larger: dict[int, int] = {}
+        """Bytes of the values that have more than its plan knows."""
 
     @property
     def count(self) -> int:
@@ -547,8 +637,15 @@ class StepRecord:
         self.values.append(value)
         return value
 
-    def happened(self, event: Event, number: int) -> Decision | None:
-        """Note an event of the value `number`; return what is to become of it, if that is known."""
+    def saves(self, number: int, nbytes: int) -> None:
+        """Note how large a value is that is saved."""
+        self.handed_over += nbytes
+        kind = self.kind
+        if kind is not None and number < len(kind.most) and nbytes > kind.most[number]:
+            self.larger[number] = nbytes
+
+    def happened(self, event: Event, nbytes: int) -> Decision | None:
+        """Note an event of a value of `nbytes`; return what becomes of that, if it is known."""
         position = len(self._events)
         self._events.append(event)
         kind = self.kind
@@ -561,15 +658,19 @@ class StepRecord:
                 if self._left is not None:
                     self._left.watch_closely()
                 return None
-        decisions = kind.decisions
-        return None if decisions is None else decisions[number]
+        return None if kind.decisions is None else self.decided(event[1], nbytes)
 
-    def decided(self, number: int) -> Decision:
-        """Return what is to become of a value; one without a number is offloaded."""
+    def decided(self, number: int, nbytes: int) -> Decision:
+        """Return what is to become of a value; one without a number is offloaded.
+
+        So is one that is larger than the plan knows, where that would keep it.
+        """
         kind = self.kind
         if kind is None or kind.decisions is None or not 0 <= number < len(kind.decisions):
             return OFFLOAD
-        return kind.decisions[number]
+        decision = kind.decisions[number]
+        is_larger = nbytes > kind.most[number]
+        return OFFLOAD if is_larger and isinstance(decision, Keep) else decision
 
     def layer(self, number: int) -> str:
         """Return in which layer a value was made, empty where that is not known."""
@@ -597,7 +698,7 @@ def _script(
     matter = made | inputs_of_made
     seen: set[int] = set()
     found = []
-    for what, number, _, _, inputs in events:
+    for what, number, _, inputs in events:
         is_new = number not in seen
         value, decision, matters = values[number], decisions[number], number in matter
         if what is SAVED and not (value.is_result or isinstance(decision, Replay)):
@@ -606,7 +707,8 @@ def _script(
         stays = ""
         if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:
             stays = decision.reason
-        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves, stays))
+        most = value.nbytes
+        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves, stays, most))
         seen.add(number)
         if isinstance(decision, Replay):
             seen.update(inputs)
@@ -615,7 +717,7 @@ def _script(
 
 def values_of(events: list[Event], known: list[RecordedValue]) -> list[RecordedValue]:
     """Return the values of some events, the first of a step whose values are known."""
-    numbers = chain.from_iterable((number, *inputs) for _, number, _, _, inputs in events)
+    numbers = chain.from_iterable((number, *inputs) for _, number, _, inputs in events)
     count = max(numbers, default=-1) + 1
     values = [
         replace(value, operation="", is_expensive=False, inputs=(), uses=0)
@@ -688,6 +790,7 @@ class Kinds:
             latest = next(reversed(self._known.values()), None)
             if latest is not None and latest.events is key:
                 latest.seen += 1
+                latest.grow(step.larger)
                 return latest  # without the key's hash, which takes longer than all else here
             known = self._known.pop(key, None)
             if known is None:
@@ -695,6 +798,7 @@ class Kinds:
                 known.is_learned = step.is_learned
                 known.take_times(self._known.values())
             known.seen += 1
+            known.grow(step.larger)
             self._add(known)
         return known
 

@@ -1,6 +1,8 @@
 """What the steps of one signature took: their forward passes, turns and whole steps.
 
 A time is known when the device has come so far. Nothing here waits for that but what says so.
+Where steps have several sizes, forward passes are told as the largest would take, by what is saved;
+whole steps are compared only where they are among the largest.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ class StepTimes:
         that waits for the thread has waited in it."""
         self.pass_seconds = 0.0
         """Of the latest forward pass that followed a plan, by the host's clock."""
-        self._full: Duration | None = None
-        """Of a forward pass for which the device had all that it needed in its queue."""
-        self._forwards: list[Duration] = []
-        """The latest that `window` does not know."""
+        self._full: tuple[Duration, float] | None = None
+        """Of a forward pass for which the device had all that it needed in its queue, and how
+        large that step was: its share of the largest."""
+        self._forwards: list[tuple[Duration, float]] = []
+        """The latest that `window` does not know, and the same of each."""
         self._turns: list[Duration] = []
         """From the end of the latest forward passes until something was asked for."""
-        self._steps: deque[tuple[Alternative, Duration]] = deque()
-        """From the begin of a block to that of the next, by which plan; not known yet."""
+        self._steps: deque[tuple[Alternative, Duration | None]] = deque()
+        """From the begin of a block to that of the next, by which plan; not known yet. None of one
+        that is smaller than others."""
 
     @property
     def wants_full_queue(self) -> bool:
@@ -62,15 +66,15 @@ class StepTimes:
         """
         return self._is_on_gpu and self._full is None and 0 < self.pass_seconds <= MOST_FILLED
 
-    def filled(self, forward: Duration) -> None:
-        """Note such a forward pass."""
-        self._full = forward
+    def filled(self, forward: Duration, share: float = 1.0) -> None:
+        """Note such a forward pass, of a step that is a `share` of the largest."""
+        self._full = forward, share
 
-    def observe(self, forward: Duration) -> bool:
+    def observe(self, forward: Duration, share: float = 1.0) -> bool:
         """Note a forward pass that followed the plan; tell whether the window can be measured."""
         if self.window is not None:
             return False
-        self._forwards = [*self._forwards, forward][-OBSERVED:]
+        self._forwards = [*self._forwards, (forward, share)][-OBSERVED:]
         return len(self._forwards) == OBSERVED
 
     def turned(self, turn: Duration) -> None:
@@ -86,7 +90,7 @@ class StepTimes:
     def measure(self) -> float | None:
         """Return the window, waiting until the device has come that far."""
         if self.window is None and len(self._forwards) == OBSERVED:
-            self.window = min(forward() for forward in self._forwards)
+            self.window = min(forward() / share for forward, share in self._forwards)
             self._forwards.clear()
         return self.window
 
@@ -95,18 +99,30 @@ class StepTimes:
         window = self.measure()
         if window is None or self._full is None:
             return window
-        return min(window, self._full())
+        forward, share = self._full
+        return min(window, forward() / share)
 
-    def took(self, alternative: Alternative, step: Duration) -> None:
-        """Note what a step took that has followed a plan."""
+    def grow(self, factor: float) -> None:
+        """Note that the largest step is `factor` times what it was."""
+        if self.window is not None:
+            self.window *= factor
+        if self._full is not None:
+            self._full = self._full[0], self._full[1] / factor
+        self._forwards = [(forward, share / factor) for forward, share in self._forwards]
+
+    def took(self, alternative: Alternative, step: Duration | None) -> None:
+        """Note what a step took that has followed a plan; None of a smaller one."""
         self._steps.append((alternative, step))
 
     def forget_steps(self) -> None:
         """Forget steps that are not known yet: others follow that begin now."""
         self._steps.clear()
 
-    def known_steps(self) -> Iterator[tuple[Alternative, float]]:
+    def known_steps(self) -> Iterator[tuple[Alternative, float | None]]:
         """Yield the steps that have become known, each once."""
-        while self._steps and self._steps[0][1].is_known:
-            alternative, step = self._steps.popleft()
-            yield alternative, step()
+        while self._steps:
+            alternative, step = self._steps[0]
+            if step is not None and not step.is_known:
+                return
+            self._steps.popleft()
+            yield alternative, None if step is None else step()

@@ -99,7 +99,8 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
   if (packed == nullptr) {
     const at::Tensor held = copies ? copied(input) : input;
     packed = std::make_shared<Packed>(held);
-    if (script.kept.count(number) == 0) unpacked.push_back({held, number, packed});
+    const auto nbytes = static_cast<int64_t>(storage_of(held.unsafeGetTensorImpl())->nbytes());
+    if (!script.keeps(number, nbytes)) unpacked.push_back({held, number, packed});
   }
   if (!copies) return Shared(std::move(packed));
   seen->copy = packed;

@@ -45,17 +45,17 @@ follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"), lambda 
 tallies = follow.Tallies(); rows = [tallies.add_row() for _ in range(3)]
 x = torch.ones(64, requires_grad=True); w = torch.full((64,), 2.0)
 call = ("aten::exp", "", 0, 0, None, True, False, False, ())
-script = follow.Script([(0, 0, 256, rows[2], 0, False, True, None),
-                        (1, 3, 256, 0, -1, False, False, call)], [0], 1)
+script = follow.Script([(0, 0, 256, (), rows[2], 0, False, True, None),
+                        (1, 3, 0, (), 0, -1, False, False, call)], [(0, 256)], 1)
 unexpected = lambda *_: sys.exit("unexpected")
-hooks = follow.Follower(script, tallies, follow.Owned([w]), (*[unexpected] * 8, lambda: None), 128,
+hooks = follow.Follower(script, tallies, follow.Owned([w]), (*[unexpected] * 9, lambda: None), 128,
                         rows[0], rows[1])
 hooks.watch()
 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
     y = (x * w).exp()
 hooks.unwatch()
 y.sum().backward()
-assert hooks.end() == 1 and torch.equal(x.grad, 2 * y.detach())
+assert hooks.end() == 1 and hooks.sizes == (256, []) and torch.equal(x.grad, 2 * y.detach())
 assert tallies.drain()[0] == [(1, 1, 256), (2, 1, 256)]
 draw = follow.note_draw(w); drawn = torch.rand(4); draw.end(); after = torch.get_rng_state()
 assert torch.equal(draw.again(torch.rand, [4], {}), drawn)

@@ -11,7 +11,6 @@ struct Entry {
   std::string name;
   std::string overload;
   uint32_t place = 0;  // among the call's outputs
-  int64_t nbytes = 0;
   int position = -1;  // of the event that it is in the step's script
   const at::TensorImpl* output = nullptr;  // an address, looked at as long as the tensor lives
   const c10::StorageImpl* storage = nullptr;
@@ -49,13 +48,11 @@ class Log : public Watcher {
            const std::vector<const at::TensorImpl*>& inputs) {
     auto* impl = output.unsafeGetTensorImpl();
     if (!name || !is_ordinary(impl) || !output.requires_grad()) return;
-    const auto nbytes = static_cast<int64_t>(storage_of(impl)->nbytes());
-    if (nbytes < least) return;
+    if (static_cast<int64_t>(storage_of(impl)->nbytes()) < least) return;
     Entry entry;
     entry.name = name->name;
     entry.overload = name->overload_name;
     entry.place = place;
-    entry.nbytes = nbytes;
     entry.output = impl;
     entry.storage = storage_of(impl);
     entry.inputs = inputs;
@@ -175,7 +172,7 @@ PyObject* cast(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// Tuples of position, name, overload, place, bytes and arguments.
+// Tuples of position, name, overload, place and arguments.
 PyObject* entries(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   Ref found = expected(PyList_New(0));
@@ -184,9 +181,8 @@ PyObject* entries(PyObject* self, PyObject*) {
     for (size_t at = 0; at < entry.arguments.size(); ++at) {
       PyTuple_SET_ITEM(arguments.get(), at, expected(PyLong_FromLong(entry.arguments[at])).release());
     }
-    Ref one = expected(Py_BuildValue("issILO", entry.position, entry.name.c_str(),
-                                     entry.overload.c_str(), entry.place,
-                                     static_cast<long long>(entry.nbytes), arguments.get()));
+    Ref one = expected(Py_BuildValue("issIO", entry.position, entry.name.c_str(),
+                                     entry.overload.c_str(), entry.place, arguments.get()));
     expect(PyList_Append(found.get(), one.get()) == 0);
   }
   return found.release();

@@ -20,6 +20,7 @@ PyObject* is_capturing = nullptr;  // of torch._C; None where there is no CUDA
 enum Hook {
   PACK,           // a tensor, and the position to look at it at: its handle
   PACK_EXPECTED,  // a tensor that the event at a position expects: its handle
+  PACK_TRIED,     // the same of one that is recomputed besides, by what is given, and compared
   UNPACK,         // what those return: the tensor
   LEAVE,          // a list of what was kept for now: nothing; it has left, or stays
   LOAD,           // what one of those was given for that: the storage
@@ -52,6 +53,8 @@ struct Follower : public Watcher {
   uint32_t at = 0;     // in the script
   bool walks = true;   // along the script, until something else happens
   bool parted = false;  // a call was not the one that was expected; Python does not know yet
+  int64_t handed_over = 0;  // bytes of what was saved, as far as Python has not looked at it
+  std::vector<std::pair<int, int64_t>> larger;  // values of more bytes than the plan knows
   uint32_t small_row = 0;
   uint32_t parameter_row = 0;
 
@@ -132,14 +135,15 @@ void dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr) {
+Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr,
+        PyObject* third = nullptr) {
   Ref hook = Ref::borrowed(follower.hooks[which]);  // which may be dropped meanwhile
   if (!hook) {
     PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
     throw python_error();
   }
-  PyObject* arguments[] = {first, second};
-  const size_t count = (first != nullptr) + (second != nullptr);
+  PyObject* arguments[] = {first, second, third};
+  const size_t count = (first != nullptr) + (second != nullptr) + (third != nullptr);
   return expected(PyObject_Vectorcall(hook.get(), arguments, count, nullptr));
 }
 
@@ -197,7 +201,7 @@ bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at
   const Call& expected = script->calls[event.call];
   const auto nbytes = static_cast<int64_t>(storage_of(output.unsafeGetTensorImpl())->nbytes());
   if (expected.name != ended.name() || expected.overload != ended.overload_name() ||
-      expected.place != place || event.nbytes != nbytes) {
+      expected.place != place) {
     return false;
   }
   if (expected.does != Does::COUNT) {
@@ -273,34 +277,43 @@ Ref stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
   return kept;
 }
 
-Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen, uint32_t row) {
-  if (seen.result == nullptr) seen.result = Result::held(base_of(tensor));
-  Ref handle = Ref::stolen(recomputed(seen.result, tensor));
-  follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
-  return handle;
+// Goes on behind the next event, which is a tensor that is saved.
+void go_past(Follower& follower, int64_t nbytes) {
+  const Event& event = follower.next();
+  follower.handed_over += nbytes;
+  if (nbytes > event.most) follower.larger.emplace_back(event.number, nbytes);
+  ++follower.at;
 }
 
-// What becomes of a result, or an alias of one, that is as large as the next event expects.
+Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen) {
+  if (seen.result == nullptr) seen.result = Result::held(base_of(tensor));
+  return Ref::stolen(recomputed(seen.result, tensor));
+}
+
+// What becomes of a result, or an alias of one, that the next event expects.
 Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const Event& event = follower.next();
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   if (event.what == What::RECOMPUTE && captures(tensor)) {
     return hand_over(follower, object, /*leaves=*/true);
   }
+  Ref tried;
   if (event.matters) {
     Locked locked(follower.lock);
     Seen* seen = follower.values.look_up(event, tensor);
     if (seen != nullptr && event.what == What::RECOMPUTE) {
-      Ref handle = give_up(follower, tensor, *seen, event.row);
-      ++follower.at;
-      return handle;
+      tried = give_up(follower, tensor, *seen);
     }
     if (seen == nullptr) follower.parted = true;
   }
   if (follower.parted) return hand_over(follower, object, /*leaves=*/true);
-  ++follower.at;
-  if (event.what == What::KEEP) return stay(follower, tensor, event.row);
-  if (can_wait(follower, tensor)) {
-    const auto nbytes = static_cast<int64_t>(event.nbytes);
+  go_past(follower, nbytes);
+  if (tried && event.proved.have(nbytes)) {
+    follower.tallies->add(event.row, nbytes_of(tensor.unsafeGetTensorImpl()));
+    return tried;
+  }
+  if (event.what == What::KEEP && nbytes <= event.most) return stay(follower, tensor, event.row);
+  if (!tried && can_wait(follower, tensor)) {
     if (follower.leaving.is_full(nbytes)) send_kept(follower);
     Ref kept = Ref::stolen(keep_for_now(tensor, event.position));
     follower.leaving.add(kept.get(), nbytes);
@@ -308,6 +321,7 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   }
   send_kept(follower);
   Ref position = expected(PyLong_FromLong(event.position));
+  if (tried) return ask(follower, PACK_TRIED, object, position.get(), tried.get());
   return ask(follower, PACK_EXPECTED, object, position.get());
 }
 
@@ -322,20 +336,23 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto* storage = storage_of(impl);
   const Event& event = follower.next();
-  const bool is_save = event.what != What::CALL && event.what != What::END;
-  const bool fits = is_save && event.nbytes == static_cast<int64_t>(storage->nbytes());
-  if (fits && !follower.parted && is_result(tensor)) return pack_result(follower, object, tensor);
   const int64_t nbytes = nbytes_of(impl);
   if (nbytes == 0 || (nbytes < follower.least && !is_view(tensor))) {
     return stay(follower, tensor, follower.small_row);
+  }
+  const auto stored = static_cast<int64_t>(storage->nbytes());
+  const bool is_save = event.what != What::CALL && event.what != What::END;
+  const bool fits = is_save && stored >= follower.least && !follower.parted;
+  if (fits && is_result(tensor) && !follower.owned->has(storage)) {
+    return pack_result(follower, object, tensor);
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type() ||
       follower.owned->has(storage)) {
     return stay(follower, tensor, follower.parameter_row);
   }
-  if (fits && event.what == What::KEEP && !event.matters && !follower.parted &&
+  if (fits && event.what == What::KEEP && !event.matters && stored <= event.most &&
       !tensor.requires_grad()) {
-    ++follower.at;
+    go_past(follower, stored);
     return stay(follower, tensor, event.row);
   }
   // An alias that is no result itself, of one that the step knows: Python does not know it.
@@ -373,6 +390,24 @@ at::Tensor recompute(Follower& follower, PyObject* packed) {
   const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - began;
   follower.tallies->replay_seconds += lasted.count() - bring.seconds;
   return tensor;
+}
+
+// Returns what the recipe of a Recomputed makes, to be compared; None where it has none.
+PyObject* recompute_tried(PyObject* self, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  if (Py_TYPE(packed) != &RecomputedType) {
+    PyErr_SetString(PyExc_TypeError, "what is recomputed is a Recomputed");
+    throw python_error();
+  }
+  c10::InferenceMode guard(false);
+  Locked locked(follower.lock);
+  Ref function = Ref::borrowed(follower.hooks[BRING]);
+  Bringing bring{function.get()};
+  at::Tensor made = make_recomputed(packed, bring);
+  if (!made.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(made);
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack(PyObject* self, PyObject* packed) {
@@ -472,6 +507,19 @@ PyObject* end(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// (bytes of what was saved, a list of values with their bytes where those are more than planned)
+PyObject* get_sizes(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  const auto& follower = follower_of(self);
+  Ref larger = expected(PyList_New(0));
+  for (const auto& [number, nbytes] : follower.larger) {
+    Ref one = expected(Py_BuildValue("iL", number, static_cast<long long>(nbytes)));
+    expect(PyList_Append(larger.get(), one.get()) == 0);
+  }
+  return Py_BuildValue("LO", static_cast<long long>(follower.handed_over), larger.get());
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* get_walks(PyObject* self, void*) { return PyBool_FromLong(follower_of(self).walks); }
 
 // The object whose method looks at what is handed over: that of the step.
@@ -486,6 +534,8 @@ PyObject* get_owner(PyObject* self, void*) {
 PyMethodDef METHODS[] = {
     {"pack", pack, METH_O, "Return what autograd is to hold instead of a tensor."},
     {"unpack", unpack, METH_O, "Return the tensor that was packed."},
+    {"recompute", recompute_tried, METH_O,
+     "Return what the recipe of a Recomputed makes; None where it has none."},
     {"watch", watch, METH_NOARGS, "Look at what this thread calls from now on."},
     {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
     {"go_on", go_on, METH_O, "Go on from a position among all events of the kind."},
@@ -500,6 +550,7 @@ PyMethodDef METHODS[] = {
 
 PyGetSetDef GETTERS[] = {
     {"owner", get_owner, nullptr, "What looks at what is handed over.", nullptr},
+    {"sizes", get_sizes, nullptr, "What was seen of the sizes of what is saved.", nullptr},
     {"walks", get_walks, nullptr, "Whether the step is still along its script.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

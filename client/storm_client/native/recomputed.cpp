@@ -54,6 +54,11 @@ at::Tensor unpack_recomputed(PyObject* self, Bringing& bring) {
   return tensor;
 }
 
+at::Tensor make_recomputed(PyObject* self, Bringing& bring) {
+  const auto& [result, view, version] = recomputed_type::of(self);
+  return result->has_recipe() ? result->viewed_anew(view, bring) : at::Tensor();
+}
+
 const SavedVersion& version_of_recomputed(PyObject* self) {
   return recomputed_type::of(self).version;
 }

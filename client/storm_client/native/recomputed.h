@@ -14,6 +14,10 @@ PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor);
 // Raises RuntimeError where it was changed in place since; ActivationLost, DaemonLost.
 at::Tensor unpack_recomputed(PyObject* self, Bringing& bring);
 
+// Returns what its recipe makes, whatever has become of its memory; an undefined tensor where it
+// has none. The lock of the step is held. Raises ActivationLost, DaemonLost.
+at::Tensor make_recomputed(PyObject* self, Bringing& bring);
+
 const SavedVersion& version_of_recomputed(PyObject* self);
 
 }  // namespace storm

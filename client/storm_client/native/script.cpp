@@ -39,16 +39,20 @@ Call call_of(PyObject* tuple) {
   return call;
 }
 
-// (position, what, bytes, row, number, matters, is new, call or None)
+// (position, what, most bytes, proved sizes, row, number, matters, is new, call or None)
 Event event_of(PyObject* tuple, Script& script) {
   Event event;
   int what = 0, matters = 0, is_new = 0;
-  long long nbytes = 0;
-  PyObject* call;
-  expect(PyArg_ParseTuple(tuple, "iiLIippO", &event.position, &what, &nbytes, &event.row,
-                          &event.number, &matters, &is_new, &call));
+  long long most = 0;
+  PyObject *proved, *call;
+  expect(PyArg_ParseTuple(tuple, "iiLO!IippO", &event.position, &what, &most, &PyTuple_Type,
+                          &proved, &event.row, &event.number, &matters, &is_new, &call));
   event.what = static_cast<What>(what);
-  event.nbytes = nbytes;
+  event.most = most;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(proved); ++at) {
+    event.proved.bytes.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(proved, at)));
+  }
+  expect(!PyErr_Occurred());
   event.matters = matters;
   event.is_new = is_new;
   if (event.what == What::CALL) {
@@ -59,7 +63,7 @@ Event event_of(PyObject* tuple, Script& script) {
   return event;
 }
 
-// Script(events, numbers of values that are kept, length)
+// Script(events, values that are kept and up to how many bytes, length)
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *events, *kept;
@@ -71,9 +75,11 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     script.events.push_back(event_of(PyList_GET_ITEM(events, at), script));
   }
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(kept); ++at) {
-    script.kept.insert(static_cast<int>(PyLong_AsLong(PyList_GET_ITEM(kept, at))));
+    int number = 0;
+    long long most = 0;
+    expect(PyArg_ParseTuple(PyList_GET_ITEM(kept, at), "iL", &number, &most));
+    script.kept.emplace(number, most);
   }
-  expect(!PyErr_Occurred());
   Event end;
   end.position = length;
   script.events.push_back(end);

@@ -5,6 +5,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace storm {
@@ -43,9 +45,21 @@ struct Call {
 
 constexpr int CONSTANT = -1;
 
+// At which sizes a value was recomputed and compared: see eager/proofs.py.
+struct Sizes {
+  static constexpr size_t ENOUGH = 3;
+  c10::SmallVector<int64_t, ENOUGH> bytes;  // ascending
+
+  bool have(int64_t nbytes) const {
+    if (bytes.size() < ENOUGH) return std::find(bytes.begin(), bytes.end(), nbytes) != bytes.end();
+    return bytes.front() <= nbytes && nbytes <= bytes.back();
+  }
+};
+
 struct Event {
   What what = What::END;
-  int64_t nbytes = -1;     // of the whole storage
+  int64_t most = 0;        // bytes of a saved tensor's storage that the plan was made for
+  Sizes proved;            // of one that is recomputed
   uint32_t row = 0;        // of the tallies
   int32_t position = 0;    // among all events of the kind, of which some are no events here
   int32_t number = -1;     // of its value in the step
@@ -60,7 +74,11 @@ struct Script {
   std::vector<uint32_t> next;      // by position among all events, the first event here from there
   std::vector<uint32_t> next_call; // by event, the call that is next, the number of calls if none is
   std::unordered_set<const char*> names;  // of the operators of calls
-  std::unordered_set<int> kept;    // numbers of values that are kept, also as inputs
+  std::unordered_map<int, int64_t> kept;  // values that are kept, also as inputs, up to so many bytes
+  bool keeps(int number, int64_t nbytes) const {
+    const auto found = kept.find(number);
+    return found != kept.end() && nbytes <= found->second;
+  }
 };
 
 extern PyTypeObject ScriptType;

@@ -38,30 +38,31 @@ PASS_HANDLES = 4096
 
 
 class OrderHistory:
-    """The order of the last step of each kind; a kind is the sequence of packed sizes.
+    """The order of the last step of each kind; of one kind are those that pack as many tensors.
 
-    Steps of several threads may share one.
+    Their sizes may differ, as the lengths of batches do. Steps of several threads may share one.
     """
 
     def __init__(self) -> None:
         """Start without experience."""
         self._lock = threading.Lock()  # protects the orders
-        self._orders: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
+        self._orders: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
+        """By how many they are, the sizes of the last step's and the order."""
 
-    def replace(self, kind: tuple[int, ...], order: list[int]) -> list[int]:
+    def replace(self, sizes: list[int], order: list[int]) -> list[int]:
         """Return the last step's order, empty for a new kind; `order` takes its place.
 
         `order` may still grow: the step that it describes is under way.
         """
         with self._lock:
-            known = self._orders.pop(kind, [])
-            self._orders[kind] = order
+            _, known = self._orders.pop(len(sizes), ([], []))
+            self._orders[len(sizes)] = list(sizes), order
             if len(self._orders) > KNOWN_STEPS:
                 self._orders.popitem(last=False)
         return known
 
-    def soon(self) -> dict[int, int]:
-        """Return what the last step needed at once, as sizes by number.
+    def soon(self) -> dict[int, float]:
+        """Return what the last step needed at once: by number the size, as a part of the first's.
 
         Between such a tensor's packing and unpacking less than twice its own bytes of others came
         by, so it would have been asked back before it had crossed the link both ways.
@@ -69,7 +70,7 @@ class OrderHistory:
         with self._lock:
             if not self._orders:
                 return {}
-            sizes, order = next(reversed(self._orders.items()))
+            sizes, order = next(reversed(self._orders.values()))
         packed_after = list(accumulate(reversed(sizes), initial=0))[-2::-1]
         largest = max(sizes, default=0)
         found, unpacked = {}, 0
@@ -79,7 +80,7 @@ class OrderHistory:
             if unpacked >= 2 * largest:
                 break
             if packed_after[number] + unpacked < 2 * sizes[number]:
-                found[number] = sizes[number]
+                found[number] = sizes[number] / sizes[0]
             unpacked += sizes[number]
         return found
 
@@ -90,7 +91,7 @@ class StepPlan:
     def __init__(self, history: OrderHistory) -> None:
         """Begin a step of the Offload that `history` belongs to."""
         self._history = history
-        self._soon: dict[int, int] | None = None
+        self._soon: dict[int, float] | None = None
         """What the step before needed at once; None until somebody has asked."""
         self._sizes: list[int] = []
         self._actual: list[int] = []
@@ -106,10 +107,14 @@ class StepPlan:
         return len(self._sizes) - 1
 
     def needed_at_once(self, nbytes: int) -> bool:
-        """Tell whether a tensor of `nbytes` that is packed next was needed at once last time."""
+        """Tell whether a tensor of `nbytes` that is packed next was needed at once last time.
+
+        It is the same one if it is as large beside the first: so it is for batches of any length.
+        """
         if self._soon is None:
             self._soon = self._history.soon()
-        return self._soon.get(len(self._sizes)) == nbytes
+        first = self._sizes[0] if self._sizes else nbytes
+        return self._soon.get(len(self._sizes)) == nbytes / first
 
     def unpacked(self, number: int) -> None:
         """Note that the tensor `number` is being asked for, for the first time or again."""
@@ -151,7 +156,7 @@ class StepPlan:
         count = len(self._sizes)
         if len(self._expected) == count:
             return
-        known = self._history.replace(tuple(self._sizes), self._actual)
+        known = self._history.replace(self._sizes, self._actual)
         # The order of a step that went on packing names tensors that this one may never have.
         learned = [number for number in known if number < count]
         missing = set(range(count)).difference(learned)

@@ -9,7 +9,8 @@ So are one that puts on the link what blocks are given and nothing else that can
 checkpointing does, one between the two, those by which as much stays as checkpointing would keep,
 and one that recomputes nothing; and where a step saves little, one by which all stays. What the
 link alone takes longer for than a step has taken is not followed. Every time is a step's, from the
-begin of its block to that of the next.
+begin of its block to that of the next. Where steps have many sizes, only the largest are compared:
+what a step takes is no multiple of its bytes. If they are rare, few plans are.
 
 Everything here is pure: no device, clock or plan.
 """
@@ -70,6 +71,9 @@ SKIPPED: Final = 1
 MEASURED: Final = 3
 """Steps that are."""
 
+MOST_STEPS: Final = 40
+"""Followed before the best so far stays, of which smaller ones are not counted."""
+
 WORSE: Final = 1.25
 """Times the best: a plan of which two steps took as long is given up before it is measured."""
 
@@ -121,18 +125,29 @@ class PlanSearch:
         """Note what stays by the current plan."""
         self._staying = staying_bytes
 
-    def took(self, alternative: Alternative, seconds: float) -> bool:
-        """Note what a step took that followed a plan; tell whether another is to be followed."""
+    def took(self, alternative: Alternative, seconds: float | None) -> bool:
+        """Note what a step took that followed a plan; tell whether another is to be followed.
+
+        None is what a step took that is smaller than those that are compared.
+        """
         if alternative != self.current:
             return False
         if self.is_settled:
-            return self._took_settled(seconds)
+            return seconds is not None and self._took_settled(seconds)
         self.steps += 1
-        self._seconds.append(seconds)
-        if not self._is_measured():
+        if seconds is not None:
+            self._seconds.append(seconds)
+        if self._is_measured():
+            self._note_result()
+        elif self.steps < MOST_STEPS:
             return False
-        self._note_result()
         return self._go_on()
+
+    def forget(self) -> None:
+        """Have plans be compared anew, unless one has been chosen: larger steps have come."""
+        if not self.is_settled:
+            self._forget()
+            self.current = PREDICTED
 
     def is_like(self, other: Alternative) -> None:
         """Note that the current plan decides what another one did: it need not be followed."""
@@ -152,14 +167,18 @@ class PlanSearch:
 
     @property
     def best(self) -> Alternative:
-        """What was measured to be best: the least memory of what takes little more time."""
+        """What was measured to be best: the least memory of what takes little more time.
+
+        By prediction, where nothing was measured.
+        """
         most = max(self._fastest * (1 + GAIN), self._fastest + self.allowance)
 
         def order(alternative: Alternative) -> tuple[int, float]:
             found = self.results[alternative]
             return max(0, found.staying_bytes - self.slack_bytes), found.seconds
 
-        return min((one for one, f in self.results.items() if f.seconds <= most), key=order)
+        measured = (one for one, f in self.results.items() if f.seconds <= most)
+        return min(measured, key=order, default=PREDICTED)
 
     def __str__(self) -> str:
         """Return what was found, in one line."""
@@ -190,6 +209,7 @@ class PlanSearch:
         self._seconds.clear()
         done = self.results.keys() | self.ruled_out
         following = next((one for one in self._candidates() if one not in done), None)
+        following = None if self.steps >= MOST_STEPS else following
         self.is_settled = following is None
         before, self.current = self.current, following or self.best
         return self.current != before
@@ -215,11 +235,15 @@ class PlanSearch:
 
     def _took_settled(self, seconds: float) -> bool:
         self._seconds = [*self._seconds, seconds][-LATEST:]
-        limit = AGAIN * self.results[self.current].seconds
-        if len(self._seconds) < LATEST or max(self._seconds) >= limit:
+        found = self.results.get(self.current)
+        if len(self._seconds) < LATEST or found is None:
             return False
+        if max(self._seconds) < AGAIN * found.seconds:
+            self._forget()
+            self.is_settled, self.steps = False, 0
+        return False  # this one is measured first
+
+    def _forget(self) -> None:
         self.results.clear()
         self.ruled_out.clear()
         self._seconds.clear()
-        self.is_settled, self.steps = False, 0
-        return False  # this one is measured first

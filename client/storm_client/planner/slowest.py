@@ -28,8 +28,10 @@ _RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_b
 class Figures:
     """What one rank has measured of the steps of one signature, or the slowest of several."""
 
+    nbytes: tuple[int, ...]
+    """Of each value, in the largest step."""
     seconds: tuple[float, ...]
-    """Of the operation that makes each value."""
+    """Of the operation that makes each."""
     forward_seconds: float | None
     turn_seconds: float
     last_bytes: int
@@ -37,8 +39,8 @@ class Figures:
     machine: Machine
     room: int | None
     """Bytes that may be kept; None where as few as possible are to."""
-    steps: tuple[float, ...] = ()
-    """Seconds of the latest steps, which have followed the present plan."""
+    steps: tuple[float | None, ...] = ()
+    """Seconds of the latest steps, which have followed the present plan; None of smaller ones."""
 
     @classmethod
     def of(
@@ -46,10 +48,11 @@ class Figures:
         problem: Problem,
         machine: Machine,
         room: int | None,
-        steps: Sequence[float] = (),
+        steps: Sequence[float | None] = (),
     ) -> Figures:
         """Return what one rank would plan from."""
         return cls(
+            tuple(value.nbytes for value in problem.values),
             tuple(value.seconds for value in problem.values),
             problem.forward_seconds,
             problem.turn_seconds,
@@ -70,7 +73,9 @@ class Figures:
         windows = (one.forward_seconds for one in ranks)
         known = [seconds for seconds in windows if seconds is not None]
         rooms = [one.room for one in ranks if one.room is not None]
+        steps = zip_longest(*(one.steps for one in ranks))
         return cls(
+            tuple(map(max, zip(*(one.nbytes for one in ranks), strict=True))),
             tuple(map(max, zip(*(one.seconds for one in ranks), strict=True))),
             None if len(known) < len(ranks) else max(known),
             min(one.turn_seconds for one in ranks),
@@ -78,15 +83,15 @@ class Figures:
             {number: why for one in reversed(ranks) for number, why in one.rejected.items()},
             _slowest_machine([one.machine for one in ranks]),
             min(rooms, default=None),
-            tuple(map(max, zip_longest(*(one.steps for one in ranks), fillvalue=0.0))),
+            tuple(max((one for one in step if one is not None), default=None) for step in steps),
         )
 
     def put_into(self, problem: Problem) -> Problem:
         """Return a problem with these figures."""
-        values = zip(problem.values, self.seconds, strict=True)
+        values = zip(problem.values, self.nbytes, self.seconds, strict=True)
         return replace(
             problem,
-            values=tuple(replace(value, seconds=seconds) for value, seconds in values),
+            values=tuple(replace(one, nbytes=n, seconds=seconds) for one, n, seconds in values),
             rejected=dict(self.rejected),
             forward_seconds=self.forward_seconds,
             turn_seconds=self.turn_seconds,
@@ -108,7 +113,8 @@ class Figures:
         machine["measured"] = frozenset(machine["measured"])
         said["machine"] = Machine(**machine)
         said["rejected"] = {int(number): why for number, why in said["rejected"].items()}
-        said["seconds"], said["steps"] = tuple(said["seconds"]), tuple(said["steps"])
+        for name in ("nbytes", "seconds", "steps"):
+            said[name] = tuple(said[name])
         return cls(**said)
 
 
@@ -120,6 +126,8 @@ class Agreed:
     search: PlanSearch | None
     measured: frozenset[str]
     """Which of the machine's figures were."""
+    nbytes: tuple[int, ...] = ()
+    """Of each value, for which the choice was made."""
 
     def to_text(self) -> str:
         """Return it for another rank."""
@@ -138,7 +146,8 @@ class Agreed:
                 "is_settled": search.is_settled,
                 "steps": search.steps,
             }
-        return json.dumps({"choice": said, "search": found, "measured": sorted(self.measured)})
+        told = {"choice": said, "search": found, "measured": sorted(self.measured)}
+        return json.dumps(told | {"nbytes": self.nbytes})
 
     @classmethod
     def from_text(cls, text: str) -> Agreed:
@@ -146,7 +155,8 @@ class Agreed:
         said = json.loads(text)
         choice = said["choice"]
         choice["decisions"] = [_decision(one) for one in choice["decisions"]]
-        return cls(Choice(**choice), _search(said["search"]), frozenset(said["measured"]))
+        search, measured = _search(said["search"]), frozenset(said["measured"])
+        return cls(Choice(**choice), search, measured, tuple(said["nbytes"]))
 
 
 def _slowest_machine(machines: Sequence[Machine]) -> Machine:

@@ -204,4 +204,4 @@ class NoPlanner:
 
 def kind_of(length: int) -> Kind:
     value = RecordedValue(0, length, torch.uint8, torch.Size([length]))
-    return Kind(((SAVED, 0, length, None, ()),), [value])
+    return Kind(((SAVED, 0, None, ()),), [value])

@@ -83,7 +83,7 @@ def values(*where: tuple[torch.device | str, int]) -> Kind:
         RecordedValue(number, nbytes, torch.uint8, torch.Size((nbytes,)), torch.device(device))
         for number, (device, nbytes) in enumerate(where)
     ]
-    events: tuple[Any, ...] = tuple((SAVED, one.number, one.nbytes, None, ()) for one in made)
+    events: tuple[Any, ...] = tuple((SAVED, one.number, None, ()) for one in made)
     return Kind(events, made)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from storm_client.eager.signature import MOST_TRIES, SAVED, Kind, RecordedValue
+from storm_client.eager.signature import (
+    MOST_TRIES,
+    SAVED,
+    Kind,
+    Kinds,
+    RecordedValue,
+    StepRecord,
+)
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.planner.search import PREDICTED, Followed, PlanSearch
 
@@ -24,7 +31,7 @@ class Passed:
 def kind(*, is_on_gpu: bool = True) -> Kind:
     device = torch.device("cuda", 1) if is_on_gpu else torch.device("cpu")
     value = RecordedValue(0, 100, torch.float32, torch.Size((25,)), device)
-    made = Kind(((SAVED, 0, 100, None, ()),), [value])
+    made = Kind(((SAVED, 0, None, ()),), [value])
     made.is_outdated = False
     return made
 
@@ -75,10 +82,10 @@ def test_steps_settle_once_after_each_change_of_decisions() -> None:
 def test_while_plans_are_compared_memory_is_given_back_once() -> None:
     made = kind()
     made.search = PlanSearch()
-    for decisions in ([OFFLOAD], [REPLAY], [OFFLOAD]):
+    for number, decisions in enumerate(([OFFLOAD], [REPLAY], [OFFLOAD])):
         made.follow(decisions)
         observe(made, [1.0] * 4)
-        assert made.settles() is (decisions == [OFFLOAD] and len(made._proved) == 1)
+        assert made.settles() is (number == 0)
     made.search.is_settled = True
     assert made.settles()
     assert not made.settles()
@@ -95,11 +102,33 @@ def test_what_no_backward_pass_asks_for_is_tried_by_one_plan_alone() -> None:
 def test_what_has_proved_itself_by_a_plan_has_done_so_when_that_is_followed_again() -> None:
     made = kind()
     made.follow([REPLAY])
-    made.verified.add(0)
+    made.prove(0, made.ways[0], 100)
     made.follow([OFFLOAD])
-    assert not made.verified
+    assert not made.is_proved(0, 100)
     made.follow([REPLAY])
-    assert made.verified == {0}
+    assert made.is_proved(0, 100)
+    assert not made.is_proved(0, 99)
+
+
+def test_a_larger_step_is_news_and_is_told_as_it_would_take() -> None:
+    made = kind()
+    planned(made, [2.0, 2.0])
+    made.values[0].seconds, made.values[0].uses = 1.0, 2
+    made.follow([Keep("budget_has_room")])
+    step = StepRecord(Kinds(), made, walks=True)
+    assert step.decided(0, 100) == Keep("budget_has_room")
+    assert step.decided(0, 101) is OFFLOAD, "the plan has no room for so much"
+    for nbytes in (50, 150):
+        step.saves(0, nbytes)
+    made.grow(step.larger)
+    assert made.is_outdated
+    assert made.share(step.handed_over) == 200 / 300
+    assert made.saved_bytes == 150
+    assert made.values[0].planned().seconds == 1.5
+    assert made.times.window == 3.0
+    made.is_outdated = False
+    made.grow({0: 150})
+    assert not made.is_outdated
 
 
 def test_a_plan_is_like_one_that_decides_the_same_and_was_measured() -> None:

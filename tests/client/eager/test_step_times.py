@@ -59,6 +59,18 @@ def test_a_queue_that_the_thread_did_not_fill_tells_no_more_than_other_passes() 
     assert made.busy_seconds() == 1.0
 
 
+def test_passes_of_smaller_steps_are_told_as_the_largest_would_take() -> None:
+    made = on_gpu()
+    made.filled(Passed(0.3), 0.5)
+    made.observe(Passed(0.5), 0.5)
+    made.observe(Passed(0.8))
+    assert made.busy_seconds() == 0.6
+    assert made.window == 0.8
+    made.grow(2.0)
+    assert made.busy_seconds() == 1.2
+    assert made.window == 1.6
+
+
 def test_a_device_is_not_kept_busy_for_long_and_the_host_not_at_all() -> None:
     made = on_gpu()
     made.pass_seconds = MOST_FILLED + 0.01
@@ -72,8 +84,8 @@ def test_steps_are_told_in_their_order_once_the_device_has_come_so_far() -> None
     made, late = on_gpu(), Passed(2.0, is_known=False)
     made.took(PREDICTED, Passed(1.0))
     made.took(OFFLOAD_ALONE, late)
-    made.took(PREDICTED, Passed(3.0))
+    made.took(PREDICTED, None)  # of a smaller one
     assert list(made.known_steps()) == [(PREDICTED, 1.0)]
     assert list(made.known_steps()) == []
     late.is_known = True
-    assert list(made.known_steps()) == [(OFFLOAD_ALONE, 2.0), (PREDICTED, 3.0)]
+    assert list(made.known_steps()) == [(OFFLOAD_ALONE, 2.0), (PREDICTED, None)]

@@ -85,14 +85,21 @@ def test_the_last_order_says_what_is_needed_at_once() -> None:
     assert soon(history, 10, 10, 10) == [2]
 
 
-def test_other_sizes_are_another_kind_of_step() -> None:
+def test_sizes_may_differ_and_numbers_may_not() -> None:
     history = OrderHistory()
-    first = packed(history, 10, 20, 30)
-    for number in (1, 2, 0):
-        first.unpacked(number)
-    other = packed(history, 10, 20, 31)
-    other.unpacked(2)
-    assert list(other.upcoming()) == [1, 0]
+    stepped(history, (10, 20, 30), (1, 2, 0))
+    longer = packed(history, 20, 40, 50)
+    longer.unpacked(1)
+    assert list(longer.upcoming()) == [2, 0]
+    other = packed(history, 10, 20, 30, 30)
+    other.unpacked(3)
+    assert list(other.upcoming()) == [2, 1, 0]
+
+
+def test_what_is_needed_at_once_is_so_in_steps_of_other_sizes() -> None:
+    history = OrderHistory()
+    stepped(history, (10, 10, 50, 10, 10), (4, 3, 2, 1, 0))
+    assert soon(history, 30, 30, 150, 30, 30) == [2, 4]
 
 
 def test_what_the_last_step_did_not_unpack_comes_last() -> None:
@@ -169,16 +176,14 @@ def test_going_back_looks_again() -> None:
 
 def test_only_the_latest_kinds_are_remembered() -> None:
     history = OrderHistory()
-    for size in range(KNOWN_STEPS + 1):
-        plan = packed(history, size, size)
-        plan.unpacked(0)
-        plan.unpacked(1)
-    oldest = packed(history, 0, 0)
-    oldest.unpacked(1)
-    assert list(oldest.upcoming()) == [0]
-    latest = packed(history, KNOWN_STEPS, KNOWN_STEPS)
+    for count in range(3, 4 + KNOWN_STEPS):
+        stepped(history, (10,) * count, tuple(range(count)))
+    oldest = packed(history, *(10,) * 3)
+    oldest.unpacked(2)
+    assert list(oldest.upcoming()) == [1, 0], "the latest first, since nothing is known"
+    latest = packed(history, *(10,) * (3 + KNOWN_STEPS))
     latest.unpacked(0)
-    assert list(latest.upcoming()) == [1]
+    assert list(latest.upcoming()) == list(range(1, 3 + KNOWN_STEPS))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
@@ -205,9 +210,9 @@ def test_threads_that_share_a_history() -> None:
     def train() -> None:
         while not over.is_set():
             order = [1]
-            history.replace((1, 1), order)
+            history.replace([1, 1], order)
             order.append(2)  # the step goes on packing
-            history.replace((1, 1, 1), order)
+            history.replace([1, 1, 1], order)
 
     thread = threading.Thread(target=train)
     interval = sys.getswitchinterval()

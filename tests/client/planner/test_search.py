@@ -13,6 +13,7 @@ from storm_client.planner.search import (
     LADDER,
     LATEST,
     MEASURED,
+    MOST_STEPS,
     OFFLOAD_ALONE,
     PREDICTED,
     SKIPPED,
@@ -39,6 +40,35 @@ def settled(
         if search.is_settled:
             return search
     raise AssertionError(f"not settled: {search}")
+
+
+def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
+    search = PlanSearch()
+    for number in range(MOST_STEPS):
+        assert not search.is_settled
+        search.took(search.current, None if number % 4 else 1.0)
+    assert search.is_settled
+    assert set(search.results) == {PREDICTED, NOTHING}
+    assert not search.took(search.current, None)
+
+
+def test_where_all_steps_are_smaller_the_plan_by_prediction_stays() -> None:
+    search = PlanSearch()
+    for _ in range(MOST_STEPS):
+        search.took(search.current, None)
+    assert search.is_settled
+    assert search.current is PREDICTED
+    assert not any(search.took(PREDICTED, 1.0) for _ in range(2 * LATEST))
+
+
+def test_larger_steps_have_plans_compared_anew() -> None:
+    search = PlanSearch()
+    for _ in range(SKIPPED + MEASURED):
+        search.took(PREDICTED, 1.0)
+    assert search.current is NOTHING
+    search.forget()
+    assert search.current is PREDICTED
+    assert not search.results
 
 
 def by_share(best: float) -> Seconds:

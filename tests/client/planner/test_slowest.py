@@ -21,6 +21,7 @@ PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100)
 ONE = Figures.of(PROBLEM, CUDA, 1 << 30, [0.1, 0.2, 0.3])
 OTHER = replace(
     ONE,
+    nbytes=(1 << 19, 1 << 21),
     seconds=(0.5, 0.125),
     forward_seconds=0.75,
     turn_seconds=0.0625,
@@ -28,7 +29,7 @@ OTHER = replace(
     rejected={0: "its bits differ"},
     machine=replace(CUDA.with_link(LinkFigures(limit=1.0)), bandwidth=1.0, hides=False),
     room=1 << 20,
-    steps=(0.2, 0.1),
+    steps=(0.2, 0.1, None, None),
 )
 
 
@@ -40,13 +41,14 @@ def test_figures_cross_the_store_unchanged() -> None:
 def test_the_slowest_of_each_figure_is_taken_in_any_order() -> None:
     for ranks in ([ONE, OTHER], [OTHER, ONE]):
         slowest = Figures.slowest(ranks)
+        assert slowest.nbytes == (1 << 20, 1 << 21)
         assert slowest.seconds == (0.5, 0.25)
         assert slowest.forward_seconds == 0.75
         assert slowest.turn_seconds == 0.0625
         assert slowest.last_bytes == 50
         assert slowest.rejected == {0: "its bits differ", 1: "it draws"}
         assert slowest.room == 1 << 20
-        assert slowest.steps == (0.2, 0.2, 0.3)
+        assert slowest.steps == (0.2, 0.2, 0.3, None), "None is of a smaller step"
         assert slowest.machine.link == 1.0
         assert slowest.machine.bandwidth == 1.0
         assert not slowest.machine.hides
@@ -62,6 +64,7 @@ def test_a_window_that_one_rank_does_not_know_is_not_known() -> None:
 def test_a_problem_has_the_slowest_figures() -> None:
     problem = OTHER.put_into(PROBLEM)
     assert [value.seconds for value in problem.values] == [0.5, 0.125]
+    assert [value.nbytes for value in problem.values] == [1 << 19, 1 << 21]
     assert (problem.forward_seconds, problem.last_bytes) == (0.75, 50)
     assert problem.rejected == {0: "its bits differ"}
 

@@ -1,0 +1,56 @@
+"""At which sizes something is proved, and in which ways values are recomputed."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Ways
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
+from support.planning import value
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 9), max_size=6), st.integers(0, 10))
+def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None:
+    proofs = Proofs()
+    for one in compared:
+        proofs.add("this", one)
+    if len(set(compared)) < ENOUGH_SIZES:
+        assert proofs.holds("this", nbytes) == (nbytes in compared)
+        assert proofs.sizes("this") == tuple(sorted(set(compared)))
+    else:
+        assert proofs.holds("this", nbytes) == (min(compared) <= nbytes <= max(compared))
+    assert not proofs.holds("another", nbytes)
+
+
+def test_only_what_says_more_is_a_new_version() -> None:
+    proofs, versions = Proofs(), []
+    for nbytes in (4, 4, 8, 6, 5, 9, 7):
+        proofs.add("this", nbytes)
+        versions.append(proofs.version)
+    assert versions == [1, 1, 2, 3, 3, 4, 4]
+
+
+def test_a_way_is_the_operation_and_how_its_inputs_are_held_down_to_what_is_not_recomputed() -> (
+    None
+):
+    values = [
+        value(0),
+        value(1, 100, "exp", 0),
+        value(2, 100, "mul", 1, -1),
+        value(3, 100, "exp", 0),
+    ]
+    kept, ways = Keep("last"), Ways()
+
+    def of(*decisions: Decision) -> list[int]:
+        return ways.of(values, decisions)
+
+    first = of(OFFLOAD, REPLAY, REPLAY, OFFLOAD)
+    assert first[0] == first[3] == -1
+    assert first[1] != first[2]
+    assert of(OFFLOAD, REPLAY, REPLAY, REPLAY)[:3] == first[:3], (
+        "what else is recomputed is no matter"
+    )
+    assert not set(first[1:3]) & set(of(kept, REPLAY, REPLAY, OFFLOAD)[1:3]), "of one that is kept"
+    assert of(OFFLOAD, OFFLOAD, REPLAY, OFFLOAD)[2] not in first
+    assert of(OFFLOAD, REPLAY, REPLAY, OFFLOAD) == first
