@@ -37,7 +37,7 @@ def _check(figures: dict[str, object]) -> None:
     for trainer in trainers:
         assert trainer["identical"]
         assert trainer["steps"] == trainer["equal_losses"] == trainer["equal_gradients"] == 2
-        assert trainer["saved_bytes"] >= trainer["offloaded_bytes"] > 16 << 20
+        assert trainer["saved_bytes"] >= trainer["offloaded_bytes"] > 4 << 20
         assert trainer["ratio"] > 1.1
     pool = figures["pool"]
     assert isinstance(pool, dict)

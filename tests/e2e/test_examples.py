@@ -77,9 +77,8 @@ def test_the_compiled_example_offloads_inside_its_graph(
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
-@pytest.mark.parametrize(
-    "name", ["compiled_gpt.py", pytest.param("step_gpt.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compiled_gpt.py", "step_gpt.py"])
 def test_examples_with_generated_code_run_as_they_are_started(
     name: str, examples: Path, daemon: ChildDaemon
 ) -> None:

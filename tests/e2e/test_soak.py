@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.soak import MIB, POOL_BYTES, soak
 
-OPERATIONS = 6_000
+OPERATIONS = 3_000
 
 
 def test_eight_clients_at_the_limit_of_the_pool() -> None:

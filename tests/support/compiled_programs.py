@@ -100,7 +100,7 @@ def a_transformer(wrap: Wrap, device: str) -> list[Tensor]:
 
 @program
 def blocks_of_their_own(wrap: Wrap, device: str) -> list[Tensor]:
-    nets = [blocks(device, 1) for _ in range(3)]
+    nets = [blocks(device, 1) for _ in range(2)]
     calls = [wrap(net) for net in nets]
 
     def model(x: Tensor) -> Tensor:

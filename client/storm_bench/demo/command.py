@@ -60,7 +60,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     if device == "cuda":
         plan = dataclasses.replace(plan, rows=64, pool_bytes=8 << 30)
     if args.small:
-        plan = dataclasses.replace(plan, layers=2, width=128, heads=4, rows=32, length=128)
+        plan = dataclasses.replace(plan, layers=2, width=128, heads=4, rows=8, length=128)
     if args.pool_bytes is not None:
         plan = dataclasses.replace(plan, pool_bytes=parse_size(args.pool_bytes))
     return plan

@@ -75,10 +75,10 @@ class Teacher(nn.Module):
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    "gru": lambda: nn.GRU(WIDTH, WIDTH, 2, bidirectional=True),
+    "gru": lambda: nn.GRU(WIDTH, WIDTH, bidirectional=True),
     "gru, frozen": lambda: Frozen(nn.GRU(WIDTH, WIDTH, bidirectional=True)),
     "gru, batch first": lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True, bias=False),
-    "gru, bfloat16": lambda: nn.GRU(WIDTH, WIDTH, 2).to(torch.bfloat16),
+    "gru, bfloat16": lambda: nn.GRU(WIDTH, WIDTH).to(torch.bfloat16),
     "gru cell": lambda: Unrolled(nn.GRUCell(WIDTH, WIDTH)),
     "lstm": lambda: nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True),
     "lstm, frozen": lambda: Frozen(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
@@ -86,7 +86,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "lstm, recorded for nothing": lambda: Teacher(nn.LSTM(WIDTH, WIDTH), records=True),
     "lstm, not recorded": lambda: Teacher(nn.LSTM(WIDTH, WIDTH), records=False),
     "lstm cell": lambda: Unrolled(nn.LSTMCell(WIDTH, WIDTH)),
-    "rnn": lambda: nn.RNN(WIDTH, WIDTH, 2, nonlinearity="relu", bidirectional=True),
+    "rnn": lambda: nn.RNN(WIDTH, WIDTH, nonlinearity="relu", bidirectional=True),
 }
 
 
