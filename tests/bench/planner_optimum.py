@@ -1,12 +1,12 @@
-"""How far the planner's greedy choice is from the best one, on steps that were recorded.
+"""How far the planner's choice is from the best one, on steps that were recorded.
 
     PYTHONPATH=tests python -m bench.planner_optimum --json tests/bench/results/planner_optimum.json
 
 Each workload of the training benchmark is run a sixteenth as wide and as long on the cpu lane, and
 its step's values are then taken as those of the workload itself: 256 times the bytes, and the time
 that a GPU's arithmetic or memory needs for each operation. scipy's MILP solver (HiGHS) finds the
-cheapest choice by the planner's own costs; both are compared for several budgets and forward
-windows. What is timed is the choosing alone.
+cheapest choice by the planner's own costs; both are compared for six budgets and links of 55, 25
+and 12 GB/s. What is timed is the choosing alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from storm_bench.train.gpt import Workload
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.workloads import WORKLOADS, make
 from storm_client.planner.decisions import Keep, Replay
+from storm_client.planner.groups import MOST_IN_BLOCK
 from storm_client.planner.machine import CUDA, Machine
 from storm_client.planner.prices import operation_seconds
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.solver import MOST_DEPTH, Choice, choose
+from storm_client.planner.solver import Choice, choose
 from torch import device as torch_device
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -50,11 +52,14 @@ ATTENTION = 400e12
 MEMORY = 4.1e12
 """Bytes a second that an elementwise kernel moves."""
 
-ROOMS = (0.0, 0.25, 0.5)
+ROOMS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6)
 """Of what a step saves."""
 
-WINDOWS = (0.5, 1.0, 2.0)
-"""Of the time that the recorded operations take together."""
+LINKS = (55, 25, 12)
+"""GB a second."""
+
+STEP = 3.0
+"""Times what the operations of a forward pass take together: a step without offload."""
 
 CPU = torch_device("cpu")
 
@@ -69,14 +74,12 @@ def main() -> int:
     rows = []
     with ChildDaemon(flags=["--pool-bytes=1GiB", "--device=cpu"]) as daemon:
         for name in args.workloads:
-            values = recorded(name, daemon.address)
-            saved = sum(value.nbytes for value in values if value.is_saved)
-            seconds = sum(value.seconds for value in values)
-            for room in ROOMS:
-                for window in WINDOWS:
-                    row = compared(values, int(room * saved), window * seconds, args.seconds)
-                    rows.append({"workload": name, "room": room, "window": window, **row})
-                    sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+            problem = recorded(name, daemon.address)
+            saved = sum(value.nbytes for value in problem.saved)
+            for link, room in product(LINKS, ROOMS):
+                row = compared(problem, int(room * saved), 1e-9 / link, args.seconds)
+                rows.append({"workload": name, "link": link, "room": room, **row})
+                sys.stdout.write(f"{json.dumps(rows[-1])}\n")
     worst = max(row["ratio"] for row in rows)
     sys.stdout.write(f"worst: {worst:.4f} of the optimum\n")
     if args.json:
@@ -91,8 +94,8 @@ def main() -> int:
     return 0
 
 
-def recorded(name: str, address: str) -> list[Value]:
-    """Return the values of a workload's step, with the times that a GPU needs for them."""
+def recorded(name: str, address: str) -> Problem:
+    """Return a workload's step, with the times that a GPU needs for its values."""
     work = WORKLOADS[name]
     training = make(_small(work), CPU)
     flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)  # saves what it does on a GPU
@@ -106,10 +109,12 @@ def recorded(name: str, address: str) -> list[Value]:
         kind = offload._planning._kinds.latest
         assert kind is not None
         values = [value.planned() for value in kind.values]
-        return [
+        timed = tuple(
             replace(value, nbytes=value.nbytes * SCALE**2, seconds=_gpu_seconds(value, values))
             for value in values
-        ]
+        )
+        forward = sum(value.seconds for value in timed)
+        return Problem(timed, forward_seconds=forward, block_ends=kind.block_ends)
 
 
 def _small(work: Workload | LlamaWorkload) -> Workload | LlamaWorkload:
@@ -129,25 +134,29 @@ def _gpu_seconds(value: Value, values: Sequence[Value]) -> float:
     return 3 * nbytes / MEMORY if value.operation else 0.0
 
 
-def compared(
-    values: Sequence[Value], room: int, window: float, solver_seconds: float
-) -> dict[str, Any]:
-    """Return what the choice of the planner and the best one cost, and what finding them took."""
-    machine = CUDA.compressing(RATIO)
+def compared(problem: Problem, room: int, link: float, solver_seconds: float) -> dict[str, Any]:
+    """Return what the choice of the planner and the best one cost, and what finding them took.
+
+    `link` is the seconds of a byte on the link, one way.
+    """
+    values, window = problem.values, problem.forward_seconds or 0.0
+    machine = replace(CUDA, link=link).compressing(RATIO)
     begin = time.perf_counter()
-    choice = choose(Problem(tuple(values), forward_seconds=window), machine, budget_bytes=room)
+    choice = choose(problem, machine, budget_bytes=room)
     chosen = time.perf_counter() - begin
-    greedy = cost_of(choice, values, machine, window)
+    found = cost_of(choice, values, machine, window)
+    ends = problem.block_ends
+    fixed = [replace(value, operation="") if value.number in ends else value for value in values]
     begin = time.perf_counter()
-    best, gap = optimum(values, machine, room, window, solver_seconds)
+    best, gap = optimum(fixed, machine, room, window, solver_seconds)
     return {
         "values": len(values),
-        "greedy_ms": greedy * 1e3,
+        "chosen_ms": found * 1e3,
         "optimum_ms": best * 1e3,
         "optimum_gap": gap,
-        "step_ms": (window * 3 + greedy) * 1e3,
-        "ratio": (window * 3 + greedy) / (window * 3 + best),
-        "greedy_takes_ms": chosen * 1e3,
+        "step_ms": (window * STEP + found) * 1e3,
+        "ratio": (window * STEP + found) / (window * STEP + best),
+        "choosing_takes_ms": chosen * 1e3,
         "optimum_takes_ms": (time.perf_counter() - begin) * 1e3,
     }
 
@@ -186,7 +195,7 @@ def optimum(
         objective[shipped + n] = value.nbytes * machine.codec + machine.thread_store
         objective[made + n] = max(takes[n], machine.thread_recompute)
         upper[kept + n] = float(value.is_saved)
-        upper[depth + n] = MOST_DEPTH
+        upper[depth + n] = MOST_IN_BLOCK
         if not value.operation or math.isinf(takes[n]):
             upper[made + n], objective[made + n] = 0.0, 0.0
     objective[exposed], upper[exposed] = 1.0, np.inf
@@ -205,8 +214,8 @@ def optimum(
             had = {kept + source: 1.0, shipped + source: 1.0, made + source: 1.0}
             need({**had, made + n: -1.0}, 0.0)
             deeper = {depth + n: 1.0, depth + source: -1.0}
-            both = {made + n: -MOST_DEPTH, made + source: -MOST_DEPTH}
-            need({**deeper, **both}, 1.0 - 2 * MOST_DEPTH)
+            both = {made + n: -MOST_IN_BLOCK, made + source: -MOST_IN_BLOCK}
+            need({**deeper, **both}, 1.0 - 2 * MOST_IN_BLOCK)
     need({kept + v.number: -float(v.nbytes) / 1e6 for v in values}, -room / 1e6)
     need({exposed: 1.0} | {shipped + v.number: -v.nbytes * machine.link for v in values}, -window)
     result = milp(

@@ -108,16 +108,6 @@ class Priced:
         """What each value is made from, each once."""
         return [tuple(set(value.inputs)) for value in self.values]
 
-    @cached_property
-    def made_from(self) -> list[list[int]]:
-        """The values behind each that are made from it."""
-        made: list[list[int]] = [[] for _ in self.values]
-        for number, sources in enumerate(self.sources):
-            for source in sources:
-                if 0 <= source < number:
-                    made[source].append(number)
-        return made
-
     def store_seconds(self, rate: float) -> list[float]:
         """Return what storing each value costs at `rate` seconds a byte."""
         return [nbytes * rate + self.machine.thread_store for nbytes in self.nbytes]

@@ -1,4 +1,4 @@
-"""How far the greedy choice is from the best one, which a MILP solver finds.
+"""How far the choice is from the best one, which a MILP solver finds.
 
 A step is some Llama blocks with a GPU's figures. `bench.planner_optimum` does the same with steps
 that were recorded.
@@ -24,7 +24,7 @@ MACHINE = replace(CUDA, thread_store=2e-5).compressing(1.42)
 STEP = 3.0
 """Forward passes that a step takes without offload."""
 
-WORST = 1.01
+WORST = 1.005
 """Times the best step: what a choice may take."""
 
 BLOCKS = 6
@@ -80,7 +80,7 @@ def step() -> tuple[list[Value], frozenset[int]]:
 @pytest.mark.parametrize("window", [0.3, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("link", [1.0, 2.2, 4.6], ids=["55 GB/s", "25 GB/s", "12 GB/s"])
-def test_a_step_takes_at_most_a_hundredth_longer_than_with_the_best_choice(
+def test_a_step_takes_hardly_longer_than_with_the_best_choice(
     window: float, share: float, link: float
 ) -> None:
     values, ends = step()

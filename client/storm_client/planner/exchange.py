@@ -1,0 +1,170 @@
+"""Which of its choices each group of values takes, by a budget and a link that all groups share.
+
+To begin with all groups choose by the same prices, so that they keep a little more or less than the
+budget allows. Where groups are alike that is far from the best: all of them change at one price.
+So one or two groups at a time change their choices as long as that spares time.
+
+Everything here is pure: no tensor, device or clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from storm_client.planner.groups import LINK_SHARES, Alike, Costs, Part, alike_groups
+from storm_client.planner.prices import Priced
+
+__all__ = ["choices"]
+
+MOST_CHANGES: Final = 500
+"""Changes of one group that are looked at in twos; of more each is looked at alone."""
+
+LEAST_GAIN: Final = 1e-9
+"""Seconds: a change that spares less is none."""
+
+
+def choices(priced: Priced, there: Set[int], room: int) -> Iterator[list[Part]]:
+    """Yield what may become of a step's values, of which `room` bytes may be kept in all.
+
+    Each list has one part for each group, with the numbers of its values. What is `there` in any
+    case is in none. Of groups that are alike the last keep most: they are asked for first.
+    """
+    alike = alike_groups(priced, there)
+    spared = priced.window + priced.problem.last_bytes * priced.machine.link
+    for one in alike:
+        one.look_for_choices(priced, keeps=room > 0)
+    for share in LINK_SHARES:
+        for begun in _by_prices(alike, share, room):
+            taken = _Taken(alike, begun, room, spared)
+            taken.fit()
+            while taken.improve():
+                pass
+            yield list(taken.parts())
+
+
+def _by_prices(alike: Sequence[Alike], share: float, room: int) -> Iterator[list[Counter[Part]]]:
+    """Yield what all groups choose where a byte on the link costs a share of its time.
+
+    A kept one costs so much that they keep hardly less than `room`, and then hardly more.
+    """
+
+    def at(price: float) -> tuple[list[Counter[Part]], int, float]:
+        taken = [Counter({one.at(share, price): len(one.groups)}) for one in alike]
+        costs = _sum(alike, taken)
+        return taken, costs.kept_bytes, costs.seconds + share * costs.link_seconds
+
+    many, few = at(0.0), at(math.inf)
+    while many[1] > room:
+        between = at((few[2] - many[2]) / (many[1] - few[1]))
+        if not few[1] < between[1] < many[1]:
+            yield few[0]
+            break
+        if between[1] > room:
+            many = between
+        else:
+            few = between
+    yield many[0]
+
+
+def _sum(alike: Sequence[Alike], taken: Sequence[Counter[Part]]) -> Costs:
+    """Return what the choices of all groups take."""
+    found = [
+        [count * cost for cost in one.choices[part]]
+        for one, counts in zip(alike, taken, strict=True)
+        for part, count in counts.items()
+    ]
+    return Costs(*map(sum, zip(*found, strict=True))) if found else Costs(0, 0.0, 0.0)
+
+
+class _Change(NamedTuple):
+    """One group's change from a choice to another, or none at all."""
+
+    which: int = -1
+    """Of the groups that are alike."""
+    part: Part | None = None
+    other: Part | None = None
+    groups: int = 2
+    """How many could change so."""
+    more: Costs = Costs(0, 0.0, 0.0)
+    """What the other choice takes more."""
+
+
+@dataclass
+class _Taken:
+    """The choices that groups take."""
+
+    alike: Sequence[Alike]
+    counts: Sequence[Counter[Part]]
+    """How often each is taken, of groups that are alike."""
+    room: int
+    """Bytes that all may keep together."""
+    spared: float
+    """Seconds of the link that cost nothing."""
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the choice of each group, by its numbers."""
+        for one, counts in zip(self.alike, self.counts, strict=True):
+            parts = sorted(counts.elements(), key=lambda part: one.choices[part].kept_bytes)
+            for part, numbers in zip(parts, one.groups, strict=True):
+                yield part.of(numbers)
+
+    def fit(self) -> None:
+        """Have less be kept where it is too much, first what takes least for its bytes."""
+        while (now := _sum(self.alike, self.counts)).kept_bytes > self.room:
+            fewer = [change for change in self._changes() if change.more.kept_bytes < 0]
+            prices = [self._seconds(change.more, now) / -change.more.kept_bytes for change in fewer]
+            self._make(fewer[prices.index(min(prices))])
+
+    def improve(self) -> bool:
+        """Make that change of one or two groups that spares most; tell whether there is one."""
+        now = _sum(self.alike, self.counts)
+        changes = [_Change(), *self._changes()]
+        firsts = np.array([change.more for change in changes])
+        seconds = firsts[:1] if len(changes) > MOST_CHANGES else firsts
+        kept, link, totals = (firsts[:, None] + seconds[None]).transpose(2, 0, 1)
+        totals += np.maximum(now.link_seconds + link - self.spared, 0.0)
+        totals[now.kept_bytes + kept > self.room] = math.inf
+        totals[_clash(changes)[:, : len(seconds)]] = math.inf
+        found = np.unravel_index(int(totals.argmin()), totals.shape)
+        if totals[found] >= self._late(now.link_seconds) - LEAST_GAIN:
+            return False
+        for index in found:
+            self._make(changes[int(index)])
+        return True
+
+    def _seconds(self, more: Costs, now: Costs) -> float:
+        """Return what a step takes longer where choices take more than now."""
+        later = self._late(now.link_seconds + more.link_seconds) - self._late(now.link_seconds)
+        return more.seconds + later
+
+    def _late(self, link_seconds: float) -> float:
+        return max(0.0, link_seconds - self.spared)
+
+    def _changes(self) -> Iterator[_Change]:
+        for which, (one, counts) in enumerate(zip(self.alike, self.counts, strict=True)):
+            for part, count in counts.items():
+                for other, costs in one.choices.items() if count else ():
+                    if other != part:
+                        yield _Change(which, part, other, count, costs.less(one.choices[part]))
+
+    def _make(self, change: _Change) -> None:
+        if change.part is not None and change.other is not None:
+            self.counts[change.which][change.part] -= 1
+            self.counts[change.which][change.other] += 1
+
+
+def _clash(changes: Sequence[_Change]) -> npt.NDArray[np.bool_]:
+    """Tell of each two changes whether they are of one group, since no other is like it."""
+    numbers: dict[tuple[int, Part | None], int] = {}
+    origins = np.array([numbers.setdefault((c.which, c.part), len(numbers)) for c in changes])
+    is_only_one = np.array([change.groups < 2 for change in changes])
+    clash: npt.NDArray[np.bool_] = origins[:, None] == origins[None]
+    clash &= is_only_one[:, None]
+    return clash

@@ -1,0 +1,253 @@
+"""Groups of values whose choices do not depend on each other's, and the choices of each group.
+
+A value and what it may be recomputed from are of one group, unless that is there in any case. So
+what blocks are given, which is not recomputed, parts one block from the next. Prices of a byte that
+is kept and of one on the link give each group some choices, of which `exchange.py` takes one.
+
+Everything here is pure: no tensor, device or clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from storm_client.planner.min_cut import Node, cheapest
+from storm_client.planner.prices import Priced
+
+__all__ = ["LINK_SHARES", "Alike", "Costs", "Part", "alike_groups"]
+
+MOST_IN_A_ROW: Final = 16
+"""Operations in a row that recompute a value from what is held: all that is recomputed for it may
+be there at once."""
+
+MOST_IN_BLOCK: Final = 48
+"""The same where blocks are known: no more is there at once than if they were checkpointed."""
+
+LINK_SHARES: Final = (0.0, 1 / 16, 1 / 4, 1.0)
+"""Prices of a byte on the link that are tried, as shares of its whole time."""
+
+DEPTH: Final = 3
+"""How often prices of a kept byte are looked for between two that are known, for each of these."""
+
+MANY_NODES: Final = 500
+"""Of one group, from which on it is looked once between two: a cut takes longer then."""
+
+TILT: Final = 0.02
+"""By what share of it a price rises or falls from the first value of a group to the last."""
+
+
+class Part(NamedTuple):
+    """What becomes of the values of one group; the others of it are not needed."""
+
+    kept: frozenset[int]
+    stored: frozenset[int]
+    recomputed: frozenset[int]
+
+    def of(self, numbers: Sequence[int]) -> Part:
+        """Return the same of a group whose places have these numbers."""
+        return Part(*(frozenset(numbers[place] for place in places) for places in self))
+
+
+class Costs(NamedTuple):
+    """What a choice takes."""
+
+    kept_bytes: int
+    link_seconds: float
+    """One way."""
+    seconds: float
+    """Of everything else: encoding, decoding, recomputing and the training thread."""
+
+    def less(self, other: Costs) -> Costs:
+        """Return what it takes more than another."""
+        return Costs(
+            self.kept_bytes - other.kept_bytes,
+            self.link_seconds - other.link_seconds,
+            self.seconds - other.seconds,
+        )
+
+
+@dataclass
+class Alike:
+    """Groups that have the same values in the same places, and the choices for one of them."""
+
+    nodes: tuple[Node, ...]
+    """The values, in the order in which they are made."""
+    groups: list[list[int]] = field(default_factory=list)
+    """The numbers of each, in their order."""
+    choices: dict[Part, Costs] = field(default_factory=dict)
+    """What is known of them, by places among the nodes."""
+
+    def look_for_choices(self, priced: Priced, *, keeps: bool) -> None:
+        """Find what is best at several prices; nothing is kept unless it `keeps` something."""
+        depth = DEPTH if len(self.nodes) < MANY_NODES else 1
+        for share in LINK_SHARES:
+            fewest = self._cut(priced, share, math.inf)
+            if keeps:
+                self._look_between(priced, share, fewest, self._cut(priced, share, 0.0), depth)
+        most, least = self._cut(priced, 0.0, math.inf), self._cut(priced, 1.0, math.inf)
+        self._look_for_shares(priced, most, least, depth)
+
+    def at(self, share: float, price: float) -> Part:
+        """Return the best known choice where a kept byte costs `price`, and the link a share."""
+
+        def cost(part: Part) -> float:
+            costs = self.choices[part]
+            kept = price * costs.kept_bytes if costs.kept_bytes else 0.0
+            return costs.seconds + share * costs.link_seconds + kept
+
+        return min(self.choices, key=cost)
+
+    def _look_between(
+        self, priced: Priced, share: float, fewer: Part, more: Part, depth: int
+    ) -> None:
+        """Find choices that keep more than one and less than another, where they cost least."""
+        little, much = self.choices[fewer], self.choices[more]
+        nbytes = much.kept_bytes - little.kept_bytes
+        if not depth or nbytes <= 0:
+            return
+        spared = little.seconds - much.seconds
+        spared += share * (little.link_seconds - much.link_seconds)
+        between = self._cut(priced, share, spared / nbytes)
+        if between not in (fewer, more):
+            self._look_between(priced, share, fewer, between, depth - 1)
+            self._look_between(priced, share, between, more, depth - 1)
+
+    def _look_for_shares(self, priced: Priced, more: Part, less: Part, depth: int) -> None:
+        """Find choices that use the link less than one and more than another."""
+        much, little = self.choices[more], self.choices[less]
+        link = much.link_seconds - little.link_seconds
+        if not depth or link <= 0.0:
+            return
+        between = self._cut(priced, (little.seconds - much.seconds) / link, math.inf)
+        if between not in (more, less):
+            self._look_for_shares(priced, more, between, depth - 1)
+            self._look_for_shares(priced, between, less, depth - 1)
+
+    def _cut(self, priced: Priced, share: float, price: float) -> Part:
+        """Return the best choice where a kept byte costs `price`, and the link's time a share.
+
+        Operations of one kind take alike for their bytes, and would be decided alike. So that some
+        of them are and some are not, prices differ a little from place to place.
+        """
+        machine = priced.machine
+        rate = machine.codec + share * machine.link
+        tilts = [TILT * place / len(self.nodes) for place in range(len(self.nodes))]
+        storing = [
+            (node.nbytes * rate + machine.thread_store) * (1.0 + tilt)
+            for node, tilt in zip(self.nodes, tilts, strict=True)
+        ]
+        keeping = [
+            node.nbytes * price * (1.0 - tilt) if node.is_needed else math.inf
+            for node, tilt in zip(self.nodes, tilts, strict=True)
+        ]
+        most = MOST_IN_BLOCK if priced.problem.block_ends else MOST_IN_A_ROW
+        found = cheapest(self.nodes, list(map(min, storing, keeping)), most)
+        kept = frozenset(place for place in found.held if keeping[place] < storing[place])
+        part = Part(kept, found.held - kept, found.recomputed)
+        self.choices.setdefault(part, self._costs(priced, part))
+        return part
+
+    def _costs(self, priced: Priced, part: Part) -> Costs:
+        nodes, machine = self.nodes, priced.machine
+        stored = sum(nodes[place].nbytes for place in part.stored)
+        seconds = stored * machine.codec + len(part.stored) * machine.thread_store
+        return Costs(
+            sum(nodes[place].nbytes for place in part.kept),
+            stored * machine.link,
+            seconds + sum(nodes[place].seconds for place in part.recomputed),
+        )
+
+
+def alike_groups(priced: Priced, there: Set[int]) -> list[Alike]:
+    """Return the groups that a step's values fall into, those together that are alike.
+
+    What is `there` in any case is of none.
+    """
+    sources = _sources(priced, there)
+    found: dict[tuple[Node, ...], Alike] = {}
+    for numbers in _connected(sources):
+        places = {number: place for place, number in enumerate(numbers)}
+        nodes = tuple(
+            Node(
+                priced.nbytes[number],
+                priced.values[number].is_saved,
+                priced.recompute_seconds[number] if sources[number] is not None else math.inf,
+                tuple(places[one] for one in sources[number] or ()),
+            )
+            for number in numbers
+        )
+        found.setdefault(nodes, Alike(nodes)).groups.append(numbers)
+    return list(found.values())
+
+
+def _sources(priced: Priced, there: Set[int]) -> dict[int, tuple[int, ...] | None]:
+    """Return what each value is recomputed from that is not there anyway; None if it never is.
+
+    Values that nothing saved is made from are not among them.
+    """
+    found: dict[int, tuple[int, ...] | None] = {}
+    waiting = [number for number in priced.saved if number not in there]
+    while waiting:
+        number = waiting.pop()
+        if number in found:
+            continue
+        found[number] = None
+        sources = priced.sources[number]
+        if priced.is_recomputable[number]:
+            found[number] = tuple(
+                one for one in sources if one >= 0 and not _is_there(one, priced, there)
+            )
+            waiting += found[number] or ()
+    return found
+
+
+def _is_there(number: int, priced: Priced, there: Set[int]) -> bool:
+    is_had = priced.values[number].is_saved and not priced.is_recomputable[number]
+    return is_had or number in there
+
+
+def _connected(sources: dict[int, tuple[int, ...] | None]) -> list[list[int]]:
+    """Return the values that are connected by what they are made from, each group in its order.
+
+    What would be made from itself is never recomputed from here on.
+    """
+    ordered = _in_order(sources)
+    leaders = {number: number for number in sources}
+
+    def leader(number: int) -> int:
+        while leaders[number] != number:
+            leaders[number] = number = leaders[leaders[number]]
+        return number
+
+    for number, made_from in sources.items():
+        for one in made_from or ():
+            leaders[leader(number)] = leader(one)
+    groups: dict[int, list[int]] = {}
+    for number in ordered:
+        groups.setdefault(leader(number), []).append(number)
+    return list(groups.values())
+
+
+def _in_order(sources: dict[int, tuple[int, ...] | None]) -> Iterable[int]:
+    """Return the values, each behind what it is made from, which mostly has a lower number.
+
+    What would be made from itself is never recomputed.
+    """
+    done: dict[int, None] = {}
+    begun: set[int] = set()
+    for first in sorted(sources):
+        path = [first]
+        while path:
+            number = path[-1]
+            begun.add(number)
+            before = [one for one in sources[number] or () if one not in done]
+            if begun.intersection(before):
+                sources[number], before = None, []
+            if before:
+                path.append(before[0])
+            else:
+                done[path.pop()] = None
+    return done
