@@ -9,8 +9,9 @@ piece has the same one.
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from storm_kernels.cuda_driver.calls import call, driver
+from storm_kernels.cuda_driver.calls import call, check, driver
 from storm_kernels.errors import CudaDriverError
 
 __all__ = [
@@ -40,12 +41,8 @@ def retain_piece(address: int) -> int | None:
     Raises:
         CudaDriverError: the device cannot be used.
     """
-    try:
-        return int(call(driver.cuMemRetainAllocationHandle, address))
-    except CudaDriverError as error:
-        if error.code in _NO_PIECE:
-            return None
-        raise
+    found = _retained(address)
+    return None if found is None else int(found)
 
 
 def release_piece(handle: int) -> None:
@@ -55,11 +52,11 @@ def release_piece(handle: int) -> None:
 
 def holds(address: int, handle: int) -> bool:
     """Tell whether the piece of a handle that is retained is what is mapped at an address."""
-    found = retain_piece(address)
+    found = _retained(address)
     if found is None:
         return False
-    release_piece(found)
-    return found == handle
+    check(driver.cuMemRelease, driver.cuMemRelease(found))
+    return int(found) == handle
 
 
 def share_piece(handle: int) -> int:
@@ -144,3 +141,16 @@ class AddressRange:
         if self._is_open:
             self._is_open = False
             call(driver.cuMemAddressFree, self.address, self.nbytes)
+
+
+def _retained(address: int) -> Any:
+    """Return the driver's handle, None where there is none.
+
+    Asked for every tensor, where `call` would take half as long again.
+    """
+    status, found = driver.cuMemRetainAllocationHandle(address)
+    if not status:
+        return found
+    if status.name in _NO_PIECE:
+        return None
+    raise CudaDriverError("cuMemRetainAllocationHandle", status.name, hex(address))
