@@ -9,6 +9,7 @@ from stormd.ledger.events import (
     Instruction,
     Jobs,
     Map,
+    Mappable,
     Reply,
     RestoreDone,
     RestoreFailed,
@@ -22,14 +23,16 @@ from stormd.ledger.events import (
     Unmap,
 )
 from stormd.ledger.ledger import Ledger
-from stormd.protocol import Message
+from stormd.protocol import MapPiece, Message, ReserveRange
 
 
 class FakeLane:
     """Takes the ledger's instructions; `jobs` are those not yet answered, oldest first.
 
     `replies` are the messages sent to clients, `ended` the sessions that are gone, `segments` the
-    bytes of what is mapped, by session and number.
+    bytes of what is mapped, by session and number; of `ranges`, the bytes of each piece by number.
+
+    Answers come in any order, as that of what is done and undone is the instructions' own.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -40,6 +43,8 @@ class FakeLane:
         self.ended: list[int] = []
         self.others: list[Instruction] = []
         self.segments: dict[tuple[int, int], int] = {}
+        self.ranges: dict[tuple[int, int], dict[int, range]] = {}
+        self._into: dict[tuple[int, int], dict[int, range]] = {}  # of pieces that are being mapped
 
     def take(self, instructions: list[Instruction]) -> None:
         """Perform instructions."""
@@ -49,6 +54,9 @@ class FakeLane:
                 jobs = instruction.jobs if isinstance(instruction, Jobs) else [instruction]
                 for job in jobs:
                     self._check_range(job)
+                    if isinstance(job, Map) and isinstance(job.segment, MapPiece):
+                        into = self.ranges[job.session, job.segment.into]
+                        self._into[job.session, job.segment.segment] = into
                 self.jobs += jobs
             elif isinstance(instruction, Reply):
                 assert instruction.session not in self.detaching, "an answer after the end"
@@ -61,7 +69,7 @@ class FakeLane:
                 self.ended.append(instruction.session)
             else:
                 if isinstance(instruction, Unmap):
-                    del self.segments[instruction.session, instruction.segment]
+                    self._unmap(instruction.session, instruction.segment)
                 self.others.append(instruction)
 
     def finish(self, index: int = 0, *, share: float = 1.0, fail: bool = False) -> None:
@@ -93,14 +101,40 @@ class FakeLane:
             )
         if isinstance(job, RestoreJob):
             return RestoreDone(session=job.session, ticket=job.ticket, seconds=0.001)
-        self.segments[job.session, job.segment.segment] = job.segment.nbytes
-        return SegmentMapped(session=job.session, segment=job.segment.segment)
+        return self._mapped(job.session, job.segment)
+
+    def _mapped(self, session: int, message: Mappable) -> SegmentMapped | SegmentRefused:
+        key = session, message.segment
+        if isinstance(message, MapPiece):
+            into = self._into.pop(key)
+            wanted = range(message.offset, message.offset + message.nbytes)
+            if any(one.start < wanted.stop and wanted.start < one.stop for one in into.values()):
+                return SegmentRefused(session=session, segment=key[1], detail="it is taken")
+            into[key[1]] = wanted
+        else:
+            self.segments[key] = message.nbytes
+        if isinstance(message, ReserveRange):
+            self.ranges[key] = {}
+        return SegmentMapped(session=session, segment=key[1])
+
+    def _unmap(self, session: int, number: int) -> None:
+        if self.segments.pop((session, number), None) is None:
+            ranges = (one for (whose, _), one in self.ranges.items() if whose == session)
+            del next(one for one in ranges if number in one)[number]
+        self.ranges.pop((session, number), None)
 
     def _check_range(self, job: StoreJob | RestoreJob | Map) -> None:
         """Hold a job to the segments that were mapped by message, as a lane with such relies on."""
         if isinstance(job, StoreJob | RestoreJob) and job.segment:
             size = self.segments[job.session, job.segment]
             assert job.offset + job.nbytes <= size, "a range outside its segment"
+            pieces = self.ranges.get((job.session, job.segment))
+            if pieces is not None:
+                left = job.nbytes
+                for one in pieces.values():
+                    ends = min(one.stop, job.offset + job.nbytes), max(one.start, job.offset)
+                    left -= max(0, ends[0] - ends[1])
+                assert not left, "bytes at which nothing is mapped"
 
     def _failed(self, job: StoreJob | RestoreJob | Map) -> Result:
         if isinstance(job, StoreJob):

@@ -125,12 +125,15 @@ class LedgerBench:
         self.lane.take(self.ask(session, 9, message))
 
     def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:
-        message = MapSegment(segment=segment, handle=b"handle", nbytes=nbytes)
+        self.take(MapSegment(segment=segment, handle=b"handle", nbytes=nbytes), session=session)
+
+    def take(self, message: Message, *, session: int = 1) -> None:
+        """Have the lane begin what is to be done for a message."""
         self.lane.take(self.ask(session, 3, message))
 
-    def take_and_finish(self, message: Message, *, session: int = 1) -> None:
-        """Have the lane do at once what is to be done for a message."""
-        self.lane.take(self.ask(session, 3, message))
+    def take_and_finish(self, message: Message) -> None:
+        """Have the lane do at once what is to be done for a message of the first session."""
+        self.take(message)
         while self.lane.jobs:
             self.lane.finish()
 

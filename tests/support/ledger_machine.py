@@ -10,7 +10,7 @@ from stormd.ledger import leases
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import granules
-from stormd.protocol import Admitted, Rejected
+from stormd.protocol import Admitted, MapPiece, Rejected, ReserveRange
 
 __all__ = ["LedgerMachine", "SharingMachine"]
 
@@ -92,7 +92,23 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made.map(segment, nbytes, session=data.draw(st.sampled_from(self.living)))
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), segment=st.integers(1, 2))
+    @rule(
+        data=st.data(),
+        pieces=st.dictionaries(st.integers(3, 5), st.sampled_from(range(0, 8 * KIB, KIB))),
+        segment=st.integers(1, 2),
+        nbytes=st.integers(1, 4 * KIB),
+    )
+    def map_pieces(
+        self, data: st.DataObject, pieces: dict[int, int], segment: int, nbytes: int
+    ) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        self.made.take(ReserveRange(segment=segment, nbytes=8 * KIB), session=session)
+        for number, offset in pieces.items():
+            piece = MapPiece(segment=number, into=segment, offset=offset, nbytes=nbytes)
+            self.made.take(piece, session=session)
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), segment=st.integers(1, 5))
     def unmap(self, data: st.DataObject, segment: int) -> None:
         self.made.unmap(segment, session=data.draw(st.sampled_from(self.living)))
 

@@ -111,6 +111,8 @@ class SpillMachine(LedgerMachine):
         """Once lanes and tier have done what they have, no restore waits any more."""
         made = self.made
         assert made.ledger.spills is not None
+        while made.ledger.leases.is_freeing:  # as the loop does between other things
+            self.free_some()
         made.tier.move()
         while made.lane.jobs or made.tier.jobs:
             if made.lane.jobs:
