@@ -2,26 +2,23 @@
 
 A Config that exists is valid, and each option's name, default, unit and help stand here alone, but
 for the names in `stormd.protocol.variables`, for clients, which do not load this. Command-line
-flags, `STORMD_...` variables, the TOML file and the commented example file are all derived from the
-fields below. Nothing else in the daemon reads the environment or a file for a setting.
+flags, `STORMD_...` variables, the TOML file (settings.py) and the commented example file are all
+derived from the fields below.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import tomllib
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from difflib import get_close_matches
-from pathlib import Path
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Final, cast
 
 from stormd.errors import ConfigError
 from stormd.host_port import parse_host_port
 from stormd.memory.arena import GRANULE, slack_of
-from stormd.options import Kind, Option, check_value, read_value
-from stormd.protocol import ProtocolError, default_addresses, parse_address, unknown_variables
+from stormd.options import Kind, Option, check_value
+from stormd.protocol import ProtocolError, default_addresses, parse_address
 from stormd.protocol.limits import MAX_ENTRY_BYTES
 from stormd.sizes import format_size
 
@@ -31,8 +28,6 @@ __all__ = [
     "config_options",
     "default_address",
     "default_of",
-    "load_config",
-    "reloaded",
 ]
 
 KIB: Final = 1 << 10
@@ -405,78 +400,6 @@ def default_of(option: Option) -> Any:
     return getattr(Config(), option.name)
 
 
-def load_config(
-    *,
-    flags: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-    path: Path | None = None,
-) -> Config:
-    """Return the settings of flags, environment and TOML file, the first that names one winning.
-
-    `flags` maps option names to values or to texts as written on the command line; None means
-    the flag was not given. `environ` is os.environ where None.
-
-    Raises:
-        ConfigError: an unknown key or variable, a value that cannot be read, an invalid value, no
-            such file.
-    """
-    settings: dict[str, Any] = {}
-    if path is not None:
-        settings |= _from_toml(path)
-    settings |= _from_environment(os.environ if environ is None else environ)
-    settings |= {
-        name: read_value(_BY_NAME[name], value, f"flag {_BY_NAME[name].flag}")
-        for name, value in (flags or {}).items()
-        if value is not None
-    }
-    return Config(**settings)
-
-
-def reloaded(running: Config, read: Config) -> tuple[Config, list[str]]:
-    """Return `running` with the reloadable values of `read`, and the other options that differ."""
-    changed = [
-        option
-        for option in config_options()
-        if getattr(read, option.name) != getattr(running, option.name)
-    ]
-    taken = {option.name: getattr(read, option.name) for option in changed if option.reloadable}
-    return replace(running, **taken), [item.name for item in changed if not item.reloadable]
-
-
-# --- sources --------------------------------------------------------------------------------
-
-
-def _from_toml(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a number's length, or nesting
-        raise ConfigError(f"config file {path} is not TOML: {error}") from error
-    settings = {}
-    for key, value in table.items():
-        option = _BY_NAME.get(key)
-        if option is None:
-            raise ConfigError(f"config file {path} sets {key!r}, which is no option{_near(key)}")
-        settings[key] = read_value(option, value, f"{path}: {key}")
-    return settings
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    for text in unknown_variables(environ).values():
-        raise ConfigError(f"{text}; unset it, or set what was meant")
-    return {
-        option.name: read_value(option, environ[option.variable], f"variable {option.variable}")
-        for option in config_options()
-        if option.variable in environ
-    }
-
-
-def _near(key: str) -> str:
-    names = get_close_matches(key, _BY_NAME, n=1, cutoff=0.5)
-    return f": did you mean {names[0]!r}?" if names else f": known are {', '.join(_BY_NAME)}"
-
-
 # --- checks ---------------------------------------------------------------------------------
 
 
@@ -545,4 +468,3 @@ def _described(item: Field[Any]) -> Option:
 
 
 _OPTIONS: Final = tuple(_described(item) for item in fields(Config))
-_BY_NAME: Final = {option.name: option for option in _OPTIONS}

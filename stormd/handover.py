@@ -11,20 +11,23 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from stormd.cache.items import Cache, Item
 from stormd.config import Config
 from stormd.errors import ConfigError, PoolUnavailable
+from stormd.ledger.ledger import Ledger
 from stormd.ledger.records import JournalRecords, Layout, State, Totals, read_state
 from stormd.memory.arena import Space
 from stormd.memory.journal import Journal, JournalUnusable
 from stormd.memory.shared_memory import is_sealed, sealed_memory
 from stormd.notify import Notifier
 
-__all__ = ["CONTROL", "LIFELINES", "Handover", "layout_of"]
+__all__ = ["CONTROL", "LIFELINES", "Handover"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class Handover:
         self._kept = kept
         self._pool = -1
         self._journal: Journal | None = None
+        self._records: JournalRecords
+        self._noted = Totals()
         self.state: State | None = None
         self.earlier = Totals()
         """What earlier daemons have stored."""
@@ -106,14 +111,53 @@ class Handover:
                 self._journal = Journal.make()
             except OSError as error:
                 raise PoolUnavailable(f"no memory for the journal: {error.strerror}") from error
-        records = JournalRecords(self._journal)
+        self._records = JournalRecords(self._journal)
         if self.state is not None:
-            records.adopt(self.state)
-        return records
+            self._records.adopt(self.state)
+        return self._records
 
-    def keep_memory(self) -> None:
-        """Have pool and journal be kept, once their layout is written down."""
+    def adopt(self, ledger: Ledger, cache: Cache | None) -> None:
+        """Have what an earlier daemon has left be held until its clients come."""
+        if self.state is None:
+            return
+        now = time.monotonic()
+        for session in self.state.sessions:
+            ledger.leases.adopt(session, now)
+        for number, kept in enumerate(self.state.items, 1):
+            assert cache is not None, "a layout with a cache makes one"
+            cache.adopt(
+                Item(kept.label, kept.owner, kept.parts, kept.expires, number, cell=kept.cell)
+            )
+        log.info(
+            "went on with what was held",
+            extra={"sessions": len(self.state.sessions), "cached": len(self.state.items)},
+        )
+
+    def note_layout(self, config: Config, spaces: Sequence[Space]) -> None:
+        """Write down how the memory is laid out now."""
+        self._records.laid_out(
+            Layout(
+                pool_bytes=config.pool_bytes,
+                cache_bytes=config.cache_bytes,
+                committed=tuple(space.committed for space in spaces),
+                part_bytes={"cpu": config.part_bytes_cpu, "cuda": config.part_bytes_cuda},
+            )
+        )
+
+    def note_totals(self, stored: Mapping[str, Any]) -> None:
+        """Write down what has been stored by now: by this daemon `stored`, as counters have it."""
+        totals = Totals(
+            self.earlier.raw_bytes + stored["raw_bytes"],
+            self.earlier.blob_bytes + stored["blob_bytes"],
+        )
+        if totals != self._noted:
+            self._records.counted(totals)
+            self._noted = totals
+
+    def keep_memory(self, config: Config, spaces: Sequence[Space]) -> None:
+        """Have pool and journal be kept, whose layout is written down first."""
         assert self._journal is not None, "there is no journal yet"
+        self.note_layout(config, spaces)
         if self.state is None:
             self._keep(_POOL, self._pool)
             self._keep(_JOURNAL, self._journal.descriptor)
@@ -167,16 +211,6 @@ class Handover:
 
 class _NothingLeft(Exception):
     """An earlier daemon has left memory that nobody has anything in."""
-
-
-def layout_of(config: Config, spaces: Sequence[Space]) -> Layout:
-    """Return how the memory is laid out now."""
-    return Layout(
-        pool_bytes=config.pool_bytes,
-        cache_bytes=config.cache_bytes,
-        committed=tuple(space.committed for space in spaces),
-        part_bytes={"cpu": config.part_bytes_cpu, "cuda": config.part_bytes_cuda},
-    )
 
 
 def _fitted(config: Config, layout: Layout) -> Config:

@@ -13,31 +13,31 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 from stormd import open_files
-from stormd.cache.items import Cache, Item
-from stormd.config import Config, reloaded
-from stormd.errors import DirectoryUnsafe, remedy
+from stormd.address import Address
+from stormd.cache.items import Cache
+from stormd.config import Config
+from stormd.ending import DETACH_SECONDS, Ending
 from stormd.gateway import ATTACHED, Gateway, Terms
-from stormd.handover import CONTROL, LIFELINES, Handover, layout_of
+from stormd.handover import Handover
 from stormd.lanes import Lane
 from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.records import JournalRecords, NoRecords, Totals
-from stormd.ledger.sessions import Session, session_name
 from stormd.memory.arena import Space
 from stormd.memory.growth import FIRST_BYTES, PoolGrowth
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.counters import Counters
 from stormd.monitoring.gpu_gauge import GpuGauge
 from stormd.monitoring.health import stuck_workers
-from stormd.protocol import NO_LANE, lifeline_path, parse_address, worker_lifeline_path
+from stormd.protocol import NO_LANE, parse_address, worker_lifeline_path
 from stormd.provision import (
     adopted_spaces,
     allowed_uids,
@@ -45,7 +45,7 @@ from stormd.provision import (
     cache_part_bytes,
     limits_of,
 )
-from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
+from stormd.settings import reloaded
 from stormd.spill.opening import OpenTier, open_tier
 from stormd.state import state
 from stormd.transport.control import ControlSocket
@@ -64,10 +64,6 @@ log = logging.getLogger(__name__)
 TICK_SECONDS: Final = 0.5
 FIRST_CLIENT_SECONDS: Final = 60.0
 """How long a daemon that ends with its last client waits for its first."""
-
-DETACH_SECONDS: Final = 2.0
-"""Part of the shutdown's time kept for lanes to finish, out of what clients get to fetch theirs;
-at most half of it."""
 
 
 class Server:
@@ -91,10 +87,8 @@ class Server:
         self._worker = worker
         self._fleet: Fleet | None = None
         self._records: JournalRecords | None = None
-        self._noted = Totals()
         self._is_suspended = False
         self._on_progress = on_progress
-        self._socket = parse_address(config.address)
         self._cleanup = ExitStack()
         self._counters = Counters()
         self._opened_at = time.monotonic()
@@ -114,10 +108,10 @@ class Server:
         self._gauge: GpuGauge
         self._mailbox: Mailbox[Result]
         self._gateway: Gateway
-        self._lock: AddressLock
-        self._left: dict[Path, socket.socket | None]  # of an earlier daemon's, by their paths
+        self._address: Address
         self._control: ControlSocket
         self._lifelines: LifelineListener
+        self._ending: Ending
 
     async def open(self) -> None:
         """Make the pool, open the lanes, bind the sockets: afterwards clients are served.
@@ -161,11 +155,11 @@ class Server:
                 self._gateway.tick()
                 if self._fleet is not None:
                     self._fleet.tick()
-                self._end_orphans()
+                self._ending.end_orphans(self._config.resume_seconds)
                 self._growth.look()
                 self._note_totals()
                 self._watch_spill()
-                self._keep_address()
+                self._address.restore()
             if self._config.exit_with_last_client and self._is_deserted():
                 return
 
@@ -240,18 +234,21 @@ class Server:
         self._is_open = False
         try:
             if self._is_suspended:
-                await self._end_others(time.monotonic() + self._config.shutdown_seconds)
+                await self._ending.end_unresumable(self._config.shutdown_seconds)
                 self._leave()
             else:
-                await self._end_sessions(time.monotonic() + self._config.shutdown_seconds)
+                self._lifelines.stop_listening()
+                await self._ending.end_all(self._config.shutdown_seconds)
+                self._mailbox.close()
+                if self._handover is not None:
+                    self._handover.end()
         finally:  # whatever has failed: no socket and no lock may outlive the daemon
             self._cleanup.close()
         log.info("ended")
 
     def stuck(self) -> list[str]:
         """Return one sentence for each worker that hangs or has ended. On the event loop only."""
-        heartbeats = [heartbeat for lane in self._lanes.values() for heartbeat in lane.heartbeats]
-        return stuck_workers(heartbeats)
+        return stuck_workers([one for lane in self._lanes.values() for one in lane.heartbeats])
 
     @property
     def counters(self) -> Counters:
@@ -263,9 +260,20 @@ class Server:
 
         What workers do is known as they have said last, half a second ago at the most.
         """
-        own = self._own_status()
-        fleet = self._fleet
-        if fleet is None:
+        own = state(
+            config=self._config,
+            opened_at=self._opened_at,
+            is_resumable=self._handover is not None,
+            earlier=Totals() if self._handover is None else self._handover.earlier,
+            pool=self._pool,
+            space=self._space,
+            cache=self._cache,
+            ledger=self._ledger,
+            lanes=self._lanes,
+            gauge=self._gauge,
+            counters=self._counters,
+        )
+        if (fleet := self._fleet) is None:
             return own
         return merged_status(
             own, fleet.states(), self.counters, fleet.status(), self._asked.pool_bytes
@@ -280,21 +288,6 @@ class Server:
         else:
             self._fleet.refresh(lambda: tell(self.status()))
 
-    def _own_status(self) -> dict[str, Any]:
-        return state(
-            config=self._config,
-            opened_at=self._opened_at,
-            is_resumable=self._handover is not None,
-            earlier=Totals() if self._handover is None else self._handover.earlier,
-            pool=self._pool,
-            space=self._space,
-            cache=self._cache,
-            ledger=self._ledger,
-            lanes=self._lanes,
-            gauge=self._gauge,
-            counters=self._counters,
-        )
-
     # --- parts of open, in order ------------------------------------------------------------
 
     def _take_over(self) -> None:
@@ -304,27 +297,10 @@ class Server:
             self._config = self._handover.take(self._config)
 
     def _take_address(self) -> None:
-        if self._worker is not None:  # the address is the front's
-            self._left = {}
-            remove_stale(self._worker.lifeline)
-            return
-        self._prepare_directory()
-        self._lock = AddressLock(self._socket)
-        self._cleanup.callback(self._lock.close)
-        self._left = {
-            path: None if self._handover is None else self._handover.listening(name, path)
-            for name, path in zip((CONTROL, LIFELINES), self._paths, strict=True)
-        }
-        for path, listening in self._left.items():
-            if listening is None:
-                remove_stale(path)
-
-    @property
-    def _paths(self) -> tuple[Path, Path]:
-        """The files of the control socket and of the lifelines'; of a worker's the last alone."""
-        if self._worker is not None:
-            return self._socket, self._worker.lifeline
-        return self._socket, lifeline_path(self._socket)
+        lifeline = None if self._worker is None else self._worker.lifeline
+        self._address = Address(self._config, self._handover, lifeline)
+        self._cleanup.callback(self._address.close)
+        self._address.take()
 
     async def _start_workers(self) -> None:
         """Where worker processes are to serve the devices, start them, and be their front."""
@@ -338,7 +314,7 @@ class Server:
             plans,
             loop=self._loop,
             post=self._mailbox.post,
-            lifeline_of=lambda index: worker_lifeline_path(self._socket, index),
+            lifeline_of=partial(worker_lifeline_path, parse_address(self._config.address)),
             on_session=self._hear_of_session,
             tell_status=self._tell_status,
             on_change=self._progress.set,
@@ -347,12 +323,6 @@ class Server:
         self._cleanup.callback(self._fleet.kill)
         self._config = front_config(self._config)
         await self._fleet.open(self._stopping)
-
-    def _prepare_directory(self) -> None:
-        config = self._config
-        prepare_directory(
-            self._socket.parent, socket_mode=config.socket_mode, group=config.socket_group
-        )
 
     @property
     def _budget(self) -> PoolBudget | None:
@@ -399,7 +369,8 @@ class Server:
             self._mailbox.post,
             None if self._worker is None else self._worker.ordinals,
         )
-        self._cleanup.callback(self._close_lanes)
+        for lane in self._lanes.values():
+            self._cleanup.callback(self._end_threads, f"the {lane.device} lane", lane.close)
         self._growth = PoolGrowth(
             self._pool,
             self._spaces,
@@ -414,19 +385,18 @@ class Server:
         self._cleanup.callback(self._gauge.close)
 
     async def _open_spill(self) -> None:
-        config = self._config
-        if not config.spill_path:
+        if not self._config.spill_path:
             return
         self._spill = await asyncio.to_thread(
-            open_tier, config, self._pool, list(self._lanes), self._mailbox.post
+            open_tier, self._config, self._pool, list(self._lanes), self._mailbox.post
         )
-        self._cleanup.callback(self._close_spill, self._spill)
+        self._cleanup.callback(self._end_threads, "the tier on disk", self._spill.tier.close)
 
     def _bind(self) -> None:
-        config, spill = self._config, self._spill
+        spill = self._spill
         self._ledger = Ledger(
             self._space,
-            limits_of(config),
+            limits_of(self._config),
             self._counters,
             self._cache,
             self._records,
@@ -434,86 +404,33 @@ class Server:
             reserve=0 if spill is None else spill.reserve,
             totals=None if self._worker is None else self._worker.totals,
         )
-        self._adopt()
-        control_path, line_path = self._paths
-        with _binding(control_path):
-            self._control = ControlSocket(
-                self._loop,
-                config.address if self._worker is None else None,
-                held_most=config.message_bytes,
-                listening=self._left.get(control_path),
-            )
+        if self._handover is not None:
+            self._handover.adopt(self._ledger, self._cache)
+        self._control = self._address.bind_control(self._loop)
         self._cleanup.callback(self._control.close)
-        self._serve_on(self._control)
-        with _binding(line_path):
-            self._lifelines = LifelineListener(
-                self._loop,
-                line_path,
-                listening=self._left.get(line_path),
-                on_token=self._gateway.take_token,
-                on_piece=self._gateway.take_piece,
-                on_lost=self._gateway.lose,
-            )
+        self._gateway = gateway = self._make_gateway()
+        self._mailbox.start(gateway.take_results)
+        self._lifelines = self._address.bind_lifelines(
+            self._loop, gateway.take_token, gateway.take_piece, gateway.lose
+        )
         self._cleanup.callback(self._lifelines.close)
-        for path in self._paths if self._worker is None else (line_path,):
-            grant(path, config.socket_mode, config.socket_group)
-        self._have_kept()
+        self._ending = Ending(self._ledger, gateway, self._fleet, self._progress)
+        if self._handover is not None:
+            self._handover.keep_memory(self._config, self._spaces)
+        self._address.open_to_users()
         open_files.check_room()
-        self._gateway.start(self._lifelines)
+        gateway.start(self._lifelines)
 
-    def _adopt(self) -> None:
-        """Hold what an earlier daemon has left, until its clients come."""
-        if self._handover is None or self._handover.state is None:
-            return
-        state, now = self._handover.state, time.monotonic()
-        for session in state.sessions:
-            self._ledger.leases.adopt(session, now)
-        for number, kept in enumerate(state.items, 1):
-            assert self._cache is not None, "a layout with a cache makes one"
-            item = Item(kept.label, kept.owner, kept.parts, kept.expires, number, cell=kept.cell)
-            self._cache.adopt(item)
-        log.info(
-            "went on with what was held",
-            extra={"sessions": len(state.sessions), "cached": len(state.items)},
-        )
-
-    def _have_kept(self) -> None:
-        """Have the manager keep what the daemon that follows this one goes on with."""
-        if self._handover is None:
-            return
-        self._note_layout()
-        self._handover.keep_memory()
-        sockets = {CONTROL: self._control.descriptor, LIFELINES: self._lifelines.descriptor}
-        for path, (name, descriptor) in zip(self._paths, sockets.items(), strict=True):
-            if self._left[path] is None:
-                self._handover.keep_listening(name, descriptor)
-
-    def _note_layout(self) -> None:
-        if self._records is not None:
-            self._records.laid_out(layout_of(self._config, self._spaces))
-
-    def _note_totals(self) -> None:
-        """Write down what has been stored by now, for whoever follows."""
-        if self._records is None or self._handover is None:
-            return
-        stored, earlier = self.counters.throughput()["store"], self._handover.earlier
-        totals = Totals(
-            earlier.raw_bytes + stored["raw_bytes"], earlier.blob_bytes + stored["blob_bytes"]
-        )
-        if totals != self._noted:
-            self._records.counted(totals)
-            self._noted = totals
-
-    def _serve_on(self, control: ControlSocket) -> None:
-        config = self._config
-        self._gateway = Gateway(
+    def _make_gateway(self) -> Gateway:
+        config, worker = self._config, self._worker
+        return Gateway(
             ledger=self._ledger,
             counters=self._counters,
             lanes={**self._lanes, NO_LANE: NoLane(self._mailbox.post)},
-            control=control,
+            control=self._control,
             terms=Terms(
                 allowed_uids=allowed_uids(config),
-                lifeline_path=str(self._paths[1]),
+                lifeline_path=str(self._address.lifeline),
                 cache_part_bytes=cache_part_bytes(config),
                 lease_seconds=config.lease_seconds,
                 resume_seconds=0.0 if self._records is None else config.resume_seconds,
@@ -524,34 +441,15 @@ class Server:
             later=self._loop.call_later,
             move=None if self._spill is None else self._spill.tier.begin,
             elsewhere=self._fleet,
-            on_session=None if self._worker is None else self._worker.on_session,
+            on_session=None if worker is None else worker.on_session,
         )
-        self._mailbox.start(self._gateway.take_results)
 
     # --- parts of serving and closing -------------------------------------------------------
 
-    def _keep_address(self) -> None:
-        """Bind again what was removed: nobody new would find this daemon, nor could start another.
-
-        Raises:
-            StormdError: another has the address by now, or it cannot be bound.
-        """
-        sockets: list[ControlSocket | LifelineListener] = [self._control, self._lifelines]
-        is_locked = self._worker is not None or self._lock.is_there
-        if is_locked and all(socket.is_bound for socket in sockets):
-            return
-        if self._worker is None:
-            self._prepare_directory()
-            self._lock.renew()
-        for path, bound in zip(self._paths, sockets, strict=True):
-            if not bound.is_bound:
-                remove_stale(path)
-                with _binding(path):
-                    bound.bind()
-                grant(path, self._config.socket_mode, self._config.socket_group)
-                self._left[path] = None
-        self._have_kept()
-        log.warning("files of the address were removed: bound again")
+    def _note_totals(self) -> None:
+        """Write down what has been stored by now, for whoever follows."""
+        if self._handover is not None:
+            self._handover.note_totals(self.counters.throughput()["store"])
 
     def _watch_spill(self) -> None:
         """End the tier on disk where it is of no use any more; all else goes on."""
@@ -567,45 +465,15 @@ class Server:
 
     def _grown(self) -> None:
         """Have those go on that wait for memory, if it has come or none comes, and take more."""
-        self._note_layout()
+        if self._handover is not None:
+            self._handover.note_layout(self._config, self._spaces)
         self._gateway.go_on()
-
-    def _end_orphans(self) -> None:
-        """End the sessions of an earlier daemon whose clients are gone, or come no more."""
-        now = time.monotonic()
-        for record in self._ledger.leases.orphans():
-            waited = now - record.seen
-            if waited > self._config.resume_seconds or not _lives(record):
-                fields = {"session": session_name(record.info.session), "cause": "orphaned"}
-                log.info("session ended", extra=fields)
-                self._gateway.end(record.info.session, "orphaned")
-        self._gateway.flush()
 
     def _is_deserted(self) -> bool:
         if self._ledger.sessions:
             return False
         uptime = time.monotonic() - self._opened_at
         return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
-
-    async def _end_sessions(self, deadline: float) -> None:
-        """Do the first three steps of `close`."""
-        kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
-        self._lifelines.stop_listening()
-        self._ledger.drain()
-        fleet = self._fleet
-        if fleet is not None:
-            fleet.drain()
-        if not await self._until(lambda: not self._ledger.entries, deadline - kept):
-            log.warning("clients still hold %d entries, which are lost", self._ledger.entries)
-        if fleet is not None:  # each ends its own sessions, by the same deadline
-            await self._until(lambda: fleet.is_idle, deadline)
-            await fleet.close(deadline)
-        self._gateway.end_all("shutdown")
-        if not await self._until(lambda: not self._ledger.sessions, deadline):
-            log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
-        self._mailbox.close()
-        if self._handover is not None:
-            self._handover.end()
 
     def _hear_of_session(self, session: int, cause: str) -> None:
         """Take in what a worker says of a session."""
@@ -614,21 +482,6 @@ class Server:
         else:
             self._gateway.end(session, cause)
             self._gateway.flush()
-
-    async def _end_others(self, deadline: float) -> None:
-        """Do the first three steps of `close` for sessions that end with this daemon."""
-        others = [one for one in self._ledger.sessions.values() if not one.cell]
-        if not others:
-            return
-        kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
-        self._ledger.drain()
-        if not await self._until(lambda: not any(one.entries for one in others), deadline - kept):
-            log.warning("sessions that cannot be resumed still hold entries, which are lost")
-        for record in others:
-            self._gateway.end(record.info.session, "shutdown")
-        self._gateway.flush()
-        there = self._ledger.sessions
-        await self._until(lambda: not any(one.info.session in there for one in others), deadline)
 
     def _leave(self) -> None:
         """Hear nobody any more, and leave all there is to the daemon that follows.
@@ -640,48 +493,8 @@ class Server:
         self._note_totals()
         log.info("suspended", extra={"sessions": len(self._ledger.sessions)})
 
-    async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until the condition holds; False where it does not by the deadline."""
-        while not condition():
-            self._progress.clear()
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._progress.wait()
-            except TimeoutError:
-                return condition()
-        return True
-
-    def _close_spill(self, spill: OpenTier) -> None:
-        if not spill.tier.close(DETACH_SECONDS):
-            log.error("a thread of the tier on disk does not end: the pool stays mapped")
+    def _end_threads(self, whose: str, close: Callable[[float], bool]) -> None:
+        """End threads that use the pool, which stays mapped where one does not end."""
+        if not close(DETACH_SECONDS):
+            log.error("a thread of %s does not end: the pool stays mapped", whose)
             self._pool.keep()
-
-    def _close_lanes(self) -> None:
-        for lane in self._lanes.values():
-            if not lane.close(DETACH_SECONDS):
-                log.error(
-                    "a worker of the %s lane does not end: the pool stays mapped", lane.device
-                )
-                self._pool.keep()
-
-
-@contextmanager
-def _binding(path: Path) -> Iterator[None]:
-    """Tell of what the kernel says as the environment's fault, which it is."""
-    try:
-        yield
-    except OSError as error:
-        raise DirectoryUnsafe(
-            f"{path} cannot be bound: {remedy(error, 'choose another --address')}"
-        ) from error
-
-
-def _lives(record: Session) -> bool:
-    """Tell whether the process of a session is there, or is of another namespace of processes."""
-    if record.hello is None or not record.hello.pid:
-        return True
-    try:
-        state = Path(f"/proc/{record.hello.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"

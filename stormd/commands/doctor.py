@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from stormd.config import load_config
 from stormd.doctor import Finding, examine
 from stormd.machine import describe
 from stormd.output import EXIT_FAILED, EXIT_OK, write_json
+from stormd.settings import load_config
 
 __all__ = ["HELP", "add_arguments", "run"]
 

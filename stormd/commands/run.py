@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final, get_args
 
 from stormd.commands.serve import fitted
-from stormd.config import Config, Option, config_options, load_config
+from stormd.config import Config, Option, config_options
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
 from stormd.protocol import (
@@ -23,6 +23,7 @@ from stormd.protocol import (
     private_pool_commit,
 )
 from stormd.query import ADDRESS_VARIABLE
+from stormd.settings import load_config
 from stormd.supervise.request import MpsMode, Request, find_program
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from stormd.config import Config, Option, config_options, default_of, load_config
+from stormd.config import Config, Option, config_options, default_of
 from stormd.errors import ConfigError, PoolUnavailable
 from stormd.example_config import render_example, render_value
 from stormd.machine import memory_limit
 from stormd.monitoring.logs import logging_process
 from stormd.notify import MANAGER_VARIABLE
 from stormd.output import EXIT_OK, EXIT_RESTART, write_line
+from stormd.settings import load_config
 from stormd.sizes import format_size
 
 __all__ = ["HELP", "add_arguments", "check_pool", "fitted", "run"]

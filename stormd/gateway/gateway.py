@@ -42,7 +42,8 @@ from stormd.protocol import (
     first_request,
 )
 from stormd.protocol.limits import MAX_PIECES_WAITING
-from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.connection import Connection
+from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
 __all__ = ["ATTACHED", "LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gateway"]

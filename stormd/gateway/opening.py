@@ -43,7 +43,8 @@ from stormd.protocol import (
     hello_version,
 )
 from stormd.protocol.limits import TOKEN_BYTES
-from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.connection import Connection
+from stormd.transport.control import ControlSocket
 from stormd.transport.listener import Credentials
 
 __all__ = ["NAME_SHOWN", "Elsewhere", "Opening", "TellStatus", "Terms", "WorkerLane"]

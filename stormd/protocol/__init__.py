@@ -34,6 +34,19 @@ from stormd.protocol.cache_messages import (
 )
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
+from stormd.protocol.fields import (
+    CODECS,
+    DEVICES,
+    ENTRIES_A_PAGE,
+    NO_LANE,
+    REJECTIONS,
+    RESTORE_FIELDS,
+    RESTORED_FIELDS,
+    STORE_FIELDS,
+    STORED_FIELDS,
+    pack,
+    unpack,
+)
 from stormd.protocol.framing import (
     Envelope,
     decode,
@@ -44,15 +57,6 @@ from stormd.protocol.framing import (
 )
 from stormd.protocol.limits import PROTOCOL_VERSION
 from stormd.protocol.messages import (
-    CODECS,
-    DEVICES,
-    ENTRIES_A_PAGE,
-    NO_LANE,
-    REJECTIONS,
-    RESTORE_FIELDS,
-    RESTORED_FIELDS,
-    STORE_FIELDS,
-    STORED_FIELDS,
     Admitted,
     Entries,
     Failed,
@@ -83,8 +87,6 @@ from stormd.protocol.messages import (
     StoreParts,
     UnmapSegment,
     Welcome,
-    pack,
-    unpack,
 )
 from stormd.protocol.variables import private_pool_commit, unknown_variables
 

@@ -23,8 +23,8 @@ from typing import Annotated, Final
 
 from stormd.protocol.declaring import Message, flag, list_of, message, name, seconds, text
 from stormd.protocol.errors import ProtocolError
+from stormd.protocol.fields import ID, Id, Ids, PartBytes, Text
 from stormd.protocol.limits import MAX_BATCH, MAX_DIMENSIONS, MAX_DTYPE, MAX_NAME
-from stormd.protocol.messages import ID, Id, Ids, PartBytes, Text
 
 __all__ = [
     "CACHE_FEATURE",

@@ -15,10 +15,12 @@ import msgpack
 import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
-from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import (
+from stormd.protocol.fields import (
     RESTORE_FIELDS,
     STORE_FIELDS,
+)
+from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
+from stormd.protocol.messages import (
     Hello,
     RestoreParts,
     Resume,

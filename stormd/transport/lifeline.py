@@ -20,7 +20,7 @@ from stormd.protocol.limits import PIECE_NUMBER_BYTES, TOKEN_BYTES
 from stormd.transport.listener import Credentials, Listener, peer_credentials
 from stormd.transport.strangers import Strangers
 
-__all__ = ["GREETING_SECONDS", "LifelineListener"]
+__all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]
 
 log = logging.getLogger(__name__)
 

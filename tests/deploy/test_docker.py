@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from stormd.config import Config, config_options, load_config
+from stormd.config import Config, config_options
 from stormd.host_port import parse_host_port
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
+from stormd.settings import load_config
 
 Stage = list[tuple[str, str]]
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from stormd.config import Config, load_config
+from stormd.config import Config
 from stormd.host_port import parse_host_port
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
+from stormd.settings import load_config
 
 
 def objects(path: Path) -> dict[str, dict[str, Any]]:

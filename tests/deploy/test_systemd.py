@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from stormd.config import Config, load_config
+from stormd.config import Config
 from stormd.handover import CONTROL, LIFELINES
 from stormd.monitoring.health import STUCK_SECONDS
 from stormd.output import EXIT_RESTART, EXIT_USAGE
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
+from stormd.settings import load_config
 
 UNITS = ("stormd.service", "nvidia-mps.service")
 MOST_EXPOSURE = 3.0

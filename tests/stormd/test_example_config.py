@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stormd.config import Config, config_options, load_config
+from stormd.config import Config, config_options
 from stormd.example_config import render_example
+from stormd.settings import load_config
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "stormd.example.toml"
 

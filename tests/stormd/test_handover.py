@@ -21,7 +21,7 @@ from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.config import Config
-from stormd.handover import CONTROL, Handover, layout_of
+from stormd.handover import CONTROL, Handover
 from stormd.memory.arena import Space
 from stormd.memory.journal import FORMAT, Journal
 from stormd.memory.shared_memory import sealed_memory
@@ -171,8 +171,8 @@ def handed_over(config: Config, **changes: Any) -> dict[str, int]:
     """Return the descriptors that a daemon of these settings leaves, with a session."""
     handover = Handover(Notifier(), {})
     pool = os.dup(handover.pool_file(config.host_bytes))
-    records = handover.records()
-    records.laid_out(layout_of(config, [Space(1 << 20), Space(1 << 20)]))
+    handover.records()
+    handover.note_layout(config, [Space(1 << 20), Space(1 << 20)])
     journal = handover._journal
     assert journal is not None
     for kind, payload in changes.items():

@@ -16,7 +16,8 @@ from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
 from stormd import open_files
 from stormd.protocol.limits import MAX_FRAME_BYTES
 from stormd.transport import control
-from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.connection import STRANGER_BYTES, Connection
+from stormd.transport.control import ControlSocket
 from stormd.transport.zmtp import OPENING, framed
 
 SECONDS = 10.0
@@ -176,7 +177,7 @@ async def test_the_parts_of_a_message_are_not_kept(bench: Bench) -> None:
 
 async def test_a_connection_without_a_session_sends_small_frames_alone(bench: Bench) -> None:
     bench.adopts = False
-    line = await bench.raw(CLIENT_OPENING + b"\2" + (control.STRANGER_BYTES + 1).to_bytes(8))
+    line = await bench.raw(CLIENT_OPENING + b"\2" + (STRANGER_BYTES + 1).to_bytes(8))
     assert await asyncio.to_thread(_is_ended, line)
     assert bench.seen.empty()
 
