@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call, is_, methodcaller
 from typing import Any, Generic, Protocol, TypeVar
@@ -136,7 +136,7 @@ class Entered(Protocol):
         ...
 
     @property
-    def watcher(self) -> Watcher | None:
+    def watchers(self) -> Sequence[Watcher]:
         """What looks at the operators that are called in the block."""
         ...
 
@@ -165,14 +165,14 @@ class _WatcherGuard(weakref.ref["partial[None]"]):
 class _Block:
     """One entry, from before its hooks are on until they are off."""
 
-    __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guard")
+    __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guards")
 
     def __init__(self, entered: Entered, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode: TorchFunctionMode | None = None
         self.mode_guard: _ModeGuard | None = None
-        self.watcher_guard: _WatcherGuard | None = None
+        self.watcher_guards: tuple[_WatcherGuard, ...] = ()
         self.pops = pops
         """What takes off what the block has put on, called one after the other without Python."""
 
@@ -193,9 +193,10 @@ class Blocks(threading.local):
     def enter(self, entered: Entered) -> None:
         """Put the hooks of `entered` on."""
         hooks, mode = entered.hooks, entered.mode
-        unwatch = None if (watcher := entered.watcher) is None else watcher.unwatch
+        watchers = entered.watchers
+        unwatches = [watcher.unwatch for watcher in watchers]
         pops = (_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)
-        block = _Block(entered, *pops if unwatch is None else (unwatch, *pops))
+        block = _Block(entered, *unwatches, *pops)
         block.mode = mode
         leave = None if self._leaving is None else self._leaving()
         self._leaving = None
@@ -203,7 +204,7 @@ class Blocks(threading.local):
             _push_hooks(*hooks)
             if mode is not None:
                 _push_mode(mode)
-            if watcher is not None:
+            for watcher in watchers:
                 watcher.watch()
             if leave is None:
                 self._unguarded.append(block)
@@ -211,13 +212,15 @@ class Blocks(threading.local):
                 leave.args[1].append(block)
                 if mode is not None:
                     block.mode_guard = _ModeGuard(leave, _TAKE_OFF)
-                if unwatch is not None:
-                    block.watcher_guard = guard = _WatcherGuard(leave, _TAKE_OFF)
+                for unwatch in unwatches:
+                    guard = _WatcherGuard(leave, _TAKE_OFF)
                     guard.pop = unwatch
+                    block.watcher_guards = (*block.watcher_guards, guard)
                 block.guard = _Guard(leave, _TAKE_OFF)
         except BaseException:
-            block.guard = block.mode_guard = block.watcher_guard = None
-            if unwatch is not None:
+            block.guard = block.mode_guard = None
+            block.watcher_guards = ()
+            for unwatch in unwatches:
                 unwatch()
             if mode is not None and _is_on(mode):
                 _pop_mode()
@@ -244,7 +247,8 @@ class Blocks(threading.local):
             block.pops = tuple(pop for pop in block.pops if pop is not _pop_mode)
         pops = map(call, block.pops)
         # No signal is looked for between these, which call nothing, and the end of the call.
-        block.guard = block.mode_guard = block.watcher_guard = None
+        block.guard = block.mode_guard = None
+        block.watcher_guards = ()
         del entered[-1]
         deque(pops, 0)
         if kind is None:

@@ -22,6 +22,7 @@ from storm_client.devices import is_capturing
 from storm_client.eager.bits import checksum, compare, same_bits
 from storm_client.eager.controller import Planning
 from storm_client.eager.following import NativePath
+from storm_client.eager.launches import watch_launches
 from storm_client.eager.recompute import OtherNumbers, Replayed, Result, Trial
 from storm_client.eager.recorder import Mark
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
@@ -42,7 +43,7 @@ from storm_client.transport.kept_memory import note
 from storm_client.transport.session import LOOK_BACK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.overrides import TorchFunctionMode
 
@@ -114,7 +115,7 @@ class StepHooks:
             publish=self._publish_ready,
             is_ready=self._leave_when_ready,
             native=path,
-            note_draw=None if follow is None else follow.note_draw,
+            follow=follow,
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -126,6 +127,10 @@ class StepHooks:
         """Seconds spent on bringing inputs of replays, which count as waiting."""
         self._follower = self._find_follower(path)
         """Compiled code that follows the step, until the block has ended."""
+        self._launches = self._planned.launches
+        """What tells of the kernels that the block launches, until it has ended."""
+        if self._follower is not None and self._planned.has_launches:
+            self._launches = watch_launches(follow, self._follower)
         self._leaves_together = False
         """Whether compiled code knows how much of what is small leaves together."""
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
@@ -136,9 +141,11 @@ class StepHooks:
         return self._planned.mode
 
     @property
-    def watcher(self) -> Watcher | None:
+    def watchers(self) -> Sequence[Watcher]:
         """What has to see the operators that the block calls."""
-        return self._planned.watcher if self._follower is None else self._follower
+        calls = self._planned.watcher if self._follower is None else self._follower
+        launches = None if self._launches is None else self._launches.watcher
+        return [one for one in (calls, launches) if one is not None]
 
     def _native_path(self) -> NativePath | None:
         """Return compiled code, if it may follow the step as far as its kind allows."""
@@ -185,6 +192,8 @@ class StepHooks:
     def begin(self) -> None:
         """Note that the hooks are on PyTorch's stack."""
         self._layers.begin(self)
+        if self._launches is not None:
+            self._launches.begin()
 
     def end(self) -> None:
         """Send what the block has saved and may leave: nothing is saved in it any more.
@@ -192,6 +201,7 @@ class StepHooks:
         Results leave now though somebody still holds them: their changes are counted.
         """
         self._layers.end(self)
+        self._end_launches()
         self._tell()
         followed = self._end_plan()
         results = [record for reference in self._results if (record := reference()) is not None]
@@ -206,6 +216,11 @@ class StepHooks:
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
+
+    def _end_launches(self) -> None:
+        launches, self._launches = self._launches, None
+        if launches is not None:
+            launches.end()
 
     def _end_plan(self) -> Kind | None:
         """Learn from the step; return the kind whose plan it has followed to its end."""
@@ -234,6 +249,7 @@ class StepHooks:
     def abandon(self) -> None:
         """Let go of what was noted of a block that an exception has ended."""
         self._layers.end(self)
+        self._end_launches()
         if self._follower is not None:
             self._follower.forget()
             self._follower = None

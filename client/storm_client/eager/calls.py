@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from storm_client.eager.launches import Kernel
 from storm_client.eager.operations import Function
 from storm_client.eager.recompute import Input, Recipe, Source
 
@@ -53,6 +54,11 @@ class Call:
             if self.options:
                 self._tensors += tensors_among(self.options.values())
         return self._tensors
+
+    @property
+    def is_launch(self) -> bool:
+        """Whether the function is a kernel, of which memory for its results is no part."""
+        return isinstance(self.function, Kernel)
 
     def is_fixed(self) -> bool:
         """Tell whether all of its arguments that are no tensors are values, which never change."""

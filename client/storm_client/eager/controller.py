@@ -21,11 +21,12 @@ import torch
 
 from storm_client.eager.following import LONG_ENOUGH, MOST_DOUBLED, NativePath, compiled
 from storm_client.eager.function_modes import is_in_compiled_code
+from storm_client.eager.launches import LaunchWatch, watch_launches
 from storm_client.eager.operation_times import OperationTimes, keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.ranks import Ranks
 from storm_client.eager.recompute import Trial
-from storm_client.eager.recorder import Mark, NoteDraw, Recorder, Span
+from storm_client.eager.recorder import Mark, Recorder, Span
 from storm_client.eager.recording import Recording
 from storm_client.eager.recurrence import Recurrence
 from storm_client.eager.signature import (
@@ -64,7 +65,7 @@ from stormd.protocol.sizes import format_apart
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins
     from storm_client.eager.step_times import StepTimes
-    from storm_client.native import _follow
+    from storm_client.native import Native, _follow
     from storm_client.saved.ranges import WeakStorage
     from storm_client.saved.snapshots import Ready
 
@@ -140,11 +141,12 @@ class Planning:
         publish: Callable[[torch.Tensor], int],
         is_ready: Callable[[torch.Tensor, Ready], None],
         native: NativePath | None = None,
-        note_draw: NoteDraw | None = None,
+        follow: Native | None = None,
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
 
-        It is followed by compiled code where `native` can do that. See Recorder for `note_draw`.
+        It is followed by compiled code where `native` can do that. `follow` is that code where it
+        is there at all: what operations draw and launch is only seen with it.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -179,8 +181,11 @@ class Planning:
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = None
+        launches = None
         if watches and script is None:
+            note_draw = None if follow is None else follow.note_draw
             mode = Recorder(recording, self._operations, measures=kind is None, note_draw=note_draw)
+            launches = watch_launches(follow, mode)
         if fills and kind is not None and kind.clock is not None:
             with torch.cuda.device(kind.clock):
                 keep_busy(kind.times.pass_seconds)
@@ -190,7 +195,15 @@ class Planning:
             native is None or script is not None or kind.by_python >= MOST_BY_PYTHON
         )
         return PlannedStep(
-            self, recording, mode, begun, fills=fills, counts=counts, compiled=script, calls=calls
+            self,
+            recording,
+            mode,
+            begun,
+            fills=fills,
+            counts=counts,
+            compiled=script,
+            calls=calls,
+            launches=launches,
         )
 
     def _make_plans(self, *, learns: bool) -> None:
@@ -566,6 +579,7 @@ class PlannedStep:
         counts: bool,
         compiled: _follow.Script | None,
         calls: _follow.CallLog | None,
+        launches: LaunchWatch | None,
     ) -> None:
         """Follow what `recording` says.
 
@@ -583,6 +597,8 @@ class PlannedStep:
         self._step = recording.step
         self._compiled = compiled
         self._calls = calls
+        self.launches = launches
+        """What tells of the launches of a step that Python follows."""
         self._followed = None if compiled is None else recording.step.script
         """The script that compiled code follows."""
         if compiled is not None and self._step.kind is not None:
@@ -600,6 +616,12 @@ class PlannedStep:
     def watcher(self) -> _follow.CallLog | None:
         """What notes the calls of a step that Python follows, for compiled code to follow it."""
         return self._calls
+
+    @property
+    def has_launches(self) -> bool:
+        """Whether steps of its expected kind launch kernels that compiled code is to be told of."""
+        kind = self._step.kind
+        return kind is not None and kind.has_replays and kind.has_launches
 
     @property
     def device(self) -> torch.device:

@@ -19,6 +19,7 @@ from storm_client.eager.signature import CAST, SAVED, Expected, Kind
 from storm_client.planner.decisions import Keep, Replay
 
 if TYPE_CHECKING:
+    from storm_client.eager.launches import Kernel
     from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
 
@@ -65,14 +66,21 @@ class Noted(NamedTuple):
     """Of the event in the script; -1 for a call with which nothing is done."""
     name: str
     overload: str
+    kernel: Kernel | None
+    """Of a launch, which has neither."""
     place: int
     arguments: tuple[int, ...]
     """Which of the function's tensors the call's are; -1 for what it was not given."""
 
     @property
+    def called(self) -> str | Kernel | None:
+        """What was called, as far as scripts look at all calls of it; of a saved tensor nothing."""
+        return self.kernel or self.name or None
+
+    @property
     def is_used_call(self) -> bool:
         """Whether it is a call whose output matters."""
-        return bool(self.name) and self.position >= 0
+        return self.called is not None and self.position >= 0
 
 
 _Event: TypeAlias = tuple[int, int, int, Sizes, int, int, bool, bool, Any]
@@ -134,11 +142,11 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
     """Return what a step saves and calls, in order."""
     noted = kind.native.noted
     assert noted is not None
-    names = {one.name for one in noted if one.is_used_call}
-    told = [one for one in noted if not one.name or one.name in names]
+    used = {one.called for one in noted if one.is_used_call}
+    told = [one for one in noted if one.called is None or one.called in used]
     position, positions = len(script), []
     for one in reversed(told):  # a call has the place of what is saved next
-        position = position if one.name else one.position
+        position = one.position if one.called is None else position
         positions.append(position)
     seen: set[int] = set()
     events: list[_Event] = []
@@ -147,9 +155,9 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
         number = -1 if expected is None else expected.value.number
         is_new = number not in seen
         seen.add(number)
-        if one.name and expected is not None and isinstance(expected.decision, Replay):
+        if one.called and expected is not None and isinstance(expected.decision, Replay):
             seen.update(expected.inputs)
-        if one.name:
+        if one.called:
             call = _call(one, expected)
             matters = expected is not None
             events.append((at, _What.CALL, 0, (), 0, number, matters, is_new, call))
@@ -159,7 +167,7 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
 
 
 def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
-    head = one.name, one.overload, one.place
+    head = one.name, one.overload, one.kernel, one.place
     if expected is None:
         return (*head, _Does.COUNT, None, True, False, False, ())
     simple = expected.what is CAST or is_simple(expected.what)

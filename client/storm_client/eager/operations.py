@@ -22,6 +22,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.nn import functional
 
+from storm_client.eager.launches import Kernel
+
 __all__ = [
     "EXCHANGED",
     "EXPENSIVE",
@@ -318,9 +320,10 @@ def may_view(function: Function) -> bool:
 def is_simple(function: Function) -> bool:
     """Tell whether that is a function of the table with one kernel a device for its arguments.
 
-    There are several for what is expensive or normalizes over the batch.
+    There are several for what is expensive or normalizes over the batch. A kernel of Triton's is
+    one itself.
     """
-    return function in _SIMPLE
+    return function in _SIMPLE or isinstance(function, Kernel)
 
 
 def writes(function: Function) -> bool:

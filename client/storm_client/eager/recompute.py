@@ -56,6 +56,8 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _LOST: Final = {
     "changed": "a tensor of shape {} was changed in place (version {}, now {}), from which a saved "
     "tensor was to be recomputed; change a copy of it, or pass offload(..., replay=False)",
+    "overwritten": "a Triton kernel has written in place to memory from which a saved tensor was "
+    "to be recomputed; have it write to a copy, or pass offload(..., replay=False)",
     "parameter": "the memory of a parameter of shape {} is not there, from which a saved tensor "
     "was to be recomputed; pass offload(..., replay=False)",
     "settings": "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
@@ -82,6 +84,13 @@ def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
     told = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
     kind = OtherNumbers if what == "drawn" else ActivationLost
     return kind(_LOST[what].format(*told))
+
+
+class Overwritable(Protocol):
+    """A value of the step."""
+
+    is_overwritten: bool
+    """Whether its memory has got other bytes, uncounted."""
 
 
 class Source(Protocol):
@@ -123,9 +132,13 @@ class Saved(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
+    value: Overwritable | None = None
+    """Which it was; None for a copy."""
 
     def tensor(self) -> torch.Tensor:
-        """Bring it back."""
+        """Bring it back; ActivationLost if its memory has got other bytes."""
+        if self.value is not None and self.value.is_overwritten:
+            raise lost("overwritten")
         return self.unpack(self.packed)
 
 
@@ -152,7 +165,7 @@ class Made(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Have it made, from its own inputs if it was changed in place since."""
-        if self.version.unchanged:
+        if self.version.unchanged and not self.result.is_overwritten:
             return self.result.viewed(self.view)
         if not self.result.has_recipe:
             self.version.check()
@@ -317,6 +330,7 @@ class Result:
         "_recipe",
         "_uses",
         "_view",
+        "is_overwritten",
         "nbytes",
         "original",
     )
@@ -325,6 +339,8 @@ class Result:
         """Stand for `tensor`, whose storage `origin` knows for as long as `pins` are held."""
         self.original: torch.Tensor | None = None
         """The tensor, held as long as its recipe is not known."""
+        self.is_overwritten = False
+        """Whether its own memory has got other bytes, uncounted."""
         self.nbytes = tensor.untyped_storage().nbytes()
         self._origin = origin
         self._pins = pins
@@ -363,6 +379,8 @@ class Result:
         if origin is not None and origin.nbytes() == self.nbytes:
             self._asked(None)
             return view.rebuild(origin)
+        if self.is_overwritten:
+            raise lost("overwritten")
         return self.viewed_anew(view)
 
     def viewed_anew(self, view: View) -> torch.Tensor:

@@ -15,10 +15,11 @@ import torch
 
 from storm_client.eager.calls import tensors_among
 from storm_client.eager.function_modes import Watching, are_altered
+from storm_client.eager.launches import Launch
 from storm_client.eager.operation_times import OperationTimes
 from storm_client.eager.operations import EXCHANGED, Function, draws, is_bound
 from storm_client.eager.recording import Recording
-from storm_client.hook_stack import untraced
+from storm_client.hook_stack import function_modes, untraced
 
 if TYPE_CHECKING:
     from storm_client.native import _follow
@@ -96,6 +97,27 @@ class Recorder(Watching):
                 timing = self._operations.of(function, args, kwargs or {}, made, span, draw=draw)
             recording.ran(function, args, kwargs or {}, made, timing, draw=draw)
         return made
+
+    def launched(self, launch: Launch) -> None:
+        """Note what a launch of a kernel has made, unless it is part of another function's call."""
+        recording = self._recording
+        if recording is None or not self._is_watching():
+            return
+        timing: Callable[[], float] | None = None
+        if recording.step.kind is None and launch.made[0].is_cuda:
+            call = launch.kernel, launch.tensors, launch.options, launch.made
+            timing = self._operations.of(*call)
+        recording.launched(launch, timing)
+
+    def overwritten(self, tensor: torch.Tensor) -> None:
+        """Note that a launch has written to memory that may have been in use."""
+        if self._recording is not None:
+            self._recording.overwritten(tensor)
+
+    def _is_watching(self) -> bool:
+        """Tell whether a function would pass through this mode now, and through no other's code."""
+        is_plain = not _len_dispatch_stack() and torch._C._get_tracing_state() is None
+        return is_plain and any(mode is self for mode in function_modes())
 
     def _noted_draw(
         self, arguments: Sequence[Any], options: Mapping[str, Any]

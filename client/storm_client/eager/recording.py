@@ -18,6 +18,7 @@ import torch
 from storm_client.eager.bits import checksum
 from storm_client.eager.calls import Call, is_plain, name_of, outputs_of, tensors_among
 from storm_client.eager.following import Noted
+from storm_client.eager.launches import Launch
 from storm_client.eager.operations import EXPENSIVE, Function, may_view, writes
 from storm_client.eager.recompute import Pins, Result, UnchangedTrial
 from storm_client.eager.signature import CAST, SAVED, Expected, RecordedValue, StepRecord
@@ -143,7 +144,8 @@ class Recording:
             return None
         noted = [Noted(*one) for one in calls.entries()]
         # An operator of the script's own may be written in Python, which Python is to run.
-        are_pytorchs = all(one.name.startswith("aten::") for one in noted if one.is_used_call)
+        used = (one for one in noted if one.is_used_call)
+        are_pytorchs = all(one.kernel or one.name.startswith("aten::") for one in used)
         return noted if are_pytorchs else None
 
     def _note_saved(self, nbytes: int) -> None:
@@ -253,11 +255,44 @@ class Recording:
         if step.is_full:
             self.end()
             return
-        outputs = outputs_of(made)
-        large = [index for index, output in enumerate(outputs) if self._values.is_large(output)]
-        if not large and not self._casts:
+        self._note_made(call, made, timing)
+
+    def launched(self, launch: Launch, timing: Callable[[], float] | None) -> None:
+        """Note what a launch of a kernel has made, as `ran` does of a function.
+
+        It may be part of a custom function, whose results come to be part of a graph at its end.
+        """
+        step = self.step
+        step.has_launches = True
+        call = Call(launch.kernel, launch.tensors, launch.options)
+        if self._calls is not None:
+            self._calls.launched(launch)
+        if step.script is not None:
+            if self._walks_past(call, launch.made):
+                return
+            self._leave_script()
+        if step.is_full:
+            self.end()
             return
-        self._explain_casts(call.tensors())
+        self._note_made(call, launch.made, timing)
+
+    def overwritten(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor's memory has got other bytes, which no version tells."""
+        if is_plain(tensor):
+            storage = tensor.untyped_storage()
+            self.step.has_launches = True
+            self._values.overwritten(storage)
+            self.ready.pop(storage._cdata, None)
+
+    def _note_made(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
+        """Note as values of the step what a call has made."""
+        step, outputs = self.step, outputs_of(made)
+        large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
+        casts = bool(self._casts) and not call.is_launch
+        if not large and not casts:
+            return
+        if casts:
+            self._explain_casts(call.tensors())
         inputs = self._values.inputs(call.tensors()) if call.is_fixed() else None
         for index in large:
             output = outputs[index]
@@ -266,13 +301,17 @@ class Recording:
                 continue  # what it reads may change unnoticed; or it has made no memory of its own
             seen = self._values.find(output, storage)
             value = seen.value
-            value.operation = name_of(function)
-            value.is_expensive = function in EXPENSIVE
+            value.operation = name_of(call.function)
+            value.is_expensive = call.function in EXPENSIVE or call.is_launch
+            value.is_result |= call.is_launch
             value.inputs, value.timing = numbers_of(inputs), timing
-            event = (function, seen.number, value.dtype, value.inputs)
+            event = (call.function, seen.number, value.dtype, value.inputs)
             if isinstance(step.happened(event, storage.nbytes()), Replay):
                 self._give_up(seen, call, inputs, output, None if outputs[0] is made else index)
         step.walk_on()
+
+    def _is_large(self, output: Any, call: Call) -> bool:
+        return self._values.is_large(output, in_graph=not call.is_launch)
 
     def end(self) -> None:
         """Let go of everything: nothing runs or is saved any more."""
@@ -340,7 +379,7 @@ class Recording:
             step.advance()
         outputs = outputs_of(made)
         for index, output in enumerate(outputs):
-            if not self._values.is_large(output):
+            if not self._is_large(output, call):
                 continue
             expected = step.expected
             if not _is_like(expected, call.function, output):

@@ -221,6 +221,8 @@ class Kind:
     _turn = math.inf
     """Seconds from the end of a forward pass until something is asked for, as plans know it."""
 
+    has_launches = False
+    """Whether some of its steps have launched kernels of Triton's."""
     plans = 0
     """How often one was made."""
     rests = 0
@@ -537,6 +539,7 @@ class StepRecord:
         "expected",
         "functions",
         "handed_over",
+        "has_launches",
         "has_parted",
         "is_followed",
         "is_learned",
@@ -557,6 +560,8 @@ class StepRecord:
         """Whether its functions are watched as far as they may be."""
         self.is_followed = False
         """Whether compiled code looks at its calls, so that values are not known here."""
+        self.has_launches = False
+        """Whether it has launched kernels of Triton's, as far as that was seen."""
         self.has_parted = False
         """Whether something has happened that was not expected of its kind."""
         self.script: list[Expected] | None = None
@@ -791,6 +796,7 @@ class Kinds:
             if latest is not None and latest.events is key:
                 latest.seen += 1
                 latest.grow(step.larger)
+                latest.has_launches |= step.has_launches
                 return latest  # without the key's hash, which takes longer than all else here
             known = self._known.pop(key, None)
             if known is None:
@@ -799,6 +805,7 @@ class Kinds:
                 known.take_times(self._known.values())
             known.seen += 1
             known.grow(step.larger)
+            known.has_launches |= step.has_launches
             self._add(known)
         return known
 

@@ -33,7 +33,7 @@ NumPy's may, has its first elements added by themselves."""
 class Seen:
     """A storage of the step at hand, at one version."""
 
-    __slots__ = ("copy", "number", "pin", "result", "value", "version")
+    __slots__ = ("copy", "is_overwritten", "number", "pin", "result", "value", "version")
 
     def __init__(self, value: RecordedValue, version: int, pin: WeakStorage) -> None:
         """It is `value` of the step as long as it has this version; `pin` knows the storage."""
@@ -44,6 +44,8 @@ class Seen:
         self.result: Result | None = None
         self.copy: Saved | None = None
         """Of one that no operation made, what recipes read in its stead."""
+        self.is_overwritten = False
+        """Whether its memory has got other bytes, uncounted."""
 
 
 Inputs: TypeAlias = list[Seen | None]
@@ -115,6 +117,14 @@ class Values:
         seen = self._seen[address] = Seen(value, tensor._version, pin)
         return seen
 
+    def overwritten(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another value from now on, which no version tells."""
+        seen = self._seen.pop(storage._cdata, None)
+        if seen is not None:
+            seen.is_overwritten = True
+            if seen.result is not None:
+                seen.result.is_overwritten = True
+
     def leave_script(self) -> None:
         """Know the storages by the step's own values from now on, no more by its script's."""
         values = self._step.values
@@ -172,10 +182,11 @@ class Values:
         # What is copied or restored lies in memory of PyTorch's own, and kernels go by that.
         return not storage.data_ptr() % ALIGNMENT_BYTES
 
-    def is_large(self, output: Any) -> bool:
+    def is_large(self, output: Any, *, in_graph: bool) -> bool:
+        """Tell whether an output matters, which has to be part of a graph if all others are."""
         return (
             type(output) is torch.Tensor
-            and output.requires_grad
+            and (output.requires_grad or not in_graph)
             and output.layout is torch.strided
             and output.nbytes >= self._least
         )
@@ -194,7 +205,7 @@ class Values:
             version = SavedVersion.of(tensor, seen.pin.address)
             return Made(seen.result, View.of(tensor), version)
         if is_result(tensor):
-            return Saved(self.pack(tensor, seen.number), self._unpack)
+            return Saved(self.pack(tensor, seen.number), self._unpack, seen)
         if seen.copy is None:
             seen.copy = Saved(self.pack(copied(tensor), seen.number), self._unpack)
         return Copied(seen.copy, View.of(tensor))

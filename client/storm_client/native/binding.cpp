@@ -98,7 +98,8 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
   auto packed = copies ? seen->copy : nullptr;
   if (packed == nullptr) {
     const at::Tensor held = copies ? copied(input) : input;
-    packed = std::make_shared<Packed>(held);
+    if (!copies && !seen->is_overwritten) seen->is_overwritten = std::make_shared<bool>(false);
+    packed = std::make_shared<Packed>(held, copies ? nullptr : seen->is_overwritten);
     const auto nbytes = static_cast<int64_t>(storage_of(held.unsafeGetTensorImpl())->nbytes());
     if (!script.keeps(number, nbytes)) unpacked.push_back({held, number, packed});
   }
@@ -151,6 +152,14 @@ Seen* Values::meet(int number, const at::Tensor& tensor, int64_t least) {
   return see(number, tensor);
 }
 
+void Values::overwritten(const at::Tensor& tensor) {
+  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == seen_.end()) return;
+  if (found->second.is_overwritten != nullptr) *found->second.is_overwritten = true;
+  if (found->second.result != nullptr) found->second.result->overwritten();
+  seen_.erase(found);
+}
+
 std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
   const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
@@ -186,8 +195,9 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
     return false;
   }
   if (made.result == nullptr) made.result = std::make_shared<Result>(output);
-  made.result->made_by(std::make_shared<Recipe>(*call.op, begun.inputs, std::move(sources),
-                                                *circumstances, begun.draw),
+  Operation operation = begun.launch ? Operation(begun.launch) : Operation(*call.op);
+  made.result->made_by(std::make_shared<Recipe>(std::move(operation), begun.inputs,
+                                                std::move(sources), *circumstances, begun.draw),
                        call.place);
   return true;
 }

@@ -17,6 +17,7 @@ struct Seen {
   WeakStorage pin;  // keeps the address from being used again
   std::shared_ptr<Result> result;
   std::shared_ptr<Packed> copy;  // of one that no operation made, what recipes read in its stead
+  Overwritten is_overwritten = nullptr;  // where a recipe reads it as it is
 };
 
 // The values of one step, by storage. The lock of the step protects it.
@@ -30,6 +31,9 @@ class Values {
 
   // What recomputes a tensor as it is now; null if nothing does.
   std::shared_ptr<Result> recomputed(const at::Tensor& tensor) const;
+
+  // A tensor's memory has got other bytes, which no version counts.
+  void overwritten(const at::Tensor& tensor);
 
   void clear() { seen_.clear(); }
 
@@ -59,11 +63,13 @@ struct Begun {
     inputs.clear();
     casts.clear();
     draw.reset();
+    launch.reset();
   }
 
   std::vector<c10::IValue> inputs;
   std::vector<Cast> casts;     // of those inputs
   std::shared_ptr<Draw> draw;  // of one that draws random numbers, if that can be noted
+  std::shared_ptr<Launch> launch;  // of a kernel, which is no operator's call
 };
 
 // Makes the recipe of a call's output, whose value is `made`, and has that be recomputed. Tells

@@ -44,7 +44,7 @@ follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"), lambda 
                  bool, set(), frozenset, 0)
 tallies = follow.Tallies(); rows = [tallies.add_row() for _ in range(3)]
 x = torch.ones(64, requires_grad=True); w = torch.full((64,), 2.0)
-call = ("aten::exp", "", 0, 0, None, True, False, False, ())
+call = ("aten::exp", "", None, 0, 0, None, True, False, False, ())
 script = follow.Script([(0, 0, 256, (), rows[2], 0, False, True, None),
                         (1, 3, 0, (), 0, -1, False, False, call)], [(0, 256)], 1)
 unexpected = lambda *_: sys.exit("unexpected")
@@ -57,6 +57,9 @@ hooks.unwatch()
 y.sum().backward()
 assert hooks.end() == 1 and hooks.sizes == (256, []) and torch.equal(x.grad, 2 * y.detach())
 assert tallies.drain()[0] == [(1, 1, 256), (2, 1, 256)]
+new = follow.Launches(print); new.watch(); e = torch.empty(4); z = torch.zeros(4)
+assert follow.launch_listener() is print and new.take(e) and not new.take(e) and not new.take(z)
+new.unwatch()
 draw = follow.note_draw(w); drawn = torch.rand(4); draw.end(); after = torch.get_rng_state()
 assert torch.equal(draw.again(torch.rand, [4], {}), drawn)
 assert torch.equal(torch.get_rng_state(), after)

@@ -10,12 +10,15 @@ namespace call_log {
 struct Entry {
   std::string name;
   std::string overload;
+  Ref kernel;          // of a launch, which has neither
   uint32_t place = 0;  // among the call's outputs
   int position = -1;  // of the event that it is in the step's script
   const at::TensorImpl* output = nullptr;  // an address, looked at as long as the tensor lives
   const c10::StorageImpl* storage = nullptr;
   std::vector<const at::TensorImpl*> inputs;
   std::vector<int> arguments;  // of which of the function's arguments each input is one; or -1
+
+  bool is_call() const { return !name.empty() || kernel; }
 };
 
 class Log : public Watcher {
@@ -122,6 +125,33 @@ PyObject* saved(PyObject* self, PyObject* argument) {
   END_HANDLE_TH_ERRORS
 }
 
+// launched(a Launch of eager/launches.py): notes its large outputs; it is as a function of its own.
+PyObject* launched(PyObject* self, PyObject* tuple) {
+  HANDLE_TH_ERRORS
+  PyObject *kernel, *tensors, *options, *made;
+  expect(PyArg_ParseTuple(tuple, "OO!OO!", &kernel, &PyList_Type, &tensors, &options, &PyList_Type,
+                          &made));
+  auto& log = log_of(self);
+  log.begun = log.entries.size();
+  log.calls = 1;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made); ++at) {
+    const auto& output = THPVariable_Unpack(PyList_GET_ITEM(made, at));
+    Entry entry;
+    entry.kernel = Ref::borrowed(kernel);
+    entry.place = static_cast<uint32_t>(at);
+    entry.output = output.unsafeGetTensorImpl();
+    entry.storage = storage_of(entry.output);
+    for (Py_ssize_t input = 0; input < PyList_GET_SIZE(tensors); ++input) {
+      const auto& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, input));
+      entry.inputs.push_back(tensor.unsafeGetTensorImpl());
+    }
+    const auto nbytes = static_cast<int64_t>(entry.storage->nbytes());
+    if (nbytes >= log.least) log.entries.push_back(std::move(entry));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // Notes that an entry is the event at a position, made of some of the arguments that are given.
 void assign(Entry& entry, PyObject* given, int position) {
   for (const auto* input : entry.inputs) {
@@ -147,7 +177,7 @@ PyObject* made(PyObject* self, PyObject* arguments) {
   if (log.calls != 1) Py_RETURN_FALSE;
   for (size_t at = log.begun; at < log.entries.size(); ++at) {
     auto& entry = log.entries[at];
-    if (entry.output != output || entry.name.empty() || entry.position >= 0) continue;
+    if (entry.output != output || !entry.is_call() || entry.position >= 0) continue;
     assign(entry, given, position);
     Py_RETURN_TRUE;
   }
@@ -172,7 +202,7 @@ PyObject* cast(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// Tuples of position, name, overload, place and arguments.
+// Tuples of position, name, overload, kernel or None, place and arguments.
 PyObject* entries(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   Ref found = expected(PyList_New(0));
@@ -181,8 +211,9 @@ PyObject* entries(PyObject* self, PyObject*) {
     for (size_t at = 0; at < entry.arguments.size(); ++at) {
       PyTuple_SET_ITEM(arguments.get(), at, expected(PyLong_FromLong(entry.arguments[at])).release());
     }
-    Ref one = expected(Py_BuildValue("issIO", entry.position, entry.name.c_str(),
-                                     entry.overload.c_str(), entry.place, arguments.get()));
+    PyObject* kernel = entry.kernel ? entry.kernel.get() : Py_None;
+    Ref one = expected(Py_BuildValue("issOIO", entry.position, entry.name.c_str(),
+                                     entry.overload.c_str(), kernel, entry.place, arguments.get()));
     expect(PyList_Append(found.get(), one.get()) == 0);
   }
   return found.release();
@@ -194,6 +225,7 @@ PyMethodDef METHODS[] = {
     {"unwatch", unwatch, METH_NOARGS, "Note nothing any more."},
     {"begin", begin, METH_NOARGS, "Note that a function of Python's begins."},
     {"end", end, METH_NOARGS, "Note that it has ended."},
+    {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
     {"saved", saved, METH_O, "Note that the event at a position has been saved."},
     {"made", made, METH_VARARGS, "Note which event the present function has made."},
     {"cast", cast, METH_VARARGS, "Note which event a cast is that autocast has made."},

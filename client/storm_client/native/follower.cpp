@@ -68,8 +68,11 @@ struct Follower : public Watcher {
   const Event& next() const { return script->events[at]; }
   void begins(const at::RecordFunction& call, bool is_cast) override;
   void ends(const at::RecordFunction& call, bool is_cast) override;
-  bool advance(const at::RecordFunction& call, uint32_t place, const at::Tensor& output,
-               const Begun& begun);
+  bool advance(const Called& called, uint32_t place, const at::Tensor& output, const Begun& begun);
+  // Whether an output is among those that scripts tell of.
+  bool is_large(const at::TensorImpl* impl) const {
+    return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
+  }
 };
 
 struct FollowerObject {
@@ -178,12 +181,12 @@ void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
   pending.is_looked_at = false;
   if (pending.begun.draw != nullptr) pending.begun.draw->end();
   uint32_t place = 0;
+  const Called called{ended.name(), ended.overload_name()};
   Locked locked(lock);
   for_each_tensor(ended.outputs(), [&](const at::Tensor& output) {
     auto* impl = output.unsafeGetTensorImpl();
-    const bool is_told = is_ordinary(impl) && output.requires_grad() &&
-                         static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
-    if (is_told && !parted) parted = !advance(ended, place, output, pending.begun);
+    const bool is_told = is_ordinary(impl) && output.requires_grad() && is_large(impl);
+    if (is_told && !parted) parted = !advance(called, place, output, pending.begun);
     if (is_told && is_cast && place == 0 && !cast.begun.inputs.empty() &&
         !call.begun.inputs.empty()) {
       call.begun.casts.push_back({cast.begun.inputs.front().toTensor(), output});
@@ -194,16 +197,13 @@ void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
 }
 
 // Tells whether an output of a call is what the script expects, and does what becomes of it.
-bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at::Tensor& output,
+bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& output,
                        const Begun& begun) {
   const Event& event = next();
   if (event.what != What::CALL) return false;
   const Call& expected = script->calls[event.call];
   const auto nbytes = static_cast<int64_t>(storage_of(output.unsafeGetTensorImpl())->nbytes());
-  if (expected.name != ended.name() || expected.overload != ended.overload_name() ||
-      expected.place != place) {
-    return false;
-  }
+  if (!(expected.called() == called) || expected.place != place) return false;
   if (expected.does != Does::COUNT) {
     if (expected.dtype && *expected.dtype != output.scalar_type()) return false;
     Seen* seen = values.look_up(event, output);
@@ -218,6 +218,45 @@ bool Follower::advance(const at::RecordFunction& ended, uint32_t place, const at
   }
   ++at;
   return true;
+}
+
+// launched(a Launch of eager/launches.py)
+PyObject* launched(PyObject* self, PyObject* tuple) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  PyObject *kernel, *tensors, *options, *made;
+  expect(PyArg_ParseTuple(tuple, "OO!O!O!", &kernel, &PyList_Type, &tensors, &PyDict_Type, &options,
+                          &PyList_Type, &made));
+  const bool is_looked_at = follower.walks && !follower.parted &&
+                            follower.script->kernels.count(kernel) > 0 &&
+                            !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  if (!is_looked_at) Py_RETURN_NONE;
+  const Called called{nullptr, nullptr, kernel};
+  Begun begun;
+  begun.launch = std::make_shared<Launch>(kernel, options);
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
+    begun.inputs.emplace_back(THPVariable_Unpack(PyList_GET_ITEM(tensors, at)));
+  }
+  Locked locked(follower.lock);
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made) && !follower.parted; ++at) {
+    const auto& output = THPVariable_Unpack(PyList_GET_ITEM(made, at));
+    const auto* impl = output.unsafeGetTensorImpl();
+    if (!follower.is_large(impl)) continue;
+    follower.parted = !follower.advance(called, static_cast<uint32_t>(at), output, begun);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* overwritten(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!THPVariable_Check(object)) Py_RETURN_NONE;
+  const auto& tensor = THPVariable_Unpack(object);
+  if (!is_ordinary(tensor.unsafeGetTensorImpl())) Py_RETURN_NONE;
+  Locked locked(follower_of(self).lock);
+  follower_of(self).values.overwritten(tensor);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 // Has Python hold what recipes rest on, and note what has been made.
@@ -538,6 +577,8 @@ PyMethodDef METHODS[] = {
      "Return what the recipe of a Recomputed makes; None where it has none."},
     {"watch", watch, METH_NOARGS, "Look at what this thread calls from now on."},
     {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
+    {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
+    {"overwritten", overwritten, METH_O, "Note that a launch has written to a tensor's memory."},
     {"go_on", go_on, METH_O, "Go on from a position among all events of the kind."},
     {"together", together, METH_VARARGS,
      "Have results on the device of an example leave together, up to so many bytes."},

@@ -5,6 +5,7 @@
 #include "draws.h"
 #include "follower.h"
 #include "kept.h"
+#include "launches.h"
 #include "recomputed.h"
 #include "settings.h"
 #include "watching.h"
@@ -43,6 +44,8 @@ PyObject* kept(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* listener(PyObject*, PyObject*) { return launch_listener(); }
+
 PyObject* count_watchers(PyObject*, PyObject*) { return PyLong_FromSize_t(watchers()); }
 
 PyObject* told(PyObject*, PyObject*) {
@@ -53,6 +56,8 @@ PyObject* told(PyObject*, PyObject*) {
 
 PyMethodDef METHODS[] = {
     {"watchers", count_watchers, METH_NOARGS, "Return how many look at what this thread calls."},
+    {"launch_listener", listener, METH_NOARGS,
+     "Return who is told of this thread's launches; None for nobody."},
     {"kept", kept, METH_NOARGS, "Return all that is kept, in the order in which it was saved."},
     {"watch_allocations", watch, METH_VARARGS,
      "Have failed allocations of a device type tried again where a function of their size and the "
@@ -89,7 +94,7 @@ PyMODINIT_FUNC PyInit__follow() {
   Ref made = Ref::stolen(PyModule_Create(&module::MODULE));
   if (!made) return nullptr;
   for (PyTypeObject* type : {&KeptType, &RecomputedType, &TalliesType, &OwnedType, &ScriptType,
-                             &CallLogType, &FollowerType, &DrawType}) {
+                             &CallLogType, &FollowerType, &DrawType, &LaunchesType}) {
     if (!module::add_type(made.get(), type)) return nullptr;
   }
   return made.release();

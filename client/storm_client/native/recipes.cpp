@@ -167,7 +167,8 @@ at::Tensor Alias::tensor(Bringing&) {
   return held_;
 }
 
-Packed::Packed(const at::Tensor& tensor) : kept_(alias_of(tensor)), version_(tensor) {}
+Packed::Packed(const at::Tensor& tensor, Overwritten is_overwritten)
+    : kept_(alias_of(tensor)), version_(tensor), is_overwritten_(std::move(is_overwritten)) {}
 
 Packed::~Packed() {
   if (handle_ == nullptr) return;
@@ -182,6 +183,7 @@ void Packed::is_packed(PyObject* handle) {
 }
 
 at::Tensor Packed::tensor(Bringing& bring) {
+  if (is_overwritten_ != nullptr && *is_overwritten_) raise_lost("overwritten");
   if (handle_ == nullptr) {
     version_.check();
     return kept_;
@@ -200,7 +202,8 @@ Made::Made(std::shared_ptr<Result> result, const at::Tensor& tensor)
 }
 
 at::Tensor Made::tensor(Bringing& bring) {
-  if (version_.is_unchanged()) return result_->viewed(view_, bring);
+  const bool is_as_it_was = version_.is_unchanged() && !result_->is_overwritten();
+  if (is_as_it_was) return result_->viewed(view_, bring);
   if (!result_->has_recipe()) version_.check();
   return result_->viewed_anew(view_, bring);
 }
@@ -216,10 +219,31 @@ std::optional<Circumstances> Circumstances::present(c10::DeviceType device, bool
   return Circumstances{device, autocast, *settings, is_simple, records};
 }
 
-Recipe::Recipe(c10::OperatorHandle op, c10::ArrayRef<c10::IValue> inputs,
+Launch::Launch(PyObject* kernel, PyObject* options)
+    : kernel_(Py_NewRef(kernel)), options_(Py_NewRef(options)) {}
+
+Launch::~Launch() {
+  const auto state = PyGILState_Ensure();
+  Py_DECREF(kernel_);
+  Py_DECREF(options_);
+  PyGILState_Release(state);
+}
+
+at::Tensor Launch::run(const std::vector<c10::IValue>& tensors, size_t place) const {
+  Ref arguments = expected(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t at = 0; at < tensors.size(); ++at) {
+    PyObject* wrapped = expected(THPVariable_Wrap(tensors[at].toTensor())).release();
+    PyTuple_SET_ITEM(arguments.get(), static_cast<Py_ssize_t>(at), wrapped);
+  }
+  Ref made = expected(PyObject_Call(kernel_, arguments.get(), options_));
+  Ref one = expected(PySequence_GetItem(made.get(), static_cast<Py_ssize_t>(place)));
+  return THPVariable_Unpack(one.get());
+}
+
+Recipe::Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs,
                std::vector<Source> sources, Circumstances circumstances,
                std::shared_ptr<Draw> draw)
-    : op_(std::move(op)),
+    : operation_(std::move(operation)),
       sources_(std::move(sources)),
       circumstances_(circumstances),
       draw_(std::move(draw)) {
@@ -275,6 +299,14 @@ std::vector<c10::IValue> Recipe::filled(Bringing& bring) {
   return stack;
 }
 
+bool Recipe::call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {
+  WithoutInterpreter others_may_run;
+  std::optional<DrawingAgain> drawing;
+  if (draw_ != nullptr) drawing.emplace(*draw_);
+  op.callBoxed(stack);
+  return !drawing || drawing->end();
+}
+
 at::Tensor Recipe::run(size_t place, Bringing& bring) {
   look_for_overridden();
   const auto now = Settings::present(circumstances_.device, circumstances_.is_simple);
@@ -282,24 +314,18 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
     raise_lost("settings");
   }
   std::vector<c10::IValue> stack = filled(bring);
-  at::Tensor made;
-  bool draws_the_same = true;
-  {
-    at::AutoGradMode recording(circumstances_.records);
-    WithoutHooks unseen(circumstances_.records);
-    Autocasting casting(circumstances_.device, circumstances_.autocast);
-    c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
-    Unwatched untold;
-    WithoutInterpreter others_may_run;
-    std::optional<DrawingAgain> drawing;
-    if (draw_ != nullptr) drawing.emplace(*draw_);
-    op_.callBoxed(stack);
-    if (drawing) draws_the_same = drawing->end();
-    made = output_at(stack, place);
-    stack.clear();
+  at::AutoGradMode recording(circumstances_.records);
+  WithoutHooks unseen(circumstances_.records);
+  Autocasting casting(circumstances_.device, circumstances_.autocast);
+  c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
+  Unwatched untold;
+  if (const auto* launch = std::get_if<std::shared_ptr<Launch>>(&operation_)) {
+    return (*launch)->run(stack, place);
   }
-  if (!draws_the_same) raise_lost("drawn");
-  TORCH_CHECK(made.defined(), op_.operator_name(), " has no output ", place, " any more");
+  const auto& op = std::get<c10::OperatorHandle>(operation_);
+  if (!call(op, stack)) raise_lost("drawn");
+  at::Tensor made = output_at(stack, place);
+  TORCH_CHECK(made.defined(), op.operator_name(), " has no output ", place, " any more");
   return circumstances_.records ? made.detach() : made;
 }
 
@@ -335,6 +361,7 @@ at::Tensor Result::viewed(const View& view, Bringing& bring) {
     asked({}, 0);
     return view.over(c10::Storage(std::move(origin)));
   }
+  if (is_overwritten_) raise_lost("overwritten");
   return viewed_anew(view, bring);
 }
 

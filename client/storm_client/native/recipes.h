@@ -61,10 +61,14 @@ class Alias {
   size_t nbytes_;
 };
 
+// Whether the memory of a value has got other bytes, which no version counts.
+using Overwritten = std::shared_ptr<bool>;
+
 // What was kept, or what Python has packed for it since. All recipes of a step share it.
 class Packed {
  public:
-  explicit Packed(const at::Tensor& tensor);
+  // `is_overwritten` is null for a copy.
+  Packed(const at::Tensor& tensor, Overwritten is_overwritten);
   ~Packed();
   at::Tensor tensor(Bringing& bring);
   // Has Python hold it from now on, as a handle.
@@ -73,6 +77,7 @@ class Packed {
  private:
   at::Tensor kept_;
   SavedVersion version_;
+  Overwritten is_overwritten_;
   PyObject* handle_ = nullptr;
 };
 
@@ -122,13 +127,31 @@ struct Circumstances {
   static std::optional<Circumstances> present(c10::DeviceType device, bool is_simple);
 };
 
+// A launch of a kernel, as eager/launches.py tells it: a function of the tensors that it has read.
+class Launch {
+ public:
+  Launch(PyObject* kernel, PyObject* options);
+  ~Launch();
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+  // Runs it again; returns the output at a place. The interpreter's lock is held.
+  at::Tensor run(const std::vector<c10::IValue>& tensors, size_t place) const;
+
+ private:
+  PyObject* kernel_;
+  PyObject* options_;
+};
+
+using Operation = std::variant<c10::OperatorHandle, std::shared_ptr<Launch>>;
+
 class Recipe {
  public:
-  // `sources` stand for the tensors among the inputs of a call of `op`, those of lists one by one.
-  // `draw` is none where the call has drawn no random numbers.
-  Recipe(c10::OperatorHandle op, c10::ArrayRef<c10::IValue> inputs, std::vector<Source> sources,
+  // `sources` stand for the tensors among the inputs of a call of `operation`, those of lists one by
+  // one. `draw` is none where the call has drawn no random numbers.
+  Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs, std::vector<Source> sources,
          Circumstances circumstances, std::shared_ptr<Draw> draw);
-  // The output at a place, as no part of any graph. The interpreter's lock is given up meanwhile.
+  // The output at a place, as no part of any graph. The interpreter's lock is given up meanwhile, but
+  // for a launch.
   at::Tensor run(size_t place, Bringing& bring);
 
  private:
@@ -139,8 +162,10 @@ class Recipe {
   };
 
   std::vector<c10::IValue> filled(Bringing& bring);
+  // Calls an operator; tells whether it has drawn the same random numbers.
+  bool call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
 
-  c10::OperatorHandle op_;
+  Operation operation_;
   std::vector<Input> inputs_;
   std::vector<bool> requires_grad_;  // by source, where what needs a gradient decides
   std::vector<Source> sources_;
@@ -158,6 +183,9 @@ class Result {
   bool has_recipe() const { return recipe_ != nullptr; }
   void made_by(std::shared_ptr<Recipe> recipe, size_t place);
   void expect_use();
+  // Its own memory has got other bytes, which no version counts.
+  void overwritten() { is_overwritten_ = true; }
+  bool is_overwritten() const { return is_overwritten_; }
   // A view of its memory: its own while somebody holds that, else what is made anew.
   at::Tensor viewed(const View& view, Bringing& bring);
   at::Tensor viewed_anew(const View& view, Bringing& bring);
@@ -170,6 +198,7 @@ class Result {
 
   WeakStorage origin_;
   size_t nbytes_;
+  bool is_overwritten_ = false;
   View view_;
   c10::Device device_;
   at::Tensor original_;

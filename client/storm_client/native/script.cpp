@@ -12,30 +12,35 @@ struct ScriptObject {
 
 Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
-// (name, overload, place, does, dtype or None, is simple, may draw, leaves, numbers of inputs)
+// (name, overload, kernel or None, place, does, dtype or None, is simple, may draw, leaves, numbers of
+// inputs)
 Call call_of(PyObject* tuple) {
   const char *name, *overload;
-  PyObject *dtype, *inputs;
+  PyObject *kernel, *dtype, *inputs;
   int does = 0, is_simple = 0, may_draw = 0, leaves = 0;
   Call call;
-  expect(PyArg_ParseTuple(tuple, "ssIiOpppO!", &name, &overload, &call.place, &does, &dtype,
+  expect(PyArg_ParseTuple(tuple, "ssOIiOpppO!", &name, &overload, &kernel, &call.place, &does, &dtype,
                           &is_simple, &may_draw, &leaves, &PyTuple_Type, &inputs));
-  call.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-  const auto& schema = call.op->schema();
-  call.name = schema.name().c_str();
-  call.overload = schema.overload_name().c_str();
   call.does = static_cast<Does>(does);
   if (THPDtype_Check(dtype)) call.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   call.is_simple = is_simple;
-  call.is_cast = schema.name() == "aten::to";
-  call.is_convolution = schema.name().find("conv") != std::string::npos;
   call.may_draw = may_draw;
-  call.dropout = schema.argumentIndexWithName("dropout_p").value_or(-1);
   call.leaves = leaves;
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at) {
     call.inputs.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(inputs, at))));
   }
   expect(!PyErr_Occurred());
+  if (kernel != Py_None) {
+    call.kernel = Ref::borrowed(kernel);
+    return call;
+  }
+  call.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto& schema = call.op->schema();
+  call.name = schema.name().c_str();
+  call.overload = schema.overload_name().c_str();
+  call.is_cast = schema.name() == "aten::to";
+  call.is_convolution = schema.name().find("conv") != std::string::npos;
+  call.dropout = schema.argumentIndexWithName("dropout_p").value_or(-1);
   return call;
 }
 
@@ -58,7 +63,12 @@ Event event_of(PyObject* tuple, Script& script) {
   if (event.what == What::CALL) {
     event.call = static_cast<uint32_t>(script.calls.size());
     script.calls.push_back(call_of(call));
-    script.names.insert(script.calls.back().name);
+    const Call& last = script.calls.back();
+    if (last.kernel) {
+      script.kernels.insert(last.kernel.get());
+    } else {
+      script.names.insert(last.name);
+    }
   }
   return event;
 }

@@ -26,8 +26,20 @@ enum class Does : uint8_t {
   RECOMPUTE,  // besides, a recipe is made of it
 };
 
+// What has run, as far as scripts tell it from others: an operator, or a kernel that was launched.
+struct Called {
+  const char* name = nullptr;
+  const char* overload = nullptr;
+  PyObject* kernel = nullptr;
+
+  bool operator==(const Called& other) const {
+    return name == other.name && overload == other.overload && kernel == other.kernel;
+  }
+};
+
 struct Call {
   std::optional<c10::OperatorHandle> op;
+  Ref kernel;  // instead, of a launch; eager/launches.py
   // Their addresses name an operator as long as it is registered.
   const char* name = nullptr;
   const char* overload = nullptr;
@@ -41,6 +53,8 @@ struct Call {
   int dropout = -1;           // which of its inputs says how much is dropped, if one does
   bool leaves = false;        // its output may leave as it was made
   std::vector<int> inputs;    // which values its tensors are; CONSTANT for those that stay
+
+  Called called() const { return {name, overload, kernel.get()}; }
 };
 
 constexpr int CONSTANT = -1;
@@ -74,6 +88,7 @@ struct Script {
   std::vector<uint32_t> next;      // by position among all events, the first event here from there
   std::vector<uint32_t> next_call; // by event, the call that is next, the number of calls if none is
   std::unordered_set<const char*> names;  // of the operators of calls
+  std::unordered_set<PyObject*> kernels;  // of those that are launches
   std::unordered_map<int, int64_t> kept;  // values that are kept, also as inputs, up to so many bytes
   bool keeps(int number, int64_t nbytes) const {
     const auto found = kept.find(number);

@@ -1,0 +1,268 @@
+"""Launches of Triton kernels: of these the custom functions of many libraries are made.
+
+What such a function reads is open-ended, so it is not run again. A launch of a kernel reads nothing
+but what it is given: memory, numbers, a grid, and what was compiled. So it is an operation like
+PyTorch's, where it writes to nothing but memory that was allocated in this step, and that nobody
+has written to before. To run it again is to allocate as much and to launch the same compiled kernel
+with the same grid and numbers: nothing is chosen or compiled anew.
+
+A launch that writes to other memory gives that other bytes, which no version counts. It is told,
+so that nothing is recomputed from what was there before.
+
+Launches are seen in `JITFunction.run`, below heuristics and autotuning, which is exchanged while a
+block is on that wants to know of them. Which memory is new only compiled code can tell, which sees
+all operators (`native/launches.cpp`): without it launches are no operations.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from storm_client.eager.kernel_accesses import accesses_of
+from storm_client.hook_stack import untraced
+
+if TYPE_CHECKING:
+    from storm_client.native import Native, _follow
+
+__all__ = ["Kernel", "Launch", "LaunchSink", "LaunchWatch", "watch_launches"]
+
+_TRITON: Final = "triton.runtime.jit"
+
+_CONSTANT: Final = "constexpr"
+"""What Triton says in the place of a type of what it has compiled into a kernel."""
+
+_NUMBERS: Final = (bool, int, float)
+
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides in elements, dtype and device of a tensor in memory of its own."""
+
+_current_node = torch._C._current_autograd_node
+
+
+class Kernel:
+    """A compiled kernel as a function: of the tensors that it reads, it makes those it writes."""
+
+    def __init__(self, compiled: Any, bound: Mapping[str, Any]) -> None:
+        """Find out what `compiled` does with its arguments, here `bound` to its parameters."""
+        self.__name__: str = getattr(compiled, "name", "kernel")
+        self._compiled = compiled
+        self._arguments: list[Any] = []
+        """What was compiled into it, in the order of its parameters, and None for all others."""
+        self.reads: tuple[int, ...] = ()
+        self.writes: tuple[int, ...] = ()
+        self.numbers: tuple[int, ...] = ()
+        """Places among its arguments."""
+        self.is_known = self._find_accesses(bound)
+        """Whether it is known which of its arguments it writes to."""
+        self.is_pure = self.is_known and not set(self.reads) & set(self.writes)
+        """Whether it reads none of what it writes."""
+
+    def _find_accesses(self, bound: Mapping[str, Any]) -> bool:
+        compiled, names = self._compiled, list(bound)
+        types: Mapping[str, str] = getattr(getattr(compiled, "src", None), "signature", {})
+        text = getattr(compiled, "asm", {}).get("ttir")
+        if list(types) != names or not isinstance(text, str) or _has_scratch(compiled):
+            return False
+        given = [at for at, name in enumerate(names) if types[name] != _CONSTANT]
+        accesses = accesses_of(text)
+        if accesses is None or accesses.taken != len(given):
+            return False
+        pointers = {given[at] for at in accesses.pointers}
+        if pointers != {at for at in given if types[names[at]].startswith("*")}:
+            return False
+        self.writes = tuple(given[at] for at in sorted(accesses.written))
+        only_written = accesses.written - accesses.read
+        self.reads = tuple(given[at] for at in sorted(accesses.pointers - only_written))
+        self.numbers = tuple(at for at in given if at not in pointers)
+        self._arguments = [one if types[name] == _CONSTANT else None for name, one in bound.items()]
+        return True
+
+    def __call__(
+        self,
+        *tensors: torch.Tensor,
+        grid: tuple[int, int, int],
+        numbers: Sequence[float],
+        layouts: Sequence[_Layout],
+    ) -> list[torch.Tensor]:
+        """Launch it; return what it writes, in new memory with these layouts."""
+        with torch._C.DisableTorchFunction():
+            made = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                for shape, strides, dtype, device in layouts
+            ]
+        arguments = self._arguments.copy()
+        for places, values in (self.reads, tensors), (self.numbers, numbers), (self.writes, made):
+            for at, value in zip(places, values, strict=True):
+                arguments[at] = value
+        with _on(made[0].device):
+            self._compiled[grid](*arguments)
+        return made
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel that has made all that it wrote to."""
+
+    kernel: Kernel
+    tensors: list[torch.Tensor]
+    """What it has read."""
+    options: dict[str, Any]
+    """What else the kernel is called with to make the same again."""
+    made: list[torch.Tensor]
+
+
+class LaunchSink(Protocol):
+    """Who is told of the launches of a thread."""
+
+    def launched(self, launch: Launch) -> None:
+        """Note what a launch has made."""
+        ...
+
+    def overwritten(self, tensor: torch.Tensor) -> None:
+        """Note that a launch has written to memory that may have been in use."""
+        ...
+
+
+class LaunchWatch:
+    """Tells a sink of what the thread launches in a block, between `begin` and `end`."""
+
+    def __init__(self, follow: Native, sink: LaunchSink) -> None:
+        """`follow` is the compiled module."""
+        self.watcher: _follow.Launches = follow.Launches(self._run)
+        """Knows new memory, and is to be on while the block is."""
+        self._listener = follow.launch_listener
+        self._sink = sink
+
+    def begin(self) -> None:
+        """Have launches be told to who listens in their thread."""
+        with _LOCK:
+            _LIVING.append(self)
+            _exchange(self._listener)
+
+    def end(self) -> None:
+        """Tell nothing more."""
+        with _LOCK:
+            if self in _LIVING:
+                _LIVING.remove(self)
+            if not _LIVING:
+                _put_back()
+
+    def _run(
+        self, run: Callable[..., Any], function: Any, arguments: Any, options: dict[str, Any]
+    ) -> Any:
+        """Run a function of Triton's, and tell of what it has launched."""
+        grid = options["grid"]
+        noted: list[tuple[Mapping[str, Any], Sequence[int]]] = []
+
+        def note(bound: Mapping[str, Any]) -> Sequence[int]:
+            size: Sequence[int] = grid(bound) if callable(grid) else grid
+            noted.append((bound, size))
+            return size
+
+        compiled = run(function, *arguments, **{**options, "grid": note})
+        if len(noted) == 1 and compiled is not None and _current_node() is None:
+            self._tell(_kernel_of(compiled, noted[0][0]), *noted[0])
+        return compiled
+
+    def _tell(self, kernel: Kernel, bound: Mapping[str, Any], grid: Sequence[int]) -> None:
+        if not kernel.is_known:
+            return
+        arguments = list(bound.values())
+        tensors, made, numbers = (
+            [arguments[at] for at in places]
+            for places in (kernel.reads, kernel.writes, kernel.numbers)
+        )
+        written = [tensor for tensor in made if isinstance(tensor, torch.Tensor)]
+        are_new = [self.watcher.take(tensor) for tensor in written]
+        are_values = all(type(number) in _NUMBERS for number in numbers)
+        if kernel.is_pure and made and all(are_new) and are_values and _are_together(tensors, made):
+            layouts = tuple(map(_layout, made))
+            size = (*map(int, grid), 1, 1)[:3]
+            how = {"grid": size, "numbers": tuple(numbers), "layouts": layouts}
+            self._sink.launched(Launch(kernel, tensors, how, made))
+            return
+        for tensor, is_new in zip(written, are_new, strict=True):
+            if not is_new:
+                self._sink.overwritten(tensor)
+
+
+def watch_launches(follow: Native | None, sink: LaunchSink) -> LaunchWatch | None:
+    """Return what tells `sink` of launches; None without compiled code, and without Triton."""
+    if follow is None or not hasattr(sys.modules.get(_TRITON), "JITFunction"):
+        return None
+    return LaunchWatch(follow, sink)
+
+
+_Listener: TypeAlias = Callable[[Callable[..., Any], Any, Any, dict[str, Any]], Any]
+
+_LOCK: Final = threading.Lock()  # protects all below
+_LIVING: Final[list[LaunchWatch]] = []
+_exchanged: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+"""What `JITFunction.run` was, and what stands for it; None while that is as it was."""
+
+_KERNELS: Final[dict[int, Kernel]] = {}
+"""By the address of what was compiled, which they hold."""
+
+
+def _exchange(listener: Callable[[], _Listener | None]) -> None:
+    global _exchanged  # noqa: PLW0603 - there is one Triton in a process
+    function: Any = sys.modules[_TRITON].JITFunction
+    if _exchanged is None:
+        run = function.run
+        function.run = _telling(run, listener)
+        _exchanged = run, function.run
+
+
+def _put_back() -> None:
+    global _exchanged
+    function: Any = sys.modules[_TRITON].JITFunction
+    if _exchanged is not None and function.run is _exchanged[1]:  # else another's stands on it
+        function.run, _exchanged = _exchanged[0], None
+
+
+def _telling(
+    run: Callable[..., Any], listener: Callable[[], _Listener | None]
+) -> Callable[..., Any]:
+    """Return what runs a function of Triton's, and hands it to who listens in this thread."""
+
+    @untraced
+    def told(self: Any, *arguments: Any, **options: Any) -> Any:
+        listens = listener()
+        if listens is None or options.get("grid") is None or options.get("warmup"):
+            return run(self, *arguments, **options)
+        return listens(run, self, arguments, options)
+
+    return told
+
+
+def _kernel_of(compiled: Any, bound: Mapping[str, Any]) -> Kernel:
+    known = _KERNELS.get(id(compiled))
+    if known is None:
+        known = _KERNELS[id(compiled)] = Kernel(compiled, bound)
+    return known
+
+
+def _has_scratch(compiled: Any) -> bool:
+    """Tell whether a kernel uses memory that it is not given as an argument."""
+    sizes = ("global_scratch_size", "profile_scratch_size")
+    return any(getattr(compiled.metadata, size, 0) for size in sizes)
+
+
+def _are_together(tensors: Sequence[Any], made: Sequence[Any]) -> bool:
+    """Tell whether all are tensors of one device, of which one is read at least."""
+    devices = {getattr(one, "device", None) for one in (*tensors, *made)}
+    return bool(tensors) and len(devices) == 1 and None not in devices
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Have a device be the current one, as kernels are launched there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,255 @@
+"""Launches of Triton kernels: what custom functions make with them is recomputed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import storm_client as storm
+import torch
+from storm_client.errors import ActivationLost
+from storm_client.hooks import StepHooks
+from support import fake_triton
+from support.fake_triton import JITFunction, jit
+from support.following import PATHS, Followed, follow_by
+from support.planning import replay_all
+from support.training import assert_identical, seeded
+from torch import Tensor
+
+Context = Callable[[], AbstractContextManager[object]]
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+ROWS, WIDTH = 16, 64
+STEPS = 8
+
+
+@jit("*fp32 *fp32 *fp32 *fp32 i32 fp32 constexpr", reads="x w", writes="y scale")
+def norm(y: Any, x: Any, w: Any, scale: Any, n: int, eps: float, width: int) -> None:
+    assert x.shape[-1] == n == width
+    scale[:] = 1 / np.sqrt(np.square(x).mean(-1) + eps)
+    y[:] = x * scale[:, None] * w
+
+
+@jit("*fp32 *fp32 *fp32 i32", reads="a b", writes="c")
+def gate(c: Any, a: Any, b: Any, n: int) -> None:
+    assert a.shape[-1] == n
+    c[:] = a / (1 + np.exp(-a)) * b
+
+
+@jit("*fp32 *fp32 i32", reads="q angles", writes="q")
+def turn(q: Any, angles: Any, n: int) -> None:
+    assert q.shape[-1] == n
+    q[:] = q * np.cos(angles) - np.roll(q, 1, -1) * np.sin(angles)
+
+
+@jit("*fp32 *fp32 i32", reads="x", writes="y")
+def put(y: Any, x: Any, n: int) -> None:
+    """Write the rows from `n` on alone."""
+    y[n:] = x[n:] + 1
+
+
+class Normed(torch.autograd.Function):
+    """As Liger's: of views of what it is given it makes what it returns a view of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        rows = x.view(-1, WIDTH)
+        made, scale = torch.empty_like(rows), torch.empty(len(rows))
+        norm[(len(rows),)](made, rows, w, scale, WIDTH, eps=1e-6, width=WIDTH)
+        ctx.save_for_backward(rows, w, scale)
+        return made.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, w, scale = ctx.saved_tensors
+        given, x = grad.view(rows.shape), rows * scale[:, None]
+        back = given * w
+        back = scale[:, None] * (back - x * (back * x).mean(-1, keepdim=True))
+        return back.view(grad.shape), (given * x).sum(0)
+
+
+class Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        made = a.new_empty(a.shape)
+        gate[lambda meta: (meta["n"], 2)](made, a, b, n=WIDTH)
+        ctx.save_for_backward(a, b)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        one = torch.sigmoid(a)
+        return grad * b * one * (1 + a * (1 - one)), grad * a * one
+
+
+class Turned(torch.autograd.Function):
+    """In place, and no version counts that."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, angles: Tensor) -> Tensor:
+        turn[(1,)](q, angles, WIDTH)
+        ctx.save_for_backward(angles)
+        return q.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (angles,) = ctx.saved_tensors
+        return grad * angles.cos() - (grad * angles.sin()).roll(-1, -1), None
+
+
+def put_into(make: Callable[[Tensor], Tensor], *begins: int) -> Forward:
+    """Return a forward pass by a function that fills what `make` returns from some rows on."""
+
+    class Put(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            made = make(x)
+            for begin in begins:
+                put[(1,)](made, x, begin)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return Put.apply(x @ w)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def a_layer(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        y = Normed.apply(x @ w, w[0])
+        x = x + Gated.apply(y @ w, y @ w.t())
+    return x.square()
+
+
+def turned(x: Tensor, w: Tensor) -> Tensor:
+    angles = seeded("cpu", ROWS, WIDTH, seed=7)
+    return Turned.apply(x @ w, angles).square()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", fake_triton.MODULE)
+
+
+@pytest.fixture(params=PATHS)
+def followed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    """Have the compiled module be there on both paths: only that sees what is new."""
+    followed = follow_by("compiled", monkeypatch)
+    if request.param == "python":
+        monkeypatch.setattr(StepHooks, "_native_path", lambda _: None)
+        followed.may_be_compiled = False
+    return followed
+
+
+def step(context: Context, forward: Forward) -> list[Tensor]:
+    x, w = seeded("cpu", ROWS, WIDTH, seed=1), seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
+    with context():
+        loss = forward(x, w).mean()
+    loss.backward()
+    assert w.grad is not None
+    return [loss.detach(), w.grad]
+
+
+def trained(client: storm.Client, forward: Forward) -> storm.Offload:
+    """Train for some steps, and compare each with one without offload."""
+    offload = client.offload(min_bytes=256)
+    expected = step(nullcontext, forward)
+    for _ in range(STEPS):
+        assert_identical(step(lambda: offload, forward), expected)
+    return offload
+
+
+def decisions(offload: storm.Offload, operation: str) -> set[str]:
+    assert offload.plan is not None
+    return {row.decision for row in offload.plan.rows if row.operation == operation}
+
+
+def test_what_kernels_make_is_recomputed(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    run = JITFunction.run
+    offload = trained(client, a_layer)
+    assert decisions(offload, "norm") == decisions(offload, "gate") == {"replay"}, offload.plan
+    assert followed[-1] == followed.may_be_compiled
+    assert not followed.left
+    assert JITFunction.run is run
+    before = gate.compiled.launches
+    step(lambda: offload, a_layer)
+    assert gate.compiled.launches > before + 2  # of the forward pass
+
+
+@pytest.mark.parametrize(
+    ("make", "begins"),
+    [
+        (torch.zeros_like, (4,)),
+        (lambda x: torch.empty_like(x).zero_(), (4,)),
+        (torch.empty_like, (4, 0)),
+        (lambda x: torch.empty(2, *x.shape)[0], (0,)),
+    ],
+    ids=["zeros", "zeroed", "twice", "a part"],
+)
+def test_what_was_in_memory_before_is_not_made_again(
+    make: Callable[[Tensor], Tensor],
+    begins: tuple[int, ...],
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    put_some = put_into(make, *begins)
+    offload = trained(client, lambda x, w: put_some(x, w).square())
+    assert not decisions(offload, "put")
+
+
+def test_what_is_written_in_place_is_another_value(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    offload = trained(client, turned)
+    assert "offload" in decisions(offload, "unknown")
+    assert offload.plan is not None
+    assert "other bits" not in str(offload.plan)  # nobody has tried
+
+
+@pytest.mark.parametrize(
+    ("made", "loss", "raises"),
+    [
+        (lambda x, w: Gated.apply(x @ w, x @ w), lambda y: y.exp().tanh().square(), False),
+        (lambda x, w: Gated.apply(x @ w, x @ w), lambda y: y.square().exp(), True),
+        (put_into(torch.zeros_like, 2), lambda y: y.square().exp(), True),
+    ],
+    ids=["not saved", "recomputed", "offloaded"],
+)
+def test_a_write_in_place_that_no_step_has_tried_changes_no_bits(
+    made: Forward,
+    loss: Callable[[Tensor], Tensor],
+    raises: bool,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    writes = False
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        y = made(x, w)
+        found = loss(y)
+        if writes:
+            turn[(1,)](y.detach(), seeded("cpu", ROWS, WIDTH), WIDTH)
+        return found
+
+    offload = trained(client, forward)
+    writes = True
+    expected = step(nullcontext, forward)
+    with pytest.raises(ActivationLost, match="written in place") if raises else nullcontext():
+        assert_identical(step(lambda: offload, forward), expected)
