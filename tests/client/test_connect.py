@@ -103,14 +103,25 @@ def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.Mo
 # --- who may --------------------------------------------------------------------------------
 
 AS_ANOTHER_USER = """
-    import os, sys, storm_client as storm, stormd.query
+    import os, pathlib, sys, storm_client as storm, stormd.query
+    from stormd.protocol import addresses
+    addresses.SYSTEM_DIRECTORY = pathlib.Path(sys.argv[2])
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
-    try:
-        %s
-    except Exception as error:
-        print(type(error).__name__, error)
+    for call in sys.argv[3:]:
+        try:
+            eval(call)
+        except Exception as error:
+            print("@@", type(error).__name__, error)
 """
 """It becomes another user after its imports: that one may not read the interpreter."""
+
+CALLS = (
+    "storm.connect(sys.argv[1])",
+    "storm.connect(embedded='never')",
+    "stormd.query.StatusQuery(sys.argv[1]).ask()",
+    "stormd.query.find_address(None, {'XDG_RUNTIME_DIR': '/nowhere'})",
+)
+"""Of a daemon by its address, and by convention as the system's."""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
@@ -119,33 +130,23 @@ AS_ANOTHER_USER = """
     [(0o755, r"the socket \S+/stormd\.sock belongs to user 0 \(root\) and has mode 0600"),
      (0o700, r"the directory \S+ belongs to user 0 \(root\) and has mode 0700")],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "call",
-    [
-        "storm.connect(sys.argv[1])",
-        "storm.connect(embedded='never')",
-        "stormd.query.StatusQuery(sys.argv[1]).ask()",
-        "stormd.query.find_address(None, {'XDG_RUNTIME_DIR': '/nowhere'})",
-    ],
-)
 def test_another_user_is_told_that_permission_is_denied_and_by_whom(
-    place_for_all: Path, mode: int, place: str, call: str
+    place_for_all: Path, mode: int, place: str
 ) -> None:
-    """By its address, and by convention as the system's daemon."""
     daemon = start_daemon(place_for_all, "--pool-bytes=8MiB", "--cache-bytes=0", "--device=cpu")
-    system = "import pathlib, stormd.protocol.addresses as places; "
-    system += f"places.SYSTEM_DIRECTORY = pathlib.Path({str(place_for_all)!r}); "
     try:
         place_for_all.chmod(mode)
-        said = " ".join(words_of(AS_ANOTHER_USER % (system + call), arguments=[daemon.address]))
+        arguments = [daemon.address, str(place_for_all), *CALLS]
+        said = " ".join(words_of(AS_ANOTHER_USER, arguments=arguments)).split("@@ ")[1:]
     finally:
         daemon.stop()
-    assert said.startswith(("DaemonUnavailable", "NoDaemon")), said
-    assert re.search(rf"permission denied for user 65534 \(nobody\): {place}", said), said
-    assert "no daemon listens" not in said
-    if "argv" in call:
-        assert "ask user 0 (root) to let you in (allowed_uids" in said
-        assert "stormd serve" not in said
+    for call, answer in zip(CALLS, said, strict=True):
+        assert answer.startswith(("DaemonUnavailable", "NoDaemon")), answer
+        assert re.search(rf"permission denied for user 65534 \(nobody\): {place}", answer), answer
+        assert "no daemon listens" not in answer
+        if "argv" in call:
+            assert "ask user 0 (root) to let you in (allowed_uids" in answer
+            assert "stormd serve" not in answer
 
 
 @pytest.fixture
