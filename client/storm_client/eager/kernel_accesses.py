@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 __all__ = ["Accesses", "accesses_of"]
 
 _NAME: Final = re.compile(r"%\w+")
-_FUNCTION: Final = re.compile(r"tt\.func (?:public )?@\w+\((.*)\)")
+_FUNCTION: Final = re.compile(r"tt\.func (?:\w+ )?@\w+\((.*)\)")
 _PARAMETER: Final = re.compile(r"(%\w+): (\S+)")
 _OPERATION: Final = re.compile(r'(?:(%[\w%:, ]+) = )?"?([a-z_]+\.[\w.]+)"?')
 
