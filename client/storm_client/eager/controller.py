@@ -491,7 +491,7 @@ class Planning:
         most, held = kind.checkpointed_bytes, None
         if most is not None and self.options.budget == "least":
             held = max(0, most - plan.bytes_by_decision["keep"])
-        return replace(plan, checkpointed_bytes=most, turn_bytes=held)
+        return replace(plan, checkpointed_bytes=plan.checkpointed_bytes or most, turn_bytes=held)
 
     def _choice(self, kind: Kind, problem: Problem, machine: Machine, room: int | None) -> Choice:
         """Return the choice that the next steps of a kind follow, of those that are compared.

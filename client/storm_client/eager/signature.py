@@ -462,7 +462,23 @@ class Kind:
             turn_seconds=self._turn_seconds(),
             last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
             block_ends=self.block_ends,
+            used_between=self._used_between,
         )
+
+    @cached_property
+    def _used_between(self) -> dict[int, tuple[int, int]]:
+        """At which moments a backward pass asks for what was saved first and last.
+
+        An operation saves before its result is known: that has the next number.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        made = -1
+        for what, number, *_ in self.events:
+            if what is SAVED:
+                first, last = found.get(number, (made + 1, made + 1))
+                found[number] = max(first, made + 1), last
+            made = max(made, number)
+        return found
 
     def _turn_seconds(self) -> float:
         """Return what plans are told of the turn: while some are compared, the same as the first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,11 @@ import torch
 
 from storm_client.errors import UsageError
 from storm_client.notebooks import table_html
+from storm_client.planner.backward import (
+    checkpointed_bytes,
+    kept_by_checkpointing,
+    planned_bytes,
+)
 from storm_client.planner.decisions import Keep, Offload, Replay
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
 SHOWN = 4
-"""Operations that are named of those whose results stay."""
+"""Operations that are named of those whose results are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class Row:
     reason: str
     cost: float
     """Seconds: of the recomputation, or of the link one way."""
+    is_checkpointed: bool = field(default=False, compare=False)
+    """Whether checkpointing each block would keep it, as what a block is given or no block has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,11 @@ class Plan:
     """That may be in flight where the forward pass ends; None for as much as is best."""
     checkpointed_bytes: int | None = None
     """What checkpointing each block would keep; None where no blocks are known."""
+    fullest_bytes: int | None = None
+    """Of saved tensors and of gradients of values at the fullest moment of the backward pass, by
+    prediction and without what is in flight; None where no blocks are known."""
+    checkpointed_fullest_bytes: int | None = None
+    """The same where each block is checkpointed."""
     measured: frozenset[str] = frozenset()
     """Which of the machine's figures were measured: "link", "thread"."""
     compared: str = ""
@@ -72,6 +84,8 @@ class Plan:
     def of(cls, problem: Problem, choice: Choice, measured: frozenset[str] = frozenset()) -> Plan:
         """Describe what was chosen for a step, by figures of which some were `measured`."""
         rows = []
+        beside = problem.block_ends and problem.recomputes
+        checkpointed = kept_by_checkpointing(problem) if beside else frozenset()
         for value, decision, reason, cost in zip(
             problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
@@ -86,6 +100,7 @@ class Plan:
                 _NAMES[type(decision)],
                 why,
                 cost,
+                value.number in checkpointed,
             )
             rows.append(row)
         return cls(
@@ -94,6 +109,9 @@ class Plan:
             choice.link_seconds,
             choice.replay_seconds,
             choice.forward_seconds,
+            checkpointed_bytes=problem.nbytes(checkpointed) if beside else None,
+            fullest_bytes=max(planned_bytes(problem, choice.decisions)) if beside else None,
+            checkpointed_fullest_bytes=max(checkpointed_bytes(problem)) if beside else None,
             measured=measured,
         )
 
@@ -117,6 +135,12 @@ class Plan:
         yield self._times()
         if self.checkpointed_bytes is not None:
             yield self._beside_checkpointing(self.checkpointed_bytes)
+        if self.fullest_bytes is not None and self.checkpointed_fullest_bytes is not None:
+            yield (
+                f"backward pass at its fullest: {format_size(self.fullest_bytes)}, with each block "
+                f"checkpointed {format_size(self.checkpointed_fullest_bytes)} "
+                "(saved tensors and gradients of values, by prediction)"
+            )
         if self.compared:
             yield f"compared: {self.compared}"
 
@@ -128,7 +152,10 @@ class Plan:
             yield f"{count} x {row.operation}", shape, size, row.decision, cost, row.reason
 
     def _beside_checkpointing(self, kept: int) -> str:
-        """Return what stays beside what checkpointing each block keeps, and what makes it more."""
+        """Return what is kept beside what checkpointing each block keeps.
+
+        Where it is more, the operations whose results checkpointing would recompute are named.
+        """
         own = self.bytes_by_decision["keep"]
         text = (
             f"checkpointing each block would keep {format_size(kept)}, the plan {format_size(own)}"
@@ -137,10 +164,10 @@ class Plan:
             return text
         largest: Counter[str] = Counter()
         for row in self.rows:
-            if row.decision == _NAMES[Keep]:
+            if row.decision == _NAMES[Keep] and not row.is_checkpointed:
                 largest[row.operation] += row.nbytes
         most = (f"{name} {format_size(n)}" for name, n in largest.most_common(SHOWN))
-        return f"{text}: {', '.join(most)}"
+        return f"{text}, of which it would recompute {', '.join(most)}"
 
     def _times(self) -> str:
         """Return what a step takes, as far as it is known."""

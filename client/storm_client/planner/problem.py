@@ -7,7 +7,7 @@ its nodes. The planner knows nothing else of where the values come from.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,9 @@ class Problem:
     """From the end of the forward pass until the backward pass asks for something."""
     last_bytes: int = 0
     """In-flight limit at the end of the forward pass: of what is saved last so much may stay."""
+    used_between: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """At which moments of the backward pass saved values are asked for first and last; a moment has
+    the number of the value whose making is undone. Empty where that is not known."""
     block_ends: frozenset[int] = frozenset()
     """Values that checkpointing would keep: others are recomputed from them, and not they."""
 
@@ -73,7 +76,11 @@ class Problem:
     @property
     def checkpointed_bytes(self) -> int:
         """What checkpointing each block would keep; 0 where no blocks are known."""
-        return sum(self.values[number].nbytes for number in self.block_ends)
+        return self.nbytes(self.block_ends)
+
+    def nbytes(self, numbers: Iterable[int]) -> int:
+        """Return the bytes of some values together."""
+        return sum(self.values[number].nbytes for number in numbers)
 
     @property
     def saved(self) -> list[Value]:

@@ -15,7 +15,11 @@ def row(operation: str, mebibytes: int, decision: str) -> Row:
 
 
 PLAN = Plan(
-    (row("linear", 3, "keep"), row("add", 1, "keep"), row("silu", 9, "replay")),
+    (
+        row("linear", 3, "keep"),
+        replace(row("add", 1, "keep"), is_checkpointed=True),
+        row("silu", 9, "replay"),
+    ),
     peak_bytes=4 * MIB,
     link_seconds=0.0,
     replay_seconds=1e-3,
@@ -26,12 +30,19 @@ PLAN = Plan(
 
 def test_what_stays_is_said_beside_what_checkpointing_would_keep() -> None:
     assert "checkpointing each block would keep 4.0 MiB, the plan 4.0 MiB" in str(PLAN)
-    assert "4.0 MiB, the plan 4.0 MiB:" not in str(PLAN)
+    assert "would recompute" not in str(PLAN)
+    assert "at its fullest" not in str(PLAN)
+
+
+def test_the_fullest_moment_is_said_beside_that_with_checkpointing() -> None:
+    plan = replace(PLAN, fullest_bytes=5 * MIB, checkpointed_fullest_bytes=7 * MIB)
+    assert "at its fullest: 5.0 MiB, with each block checkpointed 7.0 MiB" in str(plan)
 
 
 def test_where_more_stays_it_is_said_of_what() -> None:
     more = replace(PLAN, checkpointed_bytes=3 * MIB)
-    assert "keep 3.0 MiB, the plan 4.0 MiB: linear 3.0 MiB, add 1.0 MiB" in str(more)
+    assert "keep 3.0 MiB, the plan 4.0 MiB, of which it would recompute linear 3.0 MiB" in str(more)
+    assert "add 1.0 MiB" not in str(more)
 
 
 def test_without_blocks_nothing_is_said_of_them() -> None:
