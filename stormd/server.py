@@ -99,7 +99,6 @@ class Server:
         self._pool: HostPool
         self._spaces: list[Space]
         self._growth: PoolGrowth
-        self._space: Space
         self._cache: Cache | None = None
         self._ledger: Ledger
         self._lanes: dict[str, Lane]
@@ -266,7 +265,7 @@ class Server:
             is_resumable=self._handover is not None,
             earlier=Totals() if self._handover is None else self._handover.earlier,
             pool=self._pool,
-            space=self._space,
+            space=self._spaces[0],
             cache=self._cache,
             ledger=self._ledger,
             lanes=self._lanes,
@@ -353,7 +352,7 @@ class Server:
         if not kept:
             for space in spaces:
                 space.grow(max(0, min(first, space.end) - space.base))
-        self._space, self._spaces = spaces[0], spaces
+        self._spaces = spaces
         if handover is not None:
             self._records = handover.records()
         if config.cache_bytes:
@@ -395,7 +394,7 @@ class Server:
     def _bind(self) -> None:
         spill = self._spill
         self._ledger = Ledger(
-            self._space,
+            self._spaces[0],
             limits_of(self._config),
             self._counters,
             self._cache,

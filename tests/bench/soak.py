@@ -206,7 +206,7 @@ def _soak(daemon: DaemonThread, operations: int) -> dict[str, Any]:
         samples = _watch(daemon, clients)
         seconds = time.monotonic() - began
         reports = [json.loads(_output(client).readline()) for client in clients]
-        usable = daemon.on_loop(lambda: _usable(daemon.server._space))
+        usable = daemon.on_loop(lambda: _usable(daemon.server._spaces[0]))
         for client in clients:
             client.communicate()
             assert client.returncode == 0
