@@ -96,20 +96,23 @@ class Segments:
     def next_offer(self, hand_over: HandOver) -> Mappable | None:
         """Take the next offer out, whose descriptor has gone ahead; None where none is to be sent.
 
-        There may be others that wait for answers, or for the daemon to read.
+        Others may wait for answers, as a piece for that to its range, or for the daemon to read.
         """
         while self.outbox:
             offered = self._unsent.get(self.outbox[0].segment)
             if isinstance(offered, Piece):
-                if len(self._offers) >= MAX_PIECES_WAITING:
+                into = offered.range.state
+                if into is State.OFFERED or len(self._offers) >= MAX_PIECES_WAITING:
                     return None
-                descriptor = self._shared(offered)
+                descriptor = self._shared(offered) if into is State.MAPPED else None
                 if descriptor is not None:
                     try:
                         if not hand_over(offered.number, descriptor):
                             return None
                     finally:
                         os.close(descriptor)
+                else:
+                    offered.state = State.REFUSED
             offer = self.outbox.popleft()
             if offered is not None and offered.state is State.OFFERED:
                 return offer
@@ -215,13 +218,12 @@ class Segments:
         self.outbox.append(offer)
 
     def _shared(self, piece: Piece) -> int | None:
-        """Return a descriptor of a piece; None where it cannot be shared, and is refused."""
+        """Return a descriptor of a piece, None where it cannot be shared."""
         try:
             with self._within():
                 return self._driver.share_piece(piece.handle)
         except CudaDriverError as error:  # as of memory that was not made to be shared
             log.info("memory at %#x stays unmapped: %s", piece.begin, error)
-            piece.state = State.REFUSED
             return None
 
     def _offer(self, segment: _Segment) -> MapSegment | None:

@@ -178,6 +178,8 @@ def test_expandable_segments_are_used_in_place(
         for request in (1, 2):
             offers.append(segments.next_offer(hand_over))
             segments.asked(request, offers[-1])
+            assert segments.next_offer(hand_over) is None  # before it is answered
+            segments.answered(request, None)
 
     offers: list[Message] = []
     thread = threading.Thread(target=offer)  # as that which listens, in no context
@@ -185,8 +187,6 @@ def test_expandable_segments_are_used_in_place(
     thread.join()
     assert [type(one) for one in offers] == [ReserveRange, MapPiece]
     assert handed == [PART]
-    for request in (1, 2):
-        segments.answered(request, None)
     assert lane.in_place.find(tensor.data_ptr(), PART) == Mapped(1, 0)
     segments.close()
 

@@ -48,7 +48,7 @@ class Daemon:
                 into.unmap(offset)
             else:
                 gone = self._ranges.pop(message.segment)
-                assert all(into is not gone for into, _ in self._pieces.values())
+                self._pieces = {n: at for n, at in self._pieces.items() if at[0] is not gone}
                 gone.close()
             return
         if isinstance(message, ReserveRange):
@@ -206,15 +206,23 @@ def test_nothing_is_retained_once_the_daemon_is_gone(
 def test_what_is_unmapped_before_the_answer_is_unmapped_after_it(
     segment: ExpandableSegment, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(segment.address, PIECE)
-    tell(daemon, segments)
+    segments.find(segment.address, 2 * PIECE)
+    daemon.answer(at_most=1)  # for the range
     segment.unmap(0)
     assert not segments.sweep()
     daemon.answer()
-    assert daemon.posted[2:] == [UnmapSegment(2)]
+    assert daemon.posted[3:] == [UnmapSegment(2)]
+
+
+def test_what_is_on_offer_goes_with_its_range(
+    segment: ExpandableSegment, segments: Segments, daemon: Daemon
+) -> None:
+    segments.find(segment.address, PIECE)
+    daemon.answer(at_most=1)
+    segment.unmap(0)
     segments.sweep()
     daemon.answer()
-    assert daemon.posted[3:] == [UnmapSegment(1)]
+    assert daemon.posted[2:] == [UnmapSegment(1)]
 
 
 def test_memory_that_was_not_made_to_be_shared_stays_unmapped(
