@@ -94,6 +94,7 @@ def jit(types: str, *, reads: str, writes: str) -> Callable[[Callable[..., None]
 
 def _memory(argument: Any) -> Any:
     """Return an array over a tensor's memory, of which PyTorch knows nothing, as of a kernel."""
+    argument = getattr(argument, "base", argument)  # of what Triton's `reinterpret` returns
     if not isinstance(argument, torch.Tensor):
         return argument
     assert argument.is_contiguous()

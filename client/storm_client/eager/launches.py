@@ -177,7 +177,8 @@ class LaunchWatch:
             [arguments[at] for at in places]
             for places in (kernel.reads, kernel.writes, kernel.numbers)
         )
-        written = [tensor for tensor in made if isinstance(tensor, torch.Tensor)]
+        memory = [getattr(one, "base", one) for one in made]  # Triton's `reinterpret` wraps tensors
+        written = [one for one in memory if isinstance(one, torch.Tensor)]
         are_new = [self.watcher.take(tensor) for tensor in written]
         are_values = all(type(number) in _NUMBERS for number in numbers)
         if kernel.is_pure and made and all(are_new) and are_values and _are_together(tensors, made):
@@ -254,9 +255,14 @@ def _has_scratch(compiled: Any) -> bool:
 
 
 def _are_together(tensors: Sequence[Any], made: Sequence[Any]) -> bool:
-    """Tell whether all are tensors of one device, of which one is read at least."""
-    devices = {getattr(one, "device", None) for one in (*tensors, *made)}
-    return bool(tensors) and len(devices) == 1 and None not in devices
+    """Tell whether all are tensors of one device, of which one is read at least.
+
+    Triton takes any object that has a pointer to memory.
+    """
+    all_of_them = (*tensors, *made)
+    if not tensors or not all(isinstance(one, torch.Tensor) for one in all_of_them):
+        return False
+    return len({one.device for one in all_of_them}) == 1
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,26 @@ def test_what_is_written_in_place_is_another_value(
     assert "offload" in decisions(offload, "unknown")
     assert offload.plan is not None
     assert "other bits" not in str(offload.plan)  # nobody has tried
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["written", "read"])
+def test_what_is_no_tensor_may_be_given_to_a_kernel(
+    place: int, client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+
+    class Wrapping(Gated):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            made = torch.empty_like(a)
+            given = [made, a, b]
+            given[place] = SimpleNamespace(base=given[place], device=a.device)  # type: ignore[call-overload]
+            gate[(1,)](*given, WIDTH)
+            ctx.save_for_backward(a, b)
+            return made
+
+    offload = trained(client, lambda x, w: Wrapping.apply(x @ w, x @ w).square())
+    assert not decisions(offload, "gate")
 
 
 @pytest.mark.parametrize(
