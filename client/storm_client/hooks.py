@@ -108,8 +108,9 @@ class StepHooks:
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
         path, follow = self._native_path(), native.module()
+        policy.least = planning.least(policy.min_bytes)
         self._planned = planning.begin(
-            policy.min_bytes,
+            policy.least,
             pack=self._pack_input,
             unpack=self._bring,
             publish=self._publish_ready,
@@ -184,7 +185,7 @@ class StepHooks:
             counts.tallies,
             self._policy.owned(follow),
             hooks,
-            self._policy.min_bytes,
+            self._policy.least,
             counts.row("", "skipped", "small"),
             counts.row("", "skipped", "parameter"),
         )

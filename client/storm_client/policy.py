@@ -48,7 +48,8 @@ class Policy:
 
     def __init__(self, modules: Iterable[torch.nn.Module], min_bytes: int) -> None:
         """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
-        self.min_bytes = min_bytes
+        self.min_bytes = self.least = min_bytes
+        """What has fewer bytes than `least` stays: see `Planning.least`."""
         self.modules = tuple(modules)
         self.layers: Inside | None = None
         """Set where only what is saved inside certain layers may leave."""
@@ -107,7 +108,7 @@ class Policy:
         if tensor.layout is not torch.strided or tensor.is_nested:
             return Keep(_layout(tensor))
         nbytes = tensor.nbytes
-        if not nbytes or (nbytes < self.min_bytes and not tensor._is_view()):
+        if not nbytes or (nbytes < self.least and not tensor._is_view()):
             return _SMALL
         if not (tensor.is_cuda or tensor.is_cpu):
             return Keep("meta" if tensor.is_meta else "device")
@@ -117,7 +118,7 @@ class Policy:
 
     def decide_storage(self, storage: torch.UntypedStorage) -> Decision:
         """Return what becomes of a storage of which a tensor may be offloaded."""
-        if storage.nbytes() < self.min_bytes:
+        if storage.nbytes() < self.least:
             return _SMALL
         return _FOREIGN if _is_foreign(storage) else OFFLOAD
 

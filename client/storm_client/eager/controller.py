@@ -88,6 +88,15 @@ class PlanOptions:
 LITTLE: Final = 1 / 128
 """Of a device's memory: to free less is not worth a step that the thread makes longer."""
 
+FINER: Final = 8
+"""By how much smaller tensors are handled where many steps differ by whether some are too small."""
+
+FINEST: Final = 64
+"""By how much at the most."""
+
+NEAR: Final = 16
+"""Times the least bytes: what is as small may be too small in a step that is shorter by as much."""
+
 MOST_BY_PYTHON: Final = 4
 """Steps for which compiled code is waited for before those that Python follows are compared."""
 
@@ -125,12 +134,22 @@ class Planning:
         self._operations = OperationTimes()
         self._making = threading.RLock()
         """Held while a plan is made: operations are run again for it, by one thread at a time."""
+        self._finer = 1
+        """By how much what is handled may be smaller than the user says."""
         self._short = 0
         """How much memory the devices have lacked, as far as plans know."""
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
         self._thread = threading.local()
         """What the step of each thread has followed whose block has ended last."""
+
+    def least(self, min_bytes: int) -> int:
+        """Return how many bytes a tensor needs to have in order not to stay.
+
+        They are fewer than `min_bytes` where steps of several sizes would else differ in what they
+        do, and no compiled code could follow them.
+        """
+        return max(1, min_bytes // self._finer)
 
     def begin(
         self,
@@ -293,6 +312,7 @@ class Planning:
         step: StepRecord,
         begun: Mark,
         *,
+        least: int,
         pass_seconds: float,
         is_trial: bool,
         fills: bool,
@@ -300,8 +320,9 @@ class Planning:
     ) -> Kind | None:
         """Learn from a step that has ended; return its kind if it has followed that one's plan.
 
-        `pass_seconds` is how long its forward pass was by the host's clock. `fills` tells whether
-        the device's queue was full, `counts` whether later steps will take as long.
+        What has `least` bytes was looked at. `pass_seconds` is how long its forward pass was by the
+        host's clock. `fills` tells whether the device's queue was full, `counts` whether later
+        steps will take as long.
         """
         followed = step.kind
         kind = self._kinds.ended(step)
@@ -309,6 +330,8 @@ class Planning:
             self._recurrence.saw(is_new=kind is None or kind.seen == 1)
         if kind is not None:
             self._ranks.ended(kind)
+            if kind.seen == 1 and self._finer < FINEST:
+                self._look_finer(kind, least)
         if kind is None or kind is not followed or kind.decisions is None:
             return None
         kind.times.pass_seconds = pass_seconds
@@ -326,6 +349,12 @@ class Planning:
                 kind.times, kind.search.current, begun, is_compared
             )
         return kind
+
+    def _look_finer(self, kind: Kind, least: int) -> None:
+        """Handle smaller tensors, and learn anew, if a new kind differs from one by those alone."""
+        if least > 1 and self._kinds.has_but_for(kind, NEAR * least):
+            self._finer *= FINER
+            self._kinds, self._recurrence = Kinds(), Recurrence()
 
     def plan(self) -> Plan | None:
         """Return the plan of the latest kind."""
@@ -714,6 +743,7 @@ class PlannedStep:
             followed = self._planning.ended(
                 self._step,
                 self._begun,
+                least=self.recording.least,
                 pass_seconds=perf_counter() - self._began,
                 is_trial=is_trial,
                 fills=self._fills,

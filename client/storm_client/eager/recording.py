@@ -100,7 +100,8 @@ class Recording:
         that, and `is_ready` hears of what will leave by that. `functions` may be recomputed.
         """
         self._values = Values(step, least, layers, pack=pack, unpack=unpack)
-        self._least = least
+        self.least = least
+        """Bytes of what is looked at."""
         self._calls = calls
         """Notes which calls make what matters, for compiled code to follow the next steps."""
         self.functions = functions
@@ -131,8 +132,8 @@ class Recording:
         if not expected.stays or not is_plain(tensor) or not is_result(tensor):
             return None
         nbytes = tensor.untyped_storage().nbytes()
-        is_small = tensor.nbytes < self._least and not tensor._is_view()
-        if is_small or not self._least <= nbytes <= expected.most:
+        is_small = tensor.nbytes < self.least and not tensor._is_view()
+        if is_small or not self.least <= nbytes <= expected.most:
             return None
         self._note_saved(nbytes)
         return expected
@@ -225,7 +226,7 @@ class Recording:
             return False
         if not made.requires_grad or (arguments and made is arguments[0]):
             return True
-        if made.nbytes < self._least:
+        if made.nbytes < self.least:
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False

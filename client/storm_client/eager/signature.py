@@ -754,6 +754,18 @@ def values_of(events: list[Event], known: list[RecordedValue]) -> list[RecordedV
     return values
 
 
+def _is_part(one: Kind, other: Kind, most: int) -> bool:
+    """Tell whether a kind runs what another does, but for what makes at most so many bytes."""
+    run = iter([event for event in one.events if event[0] is not SAVED])
+    expected = next(run, None)
+    for what, number, dtype, _ in other.events:
+        if expected is not None and (what, dtype) == (expected[0], expected[2]):
+            expected = next(run, None)
+        elif what is not SAVED and other.values[number].nbytes > most:
+            return False
+    return expected is None
+
+
 class Kinds:
     """The step signatures that are known. Steps of several threads may share them."""
 
@@ -796,6 +808,17 @@ class Kinds:
                 if len(kind.events) >= count and kind.events[:count] == begun:
                     return kind
         return None
+
+    def has_but_for(self, kind: Kind, most: int) -> bool:
+        """Tell whether another is known that runs what a kind does, but for what makes little.
+
+        That is what has at most so many bytes, and is made by one of both only.
+        """
+        with self._lock:
+            others = [one for one in self._known.values() if one is not kind and one.has_functions]
+        return kind.has_functions and any(
+            _is_part(kind, one, most) or _is_part(one, kind, most) for one in others
+        )
 
     def ended(self, step: StepRecord) -> Kind | None:
         """Return the kind of a step that has ended; None for one that cannot be learned.

@@ -136,3 +136,15 @@ def test_a_budget_holds_in_steps_that_are_larger_than_it_knows(
     assert budget // 2 < max(kept[7:]) <= budget
     assert kept[8] < budget // 2, "nothing is known of steps that are so large"
     assert kept[9] > budget // 2
+
+
+def test_sizes_about_the_least_that_is_handled_are_of_one_signature_soon(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each step would do now more and now less than what compiled code expects."""
+    replay_all(monkeypatch)
+    followed = follow_by("compiled", monkeypatch)
+    lengths = [44, 8, *random.Random(2).choices(LENGTHS, k=STEPS)]
+    block = lambda model: client.offload(model, min_bytes=4096)  # noqa: E731
+    assert_identical(trained("llama", lengths, block), trained("llama", lengths))
+    assert all(followed[AFTER + 4 :]), "what is handled has changed, and a plan is made once more"
