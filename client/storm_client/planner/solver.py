@@ -4,8 +4,9 @@ What is not kept costs one of two things. An offloaded byte takes time on the li
 while computing hides it, and a little of the processor that encodes and decodes it. A recomputed
 byte takes the time of its operation, in the backward pass.
 
-1. What cannot be recomputed and is asked for before the link could have offloaded it is kept: to
-   offload it would free nothing. The output of a loss' softmax is that, the largest of many models.
+1. What is asked for before the link could have offloaded it is kept, if it cannot be recomputed or
+   the backward pass begins with it: else would free nothing. The output of a loss' softmax is that,
+   and what a loss makes of logits, the largest tensors of many models.
 2. Values fall into groups of which none is recomputed from what may be recomputed of another: the
    blocks of a model, mostly. With a price for a byte that is kept and one for a byte on the link
    the best choice for a group is a minimum cut (`min_cut.py`). Groups that are alike share it.
@@ -114,18 +115,24 @@ class _State:
     # --- steps of a choice ------------------------------------------------------------------
 
     def keep_what_is_asked_for_at_once(self) -> None:
-        """Keep what is saved last if it is needed before the link could have offloaded it.
+        """Keep what is needed before the link could have offloaded it.
 
-        That is the last value that cannot be recomputed: it is not known how long those take that
+        That is looked at of what the backward pass begins with, which would lie there all the same,
+        and of the last value that cannot be recomputed: it is not known how long those take that
         come before it.
         """
         priced, behind = self.priced, 0.0
+        begin = len(priced.values)
         for value in reversed(priced.values):
             number = value.number
-            if value.is_saved and not priced.problem.may_recompute(value):
+            begins, _ = priced.problem.used_between.get(number, (-1, -1))
+            is_fixed = value.is_saved and not priced.problem.may_recompute(value)
+            if is_fixed or begins == begin:
                 needed = TURNAROUND * behind + priced.problem.turn_seconds
                 if priced.link_seconds([number]) > needed:
-                    (self.kept if value.nbytes <= self.budget_left else self.last).add(number)
+                    fits = is_fixed and value.nbytes <= self.budget_left
+                    (self.kept if fits else self.last).add(number)
+            if is_fixed:
                 return
             behind += priced.seconds[number]
 

@@ -124,6 +124,15 @@ def test_what_is_asked_for_at_once_is_of_the_budget_where_that_has_room() -> Non
     assert decided(values, budget_bytes=99, **options) == [OFFLOAD, LAST]
 
 
+def test_what_the_backward_pass_begins_with_is_kept_though_it_could_be_recomputed() -> None:
+    """As logits that the loss has saved: recomputed they would lie there all the same."""
+    values = [value(0), value(1, 100, "silu", 0), value(2, 100, "float", 1)]
+    begins = {"used_between": {0: (1, 1), 1: (2, 2), 2: (3, 3)}, "forward_seconds": 1000.0}
+    assert decided(values, **begins, turn_seconds=80.0) == [OFFLOAD, REPLAY, LAST]
+    assert decided(values, 100, **begins, turn_seconds=80.0) == [Keep("budget"), REPLAY, LAST]
+    assert decided(values, **begins) == [OFFLOAD, REPLAY, REPLAY]  # it is not known when
+
+
 def test_what_is_made_again_may_rest_on_what_is_asked_for_at_once() -> None:
     values = [value(0), value(1, 100, "silu", 0)]
     assert decided(values, forward_seconds=1000.0, turn_seconds=0.0) == [LAST, REPLAY]
