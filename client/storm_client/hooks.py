@@ -30,6 +30,7 @@ from storm_client.hook_stack import Watcher, untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
 from storm_client.monitoring.native_counts import NativeCounts
+from storm_client.monitoring.shared_counts import SharedRecorder
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
@@ -174,6 +175,7 @@ class StepHooks:
             self._pack_tried,
             self.unpack,
             self._leave_together,
+            self._leave_copied,
             self._load_bytes,
             self._planned.pack_input,
             self._bring,
@@ -301,7 +303,7 @@ class StepHooks:
                 self._session = session
             if self._follower is not None and not self._leaves_together:
                 self._leaves_together = True
-                self._follower.together(tensor, session.together_bytes)
+                self._follower.together(tensor, session.together_bytes, session.has_in_place)
             return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
             if not self._keeps:
@@ -336,6 +338,43 @@ class StepHooks:
             for _, _, nbytes, *_ in filter(None, (one.describe() for one in kept)):
                 self._recorder.saved(nbytes, 0.0)
                 self._recorder.kept(nbytes, "daemon_lost")
+
+    @untraced
+    def _leave_copied(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, members: list[_follow.Member]
+    ) -> Use | None:
+        """Have results leave as copies in one storage; None where they are to be kept.
+
+        Nobody else holds them or the copies, so that nobody can write to either.
+        """
+        session, began = self._session, perf_counter()
+        assert session is not None, "what is kept for now is of its device"
+        recorders = SharedRecorder()
+        for position, nbytes, own in members:
+            layer = self._planned.layer_of(position)
+            recorders.add(self._recorder.of_layer(layer), nbytes, own)
+        try:
+            session.send_unshared(latest=LOOK_BACK)
+            record = session.hold_result(
+                storage,
+                dtype,
+                self._codec,
+                recorders,
+                soon=session.has_in_place and self._step.needed_at_once(storage.nbytes()),
+                proof=None,
+            )
+            session.send(record)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            for _, nbytes, _ in members:
+                self._recorder.saved(nbytes, 0.0)
+                self._recorder.kept(nbytes, "daemon_lost")
+            return None
+        use = self._step.use(record)
+        session.saved.add_use(use)
+        recorders.saved(perf_counter() - began)
+        return use
 
     def _leave(self, kept: _follow.Kept, session: Session) -> None:
         """Have a result leave, unless it was moved already."""

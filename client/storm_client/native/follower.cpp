@@ -9,7 +9,10 @@
 #include "watching.h"
 
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
+
+#include <algorithm>
 
 namespace storm {
 namespace follower {
@@ -23,7 +26,8 @@ enum Hook {
   PACK_TRIED,     // the same of one that is recomputed besides, by what is given, and compared
   UNPACK,         // what those return: the tensor
   LEAVE,          // a list of what was kept for now: nothing; it has left, or stays
-  LOAD,           // what one of those was given for that: the storage
+  LEAVE_COPIED,   // a storage, its dtype, and what lies in it: what LOAD is given, or None
+  LOAD,           // what LEAVE has given one of those, or LEAVE_COPIED returned: the storage
   PACK_INPUT,     // a tensor that others are made from, and its number: what BRING is given
   BRING,          // that: the tensor
   MADE,           // a value's number, and the tensor that has just been made
@@ -122,7 +126,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-  follower_of(self).leaving.take();
+  follower_of(self).leaving.clear();
   for (PyObject*& hook : follower_of(self).hooks) Py_CLEAR(hook);
   return 0;
 }
@@ -278,33 +282,102 @@ void pack_inputs(Follower& follower) {
 
 // --- saved tensors ----------------------------------------------------------------------------
 
-bool captures(const at::Tensor& tensor) {
-  if (!tensor.is_cuda() || is_capturing == Py_None) return false;
+bool captures(c10::Device device) {
+  if (!device.is_cuda() || is_capturing == Py_None) return false;
   Ref found = expected(PyObject_CallNoArgs(is_capturing));
   return PyObject_IsTrue(found.get()) == 1;
 }
 
-// Has Python send what was kept for now. What an error leaves is kept.
-void send_kept(Follower& follower) {
+// Where saved tensors lie in copies of the storages that they have in common.
+struct Placed {
+  std::vector<c10::Storage> storages;
+  std::vector<size_t> places;  // by tensor
+};
+
+Placed placed(const Group& group) {
+  Placed found;
+  for (const auto& one : group) {
+    const c10::Storage& storage = token_of(one.get()).storage();
+    const auto begin = found.storages.begin(), end = found.storages.end();
+    const auto same = std::find_if(begin, end, [&](const c10::Storage& other) {
+      return other.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+    });
+    found.places.push_back(same - begin);
+    if (same == end) found.storages.push_back(storage);
+  }
+  return found;
+}
+
+// For each tensor its event, its bytes, and those of its storage, 0 if an earlier one lies there.
+Ref described(const Group& group, const Placed& placed) {
+  Ref members = expected(PyList_New(0));
+  size_t next = 0;
+  for (size_t at = 0; at < group.size(); ++at) {
+    const auto* impl = token_of(group[at].get()).unsafeGetTensorImpl();
+    const bool is_first = placed.places[at] == next;
+    if (is_first) ++next;
+    Ref member = expected(Py_BuildValue(
+        "iLL", position_of(group[at].get()), static_cast<long long>(nbytes_of(impl)),
+        static_cast<long long>(is_first ? storage_of(impl)->nbytes() : 0)));
+    expect(PyList_Append(members.get(), member.get()) == 0);
+  }
+  return members;
+}
+
+// Has Python send copies of what was kept for now, in one storage. Tells whether there was memory;
+// what has not left is kept.
+bool leave_copied(Follower& follower, const Group& group) {
+  const at::Tensor& first = token_of(group.front().get());
+  Ref dtype = Ref::borrowed(reinterpret_cast<PyObject*>(torch::getTHPDtype(first.scalar_type())));
+  const Placed where = placed(group);
+  Ref members = described(group, where);
+  std::shared_ptr<Bundle> bundle;
+  try {
+    bundle = std::make_shared<Bundle>(where.storages, first.device());
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  Ref storage = expected(THPStorage_Wrap(bundle->storage()));
+  Ref use = ask(follower, LEAVE_COPIED, storage.get(), dtype.get(), members.get());
+  if (use.get() == Py_None) return true;
+  bundle->leave(use.get());
+  for (size_t at = 0; at < group.size(); ++at) leave_in(group[at].get(), bundle, where.places[at]);
+  return true;
+}
+
+// Has Python send what was kept for now, or as much of it as is best sent now. What an error leaves
+// is kept.
+void send_kept(Follower& follower, bool all = true) {
   auto& leaving = follower.leaving;
   if (leaving.is_empty()) return;
-  const auto kept = leaving.take();
-  Ref list = expected(PyList_New(0));
-  for (const auto& one : kept) {
-    if (Py_REFCNT(one.get()) > 1) expect(PyList_Append(list.get(), one.get()) == 0);
+  Due due = leaving.due(all, !captures(leaving.device()));
+  for (Group& group : due.bundles) {
+    if (leave_copied(follower, group)) continue;
+    for (Ref& one : group) due.others.push_back(std::move(one));
   }
-  if (PyList_GET_SIZE(list.get()) > 0) ask(follower, LEAVE, list.get());
+  if (due.others.empty()) return;
+  Ref list = expected(PyList_New(0));
+  for (const auto& one : due.others) expect(PyList_Append(list.get(), one.get()) == 0);
+  ask(follower, LEAVE, list.get());
+}
+
+// Whether Python would find a tensor's storage saved already, if what waits had left.
+bool waits(const Follower& follower, PyObject* tensor) {
+  if (follower.leaving.is_empty()) return false;
+  if (!THPVariable_Check(tensor)) return true;
+  auto* impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+  return !is_ordinary(impl) || follower.leaving.has(storage_of(impl));
 }
 
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
-  return follower.leaving.can_wait(tensor) && !captures(tensor) &&
+  return follower.leaving.can_wait(tensor) && !captures(tensor.device()) &&
          !follower.owned->has(storage_of(tensor.unsafeGetTensorImpl()));
 }
 
 // Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
 // A negative position has it leave the script there.
 Ref hand_over(Follower& follower, PyObject* tensor, bool leaves) {
-  send_kept(follower);
+  if (leaves || !follower.walks || waits(follower, tensor)) send_kept(follower);
   const long at = follower.next().position;
   Ref position = expected(PyLong_FromLong(leaves ? -1 - at : at));
   return ask(follower, PACK, tensor, position.get());
@@ -333,7 +406,7 @@ Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen) {
 Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const Event& event = follower.next();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (event.what == What::RECOMPUTE && captures(tensor)) {
+  if (event.what == What::RECOMPUTE && captures(tensor.device())) {
     return hand_over(follower, object, /*leaves=*/true);
   }
   Ref tried;
@@ -353,12 +426,12 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   }
   if (event.what == What::KEEP && nbytes <= event.most) return stay(follower, tensor, event.row);
   if (!tried && can_wait(follower, tensor)) {
-    if (follower.leaving.is_full(nbytes)) send_kept(follower);
+    if (follower.leaving.is_full(nbytes)) send_kept(follower, /*all=*/false);
     Ref kept = Ref::stolen(keep_for_now(tensor, event.position));
     follower.leaving.add(kept.get(), nbytes);
     return kept;
   }
-  send_kept(follower);
+  if (waits(follower, object)) send_kept(follower);
   Ref position = expected(PyLong_FromLong(event.position));
   if (tried) return ask(follower, PACK_TRIED, object, position.get(), tried.get());
   return ask(follower, PACK_EXPECTED, object, position.get());
@@ -458,15 +531,15 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
   }
   send_kept(follower);
   const auto* type = Py_TYPE(packed);
+  if (type == &KeptType && has_left(packed)) {
+    c10::InferenceMode guard(false);
+    return THPVariable_Wrap(
+        unpack_left(packed, [&](PyObject* use) { return ask(follower, LOAD, use); }));
+  }
   PyObject* moved = type == &KeptType ? moved_of(packed) : nullptr;
   if (moved != nullptr) {
     Ref held = Ref::borrowed(moved);
-    if (!has_left(packed)) return ask(follower, UNPACK, held.get()).release();
-    c10::InferenceMode guard(false);
-    at::Tensor replaced = replaced_in(packed);
-    if (replaced.defined()) return THPVariable_Wrap(replaced);
-    Ref storage = ask(follower, LOAD, held.get());
-    return THPVariable_Wrap(unpack_left(packed, storage.get()));
+    return ask(follower, UNPACK, held.get()).release();
   }
   if (type != &KeptType && type != &RecomputedType) return ask(follower, UNPACK, packed).release();
   c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
@@ -512,14 +585,16 @@ PyObject* leave(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// (an example of what may be kept for now, of the same device; how many bytes of it)
+// (an example of what may be kept for now, of the same device; how many bytes of it; whether they are
+// sent from where they lie)
 PyObject* together(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* example;
   long long most = 0;
-  expect(PyArg_ParseTuple(arguments, "OL", &example, &most));
+  int in_place = 0;
+  expect(PyArg_ParseTuple(arguments, "OLp", &example, &most, &in_place));
   auto& follower = follower_of(self);
-  follower.leaving.begin(THPVariable_Unpack(example).device(), follower.least, most);
+  follower.leaving.begin(THPVariable_Unpack(example).device(), follower.least, most, in_place);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -527,7 +602,7 @@ PyObject* together(PyObject* self, PyObject* arguments) {
 PyObject* forget(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
-  const auto kept = follower.leaving.take();
+  follower.leaving.clear();
   auto unpacked = std::move(follower.unpacked);
   follower.unpacked.clear();
   Locked locked(follower.lock);
@@ -581,7 +656,7 @@ PyMethodDef METHODS[] = {
     {"overwritten", overwritten, METH_O, "Note that a launch has written to a tensor's memory."},
     {"go_on", go_on, METH_O, "Go on from a position among all events of the kind."},
     {"together", together, METH_VARARGS,
-     "Have results on the device of an example leave together, up to so many bytes."},
+     "Have results on the device of an example leave together, up to so many bytes, in place or not."},
     {"leave", leave, METH_NOARGS, "Have Python look at all that is saved from now on."},
     {"end", end, METH_NOARGS,
      "Return how many events there were, -1 if others; nothing is called or saved any more."},

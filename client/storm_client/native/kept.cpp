@@ -1,5 +1,6 @@
 #include "kept.h"
 
+#include "recipes.h"
 #include "tensors.h"
 
 #include <torch/csrc/DynamicTypes.h>
@@ -15,7 +16,10 @@ struct Kept {
   PyObject* moved = nullptr;  // what its step is to be given instead, once there is no token
   std::optional<WeakTensor> base;  // of one that is to leave: whose version counter it has
   int position = -1;  // the event of the script that it is, if it is to leave
-  at::Tensor form;  // of one that has left: as the token, with no memory
+  std::optional<View> form;  // of one that has left
+  std::shared_ptr<Bundle> bundle;  // which it has left in, at a place, if not by itself
+  size_t place = 0;
+  uint32_t had = 0;  // see Bundle
 };
 
 struct KeptObject {
@@ -50,8 +54,10 @@ Kept& kept_of(PyObject* self) { return reinterpret_cast<KeptObject*>(self)->kept
 
 void dealloc(PyObject* self) {
   unlink(reinterpret_cast<KeptObject*>(self));
-  Py_CLEAR(kept_of(self).moved);
-  kept_of(self).~Kept();
+  auto& kept = kept_of(self);
+  if (kept.bundle != nullptr) kept.bundle->drop(kept.place, kept.had);
+  Py_CLEAR(kept.moved);
+  kept.~Kept();
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -94,13 +100,7 @@ PyObject* describe(PyObject* self, PyObject*) {
 PyObject* leave(PyObject* self, PyObject* moved) {
   HANDLE_TH_ERRORS
   auto& kept = kept_of(self);
-  if (kept.token.defined()) {
-    at::Tensor form = alias_of(kept.token);
-    const c10::Device device = form.device();
-    form.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(
-        c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false));
-    kept.form = std::move(form);
-  }
+  if (kept.token.defined()) kept.form.emplace(kept.token);
   return move(self, moved);
   END_HANDLE_TH_ERRORS
 }
@@ -161,16 +161,38 @@ PyObject* keep_for_now(const at::Tensor& tensor, int position) {
   return self;
 }
 
-bool has_left(PyObject* self) { return kept::kept_of(self).form.defined(); }
+const at::Tensor& token_of(PyObject* self) { return kept::kept_of(self).token; }
 
-at::Tensor unpack_left(PyObject* self, PyObject* storage) {
-  const auto& kept = kept::kept_of(self);
-  at::Tensor tensor = alias_of(kept.form, kept.version.counter());
-  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(THPStorage_Unpack(storage));
-  return tensor;
+int position_of(PyObject* self) { return kept::kept_of(self).position; }
+
+void leave_in(PyObject* self, std::shared_ptr<Bundle> bundle, size_t place) {
+  auto& kept = kept::kept_of(self);
+  if (!kept.token.defined()) return;  // it was moved meanwhile
+  kept.form.emplace(kept.token);
+  bundle->join(place);
+  kept.place = place;
+  kept.bundle = std::move(bundle);
+  kept.token.reset();
 }
 
-at::Tensor replaced_in(PyObject* self) { return kept::kept_of(self).version.replaced(); }
+bool has_left(PyObject* self) { return kept::kept_of(self).form.has_value(); }
+
+at::Tensor unpack_left(PyObject* self, Load load) {
+  auto& kept = kept::kept_of(self);
+  kept.version.check();
+  at::Tensor replaced = kept.version.replaced();
+  if (replaced.defined()) return replaced;
+  at::Tensor tensor;
+  if (kept.bundle != nullptr) {
+    tensor = kept.form->over(kept.bundle->take(kept.place, kept.had, load));
+  } else {
+    Ref moved = Ref::borrowed(kept.moved);
+    Ref storage = load(moved.get());
+    tensor = kept.form->over(THPStorage_Unpack(storage.get()));
+  }
+  tensor.unsafeGetTensorImpl()->set_version_counter(kept.version.counter());
+  return tensor;
+}
 
 PyObject* all_kept() {
   Ref found = expected(PyList_New(0));

@@ -1,7 +1,7 @@
 // What autograd holds for a tensor that is kept on the device: KeptTensor of saved/versions.py.
 #pragma once
 
-#include "versions.h"
+#include "bundle.h"
 
 namespace storm {
 
@@ -17,15 +17,21 @@ PyObject* moved_of(PyObject* kept);
 // Keeps a result until there are others to leave with it; `position` is that of its event.
 PyObject* keep_for_now(const at::Tensor& tensor, int position);
 
-// Whether it was kept for now and has left: then what was moved leads to the bytes alone.
+// What keeps the memory; undefined once that has been moved, or has left.
+const at::Tensor& token_of(PyObject* kept);
+
+// Which event of the script one is that was kept for now.
+int position_of(PyObject* kept);
+
+// Lets the memory go, which has been copied to a place in a bundle, unless it was moved meanwhile.
+void leave_in(PyObject* kept, std::shared_ptr<Bundle> bundle, size_t place);
+
+// Whether it was kept for now and has left, alone or in a bundle.
 bool has_left(PyObject* kept);
 
-// Returns the tensor that has left, of its bytes: a storage.
-at::Tensor unpack_left(PyObject* kept, PyObject* storage);
-
-// Returns the tensor if it has been given other data since, where PyTorch would use those; else an
-// undefined one.
-at::Tensor replaced_in(PyObject* kept);
+// Returns the tensor that has left; `load` returns bytes of what Python has.
+// Raises RuntimeError where it was changed in place since.
+at::Tensor unpack_left(PyObject* kept, Load load);
 
 // Returns a list of all that live, in the order in which they were kept.
 PyObject* all_kept();

@@ -1,16 +1,33 @@
 #include "leaving.h"
 
+#include "kept.h"
 #include "tensors.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-namespace storm {
+#include <algorithm>
+#include <map>
 
-void Leaving::begin(c10::Device device, int64_t least, int64_t most) {
+namespace storm {
+namespace {
+
+// Whether it may be NumPy's, DLPack's or another process's memory; see `_is_foreign` in policy.py.
+bool is_foreign(const c10::StorageImpl& storage) {
+  if (!storage.resizable()) return true;
+  const auto deleter = c10::GetAllocator(storage.device_type())->raw_deleter();
+  return storage.device_type() == c10::DeviceType::CPU &&
+         storage.data_ptr().get_deleter() != deleter;
+}
+
+}  // namespace
+
+void Leaving::begin(c10::Device device, int64_t least, int64_t most, bool in_place) {
   device_ = device;
   least_ = least;
   most_ = most;
+  most_copied_ = in_place ? most : most / static_cast<int64_t>(MOST);
 }
 
 bool Leaving::can_wait(const at::Tensor& tensor) const {
@@ -26,14 +43,71 @@ bool Leaving::can_wait(const at::Tensor& tensor) const {
   return guard.getStream(device) == guard.getDefaultStream(device);
 }
 
+bool Leaving::has(const c10::StorageImpl* storage) const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& one) {
+    const at::Tensor& token = token_of(one.kept.get());
+    return token.defined() && storage_of(token.unsafeGetTensorImpl()) == storage;
+  });
+}
+
 void Leaving::add(PyObject* kept, int64_t nbytes) {
-  kept_.push_back(Ref::borrowed(kept));
+  waiting_.push_back({Ref::borrowed(kept), nbytes});
   nbytes_ += nbytes;
 }
 
-std::vector<Ref> Leaving::take() {
+std::vector<Leaving::Waiting> Leaving::take() {
   nbytes_ = 0;
-  return std::exchange(kept_, {});
+  return std::exchange(waiting_, {});
+}
+
+// Whether nothing but those that wait holds a storage, so that nobody can write to it or find it:
+// `is_unshared` of snapshots.py.
+bool Leaving::may_be_copied(const Waiting& one, const std::vector<Waiting>& all) const {
+  const at::Tensor& token = token_of(one.kept.get());
+  if (!token.defined() || one.nbytes > most_copied_) return false;
+  const c10::Storage& storage = token.storage();
+  const auto& impl = *storage.unsafeGetStorageImpl();
+  if (static_cast<int64_t>(impl.nbytes()) != one.nbytes || is_foreign(impl)) return false;
+  size_t ours = 0;
+  for (const Waiting& other : all) {
+    const at::Tensor& held = token_of(other.kept.get());
+    if (held.defined() && storage_of(held.unsafeGetTensorImpl()) == &impl) {
+      if (held.use_count() != 1) return false;
+      ++ours;
+    }
+  }
+  return storage.use_count() == ours;
+}
+
+Due Leaving::due(bool all, bool copies) {
+  auto waiting = take();
+  std::erase_if(waiting, [](const Waiting& one) { return Py_REFCNT(one.kept.get()) == 1; });
+  Due due;
+  std::vector<bool> alone;
+  for (const auto& one : waiting) alone.push_back(copies && may_be_copied(one, waiting));
+  std::map<c10::ScalarType, std::vector<Waiting>> groups;
+  std::vector<Waiting> left;
+  for (size_t at = 0; at < waiting.size(); ++at) {
+    auto& of = alone[at] ? groups[token_of(waiting[at].kept.get()).scalar_type()] : left;
+    of.push_back(std::move(waiting[at]));
+  }
+  for (auto& [_, group] : groups) {
+    if (group.size() == 1) {
+      left.push_back(std::move(group.front()));
+      continue;
+    }
+    auto& bundle = due.bundles.emplace_back();
+    for (auto& one : group) bundle.push_back(std::move(one.kept));
+  }
+  for (auto& one : left) {
+    if (all || one.is_late || one.nbytes > most_copied_) {
+      due.others.push_back(std::move(one.kept));
+    } else {
+      nbytes_ += one.nbytes;
+      waiting_.push_back({std::move(one.kept), one.nbytes, /*is_late=*/true});
+    }
+  }
+  return due;
 }
 
 }  // namespace storm

@@ -1,4 +1,4 @@
-// Waiting for a lock that whoever holds it may need the interpreter's lock to give up.
+// Giving up the interpreter's lock while something is waited for.
 #pragma once
 
 #include "common.h"
@@ -6,6 +6,18 @@
 #include <mutex>
 
 namespace storm {
+
+// Gives it up for as long as this lives: whoever ends a wait may need it.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // Holds a lock. Nobody waits for that with the interpreter's lock held, which whoever has it may
 // need to go on.

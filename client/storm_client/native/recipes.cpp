@@ -1,5 +1,6 @@
 #include "recipes.h"
 
+#include "locked.h"
 #include "tensors.h"
 #include "watching.h"
 
@@ -7,7 +8,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 
@@ -22,11 +22,6 @@ Ref shape_of(const at::Tensor& tensor) {
     PyList_SET_ITEM(shape.get(), at, expected(PyLong_FromLongLong(tensor.size(at))).release());
   }
   return shape;
-}
-
-uint64_t stream_of(c10::Device device) {
-  if (device.is_cpu()) return 0;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
 }
 
 // Has operators of this thread cast what they are given, or not, as they did in other
@@ -80,20 +75,6 @@ class WithoutHooks {
  private:
   std::optional<at::impl::SavedTensorDefaultHooksTLS> before_;
 };
-
-class WithoutInterpreter {
- public:
-  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
-  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
-  WithoutInterpreter(const WithoutInterpreter&) = delete;
-  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-const c10::DispatchKeySet MODES_OF_PYTHON({c10::DispatchKey::Python,
-                                           c10::DispatchKey::PythonTLSSnapshot});
 
 }  // namespace recipes
 

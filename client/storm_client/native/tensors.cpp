@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 namespace storm {
 namespace {
 
@@ -35,6 +37,11 @@ bool is_result(const at::Tensor& tensor) {
   const at::Tensor& base = base_of(tensor);
   if (!base.is_leaf()) return true;
   return &base != &tensor && !base.requires_grad() && tensor.grad_fn() != nullptr;
+}
+
+uint64_t stream_of(c10::Device device) {
+  if (device.is_cpu()) return 0;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
 }
 
 at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& counter) {

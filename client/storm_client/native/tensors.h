@@ -25,6 +25,13 @@ inline int64_t nbytes_of(const at::TensorImpl* impl) {
   return impl->numel() * static_cast<int64_t>(impl->itemsize());
 }
 
+// Which stream of a device this thread's work goes to.
+uint64_t stream_of(c10::Device device);
+
+// What has Python see what operators are called with, under its modes.
+const c10::DispatchKeySet MODES_OF_PYTHON({c10::DispatchKey::Python,
+                                           c10::DispatchKey::PythonTLSSnapshot});
+
 // An alias that shares the version counter and is part of no graph.
 at::Tensor alias_of(const at::Tensor& tensor);
 

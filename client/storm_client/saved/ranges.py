@@ -26,7 +26,7 @@ from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
     from storm_client.lanes import Stream
-    from storm_client.monitoring.stats import StatsRecorder
+    from storm_client.monitoring.shared_counts import RangeRecorder
 
 __all__ = [
     "DeadRange",
@@ -187,7 +187,7 @@ class StoredRange:
         session: Holder,
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
-        stats: StatsRecorder,
+        stats: RangeRecorder,
         *,
         codec: str = "raw",
         soon: bool = False,

@@ -24,7 +24,7 @@ from storm_client.lanes import Lane, Stream
 from storm_client.lanes.dtypes import ENCODED
 from storm_client.lanes.offers import Mappable
 from storm_client.lanes.segments import tell
-from storm_client.monitoring.stats import StatsRecorder
+from storm_client.monitoring.shared_counts import RangeRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.planner.plan import Plan
 from storm_client.saved.ranges import (
@@ -149,7 +149,7 @@ class Session(Listener):
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
         codec: str,
-        stats: StatsRecorder,
+        stats: RangeRecorder,
         *,
         soon: bool = False,
         proof: SnapshotProof | None = None,
@@ -181,7 +181,7 @@ class Session(Listener):
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
         codec: str,
-        stats: StatsRecorder,
+        stats: RangeRecorder,
         *,
         soon: bool,
         proof: SnapshotProof | None,
@@ -204,7 +204,7 @@ class Session(Listener):
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
         codec: str,
-        stats: StatsRecorder,
+        stats: RangeRecorder,
         *,
         soon: bool,
         stream: Stream,

@@ -26,7 +26,7 @@ import torch
 from storm_client.errors import ActivationLost, StormError, named
 from storm_client.lanes import Mapped, Route, Slot, Staged
 from storm_client.lanes.dtypes import ENCODED, codec_name
-from storm_client.monitoring.stats import StatsRecorder
+from storm_client.monitoring.shared_counts import RangeRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.saved.ranges import Part, RangePhase, StoredRange
 from storm_client.transport.staging_space import ALIGNMENT, StagingSpace
@@ -165,7 +165,7 @@ class Outgoing:
     """Of its chunks."""
     record: weakref.ref[StoredRange] | None = None
     """None for what is put into the cache."""
-    stats: StatsRecorder | None = None
+    stats: RangeRecorder | None = None
     refusal: tuple[str, str] | None = None
     """The reason, and the daemon's sentence about it; then nothing of it is with the daemon."""
     error: StormError | None = None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks
-from support.daemon_thread import DaemonThread
+from storm_client.saved.ranges import StoredRange
+from storm_client.transport.session import Session
 from support.following import PATHS, Followed, follow_by
-from support.in_place_lane import InPlaceCpuLane
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
 from torch import Tensor
@@ -19,24 +21,52 @@ from torch import Tensor
 LENGTH = 40
 STEPS = 6
 
+LEARNED = 2
+"""Steps before one that compiled code follows."""
+
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
     return follow_by("compiled", monkeypatch)
 
 
+class Left(list[int]):
+    """How many have left as copies in one storage, each time."""
+
+    apart = 0
+    """How many have left by themselves, a call for several of them."""
+
+
 @pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many have left together, each time."""
-    counts: list[int] = []
-    leave = hooks.StepHooks._leave_together
+def left(monkeypatch: pytest.MonkeyPatch) -> Left:
+    noted = Left()
+    copied, together = hooks.StepHooks._leave_copied, hooks.StepHooks._leave_together
 
-    def noted(self: hooks.StepHooks, kept: list[object]) -> None:
-        counts.append(len(kept))
-        leave(self, kept)  # type: ignore[arg-type]
+    def leave_copied(self: Any, storage: Any, dtype: Any, members: list[Any]) -> Any:
+        noted.append(len(members))
+        return copied(self, storage, dtype, members)
 
-    monkeypatch.setattr(hooks.StepHooks, "_leave_together", noted)
-    return counts
+    def leave_together(self: Any, kept: list[Any]) -> None:
+        noted.apart += len(kept)
+        together(self, kept)
+
+    monkeypatch.setattr(hooks.StepHooks, "_leave_copied", leave_copied)
+    monkeypatch.setattr(hooks.StepHooks, "_leave_together", leave_together)
+    return noted
+
+
+@pytest.fixture(params=["staged", "in place"])
+def any_client(request: pytest.FixtureRequest) -> Iterator[storm.Client]:
+    """A client whose thread copies what it sends, and one whose daemon reads where it lies."""
+    if request.param == "staged":
+        yield request.getfixturevalue("client")
+        return
+    daemon = request.getfixturevalue("make_late_daemon")()
+    (lanes := request.getfixturevalue("lanes")).clear()
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        yield client
+        lanes[0].unread.read_all()
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
 
 
 def offload(client: storm.Client) -> storm.Offload:
@@ -69,16 +99,154 @@ def leaf(device: str) -> Tensor:
     return seeded(device, 16, 64, grad=True)
 
 
-def test_several_leave_at_a_time(
-    device: str, client: storm.Client, compiled: Followed, together: list[int]
+Case = Callable[[Tensor], Tensor]
+"""Returns a loss."""
+
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+case(chain)
+
+
+@case
+def views_and_duplicates(x: Tensor) -> Tensor:
+    for _ in range(6):
+        y = (x * 1.01).exp()
+        left, right = y.chunk(2, dim=1)
+        x = torch.cat([left * right, right.flip(0) * left], dim=1).tanh()
+    return (x * x).sum()
+
+
+@case
+def types(x: Tensor) -> Tensor:
+    loss = x.sum()
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64) * 3:
+        y = x.to(dtype).sin()
+        loss = loss + (y * y.exp()).abs().float().sum()
+    return loss + chain(torch.complex(x, x.cos()).conj().exp()._neg_view().abs(), 4)
+
+
+@case
+def odd_sizes(x: Tensor) -> Tensor:
+    loss = x.sum()
+    for size in range(256, 274):
+        loss = loss + x.flatten()[:size].bfloat16().sin().tanh().exp().float().sum()
+    return loss
+
+
+@case
+def written_to_while_it_waits(x: Tensor) -> Tensor:
+    """By what no version counts: PyTorch reads what is there in the backward pass."""
+    loss = x.sum()
+    for _ in range(10):
+        y = (x * 1.5).exp()
+        z = y.sin()
+        y.data.mul_(2)
+        y.detach().numpy(force=False)[0] = 3
+        loss = loss + z.sum()
+    return loss
+
+
+@case
+def held_for_long(x: Tensor) -> Tensor:
+    held = []
+    for _ in range(20):
+        x = x.sin() * 1.01
+        held.append(x)
+    return torch.stack(held).exp().sum()
+
+
+class Holds(torch.autograd.Function):
+    """Looks at what it has saved: each is memory of its own, shared by those that shared it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        places = [
+            (one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in saved
+        ]
+        assert all(nbytes == saved[0].nbytes for _, nbytes in places)
+        assert len(set(places)) == len(saved) - 1
+        assert places[0] == places[1]
+        assert saved[1].storage_offset() == 0
+        return grad, *(None for _ in saved)
+
+
+@case
+def each_has_memory_of_its_own(x: Tensor) -> Tensor:
+    y = x.exp()
+    made = [y, y.view_as(y), *(x.sin() * n for n in range(1, 12))]
+    loss = Holds.apply(x, *made).sum()
+    del y, made
+    return loss + chain(x)
+
+
+def test_each_case(any_client: storm.Client, compiled: Followed, left: Left) -> None:
+    for name, function in CASES.items():
+        x, block = leaf("cpu"), offload(any_client)
+        expected = gradient(x, None, function)
+        for _ in range(LEARNED + 2):
+            assert torch.equal(gradient(x, block, function), expected), name
+        assert compiled[-1], name
+    assert max(left) == 16, "small ones leave together, but not too many"
+    assert sum(left) > 4 * left.apart
+
+
+def test_a_graph_that_is_gone_through_in_parts_and_again(
+    any_client: storm.Client, compiled: Followed
 ) -> None:
-    x, block = leaf(device), offload(client)
-    expected = gradient(x)
-    for _ in range(STEPS):
-        assert torch.equal(gradient(x, block), expected)
+    def ways(block: Any) -> list[Tensor]:
+        x = leaf("cpu")
+        with block:
+            loss = chain(x) + (other := chain(x * 2)) * 2
+        grads = [*torch.autograd.grad(other, x, retain_graph=True)]
+        for retained in (True, True, False):
+            grads += torch.autograd.grad(loss, x, retain_graph=retained)
+        return grads
+
+    expected, block = ways(nullcontext()), offload(any_client)
+    for _ in range(LEARNED + 2):
+        assert_identical(ways(block), expected)
     assert compiled[-1]
-    assert max(together) == 16, "small ones leave together, but not too many"
-    assert sum(together) > 2 * len(together)
+
+
+def test_threads_that_go_back_at_once(any_client: storm.Client, compiled: Followed) -> None:
+    x, block = leaf("cpu"), offload(any_client)
+    expected = gradient(x)
+    for _ in range(LEARNED):
+        gradient(x, block)
+    with block:
+        losses = [chain(x) for _ in range(3)]
+    with ThreadPoolExecutor(len(losses)) as threads:
+        found = threads.map(lambda loss: torch.autograd.grad(loss, x, retain_graph=True)[0], losses)
+        assert_identical(list(found), [expected] * len(losses))
+
+
+def test_what_dies_is_not_brought_back(
+    client: storm.Client, compiled: Followed, left: Left
+) -> None:
+    """Its bytes are given up with the last of those beside it."""
+    x, block = leaf("cpu"), offload(client)
+    for _ in range(LEARNED):
+        gradient(x, block)
+    with block:
+        first, second = chain(x), chain(x * 2)
+    del first
+    client.status()  # by then what died has been released
+    assert left
+    assert client.status().entries > 0
+    del second
+    wait_until(lambda: client.status().entries == 0, 30, client.status)
 
 
 def test_both_paths_count_the_same(
@@ -100,7 +268,6 @@ def test_both_paths_count_the_same(
                 found.saved_bytes,
                 found.deduplicated_bytes,
                 found.offloaded_bytes,
-                found.stored_bytes,
                 dict(found.skipped),
                 dict(found.kept),
             ]
@@ -110,7 +277,7 @@ def test_both_paths_count_the_same(
 
 
 def test_what_is_dropped_before_it_leaves_is_not_sent(
-    device: str, client: storm.Client, compiled: Followed, together: list[int]
+    device: str, client: storm.Client, compiled: Followed, left: Left
 ) -> None:
     x, block = leaf(device), offload(client)
 
@@ -121,11 +288,11 @@ def test_what_is_dropped_before_it_leaves_is_not_sent(
     for _ in range(STEPS):
         step()
     stored = block.stats().offloaded_bytes
-    together.clear()
+    left.clear()
     for _ in range(STEPS):
         step()
     assert compiled[-1]
-    assert sum(together) == 0
+    assert sum(left) == 0
     assert block.stats().offloaded_bytes - stored < STEPS * 3 * x.nbytes
 
 
@@ -228,6 +395,64 @@ def test_what_an_interrupt_leaves_behind_is_kept(
     assert torch.equal(gradient(x, block), expected)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_leaves_what_was_copied_whole(
+    when: str,
+    any_client: storm.Client,
+    compiled: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, block = leaf("cpu"), offload(any_client)
+    for _ in range(LEARNED):
+        gradient(x, block)
+    send, strikes = Session.send, iter([False, True])
+
+    def interrupted(self: Session, record: StoredRange) -> None:
+        struck = next(strikes, False)
+        if struck and when == "before":
+            raise KeyboardInterrupt
+        send(self, record)
+        if struck:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "send", interrupted)
+    made = [x]
+
+    def until_struck(x: Tensor) -> Tensor:
+        for _ in range(LENGTH):
+            x = x.sin() * 1.01
+            made.append(x)
+            del made[0]
+        return x.sum()
+
+    with pytest.raises(KeyboardInterrupt), block:
+        until_struck(x)
+    assert compiled[-1]
+    (grad,) = torch.autograd.grad(made[0].sum(), x)
+    y, length = x, 0
+    while not torch.equal(y, made[0]):
+        y, length = y.sin() * 1.01, length + 1
+    assert torch.equal(grad, torch.autograd.grad(y.sum(), x)[0])
+    assert length > 16, "two bundles were full"
+
+
+def test_what_the_daemon_does_not_take_is_kept(
+    make_daemon: Callable[..., Any], compiled: Followed, left: Left
+) -> None:
+    daemon = make_daemon("--pool-bytes", "1MiB", "--cache-bytes", "0")
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        x = seeded("cpu", 64, 200, grad=True)
+        expected, block = (
+            gradient(x),
+            client.offload(min_bytes=256, codec="raw", budget=0.0, replay=False),
+        )
+        for _ in range(LEARNED + 2):
+            assert torch.equal(gradient(x, block), expected)
+        assert compiled[-1]
+        assert left
+        assert block.stats().kept
+
+
 def plain(x: Tensor, length: int) -> Tensor:
     for _ in range(length):
         x = x.sin() * 1.01
@@ -269,22 +494,3 @@ def test_a_daemon_that_ends(
         else:
             with pytest.raises(storm.DaemonLost):
                 gradient(x, block, ending)
-
-
-def test_in_place_a_number_is_published_for_all(
-    make_late_daemon: Callable[..., DaemonThread],
-    lanes: list[InPlaceCpuLane],
-    compiled: Followed,
-    together: list[int],
-) -> None:
-    daemon = make_late_daemon()
-    x = leaf("cpu")
-    expected = gradient(x)
-    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
-        block = offload(client)
-        for _ in range(STEPS):
-            assert_identical([gradient(x, block)], [expected])
-        lanes[0].unread.read_all()
-        wait_until(lambda: client.status().entries == 0, 30, client.status)
-    assert compiled[-1]
-    assert max(together) == 16

@@ -1,0 +1,106 @@
+"""Counts what becomes of one range that holds what several layers have saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from storm_client.monitoring.stats import StatsRecorder
+
+__all__ = ["RangeRecorder", "SharedRecorder"]
+
+
+class RangeRecorder(Protocol):
+    """What a range is counted by: a StatsRecorder, or what stands for several."""
+
+    def stays_in_use(self, nbytes: int) -> None:
+        """Count it as kept because somebody else holds its memory."""
+        ...
+
+    def leaves(self, nbytes: int) -> None:
+        """Take that back."""
+        ...
+
+    def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str) -> None:
+        """Count it as accepted by the daemon."""
+        ...
+
+    def stored(self, nbytes: int, mode: str) -> None:
+        """Count a chunk of it that takes `nbytes` in the pool."""
+        ...
+
+    def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
+        """Count it as kept, because the daemon did not take it."""
+        ...
+
+
+class _Share:
+    """Of one layer, in bytes."""
+
+    __slots__ = ("duplicates", "own", "saved")
+
+    def __init__(self) -> None:
+        self.saved = 0
+        """Of saved tensors, each the first in its storage."""
+        self.duplicates = 0
+        """Of the others."""
+        self.own = 0
+        """Of the storages."""
+
+
+class SharedRecorder:
+    """Counts for each layer what its storages take of a range, without what lies between them."""
+
+    def __init__(self) -> None:
+        """Start with nobody's."""
+        self._shares: dict[StatsRecorder, _Share] = {}
+
+    def add(self, recorder: StatsRecorder, nbytes: int, own: int) -> None:
+        """Add a saved tensor of `nbytes`, and the storage of `own` bytes that it brings, if any."""
+        share = self._shares.get(recorder)
+        if share is None:
+            share = self._shares[recorder] = _Share()
+        share.own += own
+        if own:
+            share.saved += nbytes
+        else:
+            share.duplicates += nbytes
+
+    def saved(self, seconds: float) -> None:
+        """Count the tensors as saved, and the time that this took as the first layer's."""
+        for recorder, share in self._shares.items():
+            recorder.saved(share.saved, seconds)
+            if share.duplicates:
+                recorder.deduplicated(share.duplicates)
+            seconds = 0.0
+
+    def stays_in_use(self, nbytes: int) -> None:  # noqa: ARG002 - as a StatsRecorder's
+        """Count the storages as kept because somebody else holds their memory."""
+        for recorder, share in self._shares.items():
+            recorder.stays_in_use(share.own)
+
+    def leaves(self, nbytes: int) -> None:  # noqa: ARG002
+        """Take that back."""
+        for recorder, share in self._shares.items():
+            recorder.leaves(share.own)
+
+    def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str = "ancf") -> None:  # noqa: ARG002
+        """Count the storages as accepted by the daemon."""
+        for recorder, share in self._shares.items():
+            recorder.offloaded(share.own, dtype, codec)
+
+    def kept(self, nbytes: int, reason: str, detail: str = "") -> None:  # noqa: ARG002
+        """Count the storages as kept, because the daemon did not take the range."""
+        for recorder, share in self._shares.items():
+            recorder.kept(share.own, reason, detail)
+
+    def stored(self, nbytes: int, mode: str) -> None:
+        """Divide what a chunk takes in the pool by the storages' bytes."""
+        own, total, counted = 0, sum(share.own for share in self._shares.values()), 0
+        for recorder, share in self._shares.items():
+            own += share.own
+            until = nbytes * own // total
+            recorder.stored(until - counted, mode)
+            counted = until
