@@ -9,10 +9,7 @@
 #include "watching.h"
 
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
-
-#include <algorithm>
 
 namespace storm {
 namespace follower {
@@ -263,86 +260,12 @@ PyObject* overwritten(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// Has Python hold what recipes rest on, and note what has been made.
-void pack_inputs(Follower& follower) {
-  while (!follower.unpacked.empty()) {
-    const auto [tensor, number, source] = std::move(follower.unpacked.back());
-    follower.unpacked.pop_back();
-    Ref wrapped = expected(THPVariable_Wrap(tensor));
-    Ref of = expected(PyLong_FromLong(number));
-    if (source == nullptr) {
-      ask(follower, MADE, of.get(), wrapped.get());
-      continue;
-    }
-    Ref packed = ask(follower, PACK_INPUT, wrapped.get(), of.get());
-    Locked locked(follower.lock);
-    source->is_packed(packed.get());
-  }
-}
-
 // --- saved tensors ----------------------------------------------------------------------------
 
 bool captures(c10::Device device) {
   if (!device.is_cuda() || is_capturing == Py_None) return false;
   Ref found = expected(PyObject_CallNoArgs(is_capturing));
   return PyObject_IsTrue(found.get()) == 1;
-}
-
-// Where saved tensors lie in copies of the storages that they have in common.
-struct Placed {
-  std::vector<c10::Storage> storages;
-  std::vector<size_t> places;  // by tensor
-};
-
-Placed placed(const Group& group) {
-  Placed found;
-  for (const auto& one : group) {
-    const c10::Storage& storage = token_of(one.get()).storage();
-    const auto begin = found.storages.begin(), end = found.storages.end();
-    const auto same = std::find_if(begin, end, [&](const c10::Storage& other) {
-      return other.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
-    });
-    found.places.push_back(same - begin);
-    if (same == end) found.storages.push_back(storage);
-  }
-  return found;
-}
-
-// For each tensor its event, its bytes, and those of its storage, 0 if an earlier one lies there.
-Ref described(const Group& group, const Placed& placed) {
-  Ref members = expected(PyList_New(0));
-  size_t next = 0;
-  for (size_t at = 0; at < group.size(); ++at) {
-    const auto* impl = token_of(group[at].get()).unsafeGetTensorImpl();
-    const bool is_first = placed.places[at] == next;
-    if (is_first) ++next;
-    Ref member = expected(Py_BuildValue(
-        "iLL", position_of(group[at].get()), static_cast<long long>(nbytes_of(impl)),
-        static_cast<long long>(is_first ? storage_of(impl)->nbytes() : 0)));
-    expect(PyList_Append(members.get(), member.get()) == 0);
-  }
-  return members;
-}
-
-// Has Python send copies of what was kept for now, in one storage. Tells whether there was memory;
-// what has not left is kept.
-bool leave_copied(Follower& follower, const Group& group) {
-  const at::Tensor& first = token_of(group.front().get());
-  Ref dtype = Ref::borrowed(reinterpret_cast<PyObject*>(torch::getTHPDtype(first.scalar_type())));
-  const Placed where = placed(group);
-  Ref members = described(group, where);
-  std::shared_ptr<Bundle> bundle;
-  try {
-    bundle = std::make_shared<Bundle>(where.storages, first.device());
-  } catch (const c10::OutOfMemoryError&) {
-    return false;
-  }
-  Ref storage = expected(THPStorage_Wrap(bundle->storage()));
-  Ref use = ask(follower, LEAVE_COPIED, storage.get(), dtype.get(), members.get());
-  if (use.get() == Py_None) return true;
-  bundle->leave(use.get());
-  for (size_t at = 0; at < group.size(); ++at) leave_in(group[at].get(), bundle, where.places[at]);
-  return true;
 }
 
 // Has Python send what was kept for now, or as much of it as is best sent now. What an error leaves
@@ -352,7 +275,10 @@ void send_kept(Follower& follower, bool all = true) {
   if (leaving.is_empty()) return;
   Due due = leaving.due(all, !captures(leaving.device()));
   for (Group& group : due.bundles) {
-    if (leave_copied(follower, group)) continue;
+    const auto send = [&](PyObject* storage, PyObject* dtype, PyObject* members) {
+      return ask(follower, LEAVE_COPIED, storage, dtype, members);
+    };
+    if (leave_copied(group, send)) continue;
     for (Ref& one : group) due.others.push_back(std::move(one));
   }
   if (due.others.empty()) return;
@@ -372,6 +298,43 @@ bool waits(const Follower& follower, PyObject* tensor) {
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
   return follower.leaving.can_wait(tensor) && !captures(tensor.device()) &&
          !follower.owned->has(storage_of(tensor.unsafeGetTensorImpl()));
+}
+
+// Keeps a tensor until there are others to leave with it.
+Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  if (follower.leaving.is_full(nbytes)) send_kept(follower, /*all=*/false);
+  Ref kept = Ref::stolen(keep_for_now(tensor, position));
+  follower.leaving.add(kept.get(), nbytes);
+  return kept;
+}
+
+// Returns what holds an input of a recipe.
+Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
+  const auto saved = follower.script->saved.find(number);
+  if (saved != follower.script->saved.end() && can_wait(follower, tensor)) {
+    return wait_for_others(follower, tensor, saved->second);
+  }
+  Ref wrapped = expected(THPVariable_Wrap(tensor));
+  Ref of = expected(PyLong_FromLong(number));
+  return ask(follower, PACK_INPUT, wrapped.get(), of.get());
+}
+
+// Has what recipes rest on be held as what is saved, and Python note what has been made.
+void pack_inputs(Follower& follower) {
+  while (!follower.unpacked.empty()) {
+    const auto [tensor, number, source] = std::move(follower.unpacked.back());
+    follower.unpacked.pop_back();
+    if (source == nullptr) {
+      Ref wrapped = expected(THPVariable_Wrap(tensor));
+      Ref of = expected(PyLong_FromLong(number));
+      ask(follower, MADE, of.get(), wrapped.get());
+      continue;
+    }
+    Ref packed = packed_input(follower, tensor, number);
+    Locked locked(follower.lock);
+    source->is_packed(packed.get());
+  }
 }
 
 // Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
@@ -426,10 +389,7 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   }
   if (event.what == What::KEEP && nbytes <= event.most) return stay(follower, tensor, event.row);
   if (!tried && can_wait(follower, tensor)) {
-    if (follower.leaving.is_full(nbytes)) send_kept(follower, /*all=*/false);
-    Ref kept = Ref::stolen(keep_for_now(tensor, event.position));
-    follower.leaving.add(kept.get(), nbytes);
-    return kept;
+    return wait_for_others(follower, tensor, event.position);
   }
   if (waits(follower, object)) send_kept(follower);
   Ref position = expected(PyLong_FromLong(event.position));
@@ -496,8 +456,7 @@ at::Tensor recompute(Follower& follower, PyObject* packed) {
   if (replaced.defined()) return replaced;
   const auto began = std::chrono::steady_clock::now();
   Locked locked(follower.lock);
-  Ref function = Ref::borrowed(follower.hooks[BRING]);
-  Bringing bring{function.get()};
+  Bringing bring(follower.hooks[BRING], follower.hooks[LOAD]);
   at::Tensor tensor = unpack_recomputed(packed, bring);
   const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - began;
   follower.tallies->replay_seconds += lasted.count() - bring.seconds;
@@ -514,8 +473,7 @@ PyObject* recompute_tried(PyObject* self, PyObject* packed) {
   }
   c10::InferenceMode guard(false);
   Locked locked(follower.lock);
-  Ref function = Ref::borrowed(follower.hooks[BRING]);
-  Bringing bring{function.get()};
+  Bringing bring(follower.hooks[BRING], follower.hooks[LOAD]);
   at::Tensor made = make_recomputed(packed, bring);
   if (!made.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(made);

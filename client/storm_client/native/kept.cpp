@@ -61,6 +61,20 @@ void dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
+// The tensor that has left, in bytes that `load` returns.
+at::Tensor restored(Kept& kept, Load load) {
+  at::Tensor tensor;
+  if (kept.bundle != nullptr) {
+    tensor = kept.form->over(kept.bundle->take(kept.place, kept.had, load));
+  } else {
+    Ref moved = Ref::borrowed(kept.moved);
+    Ref storage = load(moved.get());
+    tensor = kept.form->over(THPStorage_Unpack(storage.get()));
+  }
+  tensor.unsafeGetTensorImpl()->set_version_counter(kept.version.counter());
+  return tensor;
+}
+
 PyObject* get_token(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   const auto& kept = kept_of(self);
@@ -181,17 +195,13 @@ at::Tensor unpack_left(PyObject* self, Load load) {
   auto& kept = kept::kept_of(self);
   kept.version.check();
   at::Tensor replaced = kept.version.replaced();
-  if (replaced.defined()) return replaced;
-  at::Tensor tensor;
-  if (kept.bundle != nullptr) {
-    tensor = kept.form->over(kept.bundle->take(kept.place, kept.had, load));
-  } else {
-    Ref moved = Ref::borrowed(kept.moved);
-    Ref storage = load(moved.get());
-    tensor = kept.form->over(THPStorage_Unpack(storage.get()));
-  }
-  tensor.unsafeGetTensorImpl()->set_version_counter(kept.version.counter());
-  return tensor;
+  return replaced.defined() ? replaced : kept::restored(kept, load);
+}
+
+at::Tensor unpack_input(PyObject* self, Load load) {
+  auto& kept = kept::kept_of(self);
+  kept.version.check();
+  return kept.form ? kept::restored(kept, load) : kept.token;
 }
 
 PyObject* all_kept() {

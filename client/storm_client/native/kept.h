@@ -33,6 +33,10 @@ bool has_left(PyObject* kept);
 // Raises RuntimeError where it was changed in place since.
 at::Tensor unpack_left(PyObject* kept, Load load);
 
+// Returns the tensor that was kept for now as it was then, wherever it is; undefined if it was moved.
+// Raises RuntimeError where it was changed in place since.
+at::Tensor unpack_input(PyObject* kept, Load load);
+
 // Returns a list of all that live, in the order in which they were kept.
 PyObject* all_kept();
 

@@ -6,6 +6,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Storage.h>
 
 #include <algorithm>
 #include <map>
@@ -19,6 +21,42 @@ bool is_foreign(const c10::StorageImpl& storage) {
   const auto deleter = c10::GetAllocator(storage.device_type())->raw_deleter();
   return storage.device_type() == c10::DeviceType::CPU &&
          storage.data_ptr().get_deleter() != deleter;
+}
+
+// Where saved tensors lie in copies of the storages that they have in common.
+struct Placed {
+  std::vector<c10::Storage> storages;
+  std::vector<size_t> places;  // by tensor
+};
+
+Placed placed(const Group& group) {
+  Placed found;
+  for (const auto& one : group) {
+    const c10::Storage& storage = token_of(one.get()).storage();
+    const auto begin = found.storages.begin(), end = found.storages.end();
+    const auto same = std::find_if(begin, end, [&](const c10::Storage& other) {
+      return other.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+    });
+    found.places.push_back(same - begin);
+    if (same == end) found.storages.push_back(storage);
+  }
+  return found;
+}
+
+// For each tensor its event, its bytes, and those of its storage, 0 if an earlier one lies there.
+Ref described(const Group& group, const Placed& placed) {
+  Ref members = expected(PyList_New(0));
+  size_t next = 0;
+  for (size_t at = 0; at < group.size(); ++at) {
+    const auto* impl = token_of(group[at].get()).unsafeGetTensorImpl();
+    const bool is_first = placed.places[at] == next;
+    if (is_first) ++next;
+    Ref member = expected(Py_BuildValue(
+        "iLL", position_of(group[at].get()), static_cast<long long>(nbytes_of(impl)),
+        static_cast<long long>(is_first ? storage_of(impl)->nbytes() : 0)));
+    expect(PyList_Append(members.get(), member.get()) == 0);
+  }
+  return members;
 }
 
 }  // namespace
@@ -108,6 +146,25 @@ Due Leaving::due(bool all, bool copies) {
     }
   }
   return due;
+}
+
+bool leave_copied(const Group& group, SendCopies send) {
+  const at::Tensor& first = token_of(group.front().get());
+  Ref dtype = Ref::borrowed(reinterpret_cast<PyObject*>(torch::getTHPDtype(first.scalar_type())));
+  const Placed where = placed(group);
+  Ref members = described(group, where);
+  std::shared_ptr<Bundle> bundle;
+  try {
+    bundle = std::make_shared<Bundle>(where.storages, first.device());
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  Ref storage = expected(THPStorage_Wrap(bundle->storage()));
+  Ref use = send(storage.get(), dtype.get(), members.get());
+  if (use.get() == Py_None) return true;
+  bundle->leave(use.get());
+  for (size_t at = 0; at < group.size(); ++at) leave_in(group[at].get(), bundle, where.places[at]);
+  return true;
 }
 
 }  // namespace storm

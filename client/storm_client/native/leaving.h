@@ -4,6 +4,8 @@
 
 #include "common.h"
 
+#include <c10/util/FunctionRef.h>
+
 namespace storm {
 
 using Group = std::vector<Ref>;
@@ -66,5 +68,13 @@ class Leaving {
   int64_t most_copied_ = 0;  // of each: what more bytes take a thread is more than what Python does
   std::optional<c10::Device> device_;
 };
+
+// Given a storage, its dtype, and of each tensor in it its event, its bytes, and those of its storage, 0
+// if an earlier one lies there; returns what is the way back to the bytes, or None if they stay.
+using SendCopies = c10::function_ref<Ref(PyObject*, PyObject*, PyObject*)>;
+
+// Sends what was kept for now as copies in one storage. Tells whether there was memory for that; what
+// has not left is kept.
+bool leave_copied(const Group& group, SendCopies send);
 
 }  // namespace storm

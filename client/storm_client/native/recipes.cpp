@@ -1,5 +1,6 @@
 #include "recipes.h"
 
+#include "kept.h"
 #include "locked.h"
 #include "tensors.h"
 #include "watching.h"
@@ -121,9 +122,18 @@ at::Tensor View::over(c10::Storage storage) const {
 
 at::Tensor Bringing::tensor(PyObject* packed) {
   const auto began = std::chrono::steady_clock::now();
-  Ref brought = expected(PyObject_CallOneArg(function, packed));
+  const auto call = [](PyObject* called, PyObject* of) {
+    return expected(PyObject_CallOneArg(called, of));
+  };
+  at::Tensor tensor;
+  PyObject* moved = packed;
+  if (Py_TYPE(packed) == &KeptType) {
+    tensor = unpack_input(packed, [&](PyObject* use) { return call(load.get(), use); });
+    moved = moved_of(packed);
+  }
+  if (!tensor.defined()) tensor = THPVariable_Unpack(call(function.get(), moved).get());
   seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  return THPVariable_Unpack(brought.get());
+  return tensor;
 }
 
 // --- sources ----------------------------------------------------------------------------------

@@ -38,9 +38,13 @@ struct View {
 
 class Result;
 
-// Returns what Python has packed, and counts the seconds that this takes.
+// Returns inputs that were packed, and counts the seconds that this takes.
 struct Bringing {
-  PyObject* function;
+  Bringing(PyObject* bring, PyObject* load)
+      : function(Ref::borrowed(bring)), load(Ref::borrowed(load)) {}
+
+  Ref function;  // returns what Python has packed
+  Ref load;      // returns the storage of what was kept for now and has left
   double seconds = 0.0;
 
   at::Tensor tensor(PyObject* packed);
@@ -71,7 +75,7 @@ class Packed {
   Packed(const at::Tensor& tensor, Overwritten is_overwritten);
   ~Packed();
   at::Tensor tensor(Bringing& bring);
-  // Has Python hold it from now on, as a handle.
+  // Has it be held by what Python has packed, or by what is kept until it leaves.
   void is_packed(PyObject* handle);
 
  private:

@@ -82,7 +82,9 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   Ref self = expected(type->tp_alloc(type, 0));
   auto& script = *new (&mutable_script(self.get())) Script();
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(events); ++at) {
-    script.events.push_back(event_of(PyList_GET_ITEM(events, at), script));
+    const Event event = event_of(PyList_GET_ITEM(events, at), script);
+    if (event.what != What::CALL) script.saved.emplace(event.number, event.position);
+    script.events.push_back(event);
   }
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(kept); ++at) {
     int number = 0;

@@ -94,6 +94,7 @@ struct Script {
     const auto found = kept.find(number);
     return found != kept.end() && nbytes <= found->second;
   }
+  std::unordered_map<int, int> saved;  // by number of a value, where it is saved first
 };
 
 extern PyTypeObject ScriptType;

@@ -14,6 +14,7 @@ from storm_client import hooks
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.session import Session
 from support.following import PATHS, Followed, follow_by
+from support.planning import replay_all
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
 from torch import Tensor
@@ -200,6 +201,36 @@ def test_each_case(any_client: storm.Client, compiled: Followed, left: Left) -> 
         assert compiled[-1], name
     assert max(left) == 16, "small ones leave together, but not too many"
     assert sum(left) > 4 * left.apart
+
+
+def test_what_others_are_recomputed_from_leaves_with_the_rest(
+    any_client: storm.Client, compiled: Followed, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    asked: list[Tensor] = []
+    pack_input = hooks.StepHooks._pack_input
+
+    def noted(self: Any, tensor: Tensor, *arguments: Any) -> Any:
+        asked.append(tensor)
+        return pack_input(self, tensor, *arguments)
+
+    monkeypatch.setattr(hooks.StepHooks, "_pack_input", noted)
+    x, block = leaf("cpu"), any_client.offload(min_bytes=256, budget=0.0)
+
+    def layers(x: Tensor) -> Tensor:
+        w = torch.eye(x.shape[1])
+        for _ in range(12):
+            x = (x @ w).tanh().exp().sin()
+        return x.sum()
+
+    expected = gradient(x, None, layers)
+    for _ in range(STEPS):
+        asked.clear()
+        assert torch.equal(gradient(x, block, layers), expected)
+    assert compiled[-1]
+    assert len(asked) <= 2, "the first of the step, and what no operation made"
+    assert block.stats().replayed_bytes > 0
+    assert left
 
 
 def test_a_graph_that_is_gone_through_in_parts_and_again(
