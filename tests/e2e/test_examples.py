@@ -151,7 +151,8 @@ def test_a_plan_and_a_report_are_printed_and_drawn(
         f"--draw={drawn}",
         STORMD_ADDRESS=daemon.address,
     )
-    assert any(line.split()[:3] == ["4", "x", "gelu"] for line in lines)
+    rows = [line.split() for line in lines]
+    assert sum(int(row[0]) for row in rows if row[1:3] == ["x", "gelu"]) == 4
     assert [line.split()[0] for line in lines if line.startswith("blocks.")] == [
         f"blocks.{number}" for number in range(4)
     ]
