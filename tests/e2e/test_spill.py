@@ -175,8 +175,8 @@ def test_a_disk_that_stands_still_holds_nobody_up(
     assert daemon.status()["spill"]["used_bytes"] == 0
 
 
-def test_some_hundred_faults() -> None:
-    found = run(300, seed=1 << 20)
-    assert found["faults"] >= 300
+def test_a_hundred_faults_and_more() -> None:
+    found = run(150, seed=1 << 20)
+    assert found["faults"] >= 150
     assert found["entries_lost"] > 0
     assert found["rounds_that_lost_something"] < found["rounds"]

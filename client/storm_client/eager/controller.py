@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from storm_client.eager.step_times import StepTimes
     from storm_client.native import Native, _follow
     from storm_client.saved.ranges import WeakStorage
-    from storm_client.saved.snapshots import Ready
+    from storm_client.saved.snapshots import Ready, ReadyTrial
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
 
@@ -325,7 +325,7 @@ class Planning:
         steps will take as long.
         """
         followed = step.kind
-        kind = self._kinds.ended(step)
+        step.ended_as = kind = self._kinds.ended(step)
         if step.count:  # not of a validation, which saves nothing
             self._recurrence.saw(is_new=kind is None or kind.seen == 1)
         if kind is not None:
@@ -624,6 +624,7 @@ class PlannedStep:
         self.recording: Recording | None = recording
         """What says what becomes of a saved tensor; None once the block has ended."""
         self._step = recording.step
+        self._proofs: deque[Trial | ReadyTrial] = deque()
         self._compiled = compiled
         self._calls = calls
         self.launches = launches
@@ -757,9 +758,25 @@ class PlannedStep:
         """Whether the step did in its middle what was not expected of its kind."""
         return self._step.has_parted
 
+    def prove(self, trial: Trial | ReadyTrial) -> None:
+        """Note that a trial has found the same bits, once the step has ended as its kind does.
+
+        One that does something else may write uncounted where that kind does not, or the reverse.
+        """
+        self._proofs.append(trial)
+        if self.recording is None:
+            self._note_proofs()
+
+    def _note_proofs(self) -> None:
+        while self._proofs:
+            trial = self._proofs.popleft()
+            if trial.kind is self._step.ended_as:
+                trial.succeed()
+
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
         recording, self.recording = self.recording, None
+        self._note_proofs()
         if self.mode is not None:
             self.mode.end()
             if self.mode.meets_compiled_code:

@@ -465,13 +465,16 @@ class UnchangedTrial(NamedTuple):
     """The value in that step signature."""
     made: torch.Tensor
     """Its checksum behind the function that made it."""
+    nbytes: int
+    """Of its storage."""
 
-    def compare(self, storage: torch.UntypedStorage) -> None:
-        """Note whether what has left is the same; waits for the device."""
-        if torch.equal(self.made, checksum(storage)):
-            self.kind.unchanged.add(self.number, storage.nbytes())
-        else:
-            self.fail()
+    def is_same(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether what has left is the same; waits for the device."""
+        return torch.equal(self.made, checksum(storage))
+
+    def succeed(self) -> None:
+        """Note that it is."""
+        self.kind.unchanged.add(self.number, self.nbytes)
 
     def fail(self) -> None:
         """Note that it is not."""

@@ -417,7 +417,7 @@ class Recording:
                 kind.changed.add(number)
                 return
             self.tries, sequence = True, 0
-            trial = UnchangedTrial(kind, number, checksum(storage))
+            trial = UnchangedTrial(kind, number, checksum(storage), storage.nbytes())
         self.pins.add(storage)
         ready = self.ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
         self._is_ready(output, ready)

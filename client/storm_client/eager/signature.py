@@ -552,6 +552,7 @@ class StepRecord:
         "_left",
         "_position",
         "_walks",
+        "ended_as",
         "expected",
         "functions",
         "handed_over",
@@ -572,6 +573,8 @@ class StepRecord:
         self._left: Kind | None = None
         """Whose script was left in the middle, so that some values were not looked at."""
         self.kind = kind
+        self.ended_as: Kind | None = None
+        """What it was in the end; None before, and for one that cannot be learned."""
         self.is_learned = True
         """Whether its functions are watched as far as they may be."""
         self.is_followed = False

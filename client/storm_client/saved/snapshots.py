@@ -90,8 +90,17 @@ class SnapshotProof:
 class ReadyTrial(Protocol):
     """Finds out whether a value stays as it was made until it leaves."""
 
-    def compare(self, storage: torch.UntypedStorage) -> None:
-        """Note whether what has left, or would have, is what was made."""
+    @property
+    def kind(self) -> object:
+        """The step signature whose value it is."""
+        ...
+
+    def is_same(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether what has left, or would have, is what was made."""
+        ...
+
+    def succeed(self) -> None:
+        """Note that it does."""
         ...
 
     def fail(self) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import storm_client as storm
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Ways
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
-from support.planning import value
+from support.planning import replay_all, value
+from torch import Tensor
+
+Step = Callable[[AbstractContextManager[object], Tensor], Tensor]
 
 
 @settings(max_examples=50)
@@ -54,3 +63,32 @@ def test_a_way_is_the_operation_and_how_its_inputs_are_held_down_to_what_is_not_
     assert not set(first[1:3]) & set(of(kept, REPLAY, REPLAY, OFFLOAD)[1:3]), "of one that is kept"
     assert of(OFFLOAD, OFFLOAD, REPLAY, OFFLOAD)[2] not in first
     assert of(OFFLOAD, REPLAY, REPLAY, OFFLOAD) == first
+
+
+def test_a_step_that_goes_on_otherwise_proves_nothing(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins alike, but what the other step changes uncounted it leaves as it is."""
+    replay_all(monkeypatch)
+    factor = torch.linspace(1, 2, 256)
+
+    def changing(block: AbstractContextManager[object], x: Tensor) -> Tensor:
+        with block:
+            doubled = x * factor
+            loss = doubled.sin().sum()
+            doubled.data.add_(1)
+        return loss
+
+    def longer(block: AbstractContextManager[object], x: Tensor) -> Tensor:
+        with block:
+            return (x * factor).sin().cos().sum()
+
+    def gradient(step: Step, block: AbstractContextManager[object]) -> Tensor:
+        x = torch.linspace(-1, 1, 256).requires_grad_()
+        step(block, x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    offload = client.offload(min_bytes=1)
+    for step in (changing, longer, changing, longer, changing):
+        assert torch.equal(gradient(step, offload), gradient(step, nullcontext()))
