@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -768,10 +769,11 @@ class PlannedStep:
             self._note_proofs()
 
     def _note_proofs(self) -> None:
-        while self._proofs:
-            trial = self._proofs.popleft()
-            if trial.kind is self._step.ended_as:
-                trial.succeed()
+        with suppress(IndexError):  # several backward threads may be at it
+            while True:
+                trial = self._proofs.popleft()
+                if trial.kind is self._step.ended_as:
+                    trial.succeed()
 
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
