@@ -62,6 +62,24 @@ def value(
     )
 
 
+def alike_blocks(count: int) -> tuple[list[Value], frozenset[int]]:
+    """Return the values of blocks that are alike, and what each ends with.
+
+    Each saves its norm, its product and its activation.
+    """
+    values, ends = [value(0, 40)], set()
+    for _ in range(count):
+        first, entering = len(values), values[-1].number
+        values += [
+            value(first, 40, "rms_norm", entering, seconds=1.0),
+            value(first + 1, 110, "linear", first, seconds=24.0, expensive=True),
+            value(first + 2, 110, "silu", first + 1, seconds=3.0),
+            value(first + 3, 40, "linear", first + 2, saved=False, seconds=24.0, expensive=True),
+        ]
+        ends.add(first + 3)
+    return values, frozenset(ends)
+
+
 def recorded(value: Value, device: torch.device | str = "cpu") -> RecordedValue:
     """Return a value as a recorded step has it."""
     return RecordedValue(

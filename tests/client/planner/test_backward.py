@@ -12,9 +12,9 @@ from storm_client.planner.backward import (
 )
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.planner.machine import CPU
-from storm_client.planner.problem import Problem, Value
+from storm_client.planner.problem import Problem
 from storm_client.planner.solver import choose
-from support.planning import value
+from support.planning import alike_blocks, value
 
 KEEP = Keep("budget")
 MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0)
@@ -52,23 +52,12 @@ def test_what_is_recomputed_has_what_it_is_made_from_there() -> None:
 
 
 def blocks(count: int) -> Problem:
-    """Return a step of blocks, of which each saves its norm, its product and its activation."""
-    values: list[Value] = [value(0, 40)]
-    used = {0: (1, 1)}
-    ends = set()
-    for _ in range(count):
-        first, entering = len(values), values[-1].number
-        values += [
-            value(first, 40, "rms_norm", entering, seconds=1.0),
-            value(first + 1, 110, "linear", first, seconds=24.0, expensive=True),
-            value(first + 2, 110, "silu", first + 1, seconds=3.0),
-            value(first + 3, 40, "linear", first + 2, saved=False, seconds=24.0, expensive=True),
-        ]
-        used |= {n: (n + 1, n + 1) for n in range(first, first + 3)}
-        ends.add(first + 3)
+    """Return a step of blocks with a loss behind them."""
+    values, ends = alike_blocks(count)
+    used = {n: (n + 1, n + 1) for n in range(len(values)) if n not in ends}
     values.append(value(len(values), 90, "log_softmax", len(values) - 1, seconds=1.0))
     used[len(values) - 1] = (len(values),) * 2
-    return Problem(tuple(values), block_ends=frozenset(ends), used_between=used)
+    return Problem(tuple(values), block_ends=ends, used_between=used)
 
 
 def test_checkpointing_recomputes_a_block_where_its_backward_pass_begins() -> None:

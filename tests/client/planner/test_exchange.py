@@ -12,24 +12,9 @@ from storm_client.planner.groups import alike_groups
 from storm_client.planner.machine import CPU
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
-from support.planning import value
+from support.planning import alike_blocks, value
 
 MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0, unmeasured=0.05)
-
-
-def blocks(count: int) -> tuple[list[Value], frozenset[int]]:
-    """Return the values of blocks that are alike, and what each ends with."""
-    values, ends = [value(0, 40)], set()
-    for _ in range(count):
-        first, entering = len(values), values[-1].number
-        values += [
-            value(first, 40, "rms_norm", entering, seconds=1.0),
-            value(first + 1, 110, "linear", first, seconds=24.0, expensive=True),
-            value(first + 2, 110, "silu", first + 1, seconds=3.0),
-            value(first + 3, 40, "linear", first + 2, saved=False, seconds=24.0, expensive=True),
-        ]
-        ends.add(first + 3)
-    return values, frozenset(ends)
 
 
 def priced(values: list[Value], ends: frozenset[int], room: int, window: float) -> Priced:
@@ -38,7 +23,7 @@ def priced(values: list[Value], ends: frozenset[int], room: int, window: float) 
 
 
 def test_blocks_are_groups_of_which_one_is_chosen_for() -> None:
-    values, ends = blocks(5)
+    values, ends = alike_blocks(5)
     found = alike_groups(priced(values, ends, 0, 0.0), frozenset())
     assert sorted(len(one.groups) for one in found) == [1, 1, 4]
     # The first is given what is saved; others what the one before has made, if it is asked for.
@@ -46,13 +31,13 @@ def test_blocks_are_groups_of_which_one_is_chosen_for() -> None:
 
 
 def test_what_is_there_anyway_is_of_no_group() -> None:
-    values, ends = blocks(2)
+    values, ends = alike_blocks(2)
     found = alike_groups(priced(values, ends, 0, 0.0), {0, 1})
     assert not {0, 1}.intersection(n for one in found for group in one.groups for n in group)
 
 
 def test_of_blocks_that_are_alike_some_keep_more_and_the_last_most() -> None:
-    values, ends = blocks(6)
+    values, ends = alike_blocks(6)
     parts = next(choices(priced(values, ends, 220, 0.0), frozenset(), 220))
     kept = {number for part in parts for number in part.kept}
     assert sum(values[number].nbytes for number in kept) <= 220
@@ -74,7 +59,7 @@ def test_what_is_made_from_a_later_value_is_behind_it_and_nothing_is_made_from_i
 def test_each_saved_value_is_had_and_no_more_kept_than_may_be(
     count: int, room: int, window: float
 ) -> None:
-    values, ends = blocks(count)
+    values, ends = alike_blocks(count)
     for parts in choices(priced(values, ends, room, window), frozenset(), room):
         kept, stored, recomputed = (
             {number for part in parts for number in part[which]} for which in range(3)
