@@ -175,7 +175,7 @@ class Expected(NamedTuple):
 
     def decided(self, nbytes: int) -> Decision:
         """Return what becomes of the value if it has so many bytes."""
-        return OFFLOAD if nbytes > self.most and isinstance(self.decision, Keep) else self.decision
+        return _in_size(self.decision, nbytes, self.most)
 
 
 _NOTHING = Expected(
@@ -526,6 +526,11 @@ class Kind:
         self.is_outdated = True
 
 
+def _in_size(decision: Decision, nbytes: int, most: int) -> Decision:
+    """Return what becomes of `nbytes` by a plan that was made for `most`: only those are kept."""
+    return OFFLOAD if nbytes > most and isinstance(decision, Keep) else decision
+
+
 def saved_numbers(events: Iterable[Event]) -> list[int]:
     """Return the numbers of what autograd saves, in the order in which it first does."""
     return list(dict.fromkeys(number for what, number, *_ in events if what is SAVED))
@@ -692,9 +697,7 @@ class StepRecord:
         kind = self.kind
         if kind is None or kind.decisions is None or not 0 <= number < len(kind.decisions):
             return OFFLOAD
-        decision = kind.decisions[number]
-        is_larger = nbytes > kind.most[number]
-        return OFFLOAD if is_larger and isinstance(decision, Keep) else decision
+        return _in_size(kind.decisions[number], nbytes, kind.most[number])
 
     def layer(self, number: int) -> str:
         """Return in which layer a value was made, empty where that is not known."""
