@@ -52,7 +52,7 @@ bench-codec-gpu: $(call ready,-cuda)
 	$(firstword $(RUN)) tests/bench/codec_gpu.py $(PEERS)
 
 man: $(call ready,)
-	COLUMNS=80 $(RUN) stormd.manual >deploy/man/stormd.1
+	COLUMNS=80 $(filter-out -m,$(RUN)) deploy/man/render.py >deploy/man/stormd.1
 
 clean:
 	rm -rf build $(VENV)

@@ -22,6 +22,7 @@ from stormd.protocol import lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener, OnPiece, OnToken
+from stormd.transport.listener import Listener
 
 __all__ = ["Address"]
 
@@ -45,7 +46,7 @@ class Address:
         """Where lifelines connect."""
         self._lock: AddressLock | None = None
         self._left: dict[Path, socket.socket] = {}  # of an earlier daemon, and listening yet
-        self._bound: dict[Path, ControlSocket | LifelineListener] = {}
+        self._bound: dict[Path, Listener] = {}
 
     def take(self) -> None:
         """Have the address, and remove what nobody has there any more.
@@ -77,8 +78,8 @@ class Address:
                 held_most=config.message_bytes,
                 listening=self._left.get(path),
             )
-        if self._is_own:
-            self._bound[path] = control
+        if control.listener is not None:
+            self._bound[path] = control.listener
         return control
 
     def bind_lifelines(
@@ -103,7 +104,7 @@ class Address:
                 on_piece=on_piece,
                 on_lost=on_lost,
             )
-        self._bound[path] = lifelines
+        self._bound[path] = lifelines.listener
         return lifelines
 
     def open_to_users(self) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Final, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Final, get_args
 
 from stormd.errors import ConfigError
 from stormd.host_port import parse_host_port
@@ -46,12 +47,20 @@ def _default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-def _option(kind: Kind, section: str, text: str, *, default: Any, **details: Any) -> Any:
-    """Return a dataclass field that carries its Option; `default` may be a function."""
-    metadata = {"kind": kind, "section": section, "help": text, **details}
+def _option(kind: Kind, text: str, *, default: Any, **details: Any) -> Any:
+    """Return a dataclass field that carries its Option; `default` may be a function.
+
+    A `section` begins with the option that names it.
+    """
+    metadata = {"kind": kind, "help": text, **details}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+_text, _size, _count, _seconds, _mode, _uids, _switch = (
+    partial(_option, kind) for kind in get_args(Kind)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,194 +72,144 @@ class Config:
             The message names the option, the value, the limit and what to do.
     """
 
-    address: str = _option(
-        "text",
-        "listen",
+    address: str = _text(
         "socket to listen on, ipc:///PATH",
         default=default_address,
         default_note="/run/stormd/stormd.sock for root, else the user's runtime directory",
         example="ipc:///run/stormd/stormd.sock",
+        section="listen",
     )
-    socket_mode: int = _option(
-        "mode",
-        "listen",
+    socket_mode: int = _mode(
         "permission bits of the sockets; 0o660 lets the directory's group in",
         default=0o600,
         least=0o600,
         most=0o777,
     )
-    socket_group: str = _option(
-        "text",
-        "listen",
-        "group that owns the sockets and their directory; empty keeps the daemon's own",
-        default="",
+    socket_group: str = _text(
+        "group that owns the sockets and their directory; empty keeps the daemon's own", default=""
     )
-    allowed_uids: tuple[int, ...] = _option(
-        "uids",
-        "listen",
+    allowed_uids: tuple[int, ...] = _uids(
         "user ids that may connect; empty means the daemon's own user and root",
         default=(),
         reloadable=True,
     )
-    metrics_address: str = _option(
-        "text",
-        "listen",
+    metrics_address: str = _text(
         "where /metrics (Prometheus) and /healthz are served, HOST:PORT; empty for nowhere",
         default="",
         example="127.0.0.1:9464",
         default_note="empty",
     )
 
-    pool_bytes: int = _option(
-        "size",
-        "pool",
+    pool_bytes: int = _size(
         "host memory for stored activations; a 32nd part more is taken with it",
         default=4 * GIB,
         least=1 * MIB,
+        section="pool",
     )
-    pool_commit: str = _option(
-        "text",
-        "pool",
+    pool_commit: str = _text(
         "when the memory of pool and cache is taken and pinned: all of it at start, as suits a "
         "node's service, or as it is used, as far as the machine or container has it",
         default="start",
         choices=("start", "use"),
     )
-    cache_bytes: int = _option(
-        "size",
-        "pool",
+    cache_bytes: int = _size(
         "further host memory for the shared cache of named tensors; 0 for no cache",
         default=256 * MIB,
         least=0,
     )
 
-    spill_path: str = _option(
-        "text",
-        "pool",
+    spill_path: str = _text(
         "directory on a local disk for activations that the pool has no room for; empty for no "
         "tier on disk",
         default="",
         default_note="empty",
         example="/var/lib/stormd",
     )
-    spill_bytes: int = _option(
-        "size",
-        "pool",
+    spill_bytes: int = _size(
         "room there, all of it taken at start; the file has no name and is gone with the daemon",
         default=0,
         least=0,
         default_note="0",
         example=500 * GIB,
     )
-    spill_encrypt: str = _option(
-        "text",
-        "pool",
+    spill_encrypt: str = _text(
         "whether what is written there is encrypted, with a key that is in memory alone; needs the "
         "package cryptography: pip install 'stormd[spill]'",
         default="on",
         choices=("on", "off"),
     )
-    spill_threads: int = _option(
-        "count",
-        "pool",
-        "threads that write and read there",
-        default=4,
-        least=1,
-        most=64,
-    )
+    spill_threads: int = _count("threads that write and read there", default=4, least=1, most=64)
 
-    resumable: bool = _option(
-        "switch",
-        "pool",
+    resumable: bool = _switch(
         "have what is stored outlive the daemon: one that is killed, restarted or upgraded is "
         "followed by one with which trainers go on; systemd keeps the memory, elsewhere a process "
         "that starts the daemon again",
         default=False,
     )
-    message_bytes: int = _option(
-        "size",
-        "pool",
+    message_bytes: int = _size(
         "host memory for messages that wait, of all clients in both directions; where they are "
         "more, the user of whom most waits loses a session",
         default=64 * MIB,
         least=4 * MIB,
     )
 
-    device: str = _option(
-        "text",
-        "lanes",
+    device: str = _text(
         "lanes to offer: cpu, cuda (with cpu beside it), or auto for what the machine has",
         default="auto",
         choices=("auto", "cpu", "cuda"),
+        section="lanes",
     )
-    workers: str = _option(
-        "text",
-        "lanes",
+    workers: str = _text(
         "processes that serve devices beside the one that listens: auto for one a GPU where there "
         "are two or more, off for none, or a number, among which the GPUs are dealt; each has an "
         "equal part of the pool, near its GPU",
         default="auto",
     )
-    staging_bytes_cpu: int = _option(
-        "size",
-        "lanes",
+    staging_bytes_cpu: int = _size(
         "shared memory of a cpu session through which its tensors pass",
         default=64 * MIB,
         least=64 * KIB,
     )
-    all_staging_bytes_cpu: int = _option(
-        "size",
-        "lanes",
+    all_staging_bytes_cpu: int = _size(
         "shared memory of all cpu sessions together, beside the pool; 0 for half of what is "
         "available once the pool is there",
         default=0,
         least=0,
     )
-    staging_bytes_cuda: int = _option(
-        "size",
-        "lanes",
+    staging_bytes_cuda: int = _size(
         "device memory of a cuda session through which its tensors pass",
         default=1 * GIB,
         least=64 * KIB,
     )
-    part_bytes_cpu: int = _option(
-        "size",
-        "lanes",
+    part_bytes_cpu: int = _size(
         "largest chunk of a tensor on the cpu lane; at most half the staging",
         default=8 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
     )
-    part_bytes_cuda: int = _option(
-        "size",
-        "lanes",
+    part_bytes_cuda: int = _size(
         "largest chunk of a tensor on the cuda lane; at most half the staging; a "
         "session takes six times as much of the GPU's memory, four times under CUDA's MPS",
         default=96 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
     )
-    direct_bytes_cuda: int = _option(
-        "size",
-        "lanes",
+    direct_bytes_cuda: int = _size(
         "under CUDA's MPS, chunks of so many bytes and more are stored as they are, uncompressed, "
         "while a trainer's kernels leave the encoders no room and nothing else is on the link; "
         "those with codec raw always; 0 for none",
         default=16 * MIB,
         least=0,
     )
-    link_limit_bytes: int = _option(
-        "size",
-        "lanes",
+    link_limit_bytes: int = _size(
         "bytes a second that a device's copies to the pool and back take at the most, each way, as "
         "over a slower link; 0 for no limit",
         default=0,
         least=0,
+        reloadable=True,
         example=12 * GIB,
     )
-    encode_threads: int = _option(
-        "count",
-        "lanes",
+    encode_threads: int = _count(
         "threads of the cpu lane that encode and decode",
         default=_default_threads,
         least=1,
@@ -259,12 +218,10 @@ class Config:
         example=8,
     )
 
-    max_sessions: int = _option(
-        "count", "limits", "sessions at one time", default=64, least=1, most=65536, reloadable=True
+    max_sessions: int = _count(
+        "sessions at one time", default=64, least=1, most=65536, reloadable=True, section="limits"
     )
-    max_sessions_per_uid: int = _option(
-        "count",
-        "limits",
+    max_sessions_per_uid: int = _count(
         "sessions of one user at one time; 0 for half of max_sessions where allowed_uids names "
         "several users, else for all",
         default=0,
@@ -272,80 +229,51 @@ class Config:
         most=65536,
         reloadable=True,
     )
-    max_entries_per_session: int = _option(
-        "count",
-        "limits",
-        "stored chunks of one session at one time",
-        default=1 << 20,
-        least=1,
-        reloadable=True,
+    max_entries_per_session: int = _count(
+        "stored chunks of one session at one time", default=1 << 20, least=1, reloadable=True
     )
-    session_quota_bytes: int = _option(
-        "size",
-        "limits",
-        "pool bytes of one session; 0 sets no quota",
-        default=0,
-        least=0,
-        reloadable=True,
+    session_quota_bytes: int = _size(
+        "pool bytes of one session; 0 sets no quota", default=0, least=0, reloadable=True
     )
-    uid_quota_bytes: int = _option(
-        "size",
-        "limits",
+    uid_quota_bytes: int = _size(
         "pool bytes of all sessions of one user together; 0 sets no quota",
         default=0,
         least=0,
         reloadable=True,
     )
-    session_share_bytes: int = _option(
-        "size",
-        "limits",
+    session_share_bytes: int = _size(
         "pool bytes kept for each of max_sessions sessions, which no other can take; 0 keeps none",
         default=0,
         least=0,
         reloadable=True,
     )
-    lease_seconds: float = _option(
-        "seconds",
-        "limits",
-        "how long a session outlives its last message",
-        default=5.0,
-        least=0.1,
-        most=86400.0,
+    lease_seconds: float = _seconds(
+        "how long a session outlives its last message", default=5.0, least=0.1, most=86400.0
     )
-    resume_seconds: float = _option(
-        "seconds",
-        "limits",
+    resume_seconds: float = _seconds(
         "with resumable, how long trainers wait for the daemon that follows, and that for them",
         default=30.0,
         least=0.1,
         most=3600.0,
     )
-    shutdown_seconds: float = _option(
-        "seconds",
-        "limits",
+    shutdown_seconds: float = _seconds(
         "how long an ordered shutdown may take before what is left is dropped",
         default=10.0,
         least=0.1,
         most=3600.0,
         reloadable=True,
     )
-    exit_with_last_client: bool = _option(
-        "switch",
-        "limits",
-        "end once the last session has ended; for a daemon started by a client",
-        default=False,
+    exit_with_last_client: bool = _switch(
+        "end once the last session has ended; for a daemon started by a client", default=False
     )
 
-    log_format: str = _option(
-        "text",
-        "log",
+    log_format: str = _text(
         "text for people, json for one JSON object a line",
         default="text",
         choices=("text", "json"),
+        section="log",
     )
-    log_level: str = _option(
-        "text",
-        "log",
+    log_level: str = _text(
         "least level that is logged",
         default="info",
         choices=("debug", "info", "warning", "error"),
@@ -371,7 +299,6 @@ class Config:
         return self.cache_offset + self.cache_bytes + slack_of(self.cache_bytes)
 
     def __post_init__(self) -> None:
-        """Check every value, then what only holds between values."""
         for option in config_options():
             check_value(option, getattr(self, option.name))
         _check_address(self.address)
@@ -463,8 +390,12 @@ def _check_shares(config: Config) -> None:
             )
 
 
-def _described(item: Field[Any]) -> Option:
-    return Option(name=item.name, **cast("Mapping[str, Any]", item.metadata))
+def _described() -> Iterator[Option]:
+    section = ""
+    for item in fields(Config):
+        details: Mapping[str, Any] = item.metadata
+        section = details.get("section", section)
+        yield Option(name=item.name, **{**details, "section": section})
 
 
-_OPTIONS: Final = tuple(_described(item) for item in fields(Config))
+_OPTIONS: Final = tuple(_described())

@@ -91,7 +91,6 @@ class CommandUnusable(StormdError):
     """The user's: a command for `stormd run` that cannot be started."""
 
     def __init__(self, text: str, exit_status: int) -> None:
-        """Say `text`, and end with the status that a shell ends with."""
         super().__init__(text)
         self.exit_status = exit_status
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from stormd.cache.items import Cache, Item
+from stormd.cache.items import Cache
 from stormd.config import Config
 from stormd.errors import ConfigError, PoolUnavailable
 from stormd.ledger.ledger import Ledger
@@ -123,11 +123,9 @@ class Handover:
         now = time.monotonic()
         for session in self.state.sessions:
             ledger.leases.adopt(session, now)
-        for number, kept in enumerate(self.state.items, 1):
+        for item in self.state.items:
             assert cache is not None, "a layout with a cache makes one"
-            cache.adopt(
-                Item(kept.label, kept.owner, kept.parts, kept.expires, number, cell=kept.cell)
-            )
+            cache.adopt(item)
         log.info(
             "went on with what was held",
             extra={"sessions": len(self.state.sessions), "cached": len(self.state.items)},

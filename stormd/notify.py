@@ -14,7 +14,6 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from types import TracebackType
 from typing import Final, Self
 
 from stormd.errors import ConfigError
@@ -60,12 +59,7 @@ class Notifier:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import IO, Final, cast
 
@@ -23,15 +24,17 @@ import uvloop
 
 from stormd import open_files
 from stormd.config import Config
-from stormd.errors import StartStopped
+from stormd.endpoint import Endpoint
+from stormd.errors import ConfigError, StartStopped
 from stormd.handover import Handover
-from stormd.monitoring.log_queue import LogQueue
-from stormd.notify import Notifier, take_kept, watchdog_seconds
-from stormd.operation import StartReport, operated, reload_settings
+from stormd.monitoring.logs import LogQueue, set_level
+from stormd.monitoring.metrics import DaemonCollector, health_route, metrics_route
+from stormd.notify import Notifier, feed_watchdog, take_kept, watchdog_seconds
 from stormd.server import Server
+from stormd.sizes import format_size
 from stormd.supervise.processes import is_heeded
 
-__all__ = ["run_daemon"]
+__all__ = ["StartReport", "operated", "reload_settings", "run_daemon"]
 
 log: Final = logging.getLogger(__name__)
 
@@ -181,3 +184,88 @@ def _pinning_progress(notifier: Notifier, terminal: LogQueue | None) -> Iterator
     ) as bars:
         task = bars.add_task("pool", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+# --- what an operator's tools see ------------------------------------------------------------
+
+_REPORT_SECONDS: Final = 1.0
+"""Least time between two reports of how far the start has come."""
+
+_MORE_SECONDS: Final = 60.0
+"""How long the start may take from one report on before it counts as hung."""
+
+
+@contextlib.asynccontextmanager
+async def operated(
+    server: Server, notifier: Notifier, *, metrics_address: str, watchdog_seconds: float
+) -> AsyncIterator[Endpoint | None]:
+    """Show the open `server` to the operator's tools while the block runs.
+
+    Yields the endpoint, None where `metrics_address` is empty. `watchdog_seconds` is 0.0 where
+    no manager waits for signs of life.
+
+    Raises:
+        AddressInUse: the endpoint cannot listen; nothing was said to the manager.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        endpoint = None
+        if metrics_address:
+            endpoint = await _opened_endpoint(server, metrics_address)
+            stack.push_async_callback(endpoint.close)
+        if watchdog_seconds:
+            watchdog = asyncio.create_task(
+                feed_watchdog(notifier, watchdog_seconds, server.stuck), name="watchdog"
+            )
+            stack.push_async_callback(_cancelled, watchdog)
+        notifier.ready()
+        stack.callback(notifier.stopping)
+        yield endpoint
+
+
+class StartReport:
+    """Tells the manager how far pinning has come; called from the threads that pin."""
+
+    def __init__(self, notifier: Notifier, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._notifier = notifier
+        self._clock = clock
+        # Two threads that pass it at once send one report too many, which does no harm.
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report `done` of `total` bytes, at most once a second."""
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + _REPORT_SECONDS
+            text = f"pinning the pool, {format_size(done)} of {format_size(total)}"
+            self._notifier.starting(text, _MORE_SECONDS)
+
+
+def reload_settings(server: Server, notifier: Notifier, read: Callable[[], Config]) -> None:
+    """Have the server take the settings that `read` returns; a bad file changes nothing."""
+    notifier.reloading()
+    try:
+        config = read()
+        ignored = server.reload(config)
+    except ConfigError as error:
+        log.error("settings not reloaded", extra={"reason": str(error)})  # noqa: TRY400 - the operator's fault, and the reason says all
+    else:
+        set_level(config.log_level)
+        log.info("settings reloaded", extra={"need_restart": ignored})
+    notifier.ready()
+
+
+async def _opened_endpoint(server: Server, address: str) -> Endpoint:
+    stuck: Callable[[], Sequence[str]] = server.stuck
+    collector = DaemonCollector(status=server.status, counters=lambda: server.counters, stuck=stuck)
+    endpoint = Endpoint(
+        address, {"/metrics": metrics_route(collector), "/healthz": health_route(stuck)}
+    )
+    await endpoint.open()
+    log.info("metrics served", extra={"metrics_address": address, "port": endpoint.port})
+    return endpoint
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

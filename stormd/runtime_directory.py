@@ -223,7 +223,7 @@ def _locked(path: Path, address: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        advice = "remove it if no daemon of another user needs it, or choose another --address"
+        advice = "choose another --address, or remove the lock that an ended daemon has left"
         raise DirectoryUnsafe(
             f"the lock {path} cannot be opened: {remedy(error, advice)}"
         ) from error

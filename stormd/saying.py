@@ -7,13 +7,12 @@ still come to its end.
 from __future__ import annotations
 
 import io
-import os
-import signal
+import select
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Final, NoReturn
+import time
+from contextlib import suppress
+from os import write
+from typing import Final
 
 __all__ = ["say"]
 
@@ -31,26 +30,10 @@ def say(text: str, seconds: float = SAY_SECONDS) -> None:
     except io.UnsupportedOperation:  # something else stands in its place
         sys.stderr.write(line)
         return
-    data = line.encode(errors="backslashreplace")
-    with suppress(OSError), _alarm(seconds):  # nobody reads any more, or not in time
+    data, deadline = line.encode(errors="backslashreplace"), time.monotonic() + seconds
+    with suppress(OSError):  # nobody reads any more
         while data:
-            data = data[os.write(descriptor, data) :]
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after so long; in others nothing can be done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, _give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _give_up(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - what a handler is given
-    raise TimeoutError
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([], [descriptor], [], left)[1]:
+                return
+            data = data[write(descriptor, data[: select.PIPE_BUF]) :]  # which a pipe has room for

@@ -26,17 +26,17 @@ from stormd.ending import DETACH_SECONDS, Ending
 from stormd.gateway import ATTACHED, Gateway, Terms
 from stormd.handover import Handover
 from stormd.lanes import Lane
-from stormd.lanes.none import NoLane
-from stormd.lanes.opening import open_lanes
+from stormd.lanes.opening import check_device, open_lanes
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.records import JournalRecords, NoRecords, Totals
+from stormd.ledger.records import JournalRecords, Records, Totals
 from stormd.memory.arena import Space
 from stormd.memory.growth import FIRST_BYTES, PoolGrowth
 from stormd.memory.host_pool import HostPool
+from stormd.memory.shared_rows import PoolBudget
 from stormd.monitoring.counters import Counters
-from stormd.monitoring.gpu_gauge import GpuGauge
 from stormd.monitoring.health import stuck_workers
+from stormd.monitoring.nvml import GpuGauge
 from stormd.protocol import NO_LANE, parse_address, worker_lifeline_path
 from stormd.provision import (
     adopted_spaces,
@@ -47,15 +47,13 @@ from stormd.provision import (
 )
 from stormd.settings import reloaded
 from stormd.spill.opening import OpenTier, open_tier
-from stormd.state import state
+from stormd.state import merged_status, state
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.mailbox import Mailbox
 from stormd.transport.zmtp import framed
 from stormd.workers.fleet import Fleet
-from stormd.workers.merged import merged_status
 from stormd.workers.plan import WorkerPlace, front_config, plan_workers
-from stormd.workers.shared import PoolBudget
 
 __all__ = ["Server"]
 
@@ -126,6 +124,7 @@ class Server:
         try:
             self._take_over()
             self._take_address()
+            await asyncio.to_thread(check_device, self._config)
             await self._start_workers()
             await self._make_pool()
             await self._open_lanes()
@@ -197,6 +196,8 @@ class Server:
         self._asked, self._config = fresh, own
         self._ledger.limit(limits_of(own))
         self._gateway.allow(allowed_uids(own))
+        for lane in self._lanes.values():
+            lane.limit_link(own.link_limit_bytes)
         return ignored
 
     def take_session(self, line: socket.socket, session: int, frame: bytes, unread: bytes) -> bool:
@@ -236,7 +237,7 @@ class Server:
                 await self._ending.end_unresumable(self._config.shutdown_seconds)
                 self._leave()
             else:
-                self._lifelines.stop_listening()
+                self._lifelines.listener.close()
                 await self._ending.end_all(self._config.shutdown_seconds)
                 self._mailbox.close()
                 if self._handover is not None:
@@ -303,9 +304,7 @@ class Server:
 
     async def _start_workers(self) -> None:
         """Where worker processes are to serve the devices, start them, and be their front."""
-        if self._worker is not None:
-            return
-        plans = await asyncio.to_thread(plan_workers, self._config)
+        plans = [] if self._worker else await asyncio.to_thread(plan_workers, self._config)
         if not plans:
             return
         self._fleet = Fleet(
@@ -356,8 +355,7 @@ class Server:
         if handover is not None:
             self._records = handover.records()
         if config.cache_bytes:
-            records = NoRecords() if self._records is None else self._records
-            self._cache = Cache(spaces[1], self._counters.cache, records)
+            self._cache = Cache(spaces[1], self._counters.cache, self._records or Records())
 
     async def _open_lanes(self) -> None:
         self._cleanup.callback(self._mailbox.close)
@@ -425,7 +423,7 @@ class Server:
         return Gateway(
             ledger=self._ledger,
             counters=self._counters,
-            lanes={**self._lanes, NO_LANE: NoLane(self._mailbox.post)},
+            lanes={**self._lanes, NO_LANE: Lane(self._mailbox.post)},
             control=self._control,
             terms=Terms(
                 allowed_uids=allowed_uids(config),
@@ -446,7 +444,6 @@ class Server:
     # --- parts of serving and closing -------------------------------------------------------
 
     def _note_totals(self) -> None:
-        """Write down what has been stored by now, for whoever follows."""
         if self._handover is not None:
             self._handover.note_totals(self.counters.throughput()["store"])
 

@@ -31,13 +31,13 @@ from stormd.config import Config
 from stormd.errors import StartStopped, StormdError
 from stormd.memory.growth import FIRST_BYTES
 from stormd.memory.numa import near_gpus, prefer_node
+from stormd.memory.shared_rows import PoolBudget, Rows, UserTotals
 from stormd.monitoring.logs import logging_process, set_level
 from stormd.output import EXIT_FAILED, EXIT_OK
 from stormd.server import Server
 from stormd.supervise.processes import die_with_parent
 from stormd.workers.line import Line, receive_first
 from stormd.workers.plan import WorkerPlace, config_of, is_lent
-from stormd.workers.shared import PoolBudget, Rows, UserTotals
 
 __all__ = ["main"]
 

@@ -54,7 +54,7 @@ with suppress(ImportError):  # frameworks and torch.compile have bars, which a t
 
 OPEN_FILES = "/proc/self/fd"
 SHARED_MEMORY = "/dev/shm"
-LEAVING_SECONDS = 10.0
+LEAVING_SECONDS = 60.0
 
 KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 """Descriptors that only our code opens; files are left out, which imports and logs open."""

@@ -6,12 +6,12 @@ ratio is the same on every machine. The speeds are this machine's, one thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
+from storm_bench.ways import seconds_of
 from stormd.errors import ChildFailed
 from stormd.output import write_line
 
@@ -111,9 +111,4 @@ def _measure(kind: str, tensor: Tensor, speed: str, rounds: int) -> Figures:
 
 def _best(rounds: int, work: Callable[[], object]) -> float:
     """Return the least seconds that the work took."""
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(seconds_of(work, "cpu") for _ in range(rounds))

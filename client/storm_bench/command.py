@@ -17,6 +17,7 @@ from typing import Any, Final
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.codec import measure_codec, print_captured, print_codec
 from storm_bench.gemm import add_gemm_arguments, measure_gemm, print_gemm
+from storm_bench.interrupts import noted_interrupts
 from storm_bench.scan import add_scan_arguments, measure_scan, print_scan
 from storm_bench.ternary import (
     add_ternary_arguments,
@@ -88,9 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and print its figures."""
+    """Run the benchmark and print its figures. SIGTERM too ends what it has started."""
     measure, show = _BENCHMARKS[args.benchmark]
-    figures = measure(args)
+    with noted_interrupts():
+        figures = measure(args)
     if args.json:
         write_json({"benchmark": args.benchmark, "machine": describe(), "figures": figures})
     else:

@@ -15,12 +15,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
+from storm_bench.devices import device_here
+from storm_bench.ways import Way, cells, seconds_of, skipped
 from stormd.commands.arguments import positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions
@@ -39,9 +40,6 @@ _NCU_SECONDS: Final = 240.0
 _PLAIN: Final = "cuBLAS"
 _APART: Final = "cuBLAS, encoded apart"
 _STORM: Final = "storm"
-
-_Way: TypeAlias = "Callable[[], object] | str"
-"""What is timed, or why it cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +102,7 @@ def measure_gemm(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from storm_kernels import gemm
 
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here() if args.device == "auto" else args.device
     cases = CASES[device]
     found: dict[str, Any] = {}
     for name in args.cases or cases:
@@ -148,7 +144,7 @@ class _Bench:
             found["dram_bytes"] = {way: _dram_bytes(self._name, way) for way in (_APART, _STORM)}
         return found
 
-    def _table(self, ways: dict[str, _Way]) -> dict[str, dict[str, Any]]:
+    def _table(self, ways: dict[str, Way]) -> dict[str, dict[str, Any]]:
         """Time all ways in turns; the first is what the others are compared with."""
         rows: dict[str, dict[str, Any]] = {}
         times: dict[str, list[float]] = {}
@@ -160,36 +156,19 @@ class _Bench:
                 for _ in range(3):
                     way()
             except Exception as error:  # noqa: BLE001 (others' code: any of its failures is a reason)
-                rows[name] = {"skipped": f"{type(error).__name__}: {str(error)[:200]}"}
+                rows[name] = skipped(error)
                 continue
             rows[name], times[name] = {}, []
         for _ in range(self._args.rounds):
             for name, seconds in times.items():
                 way = ways[name]
                 assert not isinstance(way, str)
-                seconds.append(self._seconds(way))
+                seconds.append(seconds_of(way, self._device, _CALLS))
         first = statistics.median(next(iter(times.values()))) if times else 0.0
         for name, seconds in times.items():
             median = statistics.median(seconds)
             rows[name] = {"seconds": median, "of_first": median / first}
         return rows
-
-    def _seconds(self, way: Callable[[], object]) -> float:
-        if self._device == "cpu":
-            started = time.perf_counter()
-            for _ in range(_CALLS):
-                way()
-            return (time.perf_counter() - started) / _CALLS
-        import torch
-
-        event: Any = torch.cuda.Event
-        begin, end = (event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(_CALLS):
-            way()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / _CALLS
 
 
 class _Ways:
@@ -222,11 +201,11 @@ class _Ways:
             if not error < 1e-2:
                 raise ChildFailed(f"storm's product is wrong by {error:.1e}: report this as a bug")
 
-    def product(self, *, tilings: bool) -> dict[str, _Way]:
+    def product(self, *, tilings: bool) -> dict[str, Way]:
         """Return one product, not encoded and encoded."""
         from storm_kernels.gemm import hopper
 
-        ways: dict[str, _Way] = {_PLAIN: partial(self._linear, self.gate)}
+        ways: dict[str, Way] = {_PLAIN: partial(self._linear, self.gate)}
         if why := self._why_not():
             return ways | {_STORM: why}
         (window,) = hopper.windows(self.x, (self.gate,))
@@ -237,11 +216,11 @@ class _Ways:
             ways[_tiled(tiling)] = partial(hopper.product, self.x, self.gate, tiling=tiling)
         return ways
 
-    def forward(self, *, compiled: bool, tilings: bool) -> dict[str, _Way]:
+    def forward(self, *, compiled: bool, tilings: bool) -> dict[str, Way]:
         """Return both products and what joins them; all but the last leave gate and up encoded."""
         from storm_kernels.gemm import hopper
 
-        ways: dict[str, _Way] = {_APART: self._encoded_apart(), _PLAIN: self._plain}
+        ways: dict[str, Way] = {_APART: self._encoded_apart(), _PLAIN: self._plain}
         if compiled:
             ways["compiled, max-autotune"] = self._compiled()
         if why := self._why_not():
@@ -256,12 +235,12 @@ class _Ways:
             ways[_tiled(tiling)] = partial(gated, coded=(first, second), tiling=tiling)
         return ways
 
-    def backward(self) -> dict[str, _Way]:
+    def backward(self) -> dict[str, Way]:
         """Return the gradients of gate and up, and h once more, from what the forward left."""
         from storm_kernels.gemm import hopper
 
         gate, up = self._linear(self.gate), self._linear(self.up)
-        ways: dict[str, _Way] = {_PLAIN: partial(self._gradients, gate, up)}
+        ways: dict[str, Way] = {_PLAIN: partial(self._gradients, gate, up)}
         if why := self._why_not():
             return ways | {_STORM: why}
         first, second = hopper.windows(self.x, (self.gate, self.up))
@@ -271,7 +250,7 @@ class _Ways:
         ways[_STORM] = partial(hopper.backward, self.grad, codes.blobs, bases, "silu")
         return ways
 
-    def layer(self) -> dict[str, _Way]:
+    def layer(self) -> dict[str, Way]:
         """Return the whole MLP, forward and backward: PyTorch's operations, and GatedMLP."""
         import torch
         from storm_kernels.nn import GatedMLP
@@ -286,7 +265,7 @@ class _Ways:
         def step(forward: Callable[[Tensor], Tensor]) -> object:
             return torch.autograd.grad(forward(x), sources, y)
 
-        ways: dict[str, _Way] = {_PLAIN: partial(step, mlp._separately)}
+        ways: dict[str, Way] = {_PLAIN: partial(step, mlp._separately)}
         return ways | {_STORM: self._why_not() or partial(step, mlp)}
 
     def ratio(self) -> float:
@@ -295,10 +274,6 @@ class _Ways:
 
         _, gate, up = gemm.gated_mlp(self.x, self.gate, self.up)
         return (gate.raw_nbytes + up.raw_nbytes) / (gate.nbytes + up.nbytes)
-
-    def way(self, name: str) -> _Way:
-        """Return a way of the forward pass."""
-        return self.forward(compiled=False, tilings=False)[name]
 
     def _why_not(self) -> str:
         """Return why the kernel cannot run on these tensors, or nothing."""
@@ -337,7 +312,7 @@ class _Ways:
         of_gate = torch.ops.aten.silu_backward(self.grad * up, gate)
         return of_gate, self.grad * activated, activated * up
 
-    def _encoded_apart(self) -> _Way:
+    def _encoded_apart(self) -> Way:
         """Return what makes gate and up, joins them, and encodes each in a pass of its own."""
         from torch.nn import functional
 
@@ -433,7 +408,7 @@ def _once(case: str, way: str) -> None:
     """Run a way for the profiler."""
     import torch
 
-    run = _Ways(CASES["cuda"][case], "cuda").way(way)
+    run = _Ways(CASES["cuda"][case], "cuda").forward(compiled=False, tilings=False)[way]
     assert not isinstance(run, str), run
     for _ in range(2):
         run()
@@ -459,19 +434,13 @@ def print_gemm(figures: dict[str, Any]) -> None:
         for table in ("product", "forward", "backward", "layer"):
             write_line(f"  {table}")
             for way, row in case[table].items():
-                write_line(f"    {way:36}{_cells(row)}")
+                write_line(f"    {way:36}{cells(row, 'of_first')}")
         counted = case["counted_bytes"]
         write_line(
             f"  bytes by count: {counted[_STORM] / 1e6:.0f} MB of {counted[_APART] / 1e6:.0f} MB"
         )
         for way, moved in case.get("dram_bytes", {}).items():
             write_line(f"  bytes of the device's memory, {way}: {moved}")
-
-
-def _cells(row: dict[str, Any]) -> str:
-    if "skipped" in row:
-        return f"left out: {row['skipped']}"
-    return f"{row['seconds'] * 1e6:>12.1f} {row['of_first']:>8.3f}x"
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from storm_bench.devices import device_here
 from storm_bench.pictures import draw_scan
+from storm_bench.ways import Way, cells, seconds_of, skipped
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions
@@ -96,9 +97,7 @@ def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     check_picture(args.image)
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here() if args.device == "auto" else args.device
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a CPU's scans are compared on one core
     try:
@@ -230,7 +229,7 @@ class _Bench:
     def _table(
         self,
         copy: float,
-        ways: dict[str, Callable[[], Tensor] | str],
+        ways: dict[str, Way],
         expected: Tensor,
     ) -> dict[str, Any]:
         rows: dict[str, Any] = {"copy_seconds": copy}
@@ -244,7 +243,7 @@ class _Bench:
             except ChildFailed:
                 raise
             except Exception as error:  # noqa: BLE001 (others' code: any of its failures is a reason)
-                rows[name] = {"skipped": f"{type(error).__name__}: {str(error)[:200]}"}
+                rows[name] = skipped(error)
                 continue
             rows[name] = {"seconds": seconds, "of_copy": seconds / copy}
         return rows
@@ -258,31 +257,18 @@ class _Bench:
     def _seconds(self, work: Callable[[], object]) -> float:
         for _ in range(3):
             work()
+        return statistics.median(self._rounds_of(work))
+
+    def _rounds_of(self, work: Callable[[], object]) -> Iterator[float]:
+        import torch
+
+        flushed = None
         if self._device == "cuda":
-            return statistics.median(_cuda_seconds(work, self._rounds))
-        return statistics.median(_cpu_seconds(work, self._rounds))
-
-
-def _cuda_seconds(work: Callable[[], object], rounds: int) -> Iterator[float]:
-    import torch
-
-    event: Any = torch.cuda.Event
-    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    for _ in range(rounds):
-        begin, end = (event(enable_timing=True) for _ in range(2))
-        flushed.zero_()
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        yield begin.elapsed_time(end) / 1e3
-
-
-def _cpu_seconds(work: Callable[[], object], rounds: int) -> Iterator[float]:
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        yield time.perf_counter() - started
+            flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+        for _ in range(self._rounds):
+            if flushed is not None:
+                flushed.zero_()
+            yield seconds_of(work, self._device)
 
 
 def _training_step(layer: Any, optimizer: Any, x: Tensor) -> None:
@@ -403,7 +389,7 @@ def print_scan(figures: dict[str, Any]) -> None:
             write_line(f"{name} {title}({shape}){copy}")
             for way, row in rows.items():
                 if isinstance(row, dict):
-                    write_line(f"  {way:28}{_cells(row)}")
+                    write_line(f"  {way:28}{cells(row, 'of_copy')}")
     write_line("largest error at 2**20 values of N(0, 100):")
     for name, error in figures["accuracy"].items():
         write_line(f"  {name:28}{error:.4g}")
@@ -413,14 +399,3 @@ def _tables(case: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     if "forward" in case:
         return [("forward ", case["forward"]), ("backward ", case["backward"])]
     return [("", case)]
-
-
-def _cells(row: dict[str, Any]) -> str:
-    if "skipped" in row:
-        return f"left out: {row['skipped']}"
-    cells = f"{row['seconds'] * 1e6:>12.1f}"
-    if "of_copy" in row:
-        cells += f" {row['of_copy']:>8.2f}x"
-    if row.get("peak_bytes"):
-        cells += f" {row['peak_bytes'] / (1 << 30):>8.3f} GiB"
-    return cells

@@ -8,7 +8,6 @@ a caller waits for.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.pictures import draw_ternary
+from storm_bench.ways import seconds_of
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.output import write_line
 
@@ -210,15 +210,9 @@ def _timed(peers: _Peers, rounds: int) -> dict[str, dict[str, float]]:
         cold[name], warm[name] = [], []
     for _ in range(rounds):
         for name, times in cold.items():
-            times.append(_seconds(peers[name]))
-            warm[name] += [_seconds(peers[name]) for _ in range(_WARM_CALLS)]
+            times.append(seconds_of(peers[name], "cpu"))
+            warm[name] += [seconds_of(peers[name], "cpu") for _ in range(_WARM_CALLS)]
     return {
         name: {"median": median(warm[name]), "best": min(warm[name]), "cold": median(times)}
         for name, times in cold.items()
     }
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin

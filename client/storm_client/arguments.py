@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 
-from storm_client.eager.controller import PlanOptions
+from storm_client.eager.plan_maker import PlanOptions
 from storm_client.errors import UsageError
 from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
 from stormd.protocol.sizes import parse_size
@@ -127,7 +127,8 @@ def plan_options(
         raise UsageError(f"verify is {verify!r}; choose {' or '.join(_VERIFY)}")
     if isinstance(replay, bool):
         return PlanOptions(parsed, verify == "always", replay)
-    functions = list(replay) if isinstance(replay, Iterable) else [replay]
+    several = isinstance(replay, Iterable) and not isinstance(replay, str)
+    functions: list[Any] = list(replay) if several else [replay]
     for function in functions:
         if not callable(function):
             raise UsageError(

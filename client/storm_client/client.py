@@ -149,19 +149,19 @@ def connect(
     """Connect to a daemon.
 
     Without `address`, it is the one named by STORMD_ADDRESS, else the system's, else the user's.
-    `embedded` says whether a private daemon is started: "auto" when none answers, "never", or
-    "always". With "auto" all clients of the process share one, unless they ask for pools of other
-    sizes. `pool_bytes` is how large its pool may grow, in bytes or as "8GiB"; without it, what
-    STORMD_POOL_BYTES says, or 4 GiB, less where the machine or container has less. It takes memory
-    as it is used. An address that was named, here or in the environment, is never replaced by
-    another daemon. `timeout` is in seconds.
+    `embedded` says whether a private daemon is started: "auto" if none answers, "never", or
+    "always", whatever STORMD_ADDRESS names. With "auto" all clients of the process share one,
+    unless they ask for pools of other sizes. `pool_bytes` is how large its pool may grow, in bytes
+    or as "8GiB"; without it, what STORMD_POOL_BYTES says, or 4 GiB, or less if the machine or
+    container has less. It takes memory as it is used. With "auto" and "never" an address that was
+    named, here or in the environment, is never replaced by another daemon. `timeout` is in seconds.
 
     `on_daemon_loss` is for what is saved after the daemon was lost; what it held raises in any
     case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
     until a daemon answers at the same address again.
 
     Raises:
-        UsageError: a malformed address or a value out of range.
+        UsageError: a malformed address, a value out of range, or an address and "always".
         DaemonUnavailable: no daemon answers, or none may be started.
         ProtocolMismatch: the daemon speaks another version.
     """

@@ -70,6 +70,11 @@ def connected(
     if named is not None:
         socket_path(named)
     if embedded == "always":
+        if address is not None:
+            raise UsageError(
+                f"address is {address!r} and embedded is 'always', which starts a daemon at an "
+                "address of its own: pass one of both"
+            )
         return _connect_embedded(EmbeddedDaemon(pool), timeout, keeps)
     found = named or _running()
     if found is not None:

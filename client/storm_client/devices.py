@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["devices_in_use", "is_capturing", "with_number"]
+from storm_client.errors import UsageError
+
+__all__ = ["devices_in_use", "is_capturing", "usable", "with_number"]
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -33,3 +35,15 @@ def with_number(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """Return the device, with its number where it is one of several.
+
+    Raises:
+        UsageError: torch knows no such device, or cannot use it here.
+    """
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(f"device is {device!r}, which cannot be used: {error}") from error

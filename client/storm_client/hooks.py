@@ -1,79 +1,57 @@
 """The saved-tensor hooks of one step: what autograd calls when it saves a tensor and wants it back.
 
-Unpack returns what PyTorch's own saved tensor would be at that moment, in bits, shape, strides and
-dtype, or raises. A tensor that is not offloaded stays, and gets the version check that PyTorch
-leaves out for hooked tensors.
+What becomes of a tensor when it is saved is decided here; how it comes back is `unpacking`'s
+business. A tensor that is not offloaded stays.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from contextlib import suppress
-from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from storm_client import native
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.devices import is_capturing
-from storm_client.eager.bits import checksum, compare, same_bits
+from storm_client.eager.bits import checksum
 from storm_client.eager.controller import Planning
 from storm_client.eager.following import NativePath
 from storm_client.eager.launches import watch_launches
-from storm_client.eager.recompute import OtherNumbers, Replayed, Result, Trial
+from storm_client.eager.recompute import Replayed, Result
 from storm_client.eager.recorder import Mark
-from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
+from storm_client.eager.values import SaveHooks
+from storm_client.errors import DaemonLost, lost_in_forward
 from storm_client.hook_stack import Watcher, untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
 from storm_client.monitoring.native_counts import NativeCounts
-from storm_client.monitoring.shared_counts import SharedRecorder
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from storm_client.policy import Policy
-from storm_client.saved.ranges import Handle, RangePhase, StoredRange, Use
+from storm_client.results import Results
+from storm_client.saved.distributed import Distributed, local_of, part_of
+from storm_client.saved.ranges import Handle, StoredRange
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View
-from storm_client.transport.confirmation import acts_on_gradients_early
 from storm_client.transport.kept_memory import note
-from storm_client.transport.session import LOOK_BACK
+from storm_client.unpacking import Packed, Tried, Unpacking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.overrides import TorchFunctionMode
 
-    from storm_client.eager.signature import Kind, RecordedValue
+    from storm_client.eager.events import RecordedValue
+    from storm_client.eager.signature import StepSignature
     from storm_client.native import _follow
     from storm_client.transport.session import Session
     from storm_client.transport.sessions import Sessions
 
 __all__ = ["StepHooks"]
-
-
-class Tried(NamedTuple):
-    """What autograd holds for a tensor that compiled code recomputes and that is handed over, too.
-
-    So it is at a size at which the two were not compared yet.
-    """
-
-    trial: Trial
-    recomputed: _follow.Recomputed
-    recompute: Callable[[_follow.Recomputed], torch.Tensor | None]
-
-    @property
-    def version(self) -> SavedVersion:
-        """That of the tensor."""
-        packed: Handle = self.trial.packed
-        return packed.version
-
-
-Packed = Handle | KeptTensor | Replayed | Tried
 
 
 class StepHooks:
@@ -98,44 +76,41 @@ class StepHooks:
         """Whether losses are computed in tiles while these hooks are the innermost."""
         self._compiled = compiled
         """Counts what graphs save, in the first steps."""
-        self._traces = traces
         self._layers = layers
         self._sessions = sessions
         self._keeps = keeps
+        self._unpacking = Unpacking(policy, recorder, keeps=keeps)
         self._policy = policy
         self._codec = codec
         self._recorder = recorder
         self._step = Step(history)
-        self._results: list[weakref.ref[StoredRange]] = []
-        """Records of results, which leave at the end at the latest."""
         path, follow = self._native_path(), native.module()
-        policy.least = planning.least(policy.min_bytes)
+        self._least = planning.least(policy.min_bytes)
+        """Bytes that a tensor has to have not to stay."""
         self._planned = planning.begin(
-            policy.least,
-            pack=self._pack_input,
-            unpack=self._bring,
-            publish=self._publish_ready,
-            is_ready=self._leave_when_ready,
+            self._least,
+            SaveHooks(
+                self._pack_input,
+                self._unpacking.bring,
+                self._publish_ready,
+                self._leave_when_ready,
+            ),
             native=path,
             follow=follow,
         )
-        self._replaying = threading.RLock()  # protects all results of the step, and what follows
+        self._results = Results(
+            self._planned, self._step, policy, recorder, least=self._least, codec=codec, keeps=keeps
+        )
         self._session: Session | None = None
         """That of the first tensor, which the daemon is told of the plan by."""
-        self._turn: tuple[Kind, Mark] | None = None
-        """The kind that the forward pass has followed, and when it had handed over all; None once
-        the backward pass has asked for something."""
-        self._brought = 0.0
-        """Seconds spent on bringing inputs of replays, which count as waiting."""
         self._follower = self._find_follower(path)
         """Compiled code that follows the step, until the block has ended."""
         self._launches = self._planned.launches
         """What tells of the kernels that the block launches, until it has ended."""
         if self._follower is not None and self._planned.has_launches:
             self._launches = watch_launches(follow, self._follower)
-        self._leaves_together = False
-        """Whether compiled code knows how much of what is small leaves together."""
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
+        self._unpacking.begin(self._planned, self._trace)
 
     @property
     def mode(self) -> TorchFunctionMode | None:
@@ -150,7 +125,7 @@ class StepHooks:
         return [one for one in (calls, launches) if one is not None]
 
     def _native_path(self) -> NativePath | None:
-        """Return compiled code, if it may follow the step as far as its kind allows."""
+        """Return compiled code, if it may follow the step as far as its signature allows."""
         if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
             return None
         follow = native.module()
@@ -173,21 +148,21 @@ class StepHooks:
             self._pack_beside,
             self._pack_expected,
             self._pack_tried,
-            self.unpack,
-            self._leave_together,
-            self._leave_copied,
-            self._load_bytes,
+            self._unpacking.unpack,
+            self._results.leave_together,
+            self._results.leave_unshared,
+            self._unpacking.load_bytes,
             self._planned.pack_input,
-            self._bring,
+            self._unpacking.bring,
             self._planned.note_made,
-            self._note_asked,
+            self._unpacking.note_asked,
         )
         return follow.Follower(  # type: ignore[no-any-return]
             script,
             counts.tallies,
             self._policy.owned(follow),
             hooks,
-            self._policy.least,
+            self._least,
             counts.row("", "skipped", "small"),
             counts.row("", "skipped", "parameter"),
         )
@@ -207,15 +182,11 @@ class StepHooks:
         self._end_launches()
         self._tell()
         followed = self._end_plan()
-        results = [record for reference in self._results if (record := reference()) is not None]
-        self._results.clear()
         try:
             self._sessions.send_unshared()
-            for record in results:
-                if record.phase is RangePhase.IN_USE:
-                    record.session.send(record)
+            self._results.send()
             if followed is not None:
-                self._turn = followed, Mark(followed.clock)
+                self._unpacking.turn = followed, Mark(followed.clock)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
@@ -225,8 +196,8 @@ class StepHooks:
         if launches is not None:
             launches.end()
 
-    def _end_plan(self) -> Kind | None:
-        """Learn from the step; return the kind whose plan it has followed to its end."""
+    def _end_plan(self) -> StepSignature | None:
+        """Learn from the step; return the signature whose plan it has followed to its end."""
         follower, self._follower = self._follower, None
         if follower is not None:
             try:
@@ -263,7 +234,7 @@ class StepHooks:
         """What returns for a tensor what autograd is to hold instead, and the tensor for that."""
         if self._follower is not None:
             return self._follower.pack, self._follower.unpack
-        return self._pack, self.unpack
+        return self._pack, self._unpacking.unpack
 
     @untraced
     def _pack_beside(self, tensor: torch.Tensor, position: int) -> Packed:
@@ -271,6 +242,8 @@ class StepHooks:
         follower = self._follower
         if follower is None or not follower.walks:
             return self._pack(tensor)
+        if (local := local_of(tensor)) is not None:
+            return Distributed(tensor, follower.pack(local), follower.unpack)
         if position < 0:  # something else has happened
             self._planned.stand_at(-1 - position)
             self._planned.leave()
@@ -291,7 +264,7 @@ class StepHooks:
         """Offload a result that is what the event at a position expects, as compiled code found."""
         layer = self._planned.layer_of(position)
         try:
-            decision = self._policy.decide(tensor)
+            decision = self._policy.decide(tensor, self._least)
             if tensor.is_cuda and is_capturing(tensor.device):
                 decision = Keep("capture")
             if isinstance(decision, Keep):
@@ -301,8 +274,8 @@ class StepHooks:
                 return self._skip(tensor, "device", layer)
             if self._session is None:
                 self._session = session
-            if self._follower is not None and not self._leaves_together:
-                self._leaves_together = True
+            if self._follower is not None and self._results.session is None:
+                self._results.session = session
                 self._follower.together(tensor, session.together_bytes, session.has_in_place)
             return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
@@ -323,95 +296,12 @@ class StepHooks:
         return Tried(trial._replace(packed=packed), recomputed, follower.recompute)
 
     @untraced
-    def _leave_together(self, kept: list[_follow.Kept]) -> None:
-        """Have results leave that compiled code has kept for now; what an error leaves stays."""
-        session = self._session
-        assert session is not None, "what is kept for now is of its device"
-        try:
-            with session.connection.lock:
-                for one in kept:
-                    self._leave(one, session)
-            session.send_unshared(latest=len(kept) + LOOK_BACK)
-        except DaemonLost as loss:
-            if not self._keeps:
-                raise lost_in_forward(loss) from loss
-            for _, _, nbytes, *_ in filter(None, (one.describe() for one in kept)):
-                self._recorder.saved(nbytes, 0.0)
-                self._recorder.kept(nbytes, "daemon_lost")
-
-    @untraced
-    def _leave_copied(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, members: list[_follow.Member]
-    ) -> Use | None:
-        """Have results leave as copies in one storage; None where they are to be kept.
-
-        Nobody else holds them or the copies, so that nobody can write to either.
-        """
-        session, began = self._session, perf_counter()
-        assert session is not None, "what is kept for now is of its device"
-        recorders = SharedRecorder()
-        for position, nbytes, own in members:
-            layer = self._planned.layer_of(position)
-            recorders.add(self._recorder.of_layer(layer), nbytes, own)
-        try:
-            session.send_unshared(latest=LOOK_BACK)
-            record = session.hold_result(
-                storage,
-                dtype,
-                self._codec,
-                recorders,
-                soon=session.has_in_place and self._step.needed_at_once(storage.nbytes()),
-                proof=None,
-            )
-            session.send(record)
-        except DaemonLost as loss:
-            if not self._keeps:
-                raise lost_in_forward(loss) from loss
-            for _, nbytes, _ in members:
-                self._recorder.saved(nbytes, 0.0)
-                self._recorder.kept(nbytes, "daemon_lost")
-            return None
-        use = self._step.use(record)
-        session.saved.add_use(use)
-        recorders.saved(perf_counter() - began)
-        return use
-
-    def _leave(self, kept: _follow.Kept, session: Session) -> None:
-        """Have a result leave, unless it was moved already."""
-        found = kept.describe()
-        if found is None:
-            return
-        storage, dtype, nbytes, position, version, base, tensor = found
-        recorder = self._recorder.of_layer(self._planned.layer_of(position))
-        record = session.find(storage, tensor)
-        if record is not None:
-            recorder.deduplicated(nbytes)
-        else:
-            began, size = perf_counter(), storage.nbytes()
-            decision = self._policy.decide_storage(storage)
-            if isinstance(decision, Keep):
-                recorder.skipped(nbytes, decision.reason)
-                return
-            record = session.hold_result(
-                storage,
-                dtype,
-                self._codec,
-                recorder,
-                soon=session.has_in_place and self._step.needed_at_once(size),
-                proof=None if base is None else SnapshotProof.of_base(base, version),
-            )
-            if record.proof is not None:
-                self._results.append(weakref.ref(record))
-            recorder.saved(nbytes, perf_counter() - began)
-        use = self._step.use(record)
-        session.saved.add_use(use)
-        kept.leave(use)
-
-    @untraced
     def _pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
         if HANDLED.depth:
             return self._skip(tensor, "compiled")
+        if (local := local_of(tensor)) is not None:
+            return Distributed(tensor, self._pack(local), self._unpacking.unpack)
         recording = self._planned.recording
         if recording is not None and self._session is not None and self._policy.layers is None:
             expected = recording.staying(tensor)
@@ -430,7 +320,7 @@ class StepHooks:
         Raises:
             DaemonLost: the daemon is gone, and was meant to have it.
         """
-        decision = self._policy.decide(tensor)
+        decision = self._policy.decide(tensor, self._least)
         if self._compiled is not None and not _is_no_activation(decision):
             self._compiled.saves(_nbytes(tensor))
         if tensor.is_cuda and is_capturing(tensor.device):
@@ -452,99 +342,6 @@ class StepHooks:
         if isinstance(decision, Replay) and result is not None:
             return self._give_up(tensor, storage, value, result, session)
         return self._offload(tensor, storage, session, value.layer)
-
-    @untraced
-    def unpack(self, packed: Packed) -> torch.Tensor:
-        """Return the tensor that was packed.
-
-        Raises:
-            RuntimeError: it was changed in place since.
-            CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
-        """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # PyTorch will set the version of what is returned
-                return self.unpack(packed)
-        if isinstance(packed, Handle):
-            return self._load(packed)
-        replaced = self._asked(packed if isinstance(packed, KeptTensor) else packed.version)
-        if replaced is not None:
-            return replaced
-        if isinstance(packed, Replayed):
-            return self._replay(packed)
-        if isinstance(packed, Tried):
-            return self._try(packed.trial, lambda: packed.recompute(packed.recomputed))
-        self._traces.used(self._trace)
-        self._trace.used(id(packed))
-        return self._kept(packed)
-
-    def _kept(self, kept: KeptTensor) -> torch.Tensor:
-        """Return a tensor that was kept, wherever it is by now."""
-        token = kept.token  # before it is looked at whether another thread has moved it
-        return token if kept.moved is None else self._load(kept.moved)
-
-    @cached_property
-    def _may_hand_out(self) -> bool:
-        """Whether memory may be used before it is known that the daemon has restored it."""
-        return not acts_on_gradients_early(self._policy.modules)
-
-    def _asked(self, version: SavedVersion) -> torch.Tensor | None:
-        """Note that what was saved at `version` is needed; return what PyTorch uses in its stead.
-
-        Raises:
-            RuntimeError: it was changed in place since.
-        """
-        self._note_asked()
-        version.check()
-        return version.replaced()
-
-    def _note_asked(self) -> None:
-        """Note that the backward pass asks for something."""
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            kind, ended = turn
-            kind.turned(ended.until_now())
-
-    def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
-        """Return what was saved, or what has been given other data since; an input as it was saved.
-
-        Raises:
-            RuntimeError, CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
-        """
-        if is_input:
-            handle.version.check()
-        elif (replaced := self._asked(handle.version)) is not None:
-            return replaced
-        return handle.version.alias(handle.view.rebuild(self._load_bytes(handle)))
-
-    @untraced
-    def _load_bytes(self, use: Use) -> torch.UntypedStorage:
-        """Return the bytes of what was saved, in memory that streams may use in their order.
-
-        Raises:
-            CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
-        """
-        assert isinstance(use.step, Step)  # this one, or that of what was moved
-        is_first = use.step.unpacked(use)
-        record = use.record
-        began = perf_counter()
-        with ranges.span("unpack", record.nbytes, record.key):
-            try:
-                may_hand_out = record.session.has_in_place and self._may_hand_out
-                located = record.session.load(use, is_first=is_first, may_hand_out=may_hand_out)
-            except DaemonLost as loss:
-                raise lost_in_backward(loss, keeps=self._keeps) from loss
-        ready = record.ready
-        if ready is not None and ready.trial is not None:
-            record.ready = None
-            if ready.trial.is_same(located.storage):
-                self._planned.prove(ready.trial)
-            else:
-                ready.trial.fail()
-        self._traces.used(self._trace)
-        self._trace.used(id(record))
-        if not located.is_original:
-            self._recorder.restored(self._trace.paused("wait", began))
-        return located.storage
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
         return self._stay(tensor, _nbytes(tensor), reason, layer)
@@ -593,8 +390,8 @@ class StepHooks:
         """Hand over what others are to be made from; called where an operation has run."""
         try:
             session = self._sessions.of(tensor.device)
-            stays = isinstance(decision, Keep) or isinstance(self._policy.decide(tensor), Keep)
-            if session is None or stays:
+            decided = decision, self._policy.decide(tensor, self._least)
+            if session is None or any(isinstance(one, Keep) for one in decided):
                 return KeptTensor.keeping(tensor)
             storage = tensor.untyped_storage()
             return self._offload(tensor, storage, session, layer)
@@ -620,56 +417,6 @@ class StepHooks:
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
-
-    def _bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
-        """Return an input as it was when it was handed over."""
-        if isinstance(packed, KeptTensor):
-            packed.check()
-            return self._kept(packed)
-        began = perf_counter()
-        tensor = self._load(packed, is_input=True)
-        self._brought += perf_counter() - began
-        return tensor
-
-    def _replay(self, replayed: Replayed) -> torch.Tensor:
-        """Return a tensor that is recomputed, or, the first times, the tensor itself."""
-        with self._replaying:
-            if replayed.trial is not None:
-                tensor = self._try(replayed.trial, lambda: self._tried(replayed.result))
-                is_handle = isinstance(replayed.trial.packed, Handle)
-                return tensor if is_handle else replayed.version.alias(tensor)
-            began, brought = perf_counter(), self._brought
-            with ranges.span("replay", replayed.result.nbytes):
-                tensor = replayed.result.viewed(replayed.view)
-            replayed.result.given(replayed.version)
-            waited = self._brought - brought
-        if replayed.checksum is not None:
-            compare(replayed.checksum, tensor.untyped_storage())
-        self._traces.used(self._trace)
-        self._trace.used(id(replayed.result))
-        self._recorder.replayed(self._trace.paused("replay", began) - waited)
-        return replayed.version.alias(tensor)
-
-    def _try(self, trial: Trial, recompute: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-        """Return the tensor that was handed over, and note whether its recipe makes the same."""
-        tensor = self._bring(trial.packed)
-        try:
-            made = recompute()
-            if made is None:
-                pass  # what made it ran when another step signature was expected
-            elif same_bits(made.untyped_storage(), tensor.untyped_storage()):
-                self._planned.prove(trial)
-            else:
-                trial.fail("recomputed, it had other bits")
-        except (DaemonLost, OtherNumbers):
-            raise
-        except (RuntimeError, StormError) as error:
-            trial.fail(f"could not be recomputed: {error}")
-        return tensor
-
-    def _tried(self, result: Result) -> torch.Tensor | None:
-        """Return what a recipe makes; None where the step that was to make one has parted."""
-        return None if self._planned.has_parted and not result.has_recipe else result.made()
 
     def _offload(
         self,
@@ -713,7 +460,7 @@ class StepHooks:
                 ready=ready if ready is not None and ready.holds_for(tensor) else None,
             )
             if record.proof is not None:
-                self._results.append(weakref.ref(record))
+                self._results.note(record)
         recorder.saved(tensor.nbytes, perf_counter() - began)
         self._trace.paused("store", began)
         self._trace.saved(id(record), "offloaded", nbytes)
@@ -725,5 +472,6 @@ def _is_no_activation(decision: object) -> bool:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return a tensor's bytes as far as they are known: 0 for sparse and nested ones."""
-    return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0
+    """Return a tensor's bytes here as far as they are known: 0 for sparse and nested ones."""
+    part = part_of(tensor)
+    return part.nbytes if part.layout is torch.strided and not part.is_nested else 0

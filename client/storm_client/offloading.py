@@ -16,7 +16,8 @@ import torch
 
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.connect import shared_supply
-from storm_client.eager.controller import Planning, PlanOptions
+from storm_client.eager.controller import Planning
+from storm_client.eager.plan_maker import PlanOptions
 from storm_client.errors import UsageError
 from storm_client.hook_stack import Blocks, Leaving, untraced
 from storm_client.hooks import StepHooks
@@ -73,7 +74,7 @@ class Offload:
         layers: tuple[torch.nn.Module, ...],
         loss: str,
     ) -> Offload:
-        """Return one that uses the sessions of a client, whose life is not its business.
+        """Return one that uses the sessions of a client, and leaves ending them to it.
 
         Calls of `layers` are checkpointed in its blocks; `loss` is "tiled" or "plain".
         """
@@ -102,7 +103,11 @@ class Offload:
         self._traces = Traces()
         self._compiled = CompiledModels()
         self._planning = Planning(
-            options, self._recorder.ratio, Layers(policy.modules), self._link_figures
+            options,
+            self._recorder.ratio,
+            Layers(policy.modules),
+            self._link_figures,
+            self._link_of_late,
         )
         self._layers = CheckpointedLayers(layers)
         self._loss = loss
@@ -205,7 +210,7 @@ class Offload:
 
     @property
     def plan(self) -> Plan | None:
-        """What becomes of the saved tensors of the latest step signature; None until learned.
+        """The decisions for what the latest step signature saves; None before a step has ended.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -243,7 +248,7 @@ class Offload:
     def _look_back(self) -> None:
         """Warn where the first steps had little saved; called by `__enter__`."""
         staying, steps = self._recorder.staying(), self._first_steps.begun - 1
-        if not staying.saved_bytes:
+        if not staying.stats.saved_bytes:
             self._first_steps.look_later()
             return
         # What is saved of the parameters of a checkpointed layer nobody hands over.
@@ -251,7 +256,7 @@ class Offload:
         outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
         parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
         text = advice(staying, steps, self._policy.min_bytes, parameters)
-        activations = staying.saved_bytes - sum(
+        activations = staying.stats.saved_bytes - sum(
             staying.skipped_bytes.get(reason, 0) for reason in NO_ACTIVATIONS
         )
         text = self._compiled.advice(activations // steps) or text
@@ -268,6 +273,10 @@ class Offload:
     def _link_figures(self, device: torch.device) -> LinkFigures:
         """Return what the daemon knows of a device's link; nothing where it does not answer."""
         return LinkFigures() if self._supply is None else self._supply.link_figures(device)
+
+    def _link_of_late(self, device: torch.device) -> LinkFigures:
+        """Return the same as the daemon has said it last, without asking."""
+        return LinkFigures() if self._supply is None else self._supply.link_of_late(device)
 
     def _device_peak(self) -> int | None:
         """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""

@@ -15,6 +15,7 @@ import torch
 
 from storm_client.monitoring.layers import parts_of
 from storm_client.planner import OFFLOAD, Decision, Keep
+from storm_client.saved.distributed import part_of
 from storm_client.saved.snapshots import base_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 """Also of tensors that are not quantized: bytes viewed as one of these."""
 
 _SMALL, _PARAMETER, _OUTSIDE = Keep("small"), Keep("parameter"), Keep("outside")
-_FOREIGN = Keep("foreign")
+_FOREIGN, _SUBCLASS = Keep("foreign"), Keep("subclass")
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -48,8 +49,7 @@ class Policy:
 
     def __init__(self, modules: Iterable[torch.nn.Module], min_bytes: int) -> None:
         """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
-        self.min_bytes = self.least = min_bytes
-        """What has fewer bytes than `least` stays: see `Planning.least`."""
+        self.min_bytes = min_bytes
         self.modules = tuple(modules)
         self.layers: Inside | None = None
         """Set where only what is saved inside certain layers may leave."""
@@ -77,10 +77,10 @@ class Policy:
         for part in parts_of(self.modules):
             for table in (part._parameters, part._buffers):
                 for tensor in table.values() if table else ():
-                    if tensor is None or type(tensor) not in _PLAIN:
+                    if tensor is None or type(local := part_of(tensor)) not in _PLAIN:
                         continue
-                    if tensor.layout is torch.strided:
-                        owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
+                    if local.layout is torch.strided:
+                        owned[local.untyped_storage()._cdata] = weakref.ref(local)
         self._owned, self._native = owned, None
 
     def owned(self, follow: Native) -> _follow.Owned:
@@ -97,32 +97,34 @@ class Policy:
         parameters = chain.from_iterable(module.parameters() for module in self.modules)
         return sum(one.nbytes for one in parameters if one.nbytes < self.min_bytes)
 
-    def decide(self, tensor: torch.Tensor) -> Decision:
+    def decide(self, tensor: torch.Tensor, least: int | None = None) -> Decision:
         """Return what becomes of `tensor`, as far as it and its storage tell.
 
-        Called for every saved tensor: what most of them are is looked at first. What is small may
-        be a view of a large storage, which it keeps.
+        What has less than `least` bytes stays; None stands for `min_bytes`. Called for every saved
+        tensor: what most of them are is looked at first. What is small may be a view of a large
+        storage, which it keeps.
         """
+        least = self.min_bytes if least is None else least
         if type(tensor) not in _PLAIN or _is_wrapped(tensor):
-            return Keep("subclass")
+            return _PARAMETER if isinstance(base_of(tensor), torch.nn.Parameter) else _SUBCLASS
         if tensor.layout is not torch.strided or tensor.is_nested:
             return Keep(_layout(tensor))
         nbytes = tensor.nbytes
-        if not nbytes or (nbytes < self.least and not tensor._is_view()):
+        if not nbytes or (nbytes < least and not tensor._is_view()):
             return _SMALL
         if not (tensor.is_cuda or tensor.is_cpu):
             return Keep("meta" if tensor.is_meta else "device")
         if self.layers is not None and not self.layers.depth:
             return _OUTSIDE
-        return self._decide_further(tensor)
+        return self._decide_further(tensor, least)
 
-    def decide_storage(self, storage: torch.UntypedStorage) -> Decision:
-        """Return what becomes of a storage of which a tensor may be offloaded."""
-        if storage.nbytes() < self.least:
+    def decide_storage(self, storage: torch.UntypedStorage, least: int | None = None) -> Decision:
+        """Return what becomes of a storage of which a tensor may be offloaded; see `decide`."""
+        if storage.nbytes() < (self.min_bytes if least is None else least):
             return _SMALL
         return _FOREIGN if _is_foreign(storage) else OFFLOAD
 
-    def _decide_further(self, tensor: torch.Tensor) -> Decision:
+    def _decide_further(self, tensor: torch.Tensor, least: int) -> Decision:
         """Go on for a plain tensor that is large enough."""
         if tensor._is_zerotensor():
             return Keep("zero")  # as forward-mode differentiation makes them, without any memory
@@ -133,7 +135,7 @@ class Policy:
             return Keep("leaf")  # the graph itself holds it, to accumulate its gradient
         if tensor.is_quantized or tensor.dtype in _QUANTIZED:
             return Keep("quantized")
-        return Keep("inference") if tensor.is_inference() else self.decide_storage(storage)
+        return Keep("inference") if tensor.is_inference() else self.decide_storage(storage, least)
 
     def _is_owned(self, tensor: torch.Tensor, address: int) -> bool:
         """Tell whether it is, or views, a parameter or buffer of the modules.

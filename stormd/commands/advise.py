@@ -44,13 +44,12 @@ _END_SECONDS: Final = 20.0
 _ANSWER_BYTES: Final = 1 << 16
 
 _ADVICE: Final = (
-    "put `offload = storm.offload(model)` before its loop and `with offload:` around the forward "
-    "pass"
+    "it has to train that many, with `offload = storm.offload(model)` before its loop and `with "
+    "offload:` around each forward pass"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is beside the command, and the command."""
     parser.usage = "stormd advise [--json] -- COMMAND ..."
     parser.description = (
         f"{parser.description} The script needs `with offload:` around its forward pass. It is "
@@ -64,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script until it has told, and print what it told."""
     command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not command:
         raise ConfigError("there is no command to run: stormd advise -- python train.py")
@@ -163,9 +161,11 @@ def _print(command: list[str], found: list[dict[str, Any]]) -> None:
     )
     console.print(_table(first["budgets"]))
     pool = exact_size(_pool(found))
+    on_gpu = first["device"].startswith("cuda")
+    needs = "beyond the forward pass" if on_gpu else "both ways, as a CPU hides none of it"
     console.print(
-        "wait: what the link needs beyond the forward pass, as the planner expects it. Take the "
-        "largest budget that fits into the GPU:"
+        f"wait, as the planner predicts it: what the link needs {needs}. Take the largest budget "
+        "that fits into memory, in place of the least:"
     )
     line = f"stormd run --pool-bytes {pool} --budget least -- {' '.join(command)}"
     console.print(line, soft_wrap=True)  # to be copied

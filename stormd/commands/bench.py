@@ -13,14 +13,12 @@ HELP = "measure this machine: the daemon, the codec, scans, products, a training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmarks."""
     from storm_bench import command
 
     command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and print its figures; return the exit status."""
     from storm_bench import command
 
     return command.run(args)

@@ -24,7 +24,6 @@ _PATHS: Final = ("FILE", "COMMAND ...")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the shell, and say where its script belongs."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "stormd completion bash > ~/.local/share/bash-completion/completions/stormd\n"

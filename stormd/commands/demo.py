@@ -13,14 +13,12 @@ HELP = "train a small GPT in two processes, with offload and without, and compar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add where and how much to train."""
     from storm_bench.demo import command
 
     command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print what it found; return the exit status."""
     from storm_bench.demo import command
 
     return command.run(args)

@@ -23,7 +23,6 @@ _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the settings that checks depend on."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the daemon's settings file (default: none)"
     )
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all checks and print them."""
     names = ("address", "pool_bytes", "device")
     flags = {name: getattr(args, name) for name in names}
     findings = examine(load_config(flags=flags, path=args.config))

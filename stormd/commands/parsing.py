@@ -7,34 +7,45 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 __all__ = ["Parser", "all_commands"]
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's arguments are added when it is chosen: others' programs stay unloaded."""
+    """A command's arguments are added when it is chosen: others' programs stay unloaded.
+
+    Options are written whole: the first letters of one may be those of another some day.
+    """
 
     _add: Callable[[argparse.ArgumentParser], None] | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take what argparse's parser takes."""
-        super().__init__(*args, **{"formatter_class": _HelpFormatter, **options})
+        super().__init__(
+            *args, **{"formatter_class": _HelpFormatter, "allow_abbrev": False, **options}
+        )
 
     def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
         """Have `add` called with this parser before it parses anything."""
         self._add = add
 
     def load(self) -> None:
-        """Add what is to be added."""
         add, self._add = self._add, None
         if add is not None:
             add(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, having added what is to be added."""
+        """Parse, having added what is to be added; what is left over is this command's error."""
         self.load()
-        return super().parse_known_args(args, namespace)
+        chosen, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help has all there are"
+            self.exit(2, f"{self.prog}: unknown argument {name}: {hint}\n")
+        return chosen, unknown
 
 
 def all_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

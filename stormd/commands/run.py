@@ -43,7 +43,6 @@ HELP = "run a command with a daemon of its own, and CUDA's MPS where it can be h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is beside the command, and the command."""
     parser.usage = (
         "stormd run [--pool-bytes SIZE] [--spill-path DIR --spill-bytes SIZE] [--resumable] "
         "[--budget BUDGET] [--mps MODE] -- COMMAND ..."
@@ -89,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
     request = request_of(args, os.environ)
     # What supervises loads here, so that no other command waits for it.
     from stormd.supervise.front import supervise

@@ -37,7 +37,6 @@ _POOL: Final = next(option for option in config_options() if option.name == "poo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each setting, and where the settings file is."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file with settings (default: none)"
     )
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the daemon; return once it has ended in order."""
     if args.example_config:
         write_line(render_example().rstrip())
         return EXIT_OK

@@ -19,13 +19,11 @@ HELP = "show pool, sessions, ratio and throughput of a running daemon"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the daemon's address and the form of the output."""
     add_daemon_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the state as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask once and print."""
     address = find_address(args.address)
     with StatusQuery(address, timeout=args.timeout) as query:
         state = query.ask()

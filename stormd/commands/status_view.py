@@ -102,7 +102,6 @@ def _pool(state: dict[str, Any]) -> Table:
 
 
 def _disk(disk: dict[str, Any], rates: Rates | None) -> Table:
-    """Return the tier on disk: how full, how old, how fast while it was busy."""
     if disk["ended"]:
         lost = f"{disk['lost_entries']} entries are lost"
         text = Text(f"disk {disk['path']} has ended: {disk['ended']}; {lost}", style="red")
@@ -139,7 +138,6 @@ def _disk_rates(
 
 
 def _filled(space: dict[str, Any]) -> tuple[ProgressBar, str]:
-    """Return how full a space is, as a bar and in words."""
     used, capacity = space["used_bytes"], space["capacity_bytes"]
     bar = ProgressBar(total=capacity, completed=used, width=_BAR_WIDTH)
     return bar, f"{format_size(used)} of {format_size(capacity)}"
@@ -217,7 +215,6 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
 
 
 def _workers(workers: list[dict[str, Any]]) -> Table:
-    """Return the worker processes: whom they serve, and how much of a processor they have taken."""
     table = Table("worker", "pid", "state", "sessions", "pool", "processor", "node", box=None)
     for worker in workers:
         pool = worker["pool"]
@@ -235,8 +232,7 @@ def _workers(workers: list[dict[str, Any]]) -> Table:
 
 
 def _plans(sessions: list[dict[str, Any]]) -> Table:
-    """Return what becomes of what a step saves, of each trainer that has said so."""
-    table = Table("plan of a step", "pid", "kept", "offloaded", "replayed", "budget", box=None)
+    table = Table("plan of a step", "pid", "kept", "offloaded", "recomputed", "budget", box=None)
     for session in sessions:
         plan = session["plan"]
         sizes = (format_size(plan[f"{name}_bytes"]) for name in ("kept", "offloaded", "replayed"))
@@ -245,7 +241,6 @@ def _plans(sessions: list[dict[str, Any]]) -> Table:
 
 
 def _troubles(counters: dict[str, Any]) -> str:
-    """Return what went wrong since the start, empty where nothing did."""
     counts = {
         **{f"rejected {reason}": count for reason, count in counters["rejected"].items()},
         **{name: counters[name] for name in ("deaths", "corrupt", "malformed", "refused")},

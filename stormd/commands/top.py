@@ -24,7 +24,6 @@ HELP = "watch pool, sessions and rates of a running daemon"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the daemon's address and how often to look."""
     add_daemon_arguments(parser)
     parser.add_argument(
         "--interval",
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look until interrupted, or as often as asked."""
     address = find_address(args.address)
     with StatusQuery(address, timeout=args.timeout) as query:
         states = _states(query, args.interval, args.count)

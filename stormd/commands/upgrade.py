@@ -25,7 +25,6 @@ _TURN_SECONDS: Final = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the daemon's address and how long to wait."""
     add_daemon_arguments(parser)
     parser.add_argument(
         "--force",

@@ -57,16 +57,9 @@ def check_ipc() -> Finding:
     driver = _driver()
     if driver is None:
         return Finding("CUDA IPC", "skip", _NO_DRIVER)
-    lacking = [
-        str(index)
-        for index in range(_device_count(driver))
-        if not (
-            _attribute(driver, index, _UNIFIED_ADDRESSING)
-            and _attribute(driver, index, _STREAM_WAIT_GEQ)
-        )
-    ]
+    lacking = _lacking(driver, _UNIFIED_ADDRESSING, _STREAM_WAIT_GEQ)
     if lacking:
-        detail = f"devices {', '.join(lacking)} lack unified addressing or 64-bit stream waits"
+        detail = f"devices {lacking} lack unified addressing or 64-bit stream waits"
         return Finding("CUDA IPC", "fail", detail, "serve with --device cpu on this machine")
     return Finding("CUDA IPC", "ok", "unified addressing and 64-bit stream waits")
 
@@ -76,13 +69,9 @@ def check_expandable() -> Finding:
     name, driver = "expandable segments", _driver()
     if driver is None:
         return Finding(name, "skip", _NO_DRIVER)
-    lacking = [
-        str(index)
-        for index in range(_device_count(driver))
-        if not all(_attribute(driver, index, one) for one in (_VIRTUAL_MEMORY, _DESCRIPTORS))
-    ]
+    lacking = _lacking(driver, _VIRTUAL_MEMORY, _DESCRIPTORS)
     if lacking:
-        detail = f"devices {', '.join(lacking)} share no such memory: it passes through staging"
+        detail = f"devices {lacking} share no such memory: it passes through staging"
         return Finding(name, "warn", detail, "train without expandable_segments:True")
     return Finding(name, "ok", "tensors in them are stored and restored in place")
 
@@ -171,3 +160,10 @@ def _attribute(driver: ctypes.CDLL, index: int, attribute: int) -> int:
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     return value.value
+
+
+def _lacking(driver: ctypes.CDLL, *attributes: int) -> str:
+    """Return the numbers of the devices that do not have all of these, with commas between."""
+    devices = range(_device_count(driver))
+    have = {n for n in devices if all(_attribute(driver, n, one) for one in attributes)}
+    return ", ".join(str(n) for n in devices if n not in have)

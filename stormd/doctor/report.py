@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stormd.config import Config
-from stormd.doctor import client, codec, cuda, system
+from stormd.doctor import cuda, installed, system
 from stormd.doctor.finding import Finding
 
 __all__ = ["examine"]
@@ -17,10 +17,10 @@ __all__ = ["examine"]
 def examine(config: Config) -> list[Finding]:
     """Return the findings of all checks, for a daemon with these settings, in a fixed order."""
     checks: list[tuple[str, Callable[[], Finding]]] = [
-        ("python packages", codec.check_packages),
-        ("C library", codec.check_c_library),
-        ("codec", codec.check_codec),
-        ("compiled client", client.check_compiled),
+        ("python packages", installed.check_packages),
+        ("C library", installed.check_c_library),
+        ("codec", installed.check_codec),
+        ("compiled client", installed.check_compiled),
         ("memory", lambda: system.check_memory(config)),
         ("locked memory", lambda: system.check_memlock(config)),
         ("huge pages", system.check_huge_pages),

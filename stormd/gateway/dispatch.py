@@ -14,7 +14,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-from stormd.gateway.answers import joined
 from stormd.gateway.peers import Peer, Peers
 from stormd.ledger.events import (
     Detach,
@@ -27,11 +26,11 @@ from stormd.ledger.events import (
     Reply,
     Result,
     Skip,
+    SpillJob,
     Unmap,
 )
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import session_name
-from stormd.ledger.spill_events import SpillJob
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Admitted,
@@ -41,12 +40,15 @@ from stormd.protocol import (
     Message,
     Pong,
     Refused,
+    Stored,
+    StoredParts,
     encode,
+    pack,
 )
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
-__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later", "Move", "OnSession"]
+__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later", "Move", "OnSession", "joined"]
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,6 @@ class Dispatch:
     def __init__(
         self,
         *,
-        peers: Peers,
         ledger: Ledger,
         counters: Counters,
         control: ControlSocket,
@@ -95,10 +96,10 @@ class Dispatch:
         on_session: OnSession,
         move: Move | None = None,
     ) -> None:
-        self._peers = peers
-        self._ledger = ledger
-        self._counters = counters
-        self._control = control
+        self.peers = Peers()
+        self.ledger = ledger
+        self.counters = counters
+        self.control = control
         self._on_progress = on_progress
         self._later = later
         self._move = move
@@ -126,9 +127,9 @@ class Dispatch:
 
     def perform(self, instructions: list[Instruction]) -> None:
         """Carry instructions out, in their order."""
-        peers = self._peers.by_session
+        peers = self.peers.by_session
         if self._move is not None:  # whatever it was may have something read or written there
-            self._control.is_owing = True
+            self.control.is_owing = True
         for instruction in instructions:
             peer = peers[instruction.session]
             if isinstance(instruction, Jobs):
@@ -147,19 +148,25 @@ class Dispatch:
         peer.lane.map_segment(made.session, made.segment, descriptor)
 
     def _probe(self, peer: Peer, _probe: Probe) -> None:
-        """Send what the client ignores: ZeroMQ says whether there is anybody to send it to."""
-        self.send(peer, 0, Pong())
+        """Send what the client has not asked for: the socket says whether anybody is there."""
+        self.send_pong(peer, 0)
+
+    def send_pong(self, peer: Peer, request: int) -> None:
+        """Tell a client how fast its bytes go."""
+        spills, speed = self.ledger.spills, peer.lane.link_speed(peer.session)
+        disk = 0 if spills is None else spills.bytes_per_second
+        self.send(peer, request, Pong(link=speed.measured, limit=speed.limit, disk=disk))
 
     def _detach(self, peer: Peer, detach: Detach) -> None:
-        self._peers.cut_off(peer)
+        self.peers.cut_off(peer)
         self._unsent.pop(peer, None)
         self._held.pop(peer, None)
-        self._control.disown(peer.connection)
+        self.control.disown(peer.connection)
         peer.close_descriptors()
         peer.lane.detach(detach.session)
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:
-        self._peers.remove(ended.session)
+        self.peers.remove(ended.session)
         self._on_session(ended.session, ended.cause)  # before its client hears of it
         self._lifelines.end(ended.session)
         fields = {"session": session_name(ended.session), "cause": ended.cause}
@@ -167,11 +174,11 @@ class Dispatch:
 
     def forget(self, peer: Peer) -> None:
         """Hear a client no more whose session goes on: it has come again on another connection."""
-        self._peers.cut_off(peer)
+        self.peers.cut_off(peer)
         peer.close_descriptors()
         self._unsent.pop(peer, None)
         self._held.pop(peer, None)
-        self._control.close_connection(peer.connection)
+        self.control.close_connection(peer.connection)
 
     # --- results ----------------------------------------------------------------------------
 
@@ -181,18 +188,18 @@ class Dispatch:
         self.flush()
 
     def _take(self, results: Sequence[Result]) -> None:
-        now, peers = time.monotonic(), self._peers.by_session
-        spills = self._ledger.spills
+        now, peers = time.monotonic(), self.peers.by_session
+        spills = self.ledger.spills
         is_waited_for = spills is not None and spills.is_waited_for
         for (session, kind), alike in groupby(results, _alike):
             try:
-                self.perform(self._ledger.on_results[kind](peers[session].record, alike, now))
+                self.perform(self.ledger.on_results[kind](peers[session].record, alike, now))
             except Exception:
                 # Our bug. The session ends, and nobody else's; its end waits for these in vain.
                 log.exception("results of session %s could not be handled", session_name(session))
                 self.end(session, "failed")
         if is_waited_for:
-            self._control.unpark()
+            self.control.unpark()
 
     def leave(self) -> None:
         """Do nothing more of what was to be done later: the sessions are another daemon's."""
@@ -204,7 +211,7 @@ class Dispatch:
 
     def end(self, session: int, cause: str) -> None:
         """Begin a session's end."""
-        self.perform(self._ledger.leases.end(session, cause))
+        self.perform(self.ledger.leases.end(session, cause))
         self.go_on_freeing()
 
     def give_up(self, peer: Peer, reason: str) -> None:
@@ -212,20 +219,20 @@ class Dispatch:
 
         Its connection ends as well: what is unsent must not be kept for as long as it likes.
         """
-        self._counters.unsent += 1
+        self.counters.unsent += 1
         fields = {"session": session_name(peer.session), "reason": reason}
         log.info("answers cannot be sent", extra=fields)
-        self._control.close_connection(peer.connection)
+        self.control.close_connection(peer.connection)
         self.end(peer.session, "unreachable")
 
     def go_on_freeing(self) -> None:
         """Have more of what sessions that end have held freed after others had a turn."""
-        if self._freeing is None and self._ledger.leases.is_freeing:
+        if self._freeing is None and self.ledger.leases.is_freeing:
             self._freeing = self._later(0.0, self._free_some)
 
     def _free_some(self) -> None:
         self._freeing = None
-        self.perform(self._ledger.leases.free_some())
+        self.perform(self.ledger.leases.free_some())
         self.go_on_freeing()
         self.flush()
 
@@ -240,7 +247,7 @@ class Dispatch:
         peer.outbox.append(Envelope(request, message))
         if kind is not Admitted or len(peer.outbox) >= MESSAGES_A_FRAME:
             self.hurry(peer)
-            self._counters.refused += kind is Refused
+            self.counters.refused += kind is Refused
             return
         self._held[peer] = None
         if self._holding is None:
@@ -249,25 +256,25 @@ class Dispatch:
     def hurry(self, peer: Peer) -> None:
         """Have what is in the peer's outbox leave with the next `flush`."""
         self._unsent[peer] = None
-        self._control.is_owing = True
+        self.control.is_owing = True
 
     def send_alone(self, peer: Peer, request: int, message: Message) -> None:
         """Send a message in a frame of its own, now: a large one might not fit beside others."""
-        self._control.send(peer.connection, encode([Envelope(request, message)]))
+        self.control.send(peer.connection, encode([Envelope(request, message)]))
         self._give_up_if_lost(peer)
 
     def flush(self) -> None:
         """Send what is in the outboxes, at the end of any event; have the tier on disk go on."""
-        self._control.is_owing = False
-        if self._move is not None and self._ledger.spills is not None:
-            jobs = self._ledger.spills.moves(time.monotonic())
+        self.control.is_owing = False
+        if self._move is not None and self.ledger.spills is not None:
+            jobs = self.ledger.spills.moves(time.monotonic())
             if jobs:
                 self._move(jobs)
         while self._unsent:
             peer = next(iter(self._unsent))
             del self._unsent[peer]
             self.send_outbox(peer)
-        holdings = self._ledger.holdings
+        holdings = self.ledger.holdings
         if holdings.has_changed:
             holdings.has_changed = False
             self._on_progress()
@@ -281,12 +288,11 @@ class Dispatch:
             if not peer.is_heard:
                 return  # it was given up
             answers = joined(outbox[start : start + MESSAGES_A_FRAME])
-            self._control.send(connection, encode(answers))
+            self.control.send(connection, encode(answers))
             if connection.unsent or not connection.is_reachable:
                 self._give_up_if_lost(peer)
 
     def _send_held(self) -> None:
-        """Send what has waited long enough."""
         self._holding = None
         self._unsent |= self._held
         self.flush()
@@ -297,3 +303,37 @@ class Dispatch:
             self.give_up(peer, "it is gone")
         elif peer.connection.unsent > UNREAD_BYTES:
             self.give_up(peer, "it does not read")
+
+
+def joined(answers: Sequence[Envelope]) -> Sequence[Envelope]:
+    """Return the answers of one frame, without Admitted of what is Stored in it as well.
+
+    Neighbouring entries that were stored in the same mode are told of in one message.
+    """
+    stored = {message.entry for _, message in answers if type(message) is Stored}
+    if not stored:
+        return answers
+    made: list[Envelope] = []
+    run: list[Stored] = []
+    for answer in answers:
+        message = answer.message
+        if type(message) is Stored:
+            if run and run[0].mode != message.mode:
+                made.append(_joined(run))
+                run = []
+            run.append(message)
+        elif type(message) is not Admitted or message.entry not in stored:
+            if run:
+                made.append(_joined(run))
+                run = []
+            made.append(answer)
+    if run:
+        made.append(_joined(run))
+    return made
+
+
+def _joined(run: Sequence[Stored]) -> Envelope:
+    if len(run) == 1:
+        return Envelope(0, run[0])
+    numbers = [number for one in run for number in (one.entry, one.stored_bytes)]
+    return Envelope(0, StoredParts(pack(numbers), run[0].mode))

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from stormd.gateway.dispatch import Dispatch, Later, Move, OnSession
-from stormd.gateway.opening import Elsewhere, Opening, TellStatus, Terms
-from stormd.gateway.peers import Peer, Peers
+from stormd.gateway.opening import Opening, TellStatus, Terms
+from stormd.gateway.peers import Peer
 from stormd.lanes import Lane
 from stormd.ledger.cache_requests import CACHE_REQUESTS
 from stormd.ledger.events import Instruction, Wait
@@ -29,7 +29,6 @@ from stormd.protocol import (
     MapPiece,
     Message,
     Ping,
-    Pong,
     ProtocolError,
     Refused,
     Release,
@@ -42,9 +41,9 @@ from stormd.protocol import (
     first_request,
 )
 from stormd.protocol.limits import MAX_PIECES_WAITING
-from stormd.transport.connection import Connection
-from stormd.transport.control import ControlSocket
+from stormd.transport.control import Connection, ControlSocket
 from stormd.transport.lifeline import LifelineListener
+from stormd.workers.fleet import Fleet
 
 __all__ = ["ATTACHED", "LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gateway"]
 
@@ -91,7 +90,7 @@ class Gateway:
         on_progress: Callable[[], None],
         later: Later,
         move: Move | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: Fleet | None = None,
         on_session: OnSession | None = None,
     ) -> None:
         self._ledger = ledger
@@ -99,9 +98,7 @@ class Gateway:
         self._control = control
         self._status = status
         self._on_session = on_session or _nobody
-        self._peers = Peers()
         self._dispatch = Dispatch(
-            peers=self._peers,
             ledger=ledger,
             counters=counters,
             control=control,
@@ -110,14 +107,11 @@ class Gateway:
             move=move,
             on_session=self._on_session,
         )
+        self._peers = self._dispatch.peers
         self.take_results = self._dispatch.take_results
         self._opening = Opening(
             terms=terms,
-            peers=self._peers,
-            ledger=ledger,
-            counters=counters,
             lanes=lanes,
-            control=control,
             dispatch=self._dispatch,
             status=status,
             elsewhere=elsewhere,
@@ -278,8 +272,8 @@ class Gateway:
     def leave(self) -> None:
         """Hear nobody any more; sessions stay as they are, for the daemon that follows."""
         self._dispatch.leave()
-        self._control.leave()
-        self._lifelines.leave()
+        self._control.close(keeps_file=True)
+        self._lifelines.close(keeps_file=True)
 
     def flush(self) -> None:
         """Send what is in the outboxes, at the end of any event."""
@@ -356,7 +350,6 @@ class Gateway:
             self._dispatch.send(peer, 0, Refused("UsageError", str(error)))
 
     def _request(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
-        """Carry a message out, or return the steps of one that may take long."""
         if not peer.is_heard:
             return None  # the session ended with an earlier message of this frame, or meanwhile
         ask = self._of_the_ledgers.get(type(message))
@@ -373,7 +366,6 @@ class Gateway:
         return None
 
     def _while_heard(self, peer: Peer, steps: Iterable[None]) -> Iterator[None]:
-        """Take steps until they are done or the session ends."""
         for _ in steps:
             yield
             if not peer.is_heard:
@@ -397,7 +389,6 @@ class Gateway:
             yield
 
     def _map_piece(self, peer: Peer, request: int, message: MapPiece) -> None:
-        """Have a piece mapped once its descriptor has come."""
         if message.segment in peer.handed:
             self._map_handed(peer, request, message)
         elif len(peer.awaiting) < MAX_PIECES_WAITING and message.segment not in peer.awaiting:
@@ -466,7 +457,7 @@ class Gateway:
     # --- requests that the ledger knows nothing of -------------------------------------------
 
     def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
-        self._dispatch.send(peer, request, Pong())
+        self._dispatch.send_pong(peer, request)
 
     def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
         """Answer in a frame of its own: a state is large, a batch of them might not fit."""

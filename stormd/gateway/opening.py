@@ -15,17 +15,15 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from stormd import __version__
 from stormd.cache.items import Caller
 from stormd.errors import LaneUnavailable
 from stormd.gateway.dispatch import Dispatch
-from stormd.gateway.peers import Peer, Peers
-from stormd.lanes import Attachment, Lane
-from stormd.ledger.ledger import Ledger
+from stormd.gateway.peers import Peer
+from stormd.lanes import NOTHING_SHARED, Attachment, Lane
 from stormd.ledger.sessions import Phase, Session, SessionInfo, session_name
-from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
@@ -43,11 +41,11 @@ from stormd.protocol import (
     hello_version,
 )
 from stormd.protocol.limits import TOKEN_BYTES
-from stormd.transport.connection import Connection
-from stormd.transport.control import ControlSocket
+from stormd.transport.control import Connection
 from stormd.transport.listener import Credentials
+from stormd.workers.fleet import Fleet, Worker
 
-__all__ = ["NAME_SHOWN", "Elsewhere", "Opening", "TellStatus", "Terms", "WorkerLane"]
+__all__ = ["NAME_SHOWN", "Opening", "TellStatus", "Terms"]
 
 log = logging.getLogger(__name__)
 
@@ -56,41 +54,8 @@ NAME_SHOWN: Final = 64
 or nobody would get one."""
 
 
-NOTHING_SHARED: Final = Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
-"""What this process sets up for a session that another serves."""
-
 TellStatus = Callable[[Callable[[dict[str, Any]], None]], None]
 """Hands the state over to the call that it is given, now or within a second or two."""
-
-
-class WorkerLane(Lane, Protocol):
-    """What stands here for the worker process that serves a device."""
-
-    def hand_over(
-        self, session: int, uid: int, frame: bytes, connection: tuple[int, bytes]
-    ) -> None:
-        """Have the worker go on with a connection whose Hello is in `frame`.
-
-        `connection` is its descriptor, which is the lane's from then on, and what is unread of it.
-        """
-
-
-class Elsewhere(Protocol):
-    """The worker processes, where there are some."""
-
-    @property
-    def devices(self) -> frozenset[str]:
-        """The names of protocol.DEVICES that they have lanes for."""
-
-    def lane_for(self, hello: Hello) -> WorkerLane:
-        """Return the lane of the worker that is to serve such a session.
-
-        Raises:
-            LaneUnavailable: none serves its device, now or ever.
-        """
-
-    def refresh(self, then: Callable[[], None]) -> None:
-        """Call `then` once all that they have done before is known here, or a second is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +82,18 @@ class Opening:
         self,
         *,
         terms: Terms,
-        peers: Peers,
-        ledger: Ledger,
-        counters: Counters,
         lanes: Mapping[str, Lane],
-        control: ControlSocket,
         dispatch: Dispatch,
         status: TellStatus,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: Fleet | None = None,
     ) -> None:
         self._terms = terms
-        self._peers = peers
-        self._ledger = ledger
-        self._counters = counters
         self._lanes = lanes
-        self._control = control
         self._dispatch = dispatch
+        self._peers = dispatch.peers
+        self._ledger = dispatch.ledger
+        self._counters = dispatch.counters
+        self._control = dispatch.control
         self._status = status
         self._elsewhere = elsewhere
 
@@ -174,6 +135,9 @@ class Opening:
             return
         else:
             answer = Refused("DaemonLost", "this connection has no session: send Hello first")
+        self._reply(connection, request, answer)
+
+    def _reply(self, connection: Connection, request: int, answer: Message | None) -> None:
         if isinstance(answer, Refused):
             self.refuse(connection, request, answer)
         elif answer is not None:
@@ -217,11 +181,7 @@ class Opening:
 
     def _open_at_last(self, connection: Connection, request: int, hello: Hello) -> None:
         if connection.is_open and connection not in self._peers.by_connection:
-            answer = self._open(connection, request, hello, is_last=True)
-            if isinstance(answer, Refused):
-                self.refuse(connection, request, answer)
-            elif answer is not None:
-                self._send(connection, request, answer)
+            self._reply(connection, request, self._open(connection, request, hello, is_last=True))
 
     def _place_problem(self, uid: int, *, has_lane: bool) -> Refused | None:
         """Return why there is no place for a session, having made one where that may be."""
@@ -246,9 +206,7 @@ class Opening:
         )
         return self._welcome(peer, attachment.staging_bytes)
 
-    def _hand_over(
-        self, connection: Connection, request: int, hello: Hello, lane: WorkerLane
-    ) -> None:
+    def _hand_over(self, connection: Connection, request: int, hello: Hello, lane: Worker) -> None:
         """Give a session its place here, and its connection to the worker that is to serve it."""
         session, uid = _fresh_session(), connection.credentials.uid
         peer = Peer(
@@ -265,7 +223,6 @@ class Opening:
         lane.hand_over(session, uid, frame, self._control.release(connection))
 
     def _welcome(self, peer: Peer, staging_bytes: int) -> Welcome:
-        """Take a client in, whose lifeline is to follow."""
         terms, record = self._terms, peer.record
         self._peers.add(peer)
         self._control.adopt(peer.connection)
@@ -378,7 +335,6 @@ class Opening:
         return self._device_problem(hello)
 
     def _device_problem(self, hello: Hello) -> Refused | None:
-        """Return why such a session's device is not served, here or elsewhere."""
         offered: Collection[str] = self._lanes
         if self._elsewhere is not None and _is_for_workers(hello):
             offered = sorted(self._elsewhere.devices)

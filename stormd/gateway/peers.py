@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stormd.lanes import Lane
 from stormd.ledger.sessions import Session
 from stormd.protocol import Envelope, MapPiece
-from stormd.transport.connection import Connection
+from stormd.transport.control import Connection
 from stormd.transport.listener import Credentials
 
 __all__ = ["Peer", "Peers"]

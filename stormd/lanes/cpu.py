@@ -21,18 +21,15 @@ from typing import Final
 from storm_kernels.errors import CorruptBlob
 
 from stormd.errors import LaneUnavailable, remedy
-from stormd.lanes import SEE_LOG, Attachment, Post
+from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
-from stormd.lanes.link_limit import LinkLimit
 from stormd.ledger.events import (
     Detached,
-    Mappable,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
     Result,
-    SegmentRefused,
     StoreDone,
     StoreFailed,
     StoreJob,
@@ -41,6 +38,7 @@ from stormd.ledger.parts import blob_bound
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
+from stormd.monitoring.link_meter import LinkLimit
 from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines, restored_slot
 from stormd.sizes import format_size
@@ -113,7 +111,7 @@ class _Held:
         return len(self.results) >= HELD_RESULTS or waited >= HELD_SECONDS
 
 
-class CpuLane:
+class CpuLane(Lane):
     """Serves sessions with `threads` workers; results go to `post`, from any of them.
 
     `staging_bytes` and `part_bytes` are the most that a session is granted, `all_staging_bytes`
@@ -124,8 +122,7 @@ class CpuLane:
         LaneUnavailable: there is not the memory, or not the threads, for so many workers.
     """
 
-    device: Final = "cpu"
-    links: Final = ()
+    device = "cpu"
 
     def __init__(
         self,
@@ -139,22 +136,22 @@ class CpuLane:
         link_limit_bytes: int = 0,
         at_once_bytes: int = AT_ONCE_BYTES,
     ) -> None:
+        super().__init__(post)
         self._limit = LinkLimit(link_limit_bytes)
-        self._post = post
         self._staging_bytes = staging_bytes
         self._all_staging_bytes = all_staging_bytes
         self._part_bytes = part_bytes
         # Written by the loop in attach and by a worker in _let_go, read by workers in between.
         self._memories: dict[int, _Memory] = {}
         self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
-        self.heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
-        self._at_once_bytes = 0 if link_limit_bytes else at_once_bytes  # no link, no wait
+        self._heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
+        self._at_once_bytes = at_once_bytes
         *codecs, self._own_codec = _codecs(pool, [part_bytes] * threads + [at_once_bytes])
         self._lock = threading.Lock()  # protects the number of those that work
         self._working = threads
         self._workers = [
             threading.Thread(target=self._work, args=pair, name=pair[0].name, daemon=True)
-            for pair in zip(self.heartbeats, codecs, strict=True)
+            for pair in zip(self._heartbeats, codecs, strict=True)
         ]
         self._start_workers(codecs)
 
@@ -175,11 +172,16 @@ class CpuLane:
 
     # --- called on the event loop -----------------------------------------------------------
 
-    def extend(self, offset: int, nbytes: int) -> None:
-        """Do nothing: what is resident is reached."""
+    @property
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
+        return self._heartbeats
 
-    def retract(self, offset: int, nbytes: int) -> None:
-        """Do nothing: nothing reaches for what is free."""
+    def link_speed(self, session: int) -> LinkSpeed:  # noqa: ARG002 - one link for all
+        """Return the limit alone: what copies in memory take depends on what else runs."""
+        return LinkSpeed(limit=self._limit.bytes_per_second)
+
+    def limit_link(self, bytes_per_second: int) -> None:
+        self._limit.change(bytes_per_second)
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page and the staging area, of the size asked for or less."""
@@ -238,23 +240,9 @@ class CpuLane:
         return ()
 
     def _may_do_at_once(self, session: int) -> bool:
-        return bool(self._working) and self._queue.is_idle(session)
-
-    def skip(self, session: int, sequence: int) -> None:
-        """Do nothing: this lane answers by message and counts no sequence."""
-
-    def recorded(self, session: int, sequences: Sequence[int]) -> None:
-        """Do nothing: no result of this lane asks for it."""
-
-    def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
-        """Refuse: on this lane all bytes pass through the staging area."""
-        if descriptor >= 0:
-            os.close(descriptor)
-        detail = "the cpu lane maps no segments: use segment 0, the staging area"
-        self._post(SegmentRefused(session=session, segment=request.segment, detail=detail))
-
-    def unmap_segment(self, session: int, segment: int) -> None:
-        """Do nothing: the ledger has taken the staging area out of use, it goes with `detach`."""
+        """Tell whether somebody is there, nothing waits, and no link makes anybody wait."""
+        is_free = bool(self._working) and not self._limit.bytes_per_second
+        return is_free and self._queue.is_idle(session)
 
     def detach(self, session: int) -> None:
         """Skip what waits, let the workers finish what runs, then let the memory go."""

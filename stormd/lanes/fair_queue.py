@@ -30,7 +30,6 @@ class FairShares:
     """
 
     def __init__(self) -> None:
-        """Know none."""
         self._tags: dict[int, int] = {}
         self._now = 0
         """The tag of the session that went last, when it did."""
@@ -53,7 +52,6 @@ class FairShares:
         self._tags.pop(session, None)
 
     def __len__(self) -> int:
-        """Return how many sessions are known."""
         return len(self._tags)
 
 

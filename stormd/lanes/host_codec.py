@@ -16,8 +16,8 @@ from storm_kernels import ancf
 from stormd.ledger.events import StoreJob
 from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import Block
-from stormd.memory.host_pool import HostPool
-from stormd.memory.huge_pages import advise_huge_pages
+from stormd.memory.host_pool import HostPool, gather, scatter
+from stormd.memory.shared_memory import advise_huge_pages
 
 __all__ = ["Buffer", "HostCodec"]
 
@@ -62,7 +62,7 @@ class HostCodec:
             source, part.nbytes, part.dtype, self._blob.address, part.bound
         )
         block = job.place(size)
-        self._scatter(block)
+        scatter(self._pool.address, block.pieces(), self._blob.address)
         return block, _mode(self._blob.address)
 
     def restore(self, block: Block, destination: int, nbytes: int) -> None:
@@ -72,7 +72,7 @@ class HostCodec:
             CorruptBlob: the blob is damaged; the destination may hold anything.
         """
         if block.offset is None:
-            self._gather(block)
+            gather(self._pool.address, block.pieces(), self._blob.address)
         self._codec.decode_into(self._address(block), block.nbytes, destination, nbytes)
 
     def close(self) -> None:
@@ -93,23 +93,11 @@ class HostCodec:
         part, target = job.part, self._address(block)
         self._codec.encode_into(source, part.nbytes, part.dtype, target, block.nbytes, mode="raw")
         if block.offset is None:
-            self._scatter(block)
+            scatter(self._pool.address, block.pieces(), self._blob.address)
 
     def _address(self, block: Block) -> int:
         """Return where the blob is to be whole: in the arena, or in scratch if there in pieces."""
         return self._blob.address if block.offset is None else self._pool.address + block.offset
-
-    def _scatter(self, block: Block) -> None:
-        done = 0
-        for offset, nbytes in block.pieces():
-            ctypes.memmove(self._pool.address + offset, self._blob.address + done, nbytes)
-            done += nbytes
-
-    def _gather(self, block: Block) -> None:
-        done = 0
-        for offset, nbytes in block.pieces():
-            ctypes.memmove(self._blob.address + done, self._pool.address + offset, nbytes)
-            done += nbytes
 
 
 def _mode(blob: int) -> str:

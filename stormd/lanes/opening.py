@@ -17,9 +17,28 @@ from stormd.lanes.cpu import CpuLane
 from stormd.machine import memory_available
 from stormd.memory.host_pool import HostPool
 
-__all__ = ["open_lanes"]
+__all__ = ["check_device", "open_lanes"]
 
 log = logging.getLogger(__name__)
+
+
+def check_device(config: Config) -> None:
+    """Look for the device that the config names, before memory is taken: to pin it takes a while.
+
+    May load CUDA's driver, but makes no context. Not for the event loop.
+
+    Raises:
+        LaneUnavailable: this machine or build does not have it.
+    """
+    if config.device != "cuda":
+        return
+    try:
+        # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
+        from storm_kernels.cuda_driver import device_uuids
+
+        device_uuids()
+    except (BackendUnavailable, ImportError) as error:
+        raise LaneUnavailable(f"there is no cuda lane here: {error}") from error
 
 
 def open_lanes(

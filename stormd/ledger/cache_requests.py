@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from stormd.cache.items import Cache, CachePart, Caller, Label
-from stormd.ledger.holdings import Holdings, assert_space
+from stormd.cache.items import Cache, CachePart, Label
+from stormd.ledger.holdings import State, assert_space
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
 from stormd.memory.arena import Space, granules
@@ -40,12 +39,31 @@ __all__ = ["CACHE_REQUESTS", "PUT_SECONDS", "CacheRequests"]
 PUT_SECONDS: Final = 60.0
 """Without a part, after which a put that is open is closed: what was stored for it helps nobody."""
 
+CACHE_REQUESTS: Final = (
+    CachePut, CacheCommit, CacheCancel, CacheGet, CacheFind, CacheDelete, CacheList,
+)  # fmt: skip
+"""The messages that a session for the cache may send beside Store, Restore and Release."""
+
+Handler = Callable[[Session, CacheAccess, Any, float], Message]
+"""Answers a session's request: its message, and the time."""
+
 
 class CacheRequests:
     """Binds one cache to the sessions that use it."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, state: State) -> None:
         self._cache = cache
+        self._state = state
+        self._handlers: dict[type[Message], Handler] = {
+            CachePut: self._put,
+            CacheCommit: self._commit,
+            CacheCancel: self._cancel,
+            CacheGet: self._get,
+            CacheFind: self._find,
+            CacheDelete: self._delete,
+            CacheList: self._list,
+        }
+        assert tuple(self._handlers) == CACHE_REQUESTS
 
     @property
     def space(self) -> Space:
@@ -57,15 +75,12 @@ class CacheRequests:
         """Bytes of the cache, all of which the first put waits for where the memory is to come."""
         return self._cache.space.capacity
 
-    def answer(
-        self, record: Session, holdings: Holdings, message: Message, now: float, limits: Limits
-    ) -> Message:
+    def answer(self, record: Session, message: Message, now: float) -> Message:
         """Return the answer to a message of CACHE_REQUESTS."""
         assert record.cache is not None
         if record.phase is not Phase.ATTACHED:
-            return _refused("the session has no lifeline yet: connect to Welcome.lifeline first")
-        handler = _HANDLERS[type(message)]
-        return handler(_Request(self._cache, record, record.cache, holdings, now, limits), message)
+            return _refused(record.phase_problem())
+        return self._handlers[type(message)](record, record.cache, message, now)
 
     def make_room(self, record: Session, nbytes: int, now: float) -> bool:
         """Drop a little to make room for a part of `nbytes` at the most; True where to go on."""
@@ -78,7 +93,7 @@ class CacheRequests:
         """Promise room for a part of the put that is open; return None, or why that cannot be."""
         put = access.put
         if put is None:
-            return f"no put is open in this session{_closed(access)}: send CachePut first"
+            return _no_put(access)
         wanted = granules(nbytes)
         if wanted > put.unspent:
             return (
@@ -103,13 +118,13 @@ class CacheRequests:
         """Give a little of them back."""
         self._cache.collect()
 
-    def close_idle(self, record: Session, holdings: Holdings, now: float) -> None:
+    def close_idle(self, record: Session, now: float) -> None:
         """Close the session's put where no part of it has come for too long."""
         access = record.cache
         if access is None or access.put is None or now - access.put.since <= PUT_SECONDS:
             return
         access.put_closed = access.put.message.name
-        _close_put(self._cache, record, holdings)
+        self._close_put(record, access)
 
     def assert_invariants(self, records: Sequence[Session]) -> None:
         """Raise AssertionError where cache and sessions contradict each other: for tests."""
@@ -121,125 +136,110 @@ class CacheRequests:
             held=self._cache.held_bytes(),
         )
 
+    # --- requests ---------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """One request with all that it may look at and change."""
+    def _put(self, record: Session, access: CacheAccess, message: CachePut, now: float) -> Message:
+        if access.put is not None:
+            name = access.put.message.name
+            return _refused(
+                f"the put of {name!r} is open in this session: commit or cancel it first"
+            )
+        if message.part_bytes > record.part_bytes:
+            return _refused(
+                f"parts of {message.part_bytes} bytes; the limit is {record.part_bytes}: send "
+                "parts of Welcome.part_bytes"
+            )
+        most = _bound(message)
+        shortage = self._cache.shortage(most)
+        if shortage is not None:
+            return Refused("QuotaExceeded", shortage)
+        access.put = OpenPut(message, most, now)
+        return CacheReady()
 
-    cache: Cache
-    record: Session
-    access: CacheAccess
-    holdings: Holdings
-    now: float
-    limits: Limits
+    def _commit(
+        self, record: Session, access: CacheAccess, message: CacheCommit, now: float
+    ) -> Message:
+        if access.put is None:
+            return _refused(_no_put(access))
+        put = access.put.message
+        problem = _commit_problem(record, put, message.entries)
+        if problem:
+            return _refused(problem)
+        taken = self._state.holdings.remove_all(record, message.entries)
+        parts = tuple(_part(entry) for entry in taken)
+        self._close_put(record, access)
+        expires = now + put.ttl_seconds if put.ttl_seconds else math.inf
+        label = Label(put.name, put.dtype, tuple(put.shape), put.nbytes, put.part_bytes)
+        self._cache.put(label, access.caller, parts, expires)
+        return CacheFound(found=True)
 
-    @property
-    def caller(self) -> Caller:
-        return self.access.caller
+    def _cancel(
+        self, record: Session, access: CacheAccess, _message: CacheCancel, _now: float
+    ) -> Message:
+        return CacheFound(self._close_put(record, access))
 
-
-def _put(request: _Request, message: CachePut) -> Message:
-    if request.access.put is not None:
-        name = request.access.put.message.name
-        return _refused(f"the put of {name!r} is open in this session: commit or cancel it first")
-    if message.part_bytes > request.record.part_bytes:
-        return _refused(
-            f"parts of {message.part_bytes} bytes; the limit is {request.record.part_bytes}: send "
-            "parts of Welcome.part_bytes"
+    def _get(self, record: Session, access: CacheAccess, message: CacheGet, now: float) -> Message:
+        item = self._cache.find(message.name, access.caller, now)
+        if item is None:
+            self._cache.missed()
+            return CacheFound(found=False)
+        label = item.label
+        problem = _get_problem(record, label, self._state.limits)
+        if problem is not None:
+            return problem
+        first = access.next_loan
+        access.next_loan += len(item.parts)
+        lent = {
+            number: Entry(
+                raw_bytes=part.raw_bytes,
+                codec=part.codec,
+                since=now,
+                promised=0,
+                charge=0,
+                space=self.space,
+                block=part.block,
+                loan=loan,
+            )
+            for number, (part, loan) in enumerate(
+                zip(item.parts, self._cache.lend(item), strict=True), start=first
+            )
+        }
+        self._state.holdings.add_lent(record, lent)
+        return CacheTensor(
+            dtype=label.dtype,
+            shape=list(label.shape),
+            nbytes=label.nbytes,
+            part_bytes=label.part_bytes,
+            first_entry=first,
         )
-    most = _bound(message)
-    shortage = request.cache.shortage(most)
-    if shortage is not None:
-        return Refused("QuotaExceeded", shortage)
-    request.access.put = OpenPut(message, most, request.now)
-    return CacheReady()
 
+    def _find(
+        self, _record: Session, access: CacheAccess, message: CacheFind, now: float
+    ) -> Message:
+        return CacheFound(self._cache.find(message.name, access.caller, now) is not None)
 
-def _commit(request: _Request, message: CacheCommit) -> Message:
-    put = request.access.put
-    if put is None:
-        return _refused(
-            f"no put is open in this session{_closed(request.access)}: send CachePut first"
-        )
-    problem = _commit_problem(request.record, put.message, message.entries)
-    if problem:
-        return _refused(problem)
-    taken = request.holdings.remove_all(request.record, message.entries)
-    parts = tuple(_part(entry) for entry in taken)
-    _close_put(request.cache, request.record, request.holdings)
-    ttl = put.message.ttl_seconds
-    expires = request.now + ttl if ttl else math.inf
-    request.cache.put(_label(put.message), request.caller, parts, expires)
-    return CacheFound(found=True)
+    def _delete(
+        self, _record: Session, access: CacheAccess, message: CacheDelete, now: float
+    ) -> Message:
+        return CacheFound(self._cache.delete(message.name, access.caller, now))
 
+    def _list(
+        self, _record: Session, access: CacheAccess, message: CacheList, _now: float
+    ) -> Message:
+        return CacheNames(*self._cache.names(access.caller, message.after, NAMES_A_PAGE))
 
-def _cancel(request: _Request, _message: CacheCancel) -> Message:
-    return CacheFound(_close_put(request.cache, request.record, request.holdings))
-
-
-def _get(request: _Request, message: CacheGet) -> Message:
-    item = request.cache.find(message.name, request.caller, request.now)
-    if item is None:
-        request.cache.missed()
-        return CacheFound(found=False)
-    problem = _get_problem(request, item.label)
-    if problem is not None:
-        return problem
-    first = request.access.next_loan
-    request.access.next_loan += len(item.parts)
-    space, now = request.cache.space, request.now
-    lent = {
-        number: Entry(
-            raw_bytes=part.raw_bytes,
-            codec=part.codec,
-            since=now,
-            promised=0,
-            charge=0,
-            space=space,
-            block=part.block,
-            loan=loan,
-        )
-        for number, (part, loan) in enumerate(
-            zip(item.parts, request.cache.lend(item), strict=True), start=first
-        )
-    }
-    request.holdings.add_lent(request.record, lent)
-    label = item.label
-    return CacheTensor(
-        dtype=label.dtype,
-        shape=list(label.shape),
-        nbytes=label.nbytes,
-        part_bytes=label.part_bytes,
-        first_entry=first,
-    )
-
-
-def _find(request: _Request, message: CacheFind) -> Message:
-    item = request.cache.find(message.name, request.caller, request.now)
-    return CacheFound(item is not None)
-
-
-def _delete(request: _Request, message: CacheDelete) -> Message:
-    return CacheFound(request.cache.delete(message.name, request.caller, request.now))
-
-
-def _list(request: _Request, message: CacheList) -> Message:
-    names, complete = request.cache.names(request.caller, message.after, NAMES_A_PAGE)
-    return CacheNames(names, complete)
-
-
-_HANDLERS: dict[type[Message], Callable[[_Request, Any], Message]] = {
-    CachePut: _put,
-    CacheCommit: _commit,
-    CacheCancel: _cancel,
-    CacheGet: _get,
-    CacheFind: _find,
-    CacheDelete: _delete,
-    CacheList: _list,
-}
-
-CACHE_REQUESTS = tuple(_HANDLERS)
-"""The messages that a session for the cache may send beside Store, Restore and Release."""
+    def _close_put(self, record: Session, access: CacheAccess) -> bool:
+        """Close the put, if one is open; give up what was stored for it."""
+        if access.put is None:
+            return False
+        access.put = None
+        own = [(number, entry) for number, entry in record.entries.items() if entry.loan is None]
+        for _, entry in own:
+            entry.released = True  # what a lane uses is freed when that is done
+        unused = [number for number, entry in own if not entry.in_use]
+        blocks = [one.block for one in self._state.holdings.remove_all(record, unused)]
+        self._cache.discard([block for block in blocks if block is not None])
+        return True
 
 
 # --- parts of the above ---------------------------------------------------------------------
@@ -254,16 +254,6 @@ def _bound(message: CachePut) -> int:
     full, rest = divmod(message.nbytes, message.part_bytes)
     total = full * granules(blob_bound(message.part_bytes))
     return total + (granules(blob_bound(rest)) if rest else 0)
-
-
-def _label(message: CachePut) -> Label:
-    return Label(
-        name=message.name,
-        dtype=message.dtype,
-        shape=tuple(message.shape),
-        nbytes=message.nbytes,
-        part_bytes=message.part_bytes,
-    )
 
 
 def _commit_problem(record: Session, put: CachePut, entries: list[int]) -> str:
@@ -283,47 +273,33 @@ def _commit_problem(record: Session, put: CachePut, entries: list[int]) -> str:
     return ""
 
 
-def _get_problem(request: _Request, label: Label) -> Refused | None:
-    """Return why the session cannot read a tensor that is there."""
-    if label.part_bytes > request.record.part_bytes:
+def _get_problem(record: Session, label: Label, limits: Limits) -> Refused | None:
+    if label.part_bytes > record.part_bytes:
         return _refused(
             f"{label.name!r} came in parts of {label.part_bytes} bytes and this session's limit is "
-            f"{request.record.part_bytes}: put it again with smaller parts"
+            f"{record.part_bytes}: put it again with smaller parts"
         )
-    held = len(request.record.entries)
-    if held + part_count(label.nbytes, label.part_bytes) > request.limits.max_entries:
+    held = len(record.entries)
+    if held + part_count(label.nbytes, label.part_bytes) > limits.max_entries:
         return Refused(
             "QuotaExceeded",
-            f"{held} entries are held and the limit is {request.limits.max_entries}: release what "
+            f"{held} entries are held and the limit is {limits.max_entries}: release what "
             "was read, or raise max_entries_per_session",
         )
     return None
 
 
 def _part(entry: Entry) -> CachePart:
-    """Return a stored entry, which was its session's, as the cache's."""
     assert entry.block is not None
     return CachePart(block=entry.block, raw_bytes=entry.raw_bytes, codec=entry.codec)
 
 
-def _close_put(cache: Cache, record: Session, holdings: Holdings) -> bool:
-    """Close the put, if one is open; give up what was stored for it."""
-    if record.cache is None or record.cache.put is None:
-        return False
-    record.cache.put = None
-    own = [(number, entry) for number, entry in record.entries.items() if entry.loan is None]
-    for _, entry in own:
-        entry.released = True  # what a lane uses is freed when that is done
-    unused = holdings.remove_all(record, [number for number, entry in own if not entry.in_use])
-    cache.discard([entry.block for entry in unused if entry.block is not None])
-    return True
-
-
-def _closed(access: CacheAccess) -> str:
-    """Return what became of the last put, where it was not its client that closed it."""
-    if not access.put_closed:
-        return ""
-    return f" (that of {access.put_closed!r} got no part for {PUT_SECONDS:g} s)"
+def _no_put(access: CacheAccess) -> str:
+    """Return that no put is open, and what became of one that its client has not closed."""
+    closed = ""
+    if access.put_closed:
+        closed = f" (that of {access.put_closed!r} got no part for {PUT_SECONDS:g} s)"
+    return f"no put is open in this session{closed}: send CachePut first"
 
 
 def _no_room(nbytes: int, capacity: int) -> str:

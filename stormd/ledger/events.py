@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stormd.ledger.parts import Part
-from stormd.ledger.spill_events import SpillDone, SpillFailed
 from stormd.memory.arena import Block, Space
 from stormd.protocol import MapPiece, MapSegment, Message, ReserveRange
 
@@ -26,6 +25,7 @@ __all__ = [
     "Map",
     "Mappable",
     "Probe",
+    "ReadJob",
     "Recorded",
     "Reply",
     "RestoreDone",
@@ -35,11 +35,15 @@ __all__ = [
     "SegmentMapped",
     "SegmentRefused",
     "Skip",
+    "SpillDone",
+    "SpillFailed",
+    "SpillJob",
     "StoreDone",
     "StoreFailed",
     "StoreJob",
     "Unmap",
     "Wait",
+    "WriteJob",
 ]
 
 # --- jobs for lanes -------------------------------------------------------------------------
@@ -94,7 +98,34 @@ class RestoreJob:
     sequence: int
 
 
-# --- what lanes answer, one result a job ----------------------------------------------------
+# --- jobs for the tier on disk --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillJob:
+    """Move the blob of an entry between `block` and `extent`, which stay as they are until then.
+
+    `generation` is another one for each blob that is written; it is read under the same.
+    """
+
+    session: int
+    entry: int
+    generation: int
+    block: Block
+    extent: Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteJob(SpillJob):
+    """From the pool to the disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadJob(SpillJob):
+    """From the disk to the pool."""
+
+
+# --- what lanes and the tier answer, one result a job ----------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,6 +186,23 @@ class SegmentRefused:
 
     session: int
     segment: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillDone:
+    """What was to be written is on the disk, or what was to be read is in the block, verified."""
+
+    session: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillFailed:
+    """The tier is of no use any more; what was to be read into may hold anything."""
+
+    session: int
+    entry: int
     detail: str
 
 

@@ -10,25 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from stormd.ledger.on_disk import DiskPhase
 from stormd.ledger.records import Records
 from stormd.ledger.sessions import Entry, Limits, Session
 from stormd.memory.arena import Space, granules
+from stormd.memory.shared_rows import UserTotals
 from stormd.monitoring.counters import Counters
 
-__all__ = ["Holdings", "Shares", "State", "Totals", "assert_session", "assert_space"]
-
-
-class Totals(Protocol):
-    """What users hold in this process and in others that serve beside it, in bytes."""
-
-    def hold(self, uid: int, nbytes: int) -> None:
-        """Note what a user holds here."""
-
-    def claim(self, uid: int, nbytes: int) -> int:
-        """Note that a user wants to hold so much here; return what it holds elsewhere."""
+__all__ = ["Holdings", "Shares", "State", "assert_session", "assert_space"]
 
 
 class Shares:
@@ -37,7 +27,7 @@ class Shares:
     Other processes are told by `totals` where there are some.
     """
 
-    def __init__(self, totals: Totals | None = None) -> None:
+    def __init__(self, totals: UserTotals | None = None) -> None:
         self._totals = totals
         self._share = 0
         self._by_user: dict[int, int] = {}
@@ -112,7 +102,7 @@ class Holdings:
     back, or is waited for; whoever has looked at that clears it.
     """
 
-    def __init__(self, records: Records, totals: Totals | None = None) -> None:
+    def __init__(self, records: Records, totals: UserTotals | None = None) -> None:
         self.shares = Shares(totals)
         self.records = records
         self.entries = 0

@@ -6,7 +6,8 @@ touched here. Each kind of event has its module, and all of them one State:
 - leases.py: a session's life, from its opening until it is gone
 - stores.py, restores.py, segments.py: a client's requests, and what lanes answer to each
 - cache_requests.py: what only sessions for the shared cache may ask for
-- spills.py: what goes to the tier on disk and comes back (spill_*.py: when, and which)
+- spills.py: what goes to the tier on disk and comes back (spill_moves.py: when; spill_order.py:
+  which)
 - holdings.py: how what is held adds up
 
 What the pool has no room for yet, and will have once it has grown, is answered by Wait.
@@ -28,22 +29,24 @@ from stormd.ledger.events import (
     Result,
     SegmentMapped,
     SegmentRefused,
+    SpillDone,
+    SpillFailed,
     StoreDone,
     StoreFailed,
     Wait,
 )
-from stormd.ledger.holdings import Holdings, State, Totals, assert_session, assert_space
+from stormd.ledger.holdings import Holdings, State, assert_session, assert_space
 from stormd.ledger.leases import Leases
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.parts import blob_bound
-from stormd.ledger.records import NoRecords, Records
+from stormd.ledger.records import Records
 from stormd.ledger.restores import Restores
 from stormd.ledger.segments import Segments
 from stormd.ledger.sessions import Limits, Phase, Session
-from stormd.ledger.spill_events import SpillDone, SpillFailed
 from stormd.ledger.spills import Spills
 from stormd.ledger.stores import Stores
 from stormd.memory.arena import Space
+from stormd.memory.shared_rows import UserTotals
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     CachePut,
@@ -92,13 +95,13 @@ class Ledger:
         *,
         disk: Disk | None = None,
         reserve: int = 0,
-        totals: Totals | None = None,
+        totals: UserTotals | None = None,
     ) -> None:
-        holdings = Holdings(NoRecords() if records is None else records, totals)
+        holdings = Holdings(records or Records(), totals)
         self._state = State(space, limits, counters, holdings)
         self.holdings = self._state.holdings
         self.holdings.shares.limit(limits.share_bytes, ())
-        self._cache = None if cache is None else CacheRequests(cache)
+        self._cache = None if cache is None else CacheRequests(cache, self._state)
         restores = Restores(self._state)
         self.leases = Leases(self._state, self._cache)
         self._disk = disk
@@ -146,7 +149,7 @@ class Ledger:
         if self._cache is not None:
             self._cache.tidy(now)
             for record in self._records():
-                self._cache.close_idle(record, self.holdings, now)
+                self._cache.close_idle(record, now)
         return self.leases.tick(now)
 
     # --- the shared cache -------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Ledger:
         elif isinstance(message, CachePut) and self._stores.waits(record, self._cache.size, now):
             return [Wait(record.info.session)]
         else:
-            answer = self._cache.answer(record, self.holdings, message, now, self._state.limits)
+            answer = self._cache.answer(record, message, now)
         return [Reply(session=record.info.session, request=request, message=answer)]
 
     # --- the tier on disk -------------------------------------------------------------------

@@ -116,7 +116,6 @@ class OnDisk:
     order: int = 0
 
     def __post_init__(self) -> None:
-        """Count it."""
         self.disk.rooms[self.phase] += self.room
         self.disk.by_session[self.session] += self.extent.nbytes
         self.disk.written[self.generation] = self.since

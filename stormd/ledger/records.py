@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgpack
 
@@ -27,10 +27,8 @@ from stormd.protocol import CODECS, Hello, ProtocolError
 __all__ = [
     "JournalRecords",
     "KeptEntry",
-    "KeptItem",
     "KeptSession",
     "Layout",
-    "NoRecords",
     "Records",
     "State",
     "Totals",
@@ -78,12 +76,13 @@ class Layout:
     part_bytes: dict[str, int]
 
 
-class Records(Protocol):
-    """Writes down what has to outlive the process."""
+class Records:
+    """Writes down what has to outlive the process; as it stands, nothing."""
 
     @property
     def has_room(self) -> bool:
         """Whether new entries can be written down."""
+        return True
 
     def opened(self, record: Session) -> None:
         """A session has begun that may be resumed."""
@@ -107,34 +106,7 @@ class Records(Protocol):
         """A tensor's name means nothing any more."""
 
 
-class NoRecords:
-    """Where nothing outlives the process."""
-
-    has_room: Final = True
-
-    def opened(self, record: Session) -> None:
-        """Do nothing."""
-
-    def ended(self, record: Session) -> None:
-        """Do nothing."""
-
-    def admitted(self, record: Session, number: int, entry: Entry) -> None:
-        """Do nothing."""
-
-    def stored(self, record: Session, number: int, entry: Entry) -> None:
-        """Do nothing."""
-
-    def freed(self, entry: Entry) -> None:
-        """Do nothing."""
-
-    def cached(self, item: Item) -> None:
-        """Do nothing."""
-
-    def dropped(self, item: Item) -> None:
-        """Do nothing."""
-
-
-class JournalRecords:
+class JournalRecords(Records):
     """In a journal. Sessions for the cache are not resumed, so nothing of theirs is written down.
 
     `cell` of sessions, entries and items says where each is, 0 where it is not.
@@ -151,11 +123,9 @@ class JournalRecords:
 
     @property
     def has_room(self) -> bool:
-        """Whether new entries can be written down."""
         return self._journal.has_room
 
     def opened(self, record: Session) -> None:
-        """Write a session down."""
         if record.hello is None:
             return
         info = record.info
@@ -172,7 +142,6 @@ class JournalRecords:
             record.cell = 0
 
     def admitted(self, record: Session, number: int, entry: Entry) -> None:
-        """Write down what an entry is promised."""
         if record.cell:
             keys = _KEYS.pack(
                 record.info.session, number, entry.raw_bytes, entry.promised,
@@ -181,7 +150,6 @@ class JournalRecords:
             entry.cell = self._journal.write(_ENTRY, keys)
 
     def stored(self, record: Session, number: int, entry: Entry) -> None:
-        """Write down where an entry is, in the place of what it was promised."""
         block = entry.block
         if not record.cell or block is None:
             return
@@ -200,13 +168,11 @@ class JournalRecords:
             entry.cell = self._journal.write(_ENTRY, content)
 
     def freed(self, entry: Entry) -> None:
-        """Take an entry away."""
         if entry.cell:
             self._journal.erase(entry.cell)
             entry.cell = 0
 
     def cached(self, item: Item) -> None:
-        """Write down a tensor of the cache."""
         parts = [
             [raw_bytes, codec, block.nbytes, [number for one in block.extents for number in one]]
             for block, raw_bytes, codec in item.parts
@@ -219,7 +185,6 @@ class JournalRecords:
         item.cell = self._journal.write(_ITEM, msgpack.packb(content))
 
     def dropped(self, item: Item) -> None:
-        """Take a tensor of the cache away."""
         if item.cell:
             self._journal.erase(item.cell)
             item.cell = 0
@@ -293,24 +258,13 @@ class KeptSession:
 
 
 @dataclass(slots=True, kw_only=True)
-class KeptItem:
-    """A tensor of the cache as it was written down."""
-
-    label: Label
-    owner: Caller
-    parts: tuple[CachePart, ...]
-    expires: float
-    cell: int
-
-
-@dataclass(slots=True, kw_only=True)
 class State:
     """What an earlier daemon has left: `useless` are the cells of what came to nothing."""
 
     layout: Layout
     layout_cell: int
     sessions: list[KeptSession]
-    items: list[KeptItem]
+    items: list[Item]
     useless: list[int]
     totals: Totals = Totals()
     totals_cell: int = 0
@@ -359,7 +313,7 @@ class _Reading:
         self._layout: tuple[Layout, int] | None = None
         self._sessions: dict[int, KeptSession] = {}
         self._entries: dict[tuple[int, int], KeptEntry] = {}
-        self._items: dict[tuple[str, int], KeptItem] = {}
+        self._items: dict[tuple[str, int], Item] = {}
         self._useless: list[int] = []
         self._totals: tuple[Totals, int] = (Totals(), 0)
         readers = {
@@ -452,11 +406,12 @@ class _Reading:
         before = self._items.pop((name, uid), None)
         if before is not None:
             self._useless.append(before.cell)
-        self._items[name, uid] = KeptItem(
+        self._items[name, uid] = Item(
             label=Label(name, dtype, tuple(shape), nbytes, part_bytes),
             owner=Caller(uid, gid),
             parts=tuple(_part(*part) for part in parts),
             expires=expires,
+            number=found.sequence,
             cell=found.cell,
         )
 

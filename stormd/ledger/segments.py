@@ -134,7 +134,6 @@ def _number_problem(session: Session, number: int) -> str:
 
 
 def _begin(record: Session, problem: str | None, offer: Offer) -> list[Instruction]:
-    """Have the lane map what is offered, unless there is a problem."""
     if problem is not None:
         return [_answer(record, offer.request, Refused("UsageError", problem))]
     record.mapping[offer.message.segment] = offer

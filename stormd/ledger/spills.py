@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from stormd.ledger.events import Instruction
+from stormd.ledger.events import Instruction, SpillDone, SpillFailed, SpillJob
 from stormd.ledger.holdings import State
 from stormd.ledger.on_disk import Disk, DiskPhase, OnDisk
 from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Entry, Phase, Session
-from stormd.ledger.spill_events import SpillDone, SpillFailed, SpillJob
+from stormd.ledger.spill_moves import Reads, Writes
 from stormd.ledger.spill_order import SpillOrders
-from stormd.ledger.spill_reads import Reads
-from stormd.ledger.spill_writes import Writes
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 from stormd.sizes import format_size
@@ -32,6 +30,9 @@ __all__ = ["ADMIT_SECONDS", "Spills"]
 
 ADMIT_SECONDS: Final = 1.0
 """For which a store may wait for the disk. A client keeps a tensor itself after two."""
+
+LEAST_MOVED: Final = 64 << 20
+"""Bytes from which on it is told how fast the disk is: small writes do not reach that of large."""
 
 
 class Spills:
@@ -54,8 +55,8 @@ class Spills:
 
     @property
     def store_capacity(self) -> int:
-        """Bytes of the pool for what cannot be given back at once."""
-        return self._state.space.capacity - self._reserve
+        """Bytes of the pool for what cannot be given back at once; all, once the tier has ended."""
+        return self._state.space.capacity - (0 if self._disk.ended else self._reserve)
 
     @property
     def is_waited_for(self) -> bool:
@@ -165,6 +166,27 @@ class Spills:
             "ended": disk.ended,
         }
 
+    @property
+    def bytes_per_second(self) -> int:
+        """What comes to the pool, or leaves it, in a second for which the disk is always busy.
+
+        By the disk's share of the bytes and its speed, both since the start. The less of both
+        directions; 0 where the disk has moved little, or the tier has ended.
+        """
+        if self._disk.ended:
+            return 0
+        counters = self._state.counters
+        ways = (
+            (self._writes.direction.speed, counters.stores),
+            (self._reads.direction.speed, counters.restores),
+        )
+        speeds = (
+            sum(flow.blob_bytes for flow in flows.values()) / speed.busy_seconds
+            for speed, flows in ways
+            if speed.total_bytes >= LEAST_MOVED
+        )
+        return int(min(speeds, default=0))
+
     def spilled_bytes(self, session: int) -> int:
         """Return what a session has on the disk."""
         return self._disk.by_session[session]
@@ -252,7 +274,6 @@ class Spills:
         self._lost += 1
 
     def _end_of(self, record: Session) -> list[Instruction]:
-        """Do what the end of the tier means for a session."""
         instructions: list[Instruction] = []
         for number, entry in list(record.entries.items()):
             place = entry.disk

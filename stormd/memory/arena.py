@@ -44,7 +44,6 @@ class Block:
     """The blob's offset where it is contiguous, else None."""
 
     def __post_init__(self) -> None:
-        """Note where it lies."""
         whole = self.extents[0].offset if len(self.extents) == 1 else None
         object.__setattr__(self, "offset", whole)
 

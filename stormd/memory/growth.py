@@ -21,6 +21,7 @@ from stormd.errors import LaneUnavailable, PoolUnavailable, StartStopped
 from stormd.machine import memory_limit
 from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
+from stormd.memory.shared_rows import PoolBudget
 from stormd.sizes import format_size
 
 __all__ = ["FIRST_BYTES", "PoolGrowth", "left_to_others", "next_step"]
@@ -51,15 +52,8 @@ LEFT_MOST: Final = 2 << 30
 class Extendable(Protocol):
     """A lane, of which nothing else is needed here."""
 
-    def extend(self, offset: int, nbytes: int) -> None:
-        """Take in a further range of the pool, which is resident.
-
-        Raises:
-            LaneUnavailable: a device cannot reach it; nothing of it is kept.
-        """
-
-    def retract(self, offset: int, nbytes: int) -> None:
-        """Let a range go that was taken in so, and of which nothing is used."""
+    def extend(self, offset: int, nbytes: int) -> None: ...
+    def retract(self, offset: int, nbytes: int) -> None: ...
 
 
 def next_step(space: Space) -> int:
@@ -81,20 +75,6 @@ def left_to_others() -> int:
     return min(max(memory_limit() // LEFT_PART, LEFT_LEAST), LEFT_MOST)
 
 
-class Budget(Protocol):
-    """What bounds a pool that is one of several processes' together."""
-
-    @property
-    def surplus(self) -> int:
-        """What of it is to be given back where it is free; 0 for nothing."""
-
-    def claim(self, nbytes: int) -> int:
-        """Take so much more, or what of that there is; return it."""
-
-    def give_back(self, nbytes: int) -> None:
-        """Have others take so much again."""
-
-
 class PoolGrowth:
     """Grows `spaces` of a pool, one step at a time. `close` must follow, before the lanes'.
 
@@ -111,7 +91,7 @@ class PoolGrowth:
         loop: asyncio.AbstractEventLoop,
         on_step: Callable[[], None],
         *,
-        budget: Budget | None = None,
+        budget: PoolBudget | None = None,
     ) -> None:
         self._budget = budget
         self._pool = pool

@@ -18,16 +18,16 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from stormd.errors import PoolUnavailable, StartStopped
 from stormd.machine import memory_available
-from stormd.memory.huge_pages import advise_huge_pages
+from stormd.memory.shared_memory import advise_huge_pages
 from stormd.sizes import format_size
 
-__all__ = ["HostPool"]
+__all__ = ["HostPool", "gather", "scatter"]
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,6 @@ class HostPool:
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # other people's tensors, in a core file
 
     def _take(self, offset: int, nbytes: int, on_progress: Callable[[int, int], None]) -> None:
-        """Make a range resident, and lock it."""
         chunks = list(_chunks(self.address + offset, nbytes))
         self._touch(chunks, nbytes, on_progress)
         self._lock(chunks)
@@ -195,6 +194,20 @@ class HostPool:
         )
 
 
+def gather(pool: int, pieces: Iterable[tuple[int, int]], target: int) -> None:
+    """Copy ranges of the pool at address `pool`, as offsets and bytes, to `target`, end to end."""
+    for offset, nbytes in pieces:
+        ctypes.memmove(target, pool + offset, nbytes)
+        target += nbytes
+
+
+def scatter(pool: int, pieces: Iterable[tuple[int, int]], source: int) -> None:
+    """Undo `gather`: fill those ranges from `source` on."""
+    for offset, nbytes in pieces:
+        ctypes.memmove(pool + offset, source, nbytes)
+        source += nbytes
+
+
 def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
     """Return a mapping; of one that is to be resident in part the kernel sets nothing aside."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if is_partial else 0)
@@ -214,7 +227,6 @@ def _mapped(nbytes: int, descriptor: int) -> mmap.mmap:
 
 
 def _chunks(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (address, bytes) of the parts that are touched and locked one by one."""
     for offset in range(0, nbytes, CHUNK_BYTES):
         yield address + offset, min(CHUNK_BYTES, nbytes - offset)
 

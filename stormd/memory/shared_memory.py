@@ -13,15 +13,20 @@ import fcntl
 import logging
 import mmap
 import os
+from contextlib import suppress
 from typing import Final
 
-from stormd.memory.huge_pages import advise_huge_pages
-
-__all__ = ["SharedMemory", "is_sealed", "sealed_memory"]
+__all__ = ["SharedMemory", "advise_huge_pages", "is_sealed", "sealed_memory"]
 
 log = logging.getLogger(__name__)
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def advise_huge_pages(mapping: mmap.mmap) -> None:
+    """Ask for huge pages; a kernel without them, as real-time ones, calls that invalid."""
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def sealed_memory(name: str, nbytes: int) -> int:

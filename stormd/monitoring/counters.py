@@ -52,7 +52,6 @@ class Histogram:
     counts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin with no observation."""
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, seconds: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Final
 
 __all__ = ["STUCK_SECONDS", "Heartbeat", "stuck_workers"]
@@ -48,12 +47,7 @@ class Heartbeat:
     def __enter__(self) -> None:
         self.work()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.rest()
 
     def ended(self, reason: str) -> None:

@@ -2,14 +2,15 @@
 
 Nothing here makes a context or takes device memory. Where the library or its bindings are missing
 or it refuses, the answer is None, never a guess. A call may take milliseconds: not for the event
-loop.
+loop, so the gauge has a thread of its own, which looks once a second.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, Final
 
-__all__ = ["Nvml", "open_nvml"]
+__all__ = ["GpuGauge", "Nvml", "open_nvml"]
 
 
 def open_nvml() -> Nvml | None:
@@ -52,3 +53,39 @@ class Nvml:
 
     def _device(self, uuid: str) -> Any:
         return self._library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+
+
+_SECONDS: Final = 1.0
+
+
+class GpuGauge:
+    """Watches the devices of these UUIDs until `close`; without any, it does nothing."""
+
+    def __init__(self, uuids: list[str], *, seconds: float = _SECONDS) -> None:
+        self._uuids = uuids
+        self._seconds = seconds
+        self._percent: dict[str, int | None] = {}  # written by the thread, replaced as a whole
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        nvml = open_nvml() if uuids else None
+        if nvml is not None:
+            self._thread = threading.Thread(
+                target=self._watch, args=(nvml,), name="stormd-gpu-gauge", daemon=True
+            )
+            self._thread.start()
+
+    def busy_percent(self, uuid: str) -> int | None:
+        """Return the share of the last look's sample period in which a kernel ran, or None."""
+        return self._percent.get(uuid)
+
+    def close(self) -> None:
+        """End the thread. Twice is fine."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, nvml: Nvml) -> None:
+        while True:
+            self._percent = {uuid: nvml.busy_percent(uuid) for uuid in self._uuids}
+            if self._closing.wait(self._seconds):
+                return

@@ -16,22 +16,6 @@ from stormd.protocol.addresses import (
     worker_lifeline_path,
 )
 from stormd.protocol.budgets import BUDGET_VARIABLE, Budget, budget_text, parse_budget
-from stormd.protocol.cache_messages import (
-    CACHE_FEATURE,
-    NAMES_A_PAGE,
-    CacheCancel,
-    CacheCommit,
-    CacheDelete,
-    CacheFind,
-    CacheFound,
-    CacheGet,
-    CacheList,
-    CacheNames,
-    CachePut,
-    CacheReady,
-    CacheTensor,
-    part_count,
-)
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.fields import (
@@ -57,7 +41,20 @@ from stormd.protocol.framing import (
 )
 from stormd.protocol.limits import PROTOCOL_VERSION
 from stormd.protocol.messages import (
+    CACHE_FEATURE,
+    NAMES_A_PAGE,
     Admitted,
+    CacheCancel,
+    CacheCommit,
+    CacheDelete,
+    CacheFind,
+    CacheFound,
+    CacheGet,
+    CacheList,
+    CacheNames,
+    CachePut,
+    CacheReady,
+    CacheTensor,
     Entries,
     Failed,
     Goodbye,
@@ -87,6 +84,7 @@ from stormd.protocol.messages import (
     StoreParts,
     UnmapSegment,
     Welcome,
+    part_count,
 )
 from stormd.protocol.variables import private_pool_commit, unknown_variables
 

@@ -89,7 +89,6 @@ class SocketTrouble:
     denies: bool = False
 
     def __str__(self) -> str:
-        """Return the reason alone."""
         return self.reason
 
 
@@ -187,7 +186,6 @@ def _denial(path: Path) -> SocketTrouble:
 
 
 def _user(uid: int) -> str:
-    """Return a user's number, with the name where there is one."""
     try:
         return f"{uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:

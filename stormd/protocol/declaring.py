@@ -181,17 +181,14 @@ class Message:
         return cls.from_wire(values)
 
     def __eq__(self, other: object) -> bool:
-        """Compare the fields with those of a message of the same class."""
         if type(other) is not type(self):
             return NotImplemented
         return self.to_wire() == other.to_wire()
 
     def __hash__(self) -> int:
-        """Return a number that equal messages share."""
         return hash((self.OP, self.to_wire()))
 
     def __repr__(self) -> str:
-        """Return the call that makes such a message."""
         pairs = zip(self.FIELDS, self.to_wire(), strict=True)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in pairs)})"
 
@@ -247,14 +244,14 @@ def _compile(kind: Any) -> None:
     hints = get_type_hints(kind, include_extras=True)
     rules: dict[str, Rule] = {field: get_args(hints[field])[1] for field in kind.FIELDS}
     known = _known_to(kind, rules)
-    exec(_source(kind, rules), known)  # noqa: S102 - of our own declarations
+    # Compiled first: exec of a text has CPython forget that an interrupt is to end the process.
+    exec(compile(_source(kind, rules), kind.__name__, "exec"), known)  # noqa: S102 - our own text
     kind.to_wire = known["to_wire"]
     kind.from_wire = staticmethod(known["from_wire"])
     kind.__init__ = known["init"]
 
 
 def _source(kind: type[Message], rules: dict[str, Rule]) -> str:
-    """Return the functions' text."""
     defaults, kw_only = kind._declared
     read = [f"v_{field}" for field in rules]
     together = kind.check_together is not Message.check_together
@@ -283,7 +280,6 @@ def _source(kind: type[Message], rules: dict[str, Rule]) -> str:
 
 
 def _known_to(kind: type[Message], rules: dict[str, Rule]) -> dict[str, Any]:
-    """Return the globals of the functions of a class."""
 
     def complain(values: Sequence[Any]) -> NoReturn:
         for (field, rule), value in zip(rules.items(), values, strict=True):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.fields import (
@@ -204,7 +203,6 @@ _HARMLESS_BYTES = 8 * min(RESTORE_FIELDS, STORE_FIELDS) * MAX_BATCH
 
 
 def _parts_of(message: Message) -> int:
-    """Return how many chunks a message names."""
     if type(message) is RestoreParts:
         return len(message.places) // (8 * RESTORE_FIELDS)
     if type(message) is StoreParts:

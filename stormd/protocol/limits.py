@@ -24,7 +24,7 @@ __all__ = [
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one ends its connection."""

@@ -13,12 +13,12 @@ import logging
 import os
 import secrets
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from stormd.errors import SpillUnavailable
 from stormd.sizes import format_size
 
-__all__ = ["BlockFile", "SpillFile"]
+__all__ = ["SpillFile"]
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +29,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class BlockFile(Protocol):
-    """What the tier needs of a file; a test's may fail. Offsets and views are whole pages.
-
-    Both methods are called from several threads at once, and move everything or raise OSError.
-    """
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`."""
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from `offset` on."""
-
-    def close(self) -> None:
-        """Give the file and its room back. Twice is fine."""
-
-
 class SpillFile:
-    """A file of `nbytes` in `directory`, for this process alone.
+    """A file of `nbytes` in `directory`, for this process alone. Offsets and views are whole pages.
+
+    It is written and read by several threads at once.
 
     Raises:
         SpillUnavailable: there is no such directory, it cannot be written to, it has not the room,

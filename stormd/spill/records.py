@@ -13,7 +13,8 @@ from typing import Final
 from stormd.lanes.host_codec import Buffer
 from stormd.memory.arena import Block, Extent
 from stormd.memory.extents import PAYLOAD_BYTES, RECORD_BYTES, records
-from stormd.spill.file import BlockFile
+from stormd.memory.host_pool import gather, scatter
+from stormd.spill.file import SpillFile
 from stormd.spill.sealing import Label, Sealer
 
 __all__ = ["WORKER_BYTES", "BlobMover", "Damaged"]
@@ -33,7 +34,7 @@ class BlobMover:
     the same name. Both ways yield behind each record.
     """
 
-    def __init__(self, pool_address: int, file: BlockFile, sealer: Sealer) -> None:
+    def __init__(self, pool_address: int, file: SpillFile, sealer: Sealer) -> None:
         self._pool_address = pool_address
         self._file = file
         self._sealer = sealer
@@ -98,19 +99,12 @@ class BlobMover:
     def _gathered(self, pieces: Sequence[Extent]) -> int:
         """Return where a record's bytes are whole, having joined them there."""
         if len(pieces) > 1:
-            done = 0
-            for offset, size in pieces:
-                ctypes.memmove(self._whole.address + done, self._pool_address + offset, size)
-                done += size
+            gather(self._pool_address, pieces, self._whole.address)
         return self._address(pieces)
 
     def _scatter(self, pieces: Sequence[Extent]) -> None:
-        if len(pieces) == 1:
-            return
-        done = 0
-        for offset, size in pieces:
-            ctypes.memmove(self._pool_address + offset, self._whole.address + done, size)
-            done += size
+        if len(pieces) > 1:
+            scatter(self._pool_address, pieces, self._whole.address)
 
 
 def _cut(pieces: Sequence[Extent], begin: int, nbytes: int) -> list[Extent]:

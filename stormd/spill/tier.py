@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from stormd.errors import SpillUnavailable
-from stormd.ledger.spill_events import ReadJob, SpillDone, SpillFailed, SpillJob, WriteJob
+from stormd.ledger.events import ReadJob, SpillDone, SpillFailed, SpillJob
 from stormd.monitoring.health import Heartbeat
 from stormd.sizes import format_size
-from stormd.spill.file import BlockFile
+from stormd.spill.file import SpillFile
 from stormd.spill.records import WORKER_BYTES, BlobMover, Damaged
 from stormd.spill.sealing import Sealer
 
@@ -44,7 +44,7 @@ class SpillTier:
     def __init__(
         self,
         *,
-        file: BlockFile,
+        file: SpillFile,
         sealer: Sealer,
         pool_address: int,
         post: Post,
@@ -53,8 +53,8 @@ class SpillTier:
         self._file = file
         self._post = post
         self._changed = threading.Condition()  # protects the four below
-        self._reads: deque[ReadJob] = deque()
-        self._writes: deque[WriteJob] = deque()
+        self._reads: deque[SpillJob] = deque()
+        self._writes: deque[SpillJob] = deque()
         self._fault = ""
         self._closed = False
         self._heartbeats = [Heartbeat(f"stormd-spill-{number}") for number in range(threads)]
@@ -88,10 +88,7 @@ class SpillTier:
         """Begin jobs; each is answered by SpillDone or SpillFailed."""
         with self._changed:
             for job in jobs:
-                if isinstance(job, ReadJob):
-                    self._reads.append(job)
-                else:
-                    self._writes.append(job)
+                (self._reads if isinstance(job, ReadJob) else self._writes).append(job)
             self._changed.notify(len(jobs))
 
     def fault(self) -> str:
@@ -141,7 +138,6 @@ class SpillTier:
     ) -> SpillDone | SpillFailed:
         if self._fault:
             return SpillFailed(session=job.session, entry=job.entry, detail=self._fault)
-        began = time.perf_counter()
         try:
             for _ in _steps(mover, job):
                 heartbeat.work()  # as what may take long is one record
@@ -150,8 +146,7 @@ class SpillTier:
         except Exception as error:  # whatever it is, the job must be answered
             log.exception("a job of the tier on disk failed")
             return self._failed(job, f"{type(error).__name__}: {error}")
-        seconds = time.perf_counter() - began
-        return SpillDone(session=job.session, entry=job.entry, seconds=seconds)
+        return SpillDone(session=job.session, entry=job.entry)
 
     def _failed(self, job: SpillJob, reason: str) -> SpillFailed:
         doing = "read" if isinstance(job, ReadJob) else "write"

@@ -178,7 +178,6 @@ class _Holder:
                 return os.waitstatus_to_exitcode(status)
 
     def _hear(self) -> None:
-        """Do what the daemon has asked for."""
         for message, descriptors in self._messages():
             fields = dict(line.split("=", 1) for line in message.split("\n") if "=" in line)
             name = fields.get("FDNAME", "")

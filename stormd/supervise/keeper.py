@@ -337,8 +337,12 @@ class _Keeper:
         if self._inbox.front_has_ended:
             return
         after = _state_at(address)
-        if after is not None:
-            say(describe_savings(before, after))
+        if after is None:
+            return
+        has_failed = self._command is not None and bool(self._command.returncode)
+        text = describe_savings(before, after, has_failed=has_failed)
+        if text:
+            say(text)
 
     def _end_daemon(self, daemon: Popen[bytes]) -> None:
         daemon.terminate()
@@ -400,6 +404,5 @@ def _came_to(process: Popen[bytes]) -> str:
 
 
 def _tail(log: Path) -> str:
-    """Return the last that was logged."""
     text = log.read_text(errors="replace").strip()
     return "\n".join(text.splitlines()[-6:]) or "it said nothing"

@@ -56,7 +56,7 @@ def check_available(environ: Mapping[str, str], *, daemon_runs: bool) -> None:
     smi = _found(_SMI, environ)
     if smi is None or not _lists_a_gpu(smi, environ):
         why = "there is no nvidia-smi" if smi is None else "nvidia-smi lists no GPU"
-        raise MpsUnavailable(f"{why}: install NVIDIA's driver, or say --mps off where no GPU is")
+        raise MpsUnavailable(f"{why}: on a machine with a GPU, install NVIDIA's driver")
     if _found(CONTROL, environ) is None:
         raise MpsUnavailable(
             f"there is no {CONTROL} on PATH: install the driver's nvidia-compute-utils, or give "

@@ -9,14 +9,24 @@ from stormd.sizes import format_size
 __all__ = ["describe_savings"]
 
 
-def describe_savings(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
+def describe_savings(
+    before: dict[str, Any] | None, after: dict[str, Any], *, has_failed: bool = False
+) -> str:
     """Return what was offloaded between two states, and how full the pool was.
 
-    `before` is None for a daemon that served this run alone.
+    `before` is None for a daemon that served this run alone. Of a command that has failed before
+    anything was offloaded there is nothing to say.
     """
     raw, stored = (_stored(after, name) - _stored(before, name) for name in _COUNTED)
     if not raw:
-        return "nothing was offloaded: does the script run its forward pass in `with offload:`?"
+        return (
+            ""
+            if has_failed
+            else (
+                "nothing was offloaded: if the script trained, does it run its forward pass in "
+                "`with offload:`?"
+            )
+        )
     peak, capacity = (after["pool"][name] for name in ("peak_used_bytes", "capacity_bytes"))
     text = (
         f"offloaded {format_size(raw)}, stored as {format_size(stored)}, ratio {raw / stored:.2f}; "

@@ -14,7 +14,6 @@ import selectors
 import signal
 import socket
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self
 
 from stormd.supervise.processes import die_with_parent
@@ -127,12 +126,7 @@ class Inbox:
         signal.signal(signal.SIGCHLD, _noted)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()

@@ -21,17 +21,17 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 from stormd import open_files
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
-from stormd.transport.connection import STRANGER_BYTES, Connection
 from stormd.transport.listener import Credentials, Listener, peer_credentials
 from stormd.transport.strangers import Strangers
-from stormd.transport.zmtp import OPENING, OTHER, ZmtpError, framed
+from stormd.transport.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
 
-__all__ = ["ControlSocket", "OnFrame"]
+__all__ = ["Connection", "ControlSocket"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,12 @@ GRANT_SECONDS: Final = 1.0
 
 READ_BYTES: Final = 1 << 16
 """Read of one connection at a time, and of one whose frames wait already kept at the most."""
+
+PIECES_AT_ONCE: Final = 64
+"""Unsent frames handed to the kernel in one call."""
+
+STRANGER_BYTES: Final = 1 << 16
+"""Of the largest frame on a connection without a session; Hello is the largest that it may send."""
 
 STRANGER_UNREAD_BYTES: Final = MAX_FRAME_BYTES
 """Of answers that a connection without a session may leave unread: one status of many sessions."""
@@ -66,6 +72,81 @@ WARNING_SECONDS: Final = 1.0
 """Least time between two lines in the log about connections that were ended."""
 
 
+class Connection:
+    """One client's connection: its bytes both ways, and what is undone of them.
+
+    `is_open` says whether it can still say something, `is_reachable` whether anybody may still read
+    what is sent. `unsent` are the bytes of frames that the kernel has not taken yet. `granted` is
+    the session that another process has granted it, 0 where none has.
+    """
+
+    __slots__ = (
+        "credentials", "descriptor", "granted", "has_session", "held_bytes", "is_open", "is_parked",
+        "is_paused", "is_queued", "is_reachable", "line", "output", "reader", "silent_ticks",
+        "unsent", "work", "work_bytes",
+    )  # fmt: skip
+
+    def __init__(self, line: socket.socket, credentials: Credentials, granted: int = 0) -> None:
+        self.line = line
+        self.descriptor = line.fileno()
+        self.credentials = credentials
+        self.granted = granted
+        self.reader = Reader(STRANGER_BYTES, is_greeted=granted != 0)
+        self.has_session = False
+        self.is_open = True
+        self.is_reachable = True
+        self.is_queued = False  # among those whose turn comes
+        self.is_parked = False  # its work goes on when it is told to
+        self.is_paused = False  # not read from until what has come is done
+        self.silent_ticks = 0
+        self.output: deque[memoryview] = deque()
+        self.unsent = 0
+        self.work: Iterator[None] | None = None  # what the last frame asks for, as far as undone
+        self.work_bytes = 0  # of that frame
+        self.held_bytes = 0  # as counted in the sum of all
+
+    @property
+    def identity(self) -> bytes:
+        """The routing id that its socket chose, empty where it chose none."""
+        return self.reader.identity
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What was read and is not done, and what was answered and is not sent."""
+        return len(self.reader.data) + self.work_bytes + self.unsent
+
+    def transmit(self) -> None:
+        """Have the kernel take what it takes of the output."""
+        try:
+            while self.output:
+                self._sent(self.line.sendmsg(list(islice(self.output, PIECES_AT_ONCE))))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # nobody reads any more; what was said before is still to be heard
+            self.is_reachable = False
+            self.output.clear()
+            self.unsent = 0
+
+    def shut(self) -> None:
+        """Close it. Twice is fine."""
+        self.descriptor = -1
+        self.is_open = self.is_reachable = False
+        self.output.clear()
+        self.unsent = self.work_bytes = 0
+        self.work = None
+        self.line.close()
+
+    def _sent(self, count: int) -> None:
+        self.unsent -= count
+        while count:
+            first = self.output[0]
+            if len(first) > count:
+                self.output[0] = first[count:]
+                return
+            count -= len(first)
+            self.output.popleft()
+
+
 OnFrame = Callable[[Connection, bytes | None], Iterator[None] | None]
 """Takes a frame, None where the message had several parts, as no client's has. Returns the work
 that is left of what it asks for: it is stepped through, each step far shorter than a turn, with
@@ -75,7 +156,7 @@ others' between."""
 class ControlSocket:
     """Bound from construction on; `start` begins to accept connections.
 
-    Without an `address` it has the connections alone that it is given by `take`.
+    Without an `address` it has the connections alone that it is given by `take`, and no `listener`.
     `on_batch()` follows each turn in which `is_owing` was set. `held_most` is how many bytes may
     wait of all connections, read but not done and answered but not sent; where there are more,
     `on_overfull(connection)` follows the end of the one that is given up. Nobody is heard before
@@ -116,35 +197,15 @@ class ControlSocket:
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
         self._next_warning = 0.0
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         if address is not None:
-            self._listener = Listener(
+            self.listener = Listener(
                 loop,
                 parse_address(address),
                 listening=listening,
                 on_line=self._admit,
                 on_lack=self._make_room,
             )
-
-    @property
-    def descriptor(self) -> int:
-        """That of the socket that listens, to be kept by others."""
-        assert self._listener is not None, "nothing listens"
-        return self._listener.descriptor
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the socket's file is there, so that clients find it, or it needs none."""
-        return self._listener is None or self._listener.is_bound
-
-    def bind(self) -> None:
-        """Make the socket's file again that was removed; connections stay as they are.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
-        if self._listener is not None:
-            self._listener.bind()
 
     def start(
         self,
@@ -156,8 +217,8 @@ class ControlSocket:
         self._on_frame = on_frame
         self._on_batch = on_batch
         self._on_overfull = on_overfull
-        if self._listener is not None:
-            self._listener.start()
+        if self.listener is not None:
+            self.listener.start()
 
     def allow(self, uids: frozenset[int]) -> None:
         """Hear these users from now on; connections that have a session stay."""
@@ -255,16 +316,10 @@ class ControlSocket:
                 if connection.silent_ticks > SILENT_TICKS:
                     self.close_connection(connection)
 
-    def leave(self) -> None:
-        """Close, but leave the socket's file, for whoever has the socket as well."""
-        if self._listener is not None:
-            self._listener.leave()
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *, keeps_file: bool = False) -> None:
         """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close(keeps_file=keeps_file)
         for handle in (self._scheduled, self._relief):
             if handle is not None:
                 handle.cancel()
@@ -306,9 +361,12 @@ class ControlSocket:
 
     def _receive(self, connection: Connection) -> None:
         """Read what has arrived, and have it handled in a turn."""
-        count = connection.receive_into(self._buffer)
-        if count is None:
+        try:
+            count = connection.line.recv_into(self._buffer)
+        except (BlockingIOError, InterruptedError):
             return
+        except OSError:
+            count = 0
         if not count:
             self.close_connection(connection)
             return
@@ -417,7 +475,8 @@ class ControlSocket:
             return
         if not connection.is_open:
             return
-        held = connection.waiting_bytes
+        # As `waiting_bytes`, without a call for each frame.
+        held = len(connection.reader.data) + connection.work_bytes + connection.unsent
         self._held_bytes += held - connection.held_bytes  # never more, so nobody is given up
         connection.held_bytes = held
         if not is_done:

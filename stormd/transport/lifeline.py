@@ -74,28 +74,10 @@ class LifelineListener:
         self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
         self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of the strangers
         self._lines: dict[int, socket.socket] = {}
-        self._listener = Listener(
+        self.listener = Listener(
             loop, path, listening=listening, on_line=self._admit, on_lack=self._make_room
         )
-        self._listener.start()
-
-    @property
-    def descriptor(self) -> int:
-        """That of the socket that listens, to be kept by others."""
-        return self._listener.descriptor
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the socket's file is there, so that clients find it."""
-        return self._listener.is_bound
-
-    def bind(self) -> None:
-        """Make the socket's file again that was removed; connections stay as they are.
-
-        Raises:
-            OSError: the path cannot be bound.
-        """
-        self._listener.bind()
+        self.listener.start()
 
     def allow(self, uids: frozenset[int]) -> None:
         """Hear these users from now on; lifelines that have a session stay."""
@@ -107,18 +89,9 @@ class LifelineListener:
         if line is not None:
             self._close(line)
 
-    def stop_listening(self) -> None:
-        """Take no new connection, and remove the socket's file. Twice is fine."""
-        self._listener.close()
-
-    def leave(self) -> None:
-        """Close, but leave the socket's file, for whoever has the socket as well."""
-        self._listener.leave()
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *, keeps_file: bool = False) -> None:
         """Close everything, without a call of `on_lost`. Twice is fine."""
-        self.stop_listening()
+        self.listener.close(keeps_file=keeps_file)
         for line in self._strangers.all:
             self._dismiss(line)
         for session in list(self._lines):

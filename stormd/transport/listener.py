@@ -110,15 +110,14 @@ class Listener:
         if self._is_started:
             self.start()
 
-    def close(self) -> None:
-        """Take no new connection, and remove the socket's file. Twice is fine."""
-        if self.is_open:
-            self._file.remove()
-            self._shut()
+    def close(self, *, keeps_file: bool = False) -> None:
+        """Take no new connection, and remove the socket's file. Twice is fine.
 
-    def leave(self) -> None:
-        """Take no new connection; the file stays, for somebody else has the socket, too."""
+        It `keeps_file` where somebody else has the socket, too.
+        """
         if self.is_open:
+            if not keeps_file:
+                self._file.remove()
             self._shut()
 
     def _shut(self) -> None:

@@ -16,7 +16,7 @@ from storm_kernels.errors import BackendUnavailable
 
 from stormd.config import Config
 from stormd.machine import memory_available
-from stormd.workers.shared import PoolBudget, UserTotals
+from stormd.memory.shared_rows import PoolBudget, UserTotals
 
 __all__ = [
     "Plan",

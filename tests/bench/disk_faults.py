@@ -29,6 +29,8 @@ from stormd.ledger.events import (
     RestoreDone,
     RestoreJob,
     Result,
+    SpillDone,
+    SpillFailed,
     StoreDone,
     StoreJob,
     Wait,
@@ -37,7 +39,6 @@ from stormd.ledger.ledger import Ledger
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import Limits, SessionInfo
-from stormd.ledger.spill_events import SpillDone, SpillFailed
 from stormd.machine import describe
 from stormd.memory.arena import Block, Space, slack_of
 from stormd.memory.extents import PAGE

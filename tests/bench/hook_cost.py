@@ -30,7 +30,7 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_bench.zoo.methods import METHODS
 from storm_bench.zoo.models import Workload
 from storm_client import native
-from storm_client.eager import controller as planning
+from storm_client.eager import plan_maker
 from storm_client.hooks import StepHooks
 from storm_client.native import build
 from storm_client.planner.alternatives import choose_alternative
@@ -316,8 +316,8 @@ def main() -> None:
     torch.set_num_threads(1)
     build.build()
     gc.disable()
-    planning.machine_of = lambda _: FREE_REPLAYS
-    planning.choose_alternative = nothing_leaves
+    plan_maker.machine_of = lambda _: FREE_REPLAYS
+    plan_maker.choose_alternative = nothing_leaves
     with (
         ChildDaemon(flags=["--device=cpu", "--pool-bytes=256MiB"]) as daemon,
         storm.connect(daemon.address, embedded="never", timeout=30.0) as client,

@@ -106,15 +106,15 @@ def recorded(name: str, address: str) -> Problem:
             for block in training.net.blocks:
                 x = block(x)
         training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
-        kind = offload._planning._kinds.latest
-        assert kind is not None
-        values = [value.planned() for value in kind.values]
+        signature = offload._planning._signatures.latest
+        assert signature is not None
+        values = [value.planned() for value in signature.values]
         timed = tuple(
             replace(value, nbytes=value.nbytes * SCALE**2, seconds=_gpu_seconds(value, values))
             for value in values
         )
         forward = sum(value.seconds for value in timed)
-        return Problem(timed, forward_seconds=forward, block_ends=kind.block_ends)
+        return Problem(timed, forward_seconds=forward, block_ends=signature.block_ends)
 
 
 def _small(work: Workload | LlamaWorkload) -> Workload | LlamaWorkload:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import storm_client as storm
 import torch
-from storm_client.eager import controller as planning
+from storm_client.eager import plan_maker
 from storm_client.errors import UsageError
 from support.planning import FREE_REPLAYS
 from support.training import bits
@@ -464,7 +464,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if args.costs == "free":
-        planning.machine_of = lambda _: FREE_REPLAYS
+        plan_maker.machine_of = lambda _: FREE_REPLAYS
     rows: dict[str, dict[str, str]] = {}
     with storm.connect(embedded="always", pool_bytes=POOL_BYTES, timeout=60.0) as client:
         os.environ["STORMD_ADDRESS"] = client.address

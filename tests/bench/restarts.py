@@ -39,7 +39,7 @@ def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu"
     moments = random.Random(seed)
     ends = [signal.SIGKILL] * kills + [signal.SIGUSR2] * restarts
     moments.shuffle(ends)
-    seconds, steps = [], 0
+    seconds, starts, steps = [], [], 0
     with _daemon(device) as daemon, Trainers() as trainers:
         pids = start_trainers(trainers, daemon, TRAINERS, device)
         for number in ends:
@@ -47,6 +47,7 @@ def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu"
             time.sleep(moments.random() * LONGEST_PAUSE)
             ended = time.monotonic()
             _end(daemon, served_by, number)
+            starts.append(_processor_seconds(_served_by(daemon)))
             for pid in pids:
                 steps += _steps_so_far(trainers, pid)
                 seconds.append(_first_step_since(trainers, pid, ended))
@@ -59,7 +60,9 @@ def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu"
         "restarts": restarts,
         "trainers": TRAINERS,
         "right_steps": steps + len(seconds),
-        "seconds_to_the_next_step": spread(seconds),
+        "seconds_to_the_end_of_a_step_begun_since": spread(seconds),
+        "processor_seconds_of_a_start": spread(starts),
+        "load_average": os.getloadavg()[0],
     }
 
 
@@ -132,12 +135,22 @@ def _steps_so_far(trainers: Trainers, pid: int) -> int:
 
 
 def _first_step_since(trainers: Trainers, pid: int, ended: float) -> float:
-    """Return the seconds from the daemon's end to the end of the next step, which is right."""
-    at = 0.0
-    while at <= ended:
+    """Return the seconds from the daemon's end to the end of the first step that began since.
+
+    It is right. The one before may have had all that it needed.
+    """
+    at, has_begun = 0.0, False
+    while not has_begun:
+        has_begun = at > ended
         at, words = trainers.next(pid, NOTICED_SECONDS)
         assert words == "same", words
     return at - ended
+
+
+def _processor_seconds(pid: int) -> float:
+    """Return what a process has taken so far, of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
     PYTHONPATH=tests python -m bench.saved_bytes --json tests/bench/results/saved_bytes.json
     PYTHONPATH=tests python -m bench.saved_bytes llama gpt2 --largest 20
 
+It prints the table of docs/budget.md, a line for each model.
+
 Models of the zoo, small, and others that are written here, each for one step on the cpu lane. A
 value is a storage at one version. It can be recomputed if an operation of the table made it, and
 whoever cannot be is named by the node that did. What stays does so by the policy, for the reason
@@ -41,6 +43,13 @@ ZOO = ("llama", "lora", "moe", "fp32amp", "gpt2", "bert")
 
 MIN_BYTES = 2048
 """What is as large beside the zoo's small models as 1 MiB beside those of a GPU."""
+
+_REASONS = {
+    "no operation": "of no node",
+    "SafeSoftmaxBackward0": "attention's weights",
+    "ReshapeAliasBackward0": "reshape",
+}
+"""What the table calls what no operation recomputes, where it is not the node that made it."""
 
 _UNCOUNTED = NO_ACTIVATIONS - {"leaf"} | {"small"}
 
@@ -96,9 +105,9 @@ def measured(work: Workload, client: storm.Client, min_bytes: int = MIN_BYTES) -
     with offload, torch.autocast("cpu", work.autocast, enabled=work.autocast is not None):
         loss = work.loss(model)
     loss.backward()
-    kind = offload._planning._kinds.latest
-    assert kind is not None
-    saved = [value for value in kind.values if value.is_saved]
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    saved = [value for value in signature.values if value.is_saved]
     offloadable = Counter[str]()
     for value in saved:
         if not value.operation:
@@ -137,7 +146,7 @@ def main() -> None:
             except ImportError as error:
                 row = {"missing": str(error)}
             rows[name] = row
-            sys.stdout.write(f"{_line(name, row)}\n")
+            sys.stdout.write(f"{line(name, row)}\n")
             sys.stdout.flush()
     if args.json:
         versions = package_versions(("torch", "transformers", "peft"))
@@ -145,16 +154,18 @@ def main() -> None:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _line(name: str, row: dict[str, Any]) -> str:
-    """Return a row of a table in Markdown."""
+def line(name: str, row: dict[str, Any]) -> str:
+    """Return a row of the table in Markdown."""
     if "missing" in row:
-        return f"| {name} | {row['missing']} |"
-    lists = [
-        ", ".join(f"{name} {percent}" for name, percent in row[key].items() if percent)
+        return f"| {name} | | | | {row['missing']} |"
+    reasons = [
+        f"{_REASONS.get(by, by.removesuffix('Backward0'))} {percent}"
         for key in ("offloadable_by", "staying_by")
+        for by, percent in row[key].items()
+        if percent
     ]
     shares = f"{row['recomputable']} | {row['offloadable']} | {row['staying']}"
-    return f"| {name} | {row['saved_mib']} | {shares} | {' | '.join(lists)} |"
+    return f"| {name} | {shares} | {', '.join(reasons)} |"
 
 
 if __name__ == "__main__":

@@ -233,6 +233,32 @@ class UNet(nn.Module):
         return self.out(x).mean((2, 3))  # type: ignore[no-any-return]
 
 
+class Residual(nn.Module):
+    """Two convolutions whose sum with the input is rectified in place, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.Sequential(
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.made(x)
+        made += x
+        return F.relu(made, inplace=True)
+
+
+def residual() -> Workload:
+    begin = [nn.Conv2d(3, 32, 7, 2, 3), nn.BatchNorm2d(32), nn.ReLU(inplace=True)]
+    blocks = [nn.MaxPool2d(3, 2, 1), *(Residual() for _ in range(4)), nn.AdaptiveAvgPool2d(1)]
+    model = nn.Sequential(*begin, *blocks, nn.Flatten(), nn.Linear(32, 10))
+    return of_classes(model, torch.randn(4, 3, 64, 64))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -310,6 +336,7 @@ MODELS: dict[str, Make] = {
     "convnext": convnext,
     "diffusion transformer": lambda: patches(is_conditioned=True),
     "U-Net": lambda: of_classes(UNet(), torch.randn(4, 3, 32, 32)),
+    "ResNet": residual,
     "LSTM": lambda: of_classes(Recurrent(), torch.randint(0, WORDS, (4, LENGTH))),
     "graph attention": graph,
     "ranking": lambda: of_classes(

@@ -119,7 +119,7 @@ def run(steps: int, device: str) -> dict[str, Any]:
         assert client.status().pool.used_bytes == 0
     _check(samples)
     assert stats.offloaded_bytes > 0
-    assert not stats.kept, stats.kept
+    assert set(stats.kept) <= {"needed_at_once"}, stats.kept  # by a GPU's link
     return {
         "steps": steps,
         "seconds": time.monotonic() - begin,

@@ -1,9 +1,10 @@
-"""Makes the tables of documents whose figures are recorded rows, those of `stormd bench zoo`.
+"""Makes the tables of documents whose figures are recorded rows, as those of `stormd bench zoo`.
 
     python tests/bench/zoo_tables.py README.md docs/performance.md
 
 A table belongs to the files of results that its section links to: `zoo_....json` has the zoo's
-rows, `in_turns_....json` those of workloads that were tuned for. A line is found by its first
+rows, `in_turns_....json` those of workloads that were tuned for, `frameworks_....json` those of
+`frameworks.py`, of which the latest of a method counts. A line is found by its first
 cell, the workload, and filled by the heads of its columns: a new line needs no more than `| its
 workload |`. Other tables stay as they are.
 """
@@ -28,10 +29,28 @@ TUNED: Final = {
 }
 """Workloads of in_turns_h100.json, and which of its runs is theirs."""
 
+FRAMEWORKS: Final = {
+    "transformers' Trainer": "trainer",
+    "TRL's SFTTrainer": "trl",
+    "Lightning": "lightning",
+    "Accelerate": "accelerate",
+    "torchtitan, Llama 8B": "torchtitan",
+    "A loop of one's own": "loop",
+    "PEFT, LoRA of rank 16": "peft",
+    "Liger's kernels": "liger",
+    "torchao, float8": "torchao",
+    "bitsandbytes, LoRA and 8-bit AdamW": "bitsandbytes",
+    "Qwen2-VL, width 2048, 10 layers": "vision-language",
+    "Whisper, width 1280, 12 layers each way": "whisper",
+    "diffusers' UNet, 16 latents": "diffusion",
+}
+"""Workloads of frameworks_....json, and what it calls them."""
+
 Rows = list[dict[str, Any]]
 
 _HEAD: Final = "| Workload | ms without | ms checkpointed |"
-_RESULTS: Final = re.compile(r"tests/bench/results/((?:zoo|in_turns)_\w+\.json)")
+_RESULTS: Final = re.compile(r"tests/bench/results/((?:zoo|in_turns|frameworks)_\w+\.json)")
+_MAKING: Final = ("zoo", "frameworks")
 _SECTION: Final = re.compile(r"^(?=#+ )", re.MULTILINE)
 
 
@@ -44,19 +63,27 @@ def _mean(method: str, key: str, digits: int) -> Callable[[Rows], str]:
     return text
 
 
+def _bits(rows: Rows) -> str:
+    found = [row["same_bits"] for row in rows if row["method"] == "storm" and "same_bits" in row]
+    return ("yes" if all(found) else "no") if found else ""
+
+
 _COLUMNS: Final = {
     "ms without": _mean("none", "ms", 0),
     "ms checkpointed": _mean("checkpoint", "ms", 0),
     "ms selective": _mean("selective", "ms", 0),
     "ms TRL": _mean("trl", "ms", 0),
+    "ms own offload": _mean("own", "ms", 0),
     "ms stormd": _mean("storm", "ms", 0),
     "GiB without": _mean("none", "peak_gib", 1),
     "GiB checkpointed": _mean("checkpoint", "peak_gib", 1),
     "GiB selective": _mean("selective", "peak_gib", 1),
     "GiB TRL": _mean("trl", "peak_gib", 1),
+    "GiB own offload": _mean("own", "peak_gib", 1),
     "GiB stormd": _mean("storm", "peak_gib", 1),
     "GiB offloaded": _mean("storm", "offloaded_gib", 1),
     "GiB recomputed": _mean("storm", "replayed_gib", 1),
+    "Same bits": _bits,
 }
 """What is below a head: the mean of turns, of stormd with the least memory."""
 
@@ -73,7 +100,7 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 def _filled(section: str, results: Path) -> str:
     names = set(_RESULTS.findall(section))
-    if _HEAD not in section or not any(name.startswith("zoo") for name in names):
+    if _HEAD not in section or not any(name.startswith(_MAKING) for name in names):
         return section
     before, head, behind = section.partition(_HEAD)
     table, end, rest = behind.partition("\n\n")
@@ -104,7 +131,8 @@ def _rows(names: set[str], results: Path) -> dict[str, Rows]:
     found: dict[str, Rows] = {}
     for name in names:
         recorded = json.loads((results / name).read_text())
-        found |= dict(_zoo(recorded) if name.startswith("zoo") else _tuned(recorded))
+        read = {"zoo": _zoo, "in": _tuned, "frameworks": _frameworks}[name.partition("_")[0]]
+        found |= dict(read(recorded))
     return found
 
 
@@ -118,6 +146,15 @@ def _zoo(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
 def _tuned(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
     for workload, run in TUNED.items():
         yield workload, recorded["runs"][run]["rows"]
+
+
+def _frameworks(recorded: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
+    every = [row for run in recorded["runs"] for row in run["rows"]]
+    latest = {(row["framework"], row["method"]): row for row in every}
+    for workload, framework in FRAMEWORKS.items():
+        rows = [row for (name, _), row in latest.items() if name == framework]
+        if rows:
+            yield workload, rows
 
 
 def main() -> None:

@@ -52,6 +52,7 @@ def test_a_named_address_is_never_replaced_by_another_daemon(tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"embedded": "maybe"}, "maybe.*auto, never, always"),
+        ({"embedded": "always", "address": "ipc:///run/s"}, "starts a daemon at an address of its"),
         ({"pool_bytes": 0}, "pool_bytes is 0.*1048576"),
         ({"pool_bytes": "4GB"}, "pool_bytes: '4GB' has the unit 'GB'.*as in 4GiB"),
         ({"pool_bytes": "1KiB"}, "pool_bytes is '1KiB'.*1048576"),
@@ -167,7 +168,7 @@ def words_of(script: str, *, arguments: Sequence[str] = (), **environ: str) -> l
         capture_output=True,
         text=True,
         check=True,
-        timeout=110,
+        timeout=300,
     )
     return done.stdout.split()
 

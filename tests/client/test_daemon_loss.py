@@ -13,7 +13,7 @@ import storm_client as storm
 import torch
 from support.daemon_process import DaemonProcess
 
-NOTICED_SECONDS = 30.0
+NOTICED_SECONDS = 60.0
 """Half of what a restore may take without progress: a busy machine takes a while, too."""
 
 

@@ -58,33 +58,26 @@ def test_an_embedded_daemon_ends_with_a_killed_client() -> None:
     assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
-def test_a_scripts_limit_of_streams_is_not_its_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it the daemon would not start where there is a GPU."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with storm.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
-        pid = client.status().details["pid"]
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    assert b"CUDA_VISIBLE_DEVICES=" in environment
-    assert b"CUDA_DEVICE_MAX_CONNECTIONS=1" not in environment
-
-
 @pytest.mark.filterwarnings("ignore:variable STORMD_POOL_BYTE is no setting")
-def test_a_variable_that_a_daemon_would_refuse_does_not_reach_it(
+def test_variables_that_a_daemon_would_refuse_or_not_start_with_do_not_reach_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With a script's limit of streams it would not start where there is a GPU."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("STORMD_POOL_BYTE", "16MiB")
     monkeypatch.setenv("STORMD_MAX_SESSIONS", "3")
     with storm.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
         pid = client.status().details["pid"]
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    assert b"STORMD_MAX_SESSIONS=3" in environment
-    assert b"STORMD_POOL_BYTE=16MiB" not in environment
+    assert {b"CUDA_VISIBLE_DEVICES=", b"STORMD_MAX_SESSIONS=3"} <= set(environment)
+    assert not {b"CUDA_DEVICE_MAX_CONNECTIONS=1", b"STORMD_POOL_BYTE=16MiB"} & set(environment)
 
 
-def test_a_pool_that_this_machine_cannot_give() -> None:
-    with pytest.raises(storm.DaemonUnavailable, match=r"pool_bytes|pool|memory"):
-        storm.connect(embedded="always", pool_bytes=1 << 50)
+def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
+    named = r"connect\(pool_bytes=\) and STORMD_POOL_BYTES"
+    with pytest.raises(storm.DaemonUnavailable, match=named):
+        storm.connect(pool_bytes="100TiB")
 
 
 def test_a_forked_child_that_ends_harms_nobody() -> None:
@@ -104,10 +97,7 @@ def test_a_forked_child_that_ends_harms_nobody() -> None:
     assert done.stdout == b"1\n"
 
 
-@pytest.mark.parametrize("variable", ["TMPDIR", "XDG_RUNTIME_DIR"])
-def test_a_directory_into_which_no_socket_fits_is_passed_over(
-    tmp_path: Path, variable: str
-) -> None:
+def test_directories_into_which_no_socket_fits_are_passed_over(tmp_path: Path) -> None:
     """Also where a daemon is only looked for."""
     script = """
         import storm_client
@@ -122,11 +112,11 @@ def test_a_directory_into_which_no_socket_fits_is_passed_over(
     long.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "STORMD_ADDRESS": "", variable: str(long)},
+        env={**os.environ, "STORMD_ADDRESS": "", "TMPDIR": str(long), "XDG_RUNTIME_DIR": str(long)},
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     looked, address = done.stdout.split()
@@ -148,7 +138,7 @@ def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=110,
+            timeout=300,
         )
 
 
@@ -177,6 +167,8 @@ def test_the_pool_holds_whatever_is_stored_however_small_it_began() -> None:
     """More than it begins with, in one step that nothing holds back, bit for bit."""
     done = run("""
         import torch, storm_client as storm
+        from storm_client.transport import store
+        store.PATIENCE_SECONDS = 60.0  # for a daemon that a busy machine gives no time to
         offload = storm.offload(replay=False, codec="raw")
         x = [torch.randn(4 << 20, requires_grad=True) for _ in range(12)]
         def total():
@@ -211,13 +203,6 @@ def test_clients_share_one_unless_they_ask_for_another() -> None:
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "3", "1", "False", "True"]
-
-
-def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
-    done = run("import storm_client as storm; storm.connect(pool_bytes='100TiB')")
-    assert done.returncode == 1
-    assert "DaemonUnavailable" in done.stderr
-    assert "connect(pool_bytes=) and STORMD_POOL_BYTES" in done.stderr
 
 
 def test_a_little_memory_is_enough_for_a_pool_of_its_default_size() -> None:

@@ -42,14 +42,14 @@ import storm_client as storm
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
 torch.set_num_threads(1)
 net = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
-with storm.connect(sys.argv[1], embedded="never") as client:
-    offload = client.offload(net, min_bytes=1)
-    for step in range(1000000):
-        with offload:
-            loss = net(torch.ones(256, 256)).square().sum()
-        loss.backward()
-        if step == 5:
-            print("training", flush=True)
+client = storm.connect(sys.argv[1], embedded="never")  # closed at exit
+offload = client.offload(net, min_bytes=1)
+for step in range(1000000):
+    with offload:
+        loss = net(torch.ones(256, 256)).square().sum()
+    loss.backward()
+    if step == 5:
+        print("training", flush=True)
 """
 
 
@@ -287,7 +287,7 @@ def test_a_script_ends_at_the_first_sigint(
         assert process.stdout is not None
         assert process.stdout.readline() == "training\n"
         os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT

@@ -1,13 +1,13 @@
 """Without `layers=` no module is called a second time, whatever a step of training does.
 
-The programs are such as a second call would do otherwise: it would read other weights, run other
-hooks, count twice, draw again.
+The programs are such as a second call would do otherwise: it would read other weights, write
+again, draw again.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +20,6 @@ from support.training import Context, assert_identical
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 WIDTH, ROWS, LAYERS, STEPS = 16, 64, 2, 13
 BUDGETS = ["least", 0.5, 1 << 15]
@@ -73,7 +72,6 @@ def program(kind: type[Program]) -> type[Program]:
     return kind
 
 
-# --- other weights -------------------------------------------------------------------------------
 @program
 class FunctionalCall(Program):
     """The forward pass alone has other weights."""
@@ -103,108 +101,6 @@ class AveragedWeights(Program):
         self.swap()
 
 
-@program
-class AverageAsParameters(AveragedWeights):
-    """The same, by other parameters in the modules' places."""
-
-    def swap(self) -> None:
-        for name, p in list(self.named_parameters()):
-            path, _, last = name.rpartition(".")
-            other = self.average[name]
-            self.get_submodule(path)._parameters[last] = nn.Parameter(other)
-            self.average[name] = p.detach()
-
-    def before(self, number: int) -> None:
-        self.swap()
-
-
-class Renaming(GradientCheckpointingLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        self.up, self.gate = getattr(self, "gate", self.up), self.up
-        return super().forward(x)
-
-
-@program
-class RenamedParts(Program):
-    layer = Renaming
-
-
-# --- other code ----------------------------------------------------------------------------------
-@program
-class ReplacedForward(Program):
-    """A layer's and a part's forward are replaced after some steps, the one for a pass alone."""
-
-    def before(self, number: int) -> None:
-        first, second = self.layers
-        if number > 4:
-            first.forward = lambda x: 2 * x
-        if number == 7:
-            forward = second.up.forward
-            second.up.forward = lambda x: forward(x).neg()
-
-    def between(self, number: int) -> None:
-        vars(self.layers[0]).pop("forward", None)
-
-
-@program
-class HooksOfOnePass(Program):
-    """Hooks on a layer, on a part and on all modules are there in the forward pass alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooks: list[Any] = []
-
-    def before(self, number: int) -> None:
-        if number < 3:
-            return
-        first, second = self.layers
-        self.hooks += [
-            first.register_forward_hook(lambda _m, _a, made: made * 2),
-            second.up.register_forward_pre_hook(lambda _m, args: (args[0] * 3,)),
-        ]
-        if number % 2:
-            self.hooks.append(nn.modules.module.register_module_forward_hook(lambda *a: a[2] * 1.5))
-
-    def between(self, number: int) -> None:
-        while self.hooks:
-            self.hooks.pop().remove()
-
-
-@program
-class HooksOfParameters(Program):
-    """Hooks that are told of gradients are told once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        for name, p in self.named_parameters():
-            p.register_hook(lambda _, name=name: self.calls.update([name]))
-            p.register_post_accumulate_grad_hook(
-                lambda _, name=name: self.calls.update([f"post {name}"])
-            )
-
-    def noted(self) -> list[object]:
-        return [self.calls]
-
-
-class Experts(GradientCheckpointingLayer):
-    """Of two experts one is used by most inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, 0] > 2.5
-        return super().forward(x) if not chosen.any() else x + self.others(x * chosen[:, None])
-
-
-@program
-class UnusedExperts(HooksOfParameters):
-    layer = Experts
-
-
-# --- other data ----------------------------------------------------------------------------------
 class WritesToSome(GradientCheckpointingLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1.0
@@ -218,26 +114,6 @@ class WritesForSomeData(Program):
     """A layer writes to what it was given, for some data alone."""
 
     layer = WritesToSome
-
-
-class Auxiliary(GradientCheckpointingLayer):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        large = x.amax() > 3.2
-        return super().forward(x), self.up(x).square().mean() if large else None
-
-
-@program
-class AuxiliaryResult(Program):
-    """A second result that is None for most inputs, and has a gradient for the others."""
-
-    layer = Auxiliary
-
-    def forward(self, x: Tensor) -> Tensor:
-        losses = []
-        for layer in self.layers:
-            x, loss = layer(x)
-            losses += [] if loss is None else [loss]
-        return sum(losses, x.square().mean())
 
 
 class AsksForGradients(GradientCheckpointingLayer):
@@ -269,37 +145,6 @@ class SharedCasts(Program):
             return self(x) + outside
 
 
-# --- what is counted and drawn -------------------------------------------------------------------
-class Slots:
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-class Counting(GradientCheckpointingLayer):
-    """Counts where no look at attributes sees it, and computes with that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots, self.recent = Slots(), deque[int](maxlen=3)
-        self.array = torch.zeros(1).numpy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.slots.count += 1
-        self.recent.append(self.slots.count)
-        self.array += 1
-        return super().forward(x) * (1 + (sum(self.recent) + float(self.array[0])) / 100)
-
-
-@program
-class Counters(Program):
-    layer = Counting
-
-    def noted(self) -> list[object]:
-        return [(one.slots.count, list(one.recent), float(one.array[0])) for one in self.layers]
-
-
 GENERATOR = torch.Generator()
 
 
@@ -329,32 +174,6 @@ class Generators(Program):
         return [*drawn, GENERATOR.get_state().tolist(), torch.rand(1).item()]
 
 
-@program
-class LayerDrop(Program):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if random.random() > 0.4:
-                x = layer(x)
-        return x.square().mean() + 0 * self.layers[0].up.weight.sum()
-
-    def noted(self) -> list[object]:
-        return [random.random()]
-
-
-class Reentrant(GradientCheckpointingLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
-@program
-class ReentrantCheckpoint(Program):
-    layer = Reentrant
-
-    def loss(self, x: Tensor) -> Tensor:
-        return self(x.requires_grad_())
-
-
-# --- the tests -----------------------------------------------------------------------------------
 def train(kind: type[Program], make: Callable[[Program], Context]) -> list[object]:
     """Train a new model in what `make` returns for it; return all losses and what is left."""
     random.seed(5)

@@ -9,8 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
-from storm_client.planner import DeviceWindow, Step
+from storm_client.planner import DeviceWindow
 from storm_client.planner import in_flight as window
+from storm_client.planner.order import StepPlan
 from storm_client.transport.store import Outbound
 from support.cuda_only import cuda_only
 from support.random_programs import run
@@ -29,7 +30,7 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaLane, "keeps_stored", False)
     monkeypatch.setattr(window, "START_BYTES", 0)
     monkeypatch.setattr(DeviceWindow, "saw", lambda window, nbytes: None)
-    monkeypatch.setattr(Step, "needed_at_once", lambda step, nbytes: False)
+    monkeypatch.setattr(StepPlan, "needed_at_once", lambda plan, nbytes: False)
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -39,7 +40,7 @@ def test_a_random_program_of_which_nothing_stays(
     seed: int, is_staged: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_staged:
-        monkeypatch.setattr(Outbound, "_mapped", lambda outbound, source, nbytes: None)
+        monkeypatch.setattr(Outbound, "_store_in_place", lambda outbound, records: records)
     offload = client.offload(min_bytes=1)
     expected = run(seed, "cuda", nullcontext)
     for _ in range(2):

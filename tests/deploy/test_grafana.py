@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
-
-from stormd.monitoring.metrics import FAMILIES
+from support.exposition import families
 
 METRIC = re.compile(r"\b(?:stormd|process)_\w+")
 PARTS = {"_bucket", "_sum", "_count"}
@@ -26,9 +25,9 @@ def dashboard(deploy: Path) -> dict[str, Any]:
 
 def exposed() -> set[str]:
     """Return every name of a sample that a scrape may hold."""
-    names = {name for name, family in FAMILIES.items() if family.kind != "histogram"}
-    for name, family in FAMILIES.items():
-        if family.kind == "histogram":
+    names = {name for name, metric in families().items() if metric.type != "histogram"}
+    for name, metric in families().items():
+        if metric.type == "histogram":
             names |= {name + part for part in PARTS}
     for metric in ProcessCollector(registry=CollectorRegistry()).collect():
         names |= {sample.name for sample in metric.samples}
@@ -54,13 +53,15 @@ def test_every_metric_asked_for_is_exposed(dashboard: dict[str, Any]) -> None:
 def test_every_metric_of_the_daemon_is_shown(dashboard: dict[str, Any]) -> None:
     asked = {name for text in expressions(dashboard) for name in METRIC.findall(text)}
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
-    assert set(FAMILIES) <= shown
+    assert set(families()) <= shown
 
 
 def test_every_label_is_one_of_its_metrics(dashboard: dict[str, Any]) -> None:
+    known = families()
     for text in expressions(dashboard):
         names = [re.sub(r"_(bucket|sum|count)$", "", name) for name in METRIC.findall(text)]
-        allowed = TARGET_LABELS.union(*(FAMILIES[n].labels for n in names if n in FAMILIES))
+        samples = [one for name in names if name in known for one in known[name].samples]
+        allowed = TARGET_LABELS.union(*(sample.labels for sample in samples))
         grouped = [part.split(",") for part in re.findall(r"by \(([^)]*)\)", text)]
         used = {label.strip() for labels in grouped for label in labels}
         used |= set(re.findall(r"(\w+)=~?\"", text))

@@ -40,7 +40,7 @@ def settings(unit: Path) -> dict[str, list[str]]:
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["systemd-analyze", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_tmpfiles_makes_the_runtime_directory(deploy: Path, tmp_path: Path) -> N
     users, groups = made_users(deploy, tmp_path)
     rules = deploy / "systemd" / "stormd.tmpfiles.conf"
     command = ["systemd-tmpfiles", "--create", f"--root={tmp_path}", str(rules)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     made = tmp_path.joinpath(*SYSTEM_DIRECTORY.parts[1:]).stat()
     assert stat.S_IMODE(made.st_mode) == 0o750
     assert (made.st_uid, made.st_gid) == (users["stormd"], groups["stormd"])
@@ -114,7 +114,7 @@ def made_users(deploy: Path, root: Path) -> tuple[dict[str, int], dict[str, int]
     (root / "etc").mkdir()
     rules = deploy / "systemd" / "stormd.sysusers.conf"
     command = ["systemd-sysusers", f"--root={root}", str(rules)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     return ids(root / "etc/passwd"), ids(root / "etc/group")
 
 
@@ -138,7 +138,6 @@ def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
     unit = settings(deploy / "systemd" / "stormd.service")
     program, command, *rest = shlex.split(unit["ExecStart"][0])
     assert (Path(program).name, command) == ("stormd", "serve")
-    rest.remove("--resumable")
     flags = dict(zip(rest[::2], rest[1::2], strict=True))
     assert flags.pop("--config") == f"/etc/{unit['ConfigurationDirectory'][0]}/stormd.toml"
     names = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
@@ -149,11 +148,28 @@ def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
 
 def test_what_is_stored_outlives_a_restart(deploy: Path) -> None:
     unit = settings(deploy / "systemd" / "stormd.service")
-    assert "--resumable" in shlex.split(unit["ExecStart"][0])
+    assert load_config(environ=variables(unit)).resumable
     assert int(unit["FileDescriptorStoreMax"][0]) >= len((CONTROL, LIFELINES, "pool", "journal"))
     assert unit["RestartKillSignal"] == ["SIGUSR2"]
     for name in ("SuccessExitStatus", "RestartForceExitStatus"):
         assert unit[name] == [str(EXIT_RESTART)]
+
+
+def test_a_drop_in_has_a_worker_for_each_gpu_instead(deploy: Path, tmp_path: Path) -> None:
+    text = (deploy / "README.md").read_text("utf-8")
+    drop_in = tmp_path / "drop-in"
+    drop_in.write_text(text[text.index("[Service]\n") :].partition("```")[0])
+    unit = settings(drop_in)
+    config = load_config(environ=variables(unit))
+    assert (config.resumable, config.workers) == (False, "auto")
+    assert unit["RestartKillSignal"] == ["SIGTERM"]
+
+
+def variables(unit: dict[str, list[str]]) -> dict[str, str]:
+    """Return the daemon's settings among the variables that a unit sets."""
+    words = [word for line in unit["Environment"] for word in shlex.split(line)]
+    pairs = [word.split("=", 1) for word in words]
+    return {name: value for name, value in pairs if name.startswith("STORMD_")}
 
 
 def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:

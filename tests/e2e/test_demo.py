@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from support.waiting import wait_until
 
 
 def _demo(device: str) -> dict[str, object]:
@@ -38,6 +42,9 @@ def _check(figures: dict[str, object]) -> None:
         assert trainer["identical"]
         assert trainer["steps"] == trainer["equal_losses"] == trainer["equal_gradients"] == 2
         assert trainer["saved_bytes"] >= trainer["offloaded_bytes"] > 4 << 20
+        parts = ("deduplicated", "offloaded", "recomputed", "kept")
+        counted = sum(trainer[f"{part}_bytes"] for part in parts)
+        assert abs(trainer["saved_bytes"] - counted) < len(parts)  # each is rounded to a step
         assert trainer["ratio"] > 1.1
     pool = figures["pool"]
     assert isinstance(pool, dict)
@@ -47,6 +54,25 @@ def _check(figures: dict[str, object]) -> None:
 
 def test_on_the_cpu() -> None:
     _check(_demo("cpu"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_neither_processes_nor_files(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    command = [sys.executable, "-m", "stormd.cli", "demo", "--small", "--device=cpu"]
+    with subprocess.Popen([*command, "--pool-bytes=16MiB"], stderr=subprocess.DEVNULL) as demo:
+        parent = psutil.Process(demo.pid)
+        wait_until(lambda: len(parent.children()) == 3, 120.0)  # the daemon and two trainers
+        started = parent.children()
+        demo.send_signal(number)
+        assert demo.wait(60) == 130
+    left = psutil.wait_procs(started, 10)[1]
+    for one in left:
+        one.kill()
+    assert left == []
+    assert list(tmp_path.glob("stormd-*")) == []
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ def test_a_run_whose_standard_error_nobody_reads_comes_to_its_end(place: Path) -
     environ = {**os.environ, "TMPDIR": str(place), "STORMD_DEVICE": "cpu"}
     environ.pop("STORMD_ADDRESS", None)
     command = [sys.executable, "-m", "stormd", "run", "--mps", "off", "--", "sh", "-c", "exit 5"]
-    done = subprocess.run(command, stderr=writing, env=environ, timeout=60, check=False)
+    done = subprocess.run(command, stderr=writing, env=environ, timeout=300, check=False)
     assert done.returncode == 5
     for end in (reading, writing):
         os.close(end)

@@ -47,12 +47,26 @@ from stormd.protocol import (
 
 KIB, MIB = 1 << 10, 1 << 20
 FLAGS = ["--pool-bytes=64MiB", "--cache-bytes=8MiB", "--device=cpu", "--workers=2"]
+MOST_SESSIONS = 4
 
 
 @pytest.fixture
 def daemon() -> Iterator[ChildDaemon]:
     with ChildDaemon(flags=FLAGS) as daemon:
         yield daemon
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[ChildDaemon]:
+    with ChildDaemon(flags=[*FLAGS, f"--max-sessions={MOST_SESSIONS}"]) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def shared(lasting: ChildDaemon) -> ChildDaemon:
+    """The daemon of the tests that leave its processes as they are; nobody has a session there."""
+    wait_until(lambda: lasting.status()["session_count"] == 0, found=lasting.status)
+    return lasting
 
 
 def worker_of(daemon: ChildDaemon, client: RawClient) -> dict[str, Any]:
@@ -62,11 +76,11 @@ def worker_of(daemon: ChildDaemon, client: RawClient) -> dict[str, Any]:
     return workers_of(daemon)[index]
 
 
-def test_each_of_two_trainers_has_its_worker(daemon: ChildDaemon, trainers: Trainers) -> None:
-    first, second = (trainers.start(daemon.address) for _ in range(2))
+def test_each_of_two_trainers_has_its_worker(shared: ChildDaemon, trainers: Trainers) -> None:
+    first, second = (trainers.start(shared.address) for _ in range(2))
     for pid in (first, second):
         trainers.expect(pid, "ready", *["same"] * 5)
-    state = daemon.status()
+    state = shared.status()
     assert [one["sessions"] for one in state["workers"]] == [1, 1]
     assert {one["pid"] for one in state["sessions"] if one["device"] == "cpu"} == {first, second}
     for pid in (first, second):
@@ -100,19 +114,19 @@ def test_a_killed_worker_ends_its_sessions_alone(daemon: ChildDaemon, trainers: 
 
 
 def test_devices_of_one_process_have_a_connection_each(
-    daemon: ChildDaemon, monkeypatch: pytest.MonkeyPatch
+    shared: ChildDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a model on two devices has: the session of each is with the worker of its device."""
     monkeypatch.setattr("storm_client.transport.sessions.lane_for", lambda device: CpuLane())
-    sessions = Sessions(daemon.address, 30.0)
+    sessions = Sessions(shared.address, 30.0)
     try:
         for number in range(2):
             assert sessions.of(torch.device("cuda", number)) is not None
-        busy = [one["sessions"] for one in workers_of(daemon)]
+        busy = [one["sessions"] for one in workers_of(shared)]
         assert min(busy) == 1
     finally:
         sessions.close()
-    assert [one["sessions"] for one in workers_of(daemon)] == [0, 0]
+    assert [one["sessions"] for one in workers_of(shared)] == [0, 0]
 
 
 def test_nothing_outlives_a_front_that_is_killed(daemon: ChildDaemon) -> None:
@@ -122,7 +136,7 @@ def test_nothing_outlives_a_front_that_is_killed(daemon: ChildDaemon) -> None:
         assert len(below) == 2
         os.kill(daemon.pid, signal.SIGKILL)
         assert client.is_cut_off()
-        gone, alive = psutil.wait_procs(below, timeout=30.0)
+        gone, alive = psutil.wait_procs(below, timeout=60.0)
         assert (len(gone), alive) == (2, [])
 
 
@@ -139,18 +153,14 @@ def test_a_front_that_is_told_to_end_lets_clients_fetch_theirs(daemon: ChildDaem
         for client in clients:
             assert client.is_cut_off()
     directory = Path(daemon.address.removeprefix("ipc://")).parent
-    psutil.wait_procs([*below, psutil.Process(daemon.pid)], timeout=30.0)
+    psutil.wait_procs([*below, psutil.Process(daemon.pid)], timeout=60.0)
     assert not any(process.is_running() for process in below)
     assert [one.name for one in directory.iterdir()] == ["log"]
 
 
 def _is_draining(client: RawClient) -> bool:
     entry = client.store(b"y")
-    answer = client.wait(
-        lambda envelope: (
-            isinstance(envelope.message, Stored | Rejected) and envelope.message.entry == entry
-        )
-    ).message
+    answer = _answer(client, entry)
     if isinstance(answer, Stored):
         client.release(entry)
         return False
@@ -189,7 +199,7 @@ def test_status_and_metrics_add_up() -> None:
 
 
 def _samples(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -198,14 +208,14 @@ def _samples(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_a_session_that_asks_its_worker_is_told_of_all(daemon: ChildDaemon) -> None:
-    with RawClient(daemon.address) as one, RawClient(daemon.address) as other:
+def test_a_session_that_asks_its_worker_is_told_of_all(shared: ChildDaemon) -> None:
+    with RawClient(shared.address) as one, RawClient(shared.address) as other:
         for client in (one, other):
             client.open().stored(b"x" * KIB)
         for client in (one, other):
             state = client.ask(StatusRequest()).state
             assert (state["entries"], len(state["sessions"]), len(state["workers"])) == (2, 2, 2)
-            assert state["pid"] == daemon.pid
+            assert state["pid"] == shared.pid
 
 
 def test_what_a_dead_worker_has_done_stays_counted(daemon: ChildDaemon) -> None:
@@ -218,10 +228,12 @@ def test_what_a_dead_worker_has_done_stays_counted(daemon: ChildDaemon) -> None:
         assert daemon.status()["throughput"]["store"]["operations"] == 1
 
 
-def test_places_are_of_all_workers_together() -> None:
-    with ChildDaemon(flags=[*FLAGS, "--max-sessions=3"]) as daemon, ExitStack() as stack:
-        clients = [stack.enter_context(RawClient(daemon.address)).open() for _ in range(3)]
-        with RawClient(daemon.address) as one_more:
+def test_places_are_of_all_workers_together(shared: ChildDaemon) -> None:
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(RawClient(shared.address)).open() for _ in range(MOST_SESSIONS)
+        ]
+        with RawClient(shared.address) as one_more:
             refused = one_more.hello()
             assert isinstance(refused, Refused)
             assert refused.kind == "QuotaExceeded"
@@ -229,7 +241,7 @@ def test_places_are_of_all_workers_together() -> None:
             client = clients.pop(0)
             client.send(Goodbye())
             assert client.is_cut_off()
-            clients.append(stack.enter_context(RawClient(daemon.address)).open())
+            clients.append(stack.enter_context(RawClient(shared.address)).open())
 
 
 def test_a_users_quota_is_of_all_workers_together() -> None:
@@ -294,22 +306,18 @@ def _committed(daemon: ChildDaemon) -> int:
 
 
 def _is_stored(client: RawClient, entry: int) -> bool:
-    answer = client.wait(
-        lambda envelope: (
-            isinstance(envelope.message, Stored | Rejected) and envelope.message.entry == entry
-        )
-    ).message
+    answer = _answer(client, entry)
     assert isinstance(answer, Stored) or answer.reason == "quota", answer
     return isinstance(answer, Stored)
 
 
-def test_the_cache_is_one_for_all(daemon: ChildDaemon) -> None:
+def test_the_cache_is_one_for_all(shared: ChildDaemon) -> None:
     tensor = torch.arange(1000.0)
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(shared.address, embedded="never") as client:
         client.cache.put("shared", tensor)
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(shared.address, embedded="never") as client:
         assert torch.equal(client.cache.get("shared"), tensor)
-    state = daemon.status()
+    state = shared.status()
     assert (state["cache"]["items"], state["pool"]["used_bytes"]) == (1, 0)
 
 
@@ -323,7 +331,7 @@ def test_a_command_with_a_daemon_of_its_own_has_workers_too() -> None:
         env={**os.environ, "STORMD_WORKERS": "2", "STORMD_DEVICE": "cpu"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=True,
     )
     pids = [int(word) for word in done.stdout.split()]
@@ -357,16 +365,16 @@ def _answer(client: RawClient, entry: int) -> Any:
     ).message
 
 
-def test_a_worker_that_hangs_harms_nobody_else(daemon: ChildDaemon) -> None:
+def test_a_worker_that_hangs_harms_nobody_else(shared: ChildDaemon) -> None:
     """Stopped, it answers nobody; the front and the other worker serve, and say what they know."""
-    with RawClient(daemon.address) as one, RawClient(daemon.address) as other:
+    with RawClient(shared.address) as one, RawClient(shared.address) as other:
         one.open()
         other.open()
-        hanging = worker_of(daemon, one)
+        hanging = worker_of(shared, one)
         os.kill(hanging["pid"], signal.SIGSTOP)
         try:
             entry = other.stored(b"x" * KIB)
-            assert daemon.status()["entries"] == 1
+            assert shared.status()["entries"] == 1
             assert other.restored(entry, KIB, offset=KIB) == b"x" * KIB
         finally:
             os.kill(hanging["pid"], signal.SIGCONT)
@@ -376,9 +384,9 @@ def test_a_worker_that_hangs_harms_nobody_else(daemon: ChildDaemon) -> None:
 # --- who means harm -------------------------------------------------------------------------
 
 
-def test_what_comes_right_behind_hello_is_heard_by_the_worker(daemon: ChildDaemon) -> None:
+def test_what_comes_right_behind_hello_is_heard_by_the_worker(shared: ChildDaemon) -> None:
     """A client need not wait for Welcome; what it sends meanwhile is the session's."""
-    with RawClient(daemon.address) as client:
+    with RawClient(shared.address) as client:
         client.send_bytes(encode([Envelope(1, _hello()), Envelope(2, Ping())]))
         client.send_bytes(encode([Envelope(3, StatusRequest())]))
         assert isinstance(client.wait(lambda one: one.request == 1).message, Welcome)
@@ -403,46 +411,48 @@ def _hello(**changes: Any) -> Any:
     ],
 )
 def test_a_hello_that_cannot_be_served_reaches_no_worker(
-    daemon: ChildDaemon, changes: dict[str, Any], kind: str, detail: str
+    shared: ChildDaemon, changes: dict[str, Any], kind: str, detail: str
 ) -> None:
-    with RawClient(daemon.address) as client:
+    before = shared.status()["counters"]["sessions"]
+    with RawClient(shared.address) as client:
         refused = client.hello(**changes)
         assert isinstance(refused, Refused)
         assert refused.kind == kind
         assert detail in refused.detail
         assert isinstance(client.hello(), Welcome)
-    assert daemon.status()["counters"]["sessions"] == 1
+    assert shared.status()["counters"]["sessions"] == before + 1
 
 
-def test_hellos_without_lifelines_keep_nobody_out() -> None:
+def test_hellos_without_lifelines_keep_nobody_out(shared: ChildDaemon) -> None:
     """Their places are taken back, in the worker as well, for who means it."""
-    with ChildDaemon(flags=[*FLAGS, "--max-sessions=4"]) as daemon, ExitStack() as stack:
-        idle = [stack.enter_context(RawClient(daemon.address)) for _ in range(12)]
+    with ExitStack() as stack:
+        idle = [stack.enter_context(RawClient(shared.address)) for _ in range(3 * MOST_SESSIONS)]
         for client in idle:
             client.hello()
-        with RawClient(daemon.address) as client:
+        with RawClient(shared.address) as client:
 
             def is_served() -> bool:
                 return isinstance(client.hello(), Welcome)
 
-            wait_until(is_served, 20.0)
-        wait_until(lambda: daemon.status()["session_count"] == 0, 20.0, daemon.status)
-        assert [one["sessions"] for one in workers_of(daemon)] == [0, 0]
+            wait_until(is_served)
+        wait_until(lambda: shared.status()["session_count"] == 0, found=shared.status)
+        assert [one["sessions"] for one in workers_of(shared)] == [0, 0]
 
 
-def test_garbage_behind_a_session_ends_its_sender_alone(daemon: ChildDaemon) -> None:
-    with RawClient(daemon.address) as good, RawClient(daemon.address) as bad:
+def test_garbage_behind_a_session_ends_its_sender_alone(shared: ChildDaemon) -> None:
+    before = shared.status()["counters"]["malformed"]
+    with RawClient(shared.address) as good, RawClient(shared.address) as bad:
         good.open()
         bad.open()
         bad.send_bytes(b"\xc1" * 100)
         assert isinstance(bad.wait(lambda one: one.request == 0).message, Refused)
         assert isinstance(good.ask(Ping()), Pong)
-        assert [one["phase"] for one in workers_of(daemon)] == ["serving"] * 2
-        assert daemon.status()["counters"]["malformed"] == 1
+        assert [one["phase"] for one in workers_of(shared)] == ["serving"] * 2
+        assert shared.status()["counters"]["malformed"] == before + 1
 
 
-def test_a_token_that_nobody_was_given_opens_no_lifeline(daemon: ChildDaemon) -> None:
-    with RawClient(daemon.address) as client:
+def test_a_token_that_nobody_was_given_opens_no_lifeline(shared: ChildDaemon) -> None:
+    with RawClient(shared.address) as client:
         client.open()
         assert client.welcome is not None
         with socket.socket(socket.AF_UNIX) as line:

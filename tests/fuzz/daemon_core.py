@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 from stormd.cache.items import Cache
 from stormd.gateway import Gateway, Terms
-from stormd.lanes import Attachment
+from stormd.lanes import Attachment, LinkSpeed
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -28,7 +28,7 @@ from stormd.ledger.events import (
     StoreJob,
 )
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.records import NoRecords
+from stormd.ledger.records import Records
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
@@ -121,6 +121,9 @@ class _Lane:
             StoreDone(session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.0)
         )
 
+    def link_speed(self, session: int) -> LinkSpeed:
+        return LinkSpeed()
+
     def skip(self, session: int, sequence: int) -> None:
         pass
 
@@ -162,7 +165,7 @@ class DaemonCore:
 
     def __init__(self) -> None:
         self.counters = Counters()
-        cache = Cache(Space(CACHE_BYTES, base=POOL_BYTES), self.counters.cache, NoRecords())
+        cache = Cache(Space(CACHE_BYTES, base=POOL_BYTES), self.counters.cache, Records())
         self.ledger = Ledger(Space(POOL_BYTES), LIMITS, self.counters, cache)
         self._lane = _Lane()
         self._control: Any = _Control()

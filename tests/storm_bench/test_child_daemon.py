@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from storm_bench.child_daemon import ChildDaemon, tail
+from storm_bench.child_daemon import ChildDaemon
 
 from stormd.errors import ChildFailed
 
@@ -37,8 +37,3 @@ def test_a_daemon_that_died_inside_is_cleaned_up() -> None:
         directory = Path(daemon.address.removeprefix("ipc://")).parent
         os.kill(daemon.pid, 9)
     assert not directory.exists()
-
-
-def test_tail() -> None:
-    assert tail("") == "(it said nothing)"
-    assert tail("a\nb\nc\n", lines=2) == "b\nc"

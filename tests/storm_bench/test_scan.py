@@ -58,31 +58,6 @@ def test_every_case_has_its_ways_or_a_reason(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_layer_without_a_scan_calls_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[torch.Tensor] = []
-    usual = scan.cumsum
-
-    def counted(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if x.dim() > 1:  # not the sums whose accuracy is measured
-            calls.append(x)
-        return usual(x, *args, **options)
-
-    monkeypatch.setattr(scan, "cumsum", counted)
-    args = _arguments()
-    args.cases = ["layer"]
-    figures = measure_scan(args)["cases"]["layer"]
-    assert len(calls) == 1 + 3 + args.rounds  # by the row "storm" alone
-    assert len(figures) == 4
-
-
-@pytest.mark.usefixtures("small")
-def test_only_the_cases_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = _arguments()
-    args.cases = ["sums"]
-    assert list(measure_scan(args)["cases"]) == ["sums"]
-
-
-@pytest.mark.usefixtures("small")
 def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "cumsum", lambda x, dim, **_more: x.cumsum(dim) * 1.01)
     with pytest.raises(ChildFailed, match="storm is wrong by"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from stormd import __version__, cli
@@ -21,12 +18,6 @@ def _exit_status(arguments: list[str]) -> int:
         return int(end.code or 0)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _exit_status([command, "--help"]) == 0
-    assert f"stormd {command}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["status", "top", "doctor", "demo"])
 def test_commands_that_print_figures_print_json(
     command: str, capsys: pytest.CaptureFixture[str]
@@ -40,13 +31,6 @@ def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("usage: stormd")
     assert all(f"    {command} " in out or f"    {command}\n" in out for command in COMMANDS)
-
-
-def test_it_runs_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "stormd", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"stormd {__version__}\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

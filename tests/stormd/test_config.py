@@ -11,14 +11,6 @@ from stormd.config import Config, config_options, default_of
 from stormd.errors import ConfigError
 
 
-def test_defaults_are_valid_and_frozen() -> None:
-    config = Config()
-    assert config.pool_bytes == 4 << 30
-    assert config.address.startswith("ipc:///")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.pool_bytes = 1  # type: ignore[misc]
-
-
 def test_pool_and_cache_are_pinned_beside_each_other() -> None:
     assert Config(pool_bytes=3 << 20, cache_bytes=1 << 20).host_bytes == (4 << 20) + (128 << 10)
     assert Config(pool_bytes=3 << 20, cache_bytes=0).host_bytes == (3 << 20) + (96 << 10)

@@ -14,7 +14,7 @@ from stormd import endpoint as module
 from stormd.endpoint import Endpoint, Reply
 from stormd.errors import AddressInUse
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def fails(accept: str) -> Reply:

@@ -17,6 +17,7 @@ import storm_client as storm
 import torch
 import zmq
 from bench.fuzz import fuzz
+from storm_client.transport.handshake import is_listening
 from support.checked_training import LEAST_BYTES, Training
 from support.daemon_process import resident_bytes, start_daemon
 from support.daemon_thread import DaemonThread
@@ -340,6 +341,7 @@ def test_a_crowd_that_comes_while_the_daemon_is_busy_is_not_sent_away(
 ) -> None:
     """A connection that finds no place in the queue fails at once, as if there were no daemon."""
     process = start_daemon(tmp_path, "--pool-bytes", "1MiB", "--cache-bytes", "0")
+    wait_until(lambda: is_listening(process.address + suffix))  # lifelines are taken last
     queue = int(Path("/proc/sys/net/core/somaxconn").read_text())
     with ExitStack() as lines:
         process.process.send_signal(signal.SIGSTOP)
@@ -359,7 +361,7 @@ def test_a_crowd_that_comes_while_the_daemon_is_busy_is_not_sent_away(
 def test_a_process_of_another_user_is_refused(daemon: DaemonThread) -> None:
     """Where the socket's mode lets it in, by what the kernel says of it."""
     let_pass(Path(daemon.address.removeprefix("ipc://")))
-    told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=60)
+    told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=300)
     kind, detail = json.loads(told)
     assert kind == "Refused"
     assert f"user {ANOTHER_UID} may not connect" in detail
@@ -373,7 +375,7 @@ def test_a_user_is_heard_from_when_the_settings_say_so(
     let_pass(Path(daemon.address.removeprefix("ipc://")))
     for allowed, answer in (((0, ANOTHER_UID), "Welcome"), ((0,), "Refused")):
         daemon.on_loop(lambda uids=allowed: daemon.server.reload(make_config(allowed_uids=uids)))
-        told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=60)
+        told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=300)
         assert json.loads(told)[0] == answer
 
 
@@ -395,7 +397,7 @@ def test_a_user_who_is_not_allowed_fills_nothing_and_keeps_nobody_out(tmp_path: 
             assert isinstance(neighbour.ask(Ping()), Pong)
         assert neighbour.restored(entry, 4) == b"data"
         assert resident_bytes(process.pid) - before < 32 * MIB
-        crowd.communicate("\n", timeout=60)
+        crowd.communicate("\n", timeout=300)
     process.stop()
     assert process.process.returncode == 0
 
@@ -413,7 +415,7 @@ def test_a_user_takes_no_more_than_its_own_places(
     with ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(RawClient(daemon.address)).open()
-    greedy.communicate("\n", timeout=60)
+    greedy.communicate("\n", timeout=300)
 
 
 def test_what_a_client_reads_not_is_given_up_with_its_connection(

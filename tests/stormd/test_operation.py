@@ -15,9 +15,9 @@ from stormd.config import Config
 from stormd.errors import AddressInUse, ConfigError
 from stormd.monitoring.counters import Counters
 from stormd.notify import Notifier
-from stormd.operation import StartReport, operated, reload_settings
+from stormd.running import StartReport, operated, reload_settings
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 EMPTY: dict[str, Any] = {
     "cache": None,

@@ -172,7 +172,7 @@ def test_a_dead_holders_lock_is_free(tmp_path: Path) -> None:
         "from stormd.runtime_directory import AddressLock; "
         "AddressLock(Path(sys.argv[1])); os._exit(9)"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "s")], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "s")], check=False, timeout=300)
     assert (tmp_path / "s.lock").exists()
     AddressLock(tmp_path / "s").close()
 

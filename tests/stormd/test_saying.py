@@ -29,7 +29,7 @@ def test_it_is_one_line_with_the_programs_name(capfd: pytest.CaptureFixture[str]
 def test_where_nobody_reads_it_is_lost_and_the_process_comes_to_its_end() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], stderr=writing, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], stderr=writing, timeout=300, check=False)
     assert done.returncode == 0
     for end in (reading, writing):
         os.close(end)
@@ -38,7 +38,7 @@ def test_where_nobody_reads_it_is_lost_and_the_process_comes_to_its_end() -> Non
 def test_a_reader_that_has_gone_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], stderr=writing, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], stderr=writing, timeout=300, check=False)
     os.close(writing)
     assert done.returncode == 0
     assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN, "as Python has it"

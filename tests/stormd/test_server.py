@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -208,6 +209,15 @@ def test_a_daemon_that_cannot_open_leaves_nothing(
     monkeypatch.setattr("stormd.server.open_lanes", no_lanes)
     with pytest.raises(LaneUnavailable, match="no device"):
         DaemonThread(make_config())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_is_looked_for_before_memory_is_taken(
+    tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "storm_kernels.cuda_driver", None)
+    with pytest.raises(LaneUnavailable, match="there is no cuda lane here"):
+        DaemonThread(make_config(device="cuda", pool_bytes=1 << 60))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 __all__ = ["Cgroup", "limited_memory"]
 
 ROOT = Path("/sys/fs/cgroup")
-END_SECONDS = 10.0
+END_SECONDS = 60.0
 
 
 class Cgroup:

@@ -81,7 +81,7 @@ class Bench:
     def expect(self, kind: type[Result], number: int = 1) -> Any:
         """Wait for the `number`-th result of a kind and return it."""
         found = lambda: [result for result in self.results if isinstance(result, kind)]  # noqa: E731
-        wait_until(lambda: len(found()) >= number, 10.0, lambda: self.results)
+        wait_until(lambda: len(found()) >= number, found=lambda: self.results)
         return found()[number - 1]
 
     def store(
@@ -110,7 +110,14 @@ class Bench:
         self.lane.begin(self.session, [job])
 
     def restore(
-        self, ticket: int, block: Any, offset: int, nbytes: int, *, segment: int = 0
+        self,
+        ticket: int,
+        block: Any,
+        offset: int,
+        nbytes: int,
+        *,
+        segment: int = 0,
+        sequence: int | None = None,
     ) -> None:
         job = RestoreJob(
             session=self.session,
@@ -120,7 +127,7 @@ class Bench:
             segment=segment,
             offset=offset,
             nbytes=nbytes,
-            sequence=ticket,
+            sequence=ticket if sequence is None else sequence,
         )
         self.lane.begin(self.session, [job])
 
@@ -129,7 +136,7 @@ class Bench:
 
     def end(self) -> None:
         self.lane.detach(self.session)
-        wait_until(lambda: Detached(self.session) in self.results, 10.0, lambda: self.results)
+        wait_until(lambda: Detached(self.session) in self.results, found=lambda: self.results)
         self.end_client()
 
     def end_client(self) -> None:

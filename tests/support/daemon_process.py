@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -49,11 +54,35 @@ def start_daemon(directory: Path, *options: str) -> DaemonProcess:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     daemon = DaemonProcess(process, address)
-    wait_until(
-        lambda: is_listening(address) or process.poll() is not None, START_SECONDS, log.read_text
-    )
+    mode = next((one.partition("=")[2] for one in options if one.startswith("--socket-mode=")), "")
+
+    def is_ready() -> bool:
+        """Lifelines are taken last, and root is let in before all others are."""
+        if not (is_listening(address) and (directory / "stormd.sock.lifeline").exists()):
+            return process.poll() is not None
+        return not mode or stat.S_IMODE((directory / "stormd.sock").stat().st_mode) == int(mode, 8)
+
+    wait_until(is_ready, START_SECONDS, log.read_text)
     assert process.poll() is None, log.read_text()
     return daemon
+
+
+@contextmanager
+def daemons() -> Iterator[Callable[..., DaemonProcess]]:
+    """Start daemons with the options given, and end them."""
+    started: list[DaemonProcess] = []
+    numbers = count()
+    with tempfile.TemporaryDirectory(prefix="storm-") as base:  # pytest's own paths are too long
+
+        def make(*options: str) -> DaemonProcess:
+            directory = Path(base) / str(next(numbers))
+            directory.mkdir(mode=0o700)
+            started.append(start_daemon(directory, *options))
+            return started[-1]
+
+        yield make
+        for daemon in started:
+            daemon.stop()
 
 
 def resident_bytes(pid: int) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from support.fake_lane import FakeLane
 
-from stormd.ledger.events import RestoreJob, Result
+from stormd.ledger.events import ReadJob, RestoreJob, Result, SpillDone, SpillFailed, SpillJob
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.spill_events import ReadJob, SpillDone, SpillFailed, SpillJob
 from stormd.memory.arena import GRANULE, Block
 from stormd.memory.extents import PAGE
 
@@ -88,11 +87,11 @@ class FakeTier:
         elif isinstance(job, ReadJob):
             self._file.check(job.extent, (*what, job.generation))
             self._lane.memory.put(job.block, what)
-            result = SpillDone(session=job.session, entry=job.entry, seconds=0.001)
+            result = SpillDone(session=job.session, entry=job.entry)
         else:
             self._lane.memory.check(job.block, what)
             self._file.put(job.extent, (*what, job.generation))
-            result = SpillDone(session=job.session, entry=job.entry, seconds=0.001)
+            result = SpillDone(session=job.session, entry=job.entry)
         self._lane.answer(job.session, [result])
 
     def settle(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from storm_client import hooks, native
-from storm_client.eager.controller import PlannedStep
+from storm_client.eager.planned_step import PlannedStep
 from storm_client.native.build import BuildError, build
 
 __all__ = ["PATHS", "Followed", "follow_by"]

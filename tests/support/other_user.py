@@ -63,7 +63,7 @@ while True:
         caller = listener.accept()[0]
     except BlockingIOError:
         break
-    caller.settimeout(10.0)
+    caller.settimeout(60.0)
     heard += caller.recv(4096)
 print(heard, flush=True)
 """
@@ -85,6 +85,6 @@ def impostor_in(directory: Path) -> Iterator[tuple[Path, Callable[[], str]]]:
         assert process.stdout.readline() == "listening\n"
 
         def heard() -> str:
-            return process.communicate("\n", timeout=60)[0].strip()
+            return process.communicate("\n", timeout=300)[0].strip()
 
         yield path, heard

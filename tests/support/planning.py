@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from storm_client.eager import controller as planning
-from storm_client.eager.signature import RecordedValue
+from storm_client.eager import plan_maker
+from storm_client.eager.events import RecordedValue
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
 from storm_client.planner.search import PREDICTED, Followed, PlanSearch
@@ -28,7 +28,7 @@ FREE_REPLAYS = replace(
 
 def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every plan that is made from now on recompute all that it can."""
-    monkeypatch.setattr(planning, "machine_of", lambda _: FREE_REPLAYS)
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: FREE_REPLAYS)
     mind_the_device_alone(monkeypatch)
 
 
@@ -36,7 +36,7 @@ def mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no plans be compared."""
     predicted = {PREDICTED: Followed(0.0, 0)}
     settled = lambda *_, **__: PlanSearch(is_settled=True, results=dict(predicted))  # noqa: E731
-    monkeypatch.setattr(planning, "_search", settled)
+    monkeypatch.setattr(plan_maker, "search_for", settled)
 
 
 def value(

@@ -363,7 +363,7 @@ def lend_memory(program: _Program) -> None:
 
 
 def apply_a_function(program: _Program) -> None:
-    function = program.random.choice([Dirty, Overlapping, OverlappingCounted, Offsets])
+    function = program.random.choice([Dirty, Overlapping, OverlappingCounted, Offsets, Composed])
     cut = program.random.randrange(1, SIDE - 1)
     program.values.append(function.apply(program.value() * 0.9, cut))
 
@@ -505,6 +505,26 @@ class Offsets(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         (row,) = ctx.saved_tensors
         return slope * row.as_strided((SIDE, 1), (0, 1), ctx.offset), None
+
+
+class Composed(torch.autograd.Function):
+    """Several operations, whose results it saves; some are changed in between, counted or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: int) -> Tensor:
+        scale = x @ x.t() * 0.1
+        if cut % 3 == 0:
+            scale.data[:cut] = 0.5
+        elif cut % 3 == 1:
+            scale[cut:].sin_()
+        gate = scale.sigmoid()
+        ctx.save_for_backward(gate, scale[:cut])
+        return x.mul(gate).add_(scale.mean())
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        gate, scale = ctx.saved_tensors
+        return slope * gate + scale.mean(), None
 
 
 # --- one of several processes ---------------------------------------------------------------

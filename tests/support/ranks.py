@@ -184,12 +184,15 @@ def compared(make: Callable[[], nn.Module], client: storm.Client) -> dict[str, A
         for index, (one, other) in enumerate(zip(train(net, offload), plain, strict=True)):
             if not identical(one, other):
                 return {"differs": index}
-        stats = offload.stats()
+        stats, signature = offload.stats(), offload._planning._signatures.latest
         saved.append(stats.saved_bytes)
+        values = [] if signature is None else signature.root.values
     return {
         "named_saved_bytes": saved[0],
         "saved_bytes": saved[1],
         "offloaded_bytes": stats.offloaded_bytes,
+        "gathered_bytes": sum(value.gathered_bytes for value in values),
+        "parameter_bytes": sum(value.parameter_bytes for value in values),
         "skipped": dict(stats.skipped),
         "kept": dict(stats.kept),
     }

@@ -33,7 +33,7 @@ from stormd.protocol import (
     unpack,
 )
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 60.0
 
 
 class RawClient:

@@ -48,7 +48,7 @@ class Run:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for it; return exit status, standard output and standard error."""
-        out, err = self.process.communicate(timeout=120)
+        out, err = self.process.communicate(timeout=300)
         return self.process.returncode, out, err
 
     def living(self) -> list[psutil.Process]:

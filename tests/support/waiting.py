@@ -11,7 +11,7 @@ POLL_SECONDS = 0.005
 
 def wait_until(
     condition: Callable[[], bool],
-    seconds: float = 30.0,
+    seconds: float = 60.0,
     found: Callable[[], Any] = lambda: "it does not",
 ) -> None:
     """Wait until the condition holds; fail with what `found` returns where it does not in time."""

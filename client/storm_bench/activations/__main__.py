@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from storm_bench.activations.figures import measure
-from storm_bench.activations.picture import draw
+from storm_bench.pictures import draw_captured
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     args = parser.parse_args()
     families = measure(args.steps, args.min_bytes, analyze=args.analyze)
     if args.image is not None:
-        draw(families, args.image)
+        draw_captured(families, args.image)
     json.dump({"steps": args.steps, "families": families}, sys.stdout)
 
 

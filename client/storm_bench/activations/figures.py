@@ -1,4 +1,8 @@
-"""The figures of `stormd bench codec`: what the codec reaches against the order-0 bound."""
+"""The figures of `stormd bench codec`: what the codec reaches against the order-0 bound.
+
+Of what autograd saves in a step a storage is captured once and whole, however many views of it are
+saved, and parameters are left out, as the client does.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from storm_kernels import ancf
 from storm_kernels.ancf.analyze import bound_bits
+from torch.autograd.graph import saved_tensors_hooks
 
-from storm_bench.activations.capture import captured
-from storm_bench.activations.models import FAMILIES
+from storm_bench.activations.models import FAMILIES, Family, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +47,28 @@ def measure(steps: int, min_bytes: int, *, analyze: bool) -> list[dict[str, Any]
         )
         for family in FAMILIES
     ]
+
+
+def captured(family: Family, steps: int, min_bytes: int) -> list[Tensor]:
+    """Return the storages of `min_bytes` and more that step number `steps` of `family` saves.
+
+    They are flat tensors of the type they were saved as, in the order of the forward pass.
+    """
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= min_bytes:
+            saved.setdefault(storage.data_ptr(), tensor.detach())
+        return tensor
+
+    model = train(family, steps, saved_tensors_hooks(pack, lambda tensor: tensor))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return [_whole(tensor) for key, tensor in saved.items() if key not in parameters]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
 def tensor_figures(tensor: Tensor, *, analyze: bool) -> TensorFigures:

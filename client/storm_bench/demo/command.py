@@ -2,7 +2,7 @@
 
 The exit status is 1 exactly when a loss or gradient differs, nothing was offloaded, or bytes were
 left in the pool; `--json` prints the table's figures. With `--past-vram` it is another demo, see
-past_vram_command.py.
+past_vram.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from storm_bench.demo.past_vram_command import add_past_vram_arguments, run_past
+from storm_bench.demo.past_vram import add_past_vram_arguments, run_past
 from storm_bench.demo.report import Comparison, Report
 from storm_bench.demo.run import Plan, run_demo
 from storm_bench.demo.trainers import OnStep
+from storm_bench.interrupts import noted_interrupts
 from stormd.commands.arguments import positive_int
 from stormd.machine import describe
 from stormd.output import EXIT_FAILED, EXIT_OK, write_json
@@ -41,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print what it found."""
-    if args.past_vram:
-        return run_past(args)
+    """Run the demo and print what it found. SIGTERM too ends the processes that it has started."""
+    with noted_interrupts():
+        return run_past(args) if args.past_vram else _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     with _progress() as bars:
         report = run_demo(plan, lambda name: _phase(bars, plan, name))
@@ -106,9 +110,10 @@ _ROWS: Final[list[tuple[str, Callable[[Comparison], str]]]] = [
     ("steps with equal loss", lambda c: f"{c.equal_losses} of {c.steps}"),
     ("steps with all gradients equal", lambda c: f"{c.equal_gradients} of {c.steps}"),
     ("saved by autograd, a step", lambda c: format_size(c.saved_bytes)),
-    ("  of it saved twice, sent once", lambda c: format_size(c.deduplicated_bytes)),
-    ("  of it offloaded", lambda c: format_size(c.offloaded_bytes)),
-    ("  of it kept by the trainer", lambda c: format_size(c.kept_bytes)),
+    ("  duplicates", lambda c: format_size(c.deduplicated_bytes)),
+    ("  offloaded", lambda c: format_size(c.offloaded_bytes)),
+    ("  recomputed", lambda c: format_size(c.recomputed_bytes)),
+    ("  kept on the device", lambda c: format_size(c.kept_bytes)),
     ("stored in the pool, a step", lambda c: format_size(c.stored_bytes)),
     ("ratio, lossless", lambda c: f"{c.ratio:.2f}"),
     ("step time without offload", lambda c: f"{c.step_seconds_plain:.2f} s"),

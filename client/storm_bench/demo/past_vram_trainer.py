@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 import time
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +17,7 @@ import storm_client as storm
 import torch
 
 from storm_bench.demo.text import VOCABULARY, Corpus, standard_library_text
+from storm_bench.demo.trainer import report_line
 from storm_bench.train.gpt import Gpt, Workload, attention
 
 __all__ = ["main"]
@@ -36,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _train(args, device)
     except torch.OutOfMemoryError as error:
-        _report(event="out_of_memory", error=str(error).partition("\n")[0])
+        report_line(event="out_of_memory", error=str(error).partition("\n")[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +52,7 @@ def _train(args: argparse.Namespace, device: torch.device) -> None:
     work = Workload(args.width, args.layers, args.rows, args.length, vocabulary=VOCABULARY)
     with device:
         model = Gpt(work).to(torch.bfloat16)
-    _report(event="model", parameters=sum(one.numel() for one in model.parameters()))
+    report_line(event="model", parameters=sum(one.numel() for one in model.parameters()))
     with contextlib.ExitStack() as stack:
         offload = None
         if args.address:
@@ -61,7 +60,7 @@ def _train(args: argparse.Namespace, device: torch.device) -> None:
             offload = client.offload(model)
         stack.enter_context(attention(device))
         _take_steps(model, work, args.steps, offload)
-        _report(
+        report_line(
             event="end",
             peak_bytes=torch.cuda.max_memory_reserved(device),
             offloaded_bytes=offload.stats().offloaded_bytes if offload else 0,
@@ -87,12 +86,7 @@ def _take_steps(
         loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
         optimizer.step()
         optimizer.zero_grad()
-        _report(event="step", step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
-
-
-def _report(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+        report_line(event="step", step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

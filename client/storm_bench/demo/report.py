@@ -29,7 +29,9 @@ class Comparison:
     offloaded_bytes: int
     stored_bytes: int
     ratio: float
+    recomputed_bytes: int
     kept_bytes: int
+    """Kept on the device: by policy or plan, or because the daemon did not take them."""
     step_seconds_plain: float
     step_seconds_offload: float
     peak_bytes_plain: int
@@ -99,7 +101,7 @@ def compare(plain: Trained, offload: Trained, *, device: str, staging_bytes: int
     steps = max(len(plain.steps), len(offload.steps))
 
     def per_step(name: str) -> int:
-        return int(stats.get(name, 0)) // max(1, steps)
+        return int(stats[name]) // max(1, steps) if stats else 0
 
     return Comparison(
         steps=steps,
@@ -112,7 +114,8 @@ def compare(plain: Trained, offload: Trained, *, device: str, staging_bytes: int
         offloaded_bytes=per_step("offloaded_bytes"),
         stored_bytes=per_step("stored_bytes"),
         ratio=float(stats.get("ratio", 0.0)),
-        kept_bytes=per_step("kept_bytes"),
+        recomputed_bytes=per_step("replayed_bytes"),
+        kept_bytes=per_step("skipped_bytes") + per_step("kept_bytes"),
         step_seconds_plain=median(step.seconds for step in plain.steps),
         step_seconds_offload=median(step.seconds for step in offload.steps),
         peak_bytes_plain=_peak(plain, device),

@@ -14,8 +14,7 @@ import os
 import sys
 import time
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import storm_client as storm
 import torch
@@ -23,10 +22,9 @@ from torch import Tensor
 
 from storm_bench.demo.model import GPT, Shape
 from storm_bench.demo.text import Corpus, standard_library_text
+from storm_bench.devices import peak_bytes
 
-__all__ = ["main"]
-
-_KIB: Final = 1 << 10
+__all__ = ["main", "report_line"]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -82,7 +80,7 @@ def _train(
         gradients = _digest(model)
         optimizer.step()
         optimizer.zero_grad()
-        _report(event="step", step=step, loss=loss.item(), gradients=gradients, seconds=seconds)
+        report_line(event="step", step=step, loss=loss.item(), gradients=gradients, seconds=seconds)
 
 
 def _now(device: torch.device) -> float:
@@ -106,32 +104,21 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _report_end(device: torch.device, offload: Any) -> None:
-    _report(
+    report_line(
         event="end",
-        peak_bytes=_peak_host_bytes(),
-        device_peak_bytes=_peak_device_bytes(device),
+        peak_bytes=peak_bytes(torch.device("cpu")),  # resident: its own, and the shared it touched
+        device_peak_bytes=peak_bytes(device) if device.type == "cuda" else 0,
         stats=_figures(offload.stats()) if offload is not None else None,
     )
 
 
 def _figures(stats: storm.OffloadStats) -> dict[str, float]:
-    names = ("saved", "deduplicated", "offloaded", "stored", "kept")
+    names = ("saved", "deduplicated", "offloaded", "replayed", "skipped", "stored", "kept")
     return {"ratio": stats.ratio, **{f"{n}_bytes": getattr(stats, f"{n}_bytes") for n in names}}
 
 
-def _peak_host_bytes() -> int:
-    """Return the process's largest resident memory: its own and the shared pages it touched."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * _KIB
-    raise RuntimeError("/proc/self/status has no VmHWM: the demo needs Linux")
-
-
-def _peak_device_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _report(**fields: Any) -> None:
+def report_line(**fields: Any) -> None:
+    """Print one line of JSON."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 

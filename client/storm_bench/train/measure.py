@@ -12,19 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from storm_bench.devices import peak_bytes, reset_peak
 from storm_bench.train.gpt import attention
 from storm_bench.train.methods import Active, Method, Unavailable, method_of
 from storm_bench.train.workloads import WORKLOADS, Training, make
 
-__all__ = ["Model", "Trial", "measured", "peak_bytes", "reset_peak"]
-
-_KIB: Final = 1 << 10
+__all__ = ["Model", "Trial", "measured"]
 
 Times = tuple[float, float, float]
 """Seconds of a step, of its forward, of its backward."""
@@ -171,22 +169,3 @@ def _of_a_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dic
         if name.endswith(("_bytes", "_seconds"))
     }
     return {"offload": {**after, **counted}} if after else {}
-
-
-def reset_peak(device: torch.device) -> None:
-    """Let the peak begin anew, of what is allocated and of what is reserved."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return PyTorch's most allocated bytes on a GPU; without one, the most resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * _KIB
-    raise RuntimeError("/proc/self/status has no VmHWM: the benchmark needs Linux")

@@ -19,7 +19,7 @@ import storm_client as storm
 import torch
 from torch import Tensor, nn
 
-from storm_bench.train.measure import peak_bytes, reset_peak
+from storm_bench.devices import peak_bytes, reset_peak
 from storm_bench.train.methods import Unavailable
 from storm_bench.zoo.methods import METHODS
 from storm_bench.zoo.models import WORKLOADS, Size, Workload

@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from storm_client.cache.session import CacheSession
-from storm_client.devices import with_number
+from storm_client.devices import usable
 from storm_client.errors import CorruptBlob, DaemonUnavailable, ProtocolMismatch, UsageError
 from storm_client.transport.sessions import lane_for
 from stormd.protocol import (
@@ -51,6 +51,10 @@ class Cache:
     All methods raise UsageError (a bad value, a closed client, a daemon without a cache),
     DaemonUnavailable (there is no session to be had) and DaemonLost (the daemon ended, or does
     not answer; the next call connects again).
+
+    Example:
+        client.cache.put("vocabulary embeddings", tensor, ttl=3600)
+        tensor = client.cache.get("vocabulary embeddings", device="cuda")  # None if it is gone
     """
 
     def __init__(self, address: str, timeout: float) -> None:
@@ -83,9 +87,9 @@ class Cache:
 
         Raises:
             CorruptBlob: its bytes were damaged; they were not returned, and it is dropped.
-            UsageError: a CUDA graph is being captured on `device`.
+            UsageError: `device` cannot be used, or a CUDA graph is being captured on it.
         """
-        target = _target(device)
+        target = usable(device)
         session = self._session(target)
         found = session.ask(_about(CacheGet, name))
         if not isinstance(found, CacheTensor):
@@ -178,19 +182,6 @@ class Cache:
         return session
 
 
-def _target(device: torch.device | str) -> torch.device:
-    """Return the device, with its number where it is one of several.
-
-    Raises:
-        UsageError: torch knows no such device.
-    """
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device is {device!r}: {error}") from error
-    return with_number(target) if torch.cuda.is_available() else target
-
-
 def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message:
     """Return a message about `name`.
 
@@ -200,7 +191,7 @@ def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message
     try:
         return kind(name)
     except ProtocolError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error).removeprefix(f"{kind.__name__}.")) from error
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:

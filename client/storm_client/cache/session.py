@@ -26,10 +26,13 @@ from storm_client.lanes import Lane
 from storm_client.lanes.dtypes import dtype_name
 from storm_client.planner import DeviceWindow
 from storm_client.saved.ranges import Part
-from storm_client.transport.connection import Connection, Listener
-from storm_client.transport.restore import STALL_SECONDS, Inbound
+from storm_client.transport.connection import Connection
+from storm_client.transport.io_thread import Listener
+from storm_client.transport.patience import STALL_SECONDS
+from storm_client.transport.restore import Inbound
 from storm_client.transport.store import Outbound
-from storm_client.transport.transfers import Outgoing, Transfers
+from storm_client.transport.transfer import Outgoing
+from storm_client.transport.transfers import Transfers
 from stormd.protocol import (
     CACHE_FEATURE,
     CacheCancel,
@@ -77,7 +80,7 @@ class CacheSession(Listener):
             part_bytes=self._connection.welcome.part_bytes,
             window=DeviceWindow(0),
         )
-        self._part_bytes = self._transfers.part_bytes
+        self._part_bytes = self._transfers.stores.part_bytes
         self._outbound = Outbound(self._connection, lane, self._transfers, STALL_SECONDS)
         self._inbound = Inbound(self._connection, lane, self._transfers)
         self._connection.start(self)
@@ -129,7 +132,7 @@ class CacheSession(Listener):
                 ttl_seconds=ttl_seconds,
             )
         except ProtocolError as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(str(error).removeprefix("CachePut.")) from error
         with self._putting:
             self.ask(begin)
             try:

@@ -7,7 +7,7 @@ raised where the compiled function is called, as itself: what a backend raises P
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -21,9 +21,11 @@ from torch._functorch import config as functorch_config
 from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
-from storm_client.compile.partition import partition
-from storm_client.compile.runtime import Graph, Target, running, shared_target
+from storm_client.compile.handover import Rules
+from storm_client.compile.partition import Partitioner
+from storm_client.compile.runtime import running
 from storm_client.compile.shared_budget import Part, room_for
+from storm_client.compile.target import Graph, Target, shared_target
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
 from storm_client.monitoring.compiled_models import backend_of
@@ -152,42 +154,27 @@ def stats_of(model: Callable[..., Any]) -> OffloadStats:
 def _by_inductor(
     gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
 ) -> tuple[Callable[..., Any], list[Graph]]:
-    from storm_client.compile.inductor import Partitioner, generate
+    from storm_client.compile import inductor
 
-    partitioner = Partitioner(asked.budget, part, asked.min_bytes, asked.codec)
-    return generate(gm, inputs, partitioner, dict(asked.patches))
+    rules = inductor.rules(asked.min_bytes, asked.codec)
+    partitioner = inductor.InductorPartitioner(rules, asked.budget, part)
+    return inductor.generate(gm, inputs, partitioner, dict(asked.patches)), partitioner.found
 
 
 def _eagerly(
     gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
 ) -> tuple[Callable[..., Any], list[Graph]]:
     """Have the graphs run as they are, by PyTorch's own kernels."""
-    found: list[Graph] = []
-
-    def divide(
-        joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward, graph = partition(
-            joint,
-            joint_inputs,
-            budget=asked.budget,
-            min_bytes=asked.min_bytes,
-            is_exact=exact_in_eager,
-            codec=asked.codec,
-            part=part,
-            **options,
-        )
-        found.append(graph)
-        return forward, backward
-
+    rules = Rules(asked.min_bytes, asked.codec, exact_in_eager)
+    partitioner = Partitioner(rules, asked.budget, part)
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = aot_autograd(
             fw_compiler=boxed_nop,
             bw_compiler=boxed_nop,
-            partition_fn=divide,
+            partition_fn=partitioner,
             keep_inference_input_mutations=True,
         )(gm, inputs)
-    return compiled, found
+    return compiled, partitioner.found
 
 
 _GENERATORS = {"inductor": _by_inductor, "eager": _eagerly}

@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from storm_client.compile.schemas import argument
+from storm_client.compile.views import hint_of, is_view, looks, nbytes_of
 from storm_client.planner.machine import Machine
 
 __all__ = ["is_product", "nbytes_of", "seconds_of"]
@@ -35,15 +37,6 @@ ATTENTION = {
 """How many products each has over the width of a head of the keys, and of the values."""
 
 
-def nbytes_of(value: object) -> int:
-    """Return the bytes of a traced tensor or of several, by the sizes seen when it was traced."""
-    if isinstance(value, (tuple, list)):
-        return sum(map(nbytes_of, value))
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return 0
-    return _hint(value.numel()) * value.element_size()
-
-
 def is_product(node: fx.Node) -> bool:
     """Tell whether a node is a product of matrices."""
     return isinstance(node.target, torch._ops.OpOverload) and (
@@ -59,7 +52,7 @@ def seconds_of(node: fx.Node, machine: Machine, *, is_fused: bool = False) -> fl
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
-    if any(one.alias_info is not None for one in node.target._schema.returns):
+    if is_view(node.target):
         return 0.0
     flops = _flops(node)
     is_fused = is_fused and not flops
@@ -76,21 +69,15 @@ def seconds_of(node: fx.Node, machine: Machine, *, is_fused: bool = False) -> fl
 
 def _beyond_views(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     for node in nodes:
-        if _is_view(node):
+        if looks(node):
             yield from _beyond_views(node.users)
         else:
             yield node
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and any(
-        one.alias_info is not None for one in node.target._schema.returns
-    )
-
-
 def _can_be_fused(node: fx.Node) -> bool:
     """Tell whether generated code may run a node in one kernel with its neighbours."""
-    while _is_view(node) and isinstance(node.args[0], fx.Node):
+    while looks(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
@@ -131,18 +118,15 @@ def _attention_flops(node: fx.Node) -> float:
     PyTorch's formulas know no mask, and before its version 2.13 none of shared keys.
     """
     assert isinstance(node.target, torch._ops.OpOverload)
-    places = {one.name: at for at, one in enumerate(node.target._schema.arguments)}
-
-    def given(name: str) -> Any:
-        at = places[name]
-        return node.args[at] if at < len(node.args) else node.kwargs.get(name)
-
-    queries, keys, values = (given(name).meta["val"].shape for name in ("query", "key", "value"))
+    queries, keys, values = (
+        argument(node, name).meta["val"].shape for name in ("query", "key", "value")
+    )
     over_keys, over_values = ATTENTION[node.target.overloadpacket]
-    batch, heads, length, width = map(_hint, queries)
-    widths = over_keys * width + over_values * _hint(values[-1])
-    share = 0.5 if given("is_causal") and length > 1 else 1.0
-    return share * 2.0 * batch * heads * length * _hint(keys[-2]) * widths
+    batch, heads, length, width = map(hint_of, queries)
+    widths = over_keys * width + over_values * hint_of(values[-1])
+    share = 0.5 if argument(node, "is_causal") and length > 1 else 1.0
+    flops: float = share * 2.0 * batch * heads * length * hint_of(keys[-2]) * widths
+    return flops
 
 
 def _sized(node: fx.Node) -> Any:
@@ -152,14 +136,7 @@ def _sized(node: fx.Node) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(map(sized, value))
         if isinstance(value, torch.Tensor):
-            return torch.empty([_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-        return _hint(value) if isinstance(value, torch.SymInt) else value
+            return torch.empty([hint_of(n) for n in value.shape], dtype=value.dtype, device="meta")
+        return hint_of(value) if isinstance(value, torch.SymInt) else value
 
     return sized(node.meta.get("val"))
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return 1 if hint is None else int(hint)

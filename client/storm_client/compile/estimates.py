@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.planner.machine import Machine
 
 __all__ = ["Draft", "Problem", "Recipe", "Saved"]
@@ -97,6 +97,19 @@ class Draft:
     replay_seconds: float
     stall_seconds: float
     """For which the forward graph's end and waits in the backward graph are late, by estimate."""
+
+    def offloaded(self) -> list[int]:
+        """Return what is offloaded."""
+        both = zip(self.decisions, self.is_handed, strict=True)
+        return [n for n, (one, handed) in enumerate(both) if isinstance(one, Offload) and handed]
+
+    def by_use(self) -> list[int]:
+        """Return the same, in the order in which the backward graph waits for it."""
+        return sorted(self.offloaded(), key=lambda n: (self.first_uses[n], n))
+
+    def by_fetch(self) -> list[int]:
+        """Return the same, in the order in which its fetches begin."""
+        return sorted(self.offloaded(), key=lambda n: (self.fetches[n], self.first_uses[n], n))
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
-from storm_client.compile.costs import nbytes_of
 from storm_client.compile.exactness import is_seed
 from storm_client.compile.symbols import can_compute, symbols_of
-from storm_client.compile.views import is_tensor, memory_of, source_of
+from storm_client.compile.views import is_tensor, memory_of, nbytes_of, source_of
 
 __all__ = ["Handover", "Rules", "uses"]
 
@@ -43,10 +42,13 @@ class Rules(NamedTuple):
     """What was asked for, and what the code's generator does."""
 
     min_bytes: int
-    is_exact: Callable[[fx.Node], bool]
-    runs_alone: Callable[[fx.Node], bool] | None
-    rounds_alike: Callable[[fx.Node], bool] | None
     codec: str
+    is_exact: Callable[[fx.Node], bool]
+    """Whether an operation gives the same bits wherever it runs."""
+    runs_alone: Callable[[fx.Node], bool] | None = None
+    """Where others are fused: whether one is not, and reads what lies in memory."""
+    rounds_alike: Callable[[fx.Node], bool] | None = None
+    """Whether one that is fused gives the same bits if it begins with that."""
 
 
 class Handover:

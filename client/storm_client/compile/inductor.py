@@ -31,49 +31,28 @@ from torch.utils._ordered_set import OrderedSet
 
 from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import draws, exact_in_generated_code
+from storm_client.compile.handover import Rules
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
-from storm_client.compile.partition import NUMBER, partition
-from storm_client.compile.runtime import Graph
-from storm_client.compile.shared_budget import Part
+from storm_client.compile.partition import NUMBER, Partitioner
+from storm_client.compile.schemas import argument
 from storm_client.compile.views import is_view
 from storm_client.errors import UsageError
-from stormd.protocol import Budget
 
-__all__ = ["Partitioner", "generate", "generate_inference", "inductor_options"]
+__all__ = [
+    "InductorPartitioner",
+    "generate",
+    "generate_inference",
+    "inductor_options",
+    "rules",
+]
 
 
-class Partitioner(CustomPartitionerFn):
+class InductorPartitioner(Partitioner, CustomPartitionerFn):  # type: ignore[misc]  # options
     """Partitions for one compilation; what Inductor may pickle of it are plain values."""
-
-    def __init__(self, budget: Budget, part: Part, min_bytes: int, codec: str) -> None:
-        """Partition for part of a budget; `found` gets what each pair of graphs has."""
-        self.budget, self.part = budget, part
-        self.min_bytes = min_bytes
-        self.codec = codec
-        self.found: list[Graph] = []
 
     def __getstate__(self) -> dict[str, object]:
         """Return what was asked for."""
         return {**self.__dict__, "found": []}
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward graph."""
-        forward, backward, graph = partition(
-            gm,
-            joint_inputs,
-            budget=self.budget,
-            min_bytes=self.min_bytes,
-            is_exact=_is_exact,
-            runs_alone=_runs_alone,
-            rounds_alike=_rounds_alike,
-            codec=self.codec,
-            part=self.part,
-            **options,
-        )
-        self.found.append(graph)
-        return forward, backward
 
     def uuid(self) -> Any:
         """Return which lowerings these are; what was decided is in the graphs already."""
@@ -83,10 +62,10 @@ class Partitioner(CustomPartitionerFn):
 def generate(
     gm: fx.GraphModule,
     inputs: list[torch.Tensor],
-    partitioner: Partitioner,
+    partitioner: InductorPartitioner,
     patches: Mapping[str, Any],
-) -> tuple[Callable[..., Any], list[Graph]]:
-    """Return the code of a graph, and what was planned for it.
+) -> Callable[..., Any]:
+    """Return the code of a graph.
 
     PyTorch's cache of whole partitioned graphs is passed by, since it would skip the plan; the
     cache of generated code is not.
@@ -95,7 +74,7 @@ def generate(
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=_WithLayouts(), config_patches=changed)
     assert callable(compiled)
-    return compiled, partitioner.found
+    return compiled
 
 
 # --- what runs in PyTorch's own kernels ---------------------------------------------------------
@@ -124,6 +103,11 @@ CHOOSING = (
 """Settings of Inductor's by which a product may run in another kernel in each of its places."""
 
 
+def rules(min_bytes: int, codec: str) -> Rules:
+    """Return what may be done with operations of which Inductor generates code."""
+    return Rules(min_bytes, codec, _is_exact, _runs_alone, _rounds_alike)
+
+
 def _is_exact(node: fx.Node) -> bool:
     return exact_in_generated_code(node) or _runs_alone(node)
 
@@ -137,7 +121,7 @@ def _runs_alone(node: fx.Node) -> bool:
         return False
     packet = node.target.overloadpacket
     if packet in ATTENTION:
-        return _argument(node, "dropout_p") == 0.0
+        return not argument(node, "dropout_p")
     return packet in PRODUCTS
 
 
@@ -190,15 +174,6 @@ def _is_set(name: str) -> bool:
     for part in name.split("."):
         value = getattr(value, part, None)
     return bool(value)
-
-
-def _argument(node: fx.Node, name: str) -> object:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, one in enumerate(node.target._schema.arguments):
-        if one.name == name:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
-            return one.default_value if given is None else given
-    return None
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -254,7 +229,8 @@ def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
         try:
             patches.update(torch._inductor.list_mode_options(mode))
         except (KeyError, RuntimeError) as error:
-            raise UsageError(f"mode is {mode!r}, which torch.compile does not know") from error
+            modes = ", ".join(torch._inductor.list_mode_options())
+            raise UsageError(f"mode is {mode!r}; torch.compile knows {modes}") from error
     known = config.get_config_copy()
     for name, value in options.items():
         if name.replace("-", "_") not in known:

@@ -21,10 +21,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import extract_tensor_metadata
 
 from storm_client.compile import runtime
 
-__all__ = ["FETCH", "HOLD", "SEEN", "STORE", "WAIT"]
+__all__ = ["FETCH", "HOLD", "SEEN", "STORE", "WAIT", "describe", "see", "token_like"]
 
 _LIBRARY = torch.library.Library("stormd", "DEF")  # type: ignore[no-untyped-call]
 
@@ -86,3 +88,27 @@ for _name, _function, _fake in (
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"stormd::{_name}", _fake, lib=_LIBRARY)
     torch.fx.node.has_side_effect(getattr(torch.ops.stormd, _name).default)
+
+
+# --- in graphs ---------------------------------------------------------------------------------
+
+
+def see(node: fx.Node) -> None:
+    """Have a compiler make a value as if it were handed over: by itself, and in memory."""
+    with node.graph.inserting_after(node):
+        seen = node.graph.call_function(SEEN, (node,))
+    seen.meta["val"] = None
+    if "autograd_backward" in node.meta:
+        seen.meta["autograd_backward"] = True
+
+
+def token_like(node: fx.Node) -> torch.Tensor:
+    """Return what stands for the token of a node's value while a graph is made."""
+    with node.meta["val"].fake_mode:
+        return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def describe(node: fx.Node, value: torch.Tensor) -> None:
+    """Note what a node's value is like."""
+    node.meta["val"] = value
+    node.meta["tensor_meta"] = extract_tensor_metadata(value)

@@ -11,120 +11,109 @@ until then and frees it after its last use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._subclasses.fake_tensor import extract_tensor_metadata
 
-from storm_client.compile.costs import (
-    nbytes_of,
-    seconds_of,
-)
+from storm_client.compile.costs import seconds_of
 from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
-from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
+from storm_client.compile.operators import FETCH, HOLD, STORE, WAIT, describe, see, token_like
 from storm_client.compile.planned import Value, plan_of
 from storm_client.compile.recipes import Found, Recipes, turned_back
-from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Schedule, schedule
 from storm_client.compile.shared_budget import WHOLE, Part
 from storm_client.compile.symbols import computed
+from storm_client.compile.target import Graph
 from storm_client.compile.views import (
     drop_results,
     hand_over,
     hand_over_bases,
     is_tensor,
     memory_of,
+    nbytes_of,
 )
 from storm_client.errors import UsageError
-from storm_client.planner.decisions import Decision, Offload, Replay
+from storm_client.planner.decisions import Offload, Replay
 from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.machine import expected_ratio, machine_of
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
 
-__all__ = ["NUMBER", "divided", "partition"]
+__all__ = ["NUMBER", "Partitioner", "divided"]
 
 NUMBER = "stormd_number"
 """Where a wait's node says which value it waits for, in its `meta`."""
 
 
-def partition(
-    joint: fx.GraphModule,
-    inputs: Sequence[object],
-    *,
-    budget: Budget,
-    min_bytes: int,
-    is_exact: Callable[[fx.Node], bool],
-    runs_alone: Callable[[fx.Node], bool] | None = None,
-    rounds_alike: Callable[[fx.Node], bool] | None = None,
-    codec: str = "ancf",
-    part: Part = WHOLE,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
-    **options: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule, Graph]:
-    """Return the forward graph, the backward graph, and what their runs have to know.
+class Partitioner:
+    """Divides joint graphs for a budget, or part of one; `found` gets what their runs must know."""
 
-    `is_exact` tells of an operation whether it gives the same bits wherever it runs. Where others
-    are fused, `runs_alone` tells which are not, and read what lies in memory, and `rounds_alike`
-    which give the same bits if they begin with that. `part` says which of a budget of bytes it is.
+    def __init__(self, rules: Rules, budget: Budget, part: Part = WHOLE) -> None:
+        """Have divided none."""
+        self.rules, self.budget, self.part = rules, budget, part
+        self.found: list[Graph] = []
 
-    Raises:
-        UsageError: the budget is below the least possible, which the message names.
-    """
-    forward, backward = min_cut_rematerialization_partition(
-        joint,
-        inputs,
-        num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=static_lifetime_input_indices,
-        **options,
-    )
-    rules = Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
-    static = static_lifetime_input_indices or []
-    pair = _pair(forward, backward, outputs=num_fwd_outputs, static=static, rules=rules)
-    return forward, backward, pair.apply(pair.values(), budget, part)
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **options: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph.
+
+        Raises:
+            UsageError: as `divided`.
+        """
+        forward, backward = min_cut_rematerialization_partition(
+            gm,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+            **options,
+        )
+        self.found.append(
+            divided(
+                forward,
+                backward,
+                self.rules,
+                self.budget,
+                self.part,
+                outputs=num_fwd_outputs,
+                static=static_lifetime_input_indices or [],
+            )
+        )
+        return forward, backward
 
 
 def divided(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
-    *,
+    rules: Rules,
     budget: Budget,
-    min_bytes: int,
-    is_exact: Callable[[fx.Node], bool],
-    codec: str,
-    num_fwd_outputs: int,
+    part: Part = WHOLE,
+    *,
+    outputs: int,
     static: list[int],
 ) -> Graph:
     """Put a plan into a pair of graphs, which are changed; return what their runs have to know.
 
-    The forward graph's results from `num_fwd_outputs` on are the backward graph's first inputs.
-    `static` are the places of its inputs that live longer than it does.
+    The forward graph's results from `outputs` on are the backward graph's first inputs. `static`
+    are the places of its inputs that live longer than it does.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names.
     """
-    rules = Rules(min_bytes, is_exact, None, None, codec)
-    pair = _pair(forward, backward, outputs=num_fwd_outputs, static=static, rules=rules)
-    return pair.apply(pair.values(), budget)
-
-
-def _pair(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    *,
-    outputs: int,
-    static: list[int],
-    rules: Rules,
-) -> _Pair:
     hand_over_bases(forward, backward, outputs)
-    there = Handover(forward, backward, outputs, static, rules)
-    return _Pair(forward, backward, outputs, there)
+    pair = _Pair(forward, backward, outputs, Handover(forward, backward, outputs, static, rules))
+    return pair.apply(pair.values(), budget, part)
 
 
 class _Pair:
@@ -137,7 +126,6 @@ class _Pair:
         self.forward, self.backward, self.there = forward, backward, there
         self.recipes = Recipes(there)
         (self.output,) = forward.graph.find_nodes(op="output")
-        self.results: list[Any] = list(self.output.args[0])
         self.first_handed = outputs
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
@@ -145,6 +133,11 @@ class _Pair:
         """Placeholders for the tokens of the parameters that others are recomputed from."""
         devices = [n.meta["val"].device for n in there.handed if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
+
+    @property
+    def results(self) -> list[Any]:
+        """What the forward graph returns now."""
+        return list(self.output.args[0])
 
     # --- what there is ----------------------------------------------------------------------
 
@@ -214,7 +207,6 @@ class _Pair:
         for node in reversed(besides):
             given = hand_over(node, self.forward, self.backward, self.first_handed)
             self.there.placeholders[node.name] = given
-        self.results = list(self.output.args[0])
 
     def _lend(self, parameters: list[fx.Node]) -> None:
         """Hand over tokens for parameters as they are: others may be given to the model later."""
@@ -222,13 +214,12 @@ class _Pair:
             behind = self.forward.graph.find_nodes(op="placeholder")[-1]
             with self.forward.graph.inserting_after(behind):
                 token = self.forward.graph.call_function(HOLD, (node,))
-            _describe(token, _token_like(node))
+            describe(token, token_like(node))
             self.lent[node] = hand_over(token, self.forward, self.backward, self.first_handed)
-        self.results = list(self.output.args[0])
 
     # --- what is done -----------------------------------------------------------------------
 
-    def apply(self, values: list[Value], budget: Budget, part: Part = WHOLE) -> Graph:
+    def apply(self, values: list[Value], budget: Budget, part: Part) -> Graph:
         """Change both graphs for a budget, or that part of one of bytes."""
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
@@ -247,19 +238,18 @@ class _Pair:
         in_runs = type(budget) is int or budget == "fit"
         count = self._count(budget, chosen, saved, part)
         draft = chosen.draft(count, in_runs=in_runs)
-        decisions = list(draft.decisions)
         self._drop(values, draft)
         self._offload(values, draft)
-        self._compute_again(values, decisions, draft)
+        self._compute_again(values, draft)
         self._drop_lent()
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
         ranks = {number: rank for rank, number in enumerate(chosen.order)} if in_runs else {}
-        ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
+        ranks = {n: at for n, at in ranks.items() if isinstance(draft.decisions[n], Offload)}
         peak = chosen.peaks[0 if in_runs else count]
         plan = plan_of(values, draft, peak, forward, self.machine)
-        order, fetched = _by_use(draft), _by_fetch(draft)
+        order, fetched = draft.by_use(), draft.by_fetch()
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
         last = fetched[-1] if fetched else None
         rooms = {n: draft.rooms[draft.first_uses[n]] for n in order}
@@ -312,25 +302,23 @@ class _Pair:
         for given in [one for one in self.lent.values() if not one.users]:
             self.backward.graph.erase_node(given)
         drop_results(self.output, {self._place(token) for token in tokens})
-        self.results = list(self.output.args[0])
         for token in tokens:
             self.forward.graph.erase_node(token)
 
     def _drop_results(self, values: list[Value]) -> None:
         drop_results(self.output, {self._place(value.made) for value in values})
-        self.results = list(self.output.args[0])
 
     def _place(self, made: fx.Node) -> int:
         """Return where a value is handed over, among the forward graph's results."""
         return self.results.index(made, self.first_handed)
 
     def _offload(self, values: list[Value], chosen: Draft) -> None:
-        for number in _offloaded(chosen):
+        for number in chosen.offloaded():
             self._store(values[number], number)
         begun: dict[int, fx.Node] = {}
-        pending = iter(_by_fetch(chosen))
+        pending = iter(chosen.by_fetch())
         ahead = next(pending, None)
-        for number in _by_use(chosen):
+        for number in chosen.by_use():
             use = chosen.first_uses[number]
             while ahead is not None and (chosen.fetches[ahead] <= use or number not in begun):
                 begun[ahead] = self._fetch(values[ahead], chosen.fetches[ahead])
@@ -346,17 +334,18 @@ class _Pair:
             behind = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(behind):
             token = graph.call_function(STORE, (made, number, value.is_lent))
-        _describe(token, _token_like(made))
+        describe(token, token_like(made))
         if "saved_tensor_with_no_vc_check" in made.meta:
             token.meta["saved_tensor_with_no_vc_check"] = made.meta["saved_tensor_with_no_vc_check"]
-        self.results[self._place(value.made)] = token
-        self.output.update_arg(0, tuple(self.results))
+        results = self.results
+        results[self._place(value.made)] = token
+        self.output.update_arg(0, tuple(results))
 
     def _fetch(self, value: Value, position: int) -> fx.Node:
         graph = self.backward.graph
         with graph.inserting_before(self._at(position)):
             begun = graph.call_function(FETCH, (value.given,))
-        _describe(begun, _token_like(value.made))
+        describe(begun, token_like(value.made))
         return begun
 
     def _wait(self, value: Value, position: int, begun: list[fx.Node]) -> fx.Node:
@@ -366,7 +355,7 @@ class _Pair:
             came = self._come(given, value.made.meta["val"], begun)
         for user in users:
             user.replace_input_with(given, came)
-        _describe(given, _token_like(value.made))
+        describe(given, token_like(value.made))
         return came
 
     def _come(self, token: fx.Node, val: torch.Tensor, begun: list[fx.Node]) -> fx.Node:
@@ -375,12 +364,12 @@ class _Pair:
         size = [computed(one, graph, self.there.symbols) for one in val.shape]
         stride = [computed(one, graph, self.there.symbols) for one in val.stride()]
         came = graph.call_function(WAIT, (token, begun, size, stride, val.dtype, val.device))
-        _describe(came, val)
+        describe(came, val)
         return came
 
-    def _compute_again(self, values: list[Value], decisions: list[Decision], chosen: Draft) -> None:
+    def _compute_again(self, values: list[Value], chosen: Draft) -> None:
         """Copy what makes values again into the backward graph, those first that are used first."""
-        again = [n for n, one in enumerate(decisions) if isinstance(one, Replay)]
+        again = [n for n, one in enumerate(chosen.decisions) if isinstance(one, Replay)]
         here = {value.made: self._present(value) for value in values}
         for number in sorted(again, key=lambda n: (chosen.first_uses[n], n)):
             self._copy_recipe(values[number], chosen.first_uses[number], here)
@@ -391,7 +380,7 @@ class _Pair:
             return
         for made in (values[number].made for number in again):
             if made.users:
-                _see(made)
+                see(made)
 
     def _copy_recipe(self, value: Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
         graph = self.backward.graph
@@ -421,7 +410,7 @@ class _Pair:
         made = copies[value.made]
         for node in value.recipe:
             if is_tensor(node) and self._is_seen(node, value):
-                _see(copies[node])
+                see(copies[node])
         value.given.replace_all_uses_with(made)
         graph.erase_node(value.given)
         here[value.made] = made
@@ -447,40 +436,6 @@ class _Pair:
         return self.nodes[position]
 
 
-def _offloaded(draft: Draft) -> list[int]:
-    both = zip(draft.decisions, draft.is_handed, strict=True)
-    return [n for n, (one, handed) in enumerate(both) if isinstance(one, Offload) and handed]
-
-
-def _by_use(draft: Draft) -> list[int]:
-    """Return what is offloaded, in the order in which the backward graph waits for it."""
-    return sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
-
-
-def _by_fetch(draft: Draft) -> list[int]:
-    """Return what is offloaded, in the order in which its fetches begin."""
-    return sorted(_offloaded(draft), key=lambda n: (draft.fetches[n], draft.first_uses[n], n))
-
-
-def _see(node: fx.Node) -> None:
-    """Have a compiler make a value as if it were handed over: by itself, and in memory."""
-    with node.graph.inserting_after(node):
-        seen = node.graph.call_function(SEEN, (node,))
-    seen.meta["val"] = None
-    if "autograd_backward" in node.meta:
-        seen.meta["autograd_backward"] = True
-
-
 def _most_common(devices: Iterable[torch.device]) -> torch.device:
     counted = list(devices)
     return max(counted, key=counted.count) if counted else torch.device("cpu")
-
-
-def _token_like(node: fx.Node) -> torch.Tensor:
-    with node.meta["val"].fake_mode:
-        return torch.empty(1, dtype=torch.int64, device="cpu")
-
-
-def _describe(node: fx.Node, value: torch.Tensor) -> None:
-    node.meta["val"] = value
-    node.meta["tensor_meta"] = extract_tensor_metadata(value)

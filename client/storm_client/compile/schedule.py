@@ -27,7 +27,7 @@ import numpy as np
 from storm_client.compile.estimates import Draft, Problem, Saved
 from storm_client.planner.machine import Machine
 
-__all__ = ["Schedule", "schedule", "seconds_of_choice"]
+__all__ = ["Schedule", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,6 @@ def schedule(
     state.relieve_link()
     state.ship_what_fits()
     return _kept_in_order(state)
-
-
-def seconds_of_choice(schedule: Schedule, kept: Iterable[int], again: Iterable[int]) -> float:
-    """Return what a choice costs a step, by the estimate that the schedule goes by."""
-    return schedule.problem.total(frozenset(kept), frozenset(again))
 
 
 @dataclass

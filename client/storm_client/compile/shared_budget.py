@@ -9,32 +9,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from storm_client.devices import devices_in_use
 from storm_client.planner.in_flight import free_bytes
+from storm_client.transport.interrupts import Living
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
     from storm_client.transport.supply import Supply
 
 __all__ = ["WHOLE", "Part", "Room", "room_for"]
-
-
-class _Sharing(Protocol):
-    """Some graphs that share a budget with others."""
-
-    @property
-    def least(self) -> int:
-        """Bytes that one of their backward graphs needs at the most, with nothing kept."""
-        ...
-
-    @property
-    def planned(self) -> int | None:
-        """Bytes that a run of theirs may keep by its plan; None where none is compiled yet."""
-        ...
 
 
 class Part(NamedTuple):
@@ -60,6 +45,24 @@ WHOLE: Final = Part()
 """That of a model that shares it with none."""
 
 
+class Sharing(Protocol):
+    """Graphs that share a budget: what one of them `planned` to keep, and needs at the `least`."""
+
+    @property
+    def planned(self) -> int | None:
+        """Bytes that a run may keep by its plan; None where none is compiled."""
+
+    @property
+    def least(self) -> int:
+        """Bytes that one of the backward graphs needs with nothing kept by choice."""
+
+
+class Kept(Protocol):
+    """A value of `nbytes` bytes that a run keeps by choice."""
+
+    nbytes: int
+
+
 class Room:
     """What one budget lets stay, of which threads may take their parts at once."""
 
@@ -68,33 +71,23 @@ class Room:
         self._budget = budget
         self._has_gone_back = False
         """Whether a backward pass has begun, in any thread; never taken back."""
-        self._lock = threading.Lock()  # protects all below
-        self._sharing: list[weakref.ref[_Sharing]] = []
-        self._kept_bytes = 0
-        self._dead: deque[_KeptRef] = deque()
-        self._kept: dict[int, _KeptRef] = {}
+        self._sharing: Living[Sharing] = Living()
+        self._kept: Living[Kept] = Living()
 
-    def share(self, graphs: _Sharing) -> None:
+    def share(self, graphs: Sharing) -> None:
         """Have some graphs take part as long as they live."""
-        with self._lock:
-            self._sharing = [one for one in self._sharing if one() is not None]
-            self._sharing.append(weakref.ref(graphs))
+        self._sharing.add(graphs)
 
-    def part_of(self, graphs: _Sharing) -> Part:
+    def part_of(self, graphs: Sharing) -> Part:
         """Return which part is that of some graphs, of which one is about to be compiled."""
-        others = [one for one in self._living() if one is not graphs]
+        others = [one for one in self._sharing if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
         return Part(len(taken), len(others) + 1, sum(taken))
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that are held by choice in runs whose backward pass is still to come."""
-        with self._lock:
-            while self._dead:
-                reference = self._dead.popleft()
-                if self._kept.pop(reference.key, None) is not None:
-                    self._kept_bytes -= reference.nbytes
-            return self._kept_bytes
+        return sum(held.nbytes for held in self._kept)
 
     def left(self, planned: int | None = None) -> int:
         """Return how many bytes a run that begins now may keep by choice.
@@ -111,44 +104,19 @@ class Room:
         else:
             devices = devices_in_use()
             limit = kept + free_bytes(devices) if devices else 0
-        leasts = [one.least for one in self._living()]
+        leasts = [one.least for one in self._sharing]
         least = max(leasts, default=0)
         if planned is None:
             planned = Part(of=max(1, len(leasts))).left(limit, least)
         return min(limit - kept - least, planned)
 
-    def _living(self) -> list[_Sharing]:
-        with self._lock:
-            found = [reference() for reference in self._sharing]
-        return [one for one in found if one is not None]
-
-    def keep(self, held: object, nbytes: int) -> None:
+    def keep(self, held: Kept) -> None:
         """Count what is held by choice, until it dies."""
-        with self._lock:
-            self._kept_bytes += nbytes
-            reference = _KeptRef(held, self._dead, nbytes)
-            self._kept[reference.key] = reference
+        self._kept.add(held)
 
     def goes_back(self) -> None:
         """Note that a backward pass has begun."""
         self._has_gone_back = True
-
-
-class _KeptRef(weakref.ref[object]):
-    """Tells of the death of what was kept by choice by being appended to a deque."""
-
-    __slots__ = ("key", "nbytes")
-
-    def __new__(cls, held: object, dead: deque[_KeptRef], nbytes: int) -> _KeptRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, held, dead.append)
-
-    def __init__(self, held: object, dead: deque[_KeptRef], nbytes: int) -> None:
-        super().__init__(held, dead.append)  # type: ignore[call-arg]  # typeshed omits it
-        self.key = next(_KEYS)
-        self.nbytes = nbytes
-
-
-_KEYS = count(1)
 
 
 def room_for(supply: Supply | None, budget: Budget) -> Room:

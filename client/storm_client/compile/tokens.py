@@ -12,89 +12,31 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from itertools import count
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward
-from storm_client.saved.ranges import Handle
+from storm_client.errors import ActivationLost
 from storm_client.saved.versions import SavedVersion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from storm_client.compile.runtime import Target, Trail
-    from storm_client.saved.ranges import Holder
-    from storm_client.transport.session import Session
+    from storm_client.compile.stored import Stored
+    from storm_client.compile.target import Target
 
-__all__ = ["TOKENS", "Held", "Lent", "Stored", "Unversioned", "version_of"]
+__all__ = ["TOKENS", "Held", "Lent", "Unversioned", "version_of"]
 
 _KEY = struct.Struct("=q")
-
-
-class Stored:
-    """A value that is with the daemon, or in flight."""
-
-    __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
-
-    def __init__(
-        self, handle: Handle, target: Target, number: int, trail: Trail | None = None
-    ) -> None:
-        self._handle = handle
-        self._target = target
-        self._number = number
-        self._trail = trail
-        if trail is not None:
-            trail.note(number, self)
-
-    def fetch(self) -> None:
-        """Announce it, and begin to fetch what is announced, in this order."""
-        session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
-        if self._trail is not None and not session.has_in_place:
-            self._trail.announce(session)
-        self.announce()
-        session.look_ahead(self._target.announced(session))
-        if self._trail is not None:
-            self._trail.has_begun(self._number)
-
-    @property
-    def holder(self) -> Holder:
-        """Who has its bytes."""
-        return self._handle.record.session
-
-    def announce(self) -> None:
-        """Expect that it is waited for after all that was announced before."""
-        record = self._handle.record
-        self._target.announced(record.session).add(record)  # type: ignore[arg-type]
-
-    def bring(self) -> torch.Tensor:
-        """Return the value."""
-        handle, target = self._handle, self._target
-        handle.version.check()
-        replaced = handle.version.replaced()
-        if replaced is not None:
-            return replaced
-        began = perf_counter()
-        record = handle.record
-        try:
-            located = record.session.load(handle, is_first=target.goes_back())
-        except DaemonLost as loss:
-            raise lost_in_backward(loss, keeps=target.supply.keeps) from loss
-        target.announced(record.session).remove(record)  # type: ignore[arg-type]
-        if not located.is_original:
-            target.recorder.restored(perf_counter() - began)
-        if self._trail is not None:
-            self._trail.has_brought(self._number)
-        return handle.view.rebuild(located.storage)
 
 
 class Held:
     """A value that stays here."""
 
-    __slots__ = ("__weakref__", "_target", "_version")
+    __slots__ = ("__weakref__", "_target", "_version", "nbytes")
 
     def __init__(self, value: torch.Tensor, target: Target) -> None:
+        self.nbytes = value.nbytes
         self._version = version_of(value, SavedVersion.holding)
         self._target = target
 

@@ -1,5 +1,7 @@
 """What a forward graph hands to its backward graph: views' memory in their stead, more, and less.
 
+Also what a node's value is: a tensor, a view of another's memory, so many bytes.
+
 One product of queries, keys and values is saved as three views, none of which has its memory to
 itself. The product is handed over then, once, and the backward graph makes the same views of it.
 """
@@ -15,15 +17,16 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from storm_client.compile.costs import nbytes_of
-
 __all__ = [
     "drop_results",
     "hand_over",
     "hand_over_bases",
+    "hint_of",
     "is_tensor",
     "is_view",
+    "looks",
     "memory_of",
+    "nbytes_of",
     "source_of",
 ]
 
@@ -38,6 +41,28 @@ def is_view(target: torch._ops.OpOverload) -> bool:
     return any(one.alias_info is not None for one in target._schema.returns)
 
 
+def nbytes_of(value: object) -> int:
+    """Return the bytes of a traced tensor or of several, by the sizes seen when it was traced."""
+    if isinstance(value, (tuple, list)):
+        return sum(map(nbytes_of, value))
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return 0
+    return hint_of(value.numel()) * value.element_size()
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """Return a size as it was when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)
+
+
+def looks(node: fx.Node) -> bool:
+    """Tell whether a node returns views of its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
+
+
 def source_of(node: fx.Node) -> fx.Node | None:
     """Return what a view lies in; None for what has memory of its own."""
     if node.op != "call_function":
@@ -46,7 +71,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
         parent = node.args[0]
         assert isinstance(parent, fx.Node)
         return parent if source_of(parent) is not None else None
-    if isinstance(node.target, torch._ops.OpOverload) and is_view(node.target):
+    if looks(node):
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
     return None

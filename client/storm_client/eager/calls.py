@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from storm_client.eager.byproducts import FORMER, Byproduct, Depends
 from storm_client.eager.launches import Kernel
-from storm_client.eager.operations import Function
-from storm_client.eager.recompute import Input, Recipe, Source
+from storm_client.eager.operations import Function, may_overwrite
+from storm_client.eager.recompute import Input, Recipe
+from storm_client.eager.sources import Source
 
 if TYPE_CHECKING:
     from storm_client.native import _follow
 
-__all__ = ["Call", "is_plain", "name_of", "outputs_of", "tensors_among"]
+__all__ = ["Call", "is_plain", "name_of", "outputs_of", "replaced", "tensors_among"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -60,6 +62,16 @@ class Call:
         """Whether the function is a kernel, of which memory for its results is no part."""
         return isinstance(self.function, Kernel)
 
+    @property
+    def is_byproduct(self) -> bool:
+        """Whether it makes what another call has kept."""
+        return isinstance(self.function, Byproduct)
+
+    @property
+    def reads_layout(self) -> bool:
+        """Whether it makes the same whatever is in the tensors that it was given."""
+        return isinstance(self.function, Byproduct) and self.function.depends is Depends.LAYOUT
+
     def is_fixed(self) -> bool:
         """Tell whether all of its arguments that are no tensors are values, which never change."""
         return _are_values(self.arguments) and _are_values(self.options.values())
@@ -72,11 +84,31 @@ class Call:
             for tensor in self.tensors()
         )
 
+    def overwrites(self, output: Any) -> bool:
+        """Tell whether an output is its first argument, and it read no other from that memory.
+
+        Not of views, of which other parts are not written to. A copy of what such a call has found
+        in its argument is made like its output.
+        """
+        if self.function is FORMER:
+            return True
+        if not (may_overwrite(self.function) and self.arguments and output is self.arguments[0]):
+            return False
+        if output._is_view():
+            return False
+        address = output.untyped_storage()._cdata
+        others = self.tensors()[1:]
+        return all(is_plain(o) and o.untyped_storage()._cdata != address for o in others)
+
     def recipe_of(self, sources: list[Source], device: str) -> Recipe:
         """Return how to run it again, with `sources` for its tensors."""
         left = iter(sources)
-        arguments = [_replaced(argument, left) for argument in self.arguments]
-        options = {name: _replaced(value, left) for name, value in self.options.items()}
+
+        def source(tensor: torch.Tensor) -> Input:
+            return Input(next(left), tensor.requires_grad)
+
+        arguments = [replaced(argument, source) for argument in self.arguments]
+        options = {name: replaced(value, source) for name, value in self.options.items()}
         return Recipe(self.function, arguments, options, device, self._draw)
 
 
@@ -117,16 +149,16 @@ def _are_numbers(one: slice) -> bool:
     return all(type(part) in (int, type(None)) for part in (one.start, one.stop, one.step))
 
 
-def _replaced(argument: Any, sources: Iterator[Source]) -> Any:
-    """Return an argument with the next sources in the place of its tensors.
+def replaced(argument: Any, source: Callable[[torch.Tensor], Input]) -> Any:
+    """Return an argument with sources in the place of its tensors.
 
     What is a list or tuple of any kind becomes a plain one, which PyTorch takes as well.
     """
     if isinstance(argument, torch.Tensor):
-        return Input(next(sources), argument.requires_grad)
+        return source(argument)
     if isinstance(argument, (list, tuple)):
         plain = list if isinstance(argument, list) else tuple
-        return plain(_replaced(one, sources) for one in argument)
+        return plain(replaced(one, source) for one in argument)
     return argument
 
 

@@ -1,4 +1,4 @@
-"""Compiles the script of a kind of step for compiled code to follow.
+"""Compiles the script of a step signature for compiled code to follow.
 
 Of the script's events compiled code needs those that say what becomes of a saved tensor, and, where
 something is recomputed, the calls of operators that made what matters. Which calls those are is
@@ -9,30 +9,32 @@ it hands over to Python, which walks along the same script.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from storm_client.eager.byproducts import Byproduct
+from storm_client.eager.events import CAST, SAVED
 from storm_client.eager.operations import is_simple, may_draw
-from storm_client.eager.proofs import Sizes
-from storm_client.eager.signature import CAST, SAVED, Expected, Kind
 from storm_client.planner.decisions import Keep, Replay
 
 if TYPE_CHECKING:
+    from storm_client.eager.followed_plan import Expected, FollowedPlan
     from storm_client.eager.launches import Kernel
+    from storm_client.eager.proofs import Evidence, Sizes
+    from storm_client.eager.signature import StepSignature
     from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
 
-__all__ = ["LONG_ENOUGH", "MOST_DOUBLED", "NativePath", "Noted", "can_be_followed", "compiled"]
+__all__ = ["NativePath", "Noted", "Rest", "compiled"]
 
 _CONSTANT = -1
 """Stands for an input that stays."""
 
 LONG_ENOUGH = 16
-"""Steps that Python follows after one that has left its script; twice as many each time."""
+"""Steps of the first rest."""
 
 MOST_DOUBLED = 6
-"""How often that is doubled."""
+"""How often that is doubled at the most."""
 
 
 class _What(IntEnum):
@@ -71,6 +73,8 @@ class Noted(NamedTuple):
     place: int
     arguments: tuple[int, ...]
     """Which of the function's tensors the call's are; -1 for what it was not given."""
+    inside: str
+    """The name of the call that it is part of, which has copied what it was given; else empty."""
 
     @property
     def called(self) -> str | Kernel | None:
@@ -83,68 +87,89 @@ class Noted(NamedTuple):
         return self.called is not None and self.position >= 0
 
 
-_Event: TypeAlias = tuple[int, int, int, Sizes, int, int, bool, bool, Any]
+_Event: TypeAlias = "tuple[int, int, int, Sizes, int, int, bool, bool, Any]"
 
 
-def can_be_followed(kind: Kind) -> bool:
-    """Tell whether compiled code may follow a kind, as far as its replays go."""
-    if kind.script is None:
-        return False
-    if not kind.has_replays:
+class Rest:
+    """Steps that Python follows before compiled code may again, since it has met something else."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.steps = 0
+        """Those that are left."""
+        self._begun = 0
+
+    def begin(self) -> None:
+        """Have Python follow twice as many as the last time."""
+        self.steps = LONG_ENOUGH << min(self._begun, MOST_DOUBLED)
+        self._begun += 1
+
+
+def _can_be_followed(signature: StepSignature, plan: FollowedPlan) -> bool:
+    """Tell whether compiled code may follow a plan, as far as its replays go."""
+    evidence = signature.evidence
+    if not plan.has_replays:
         return True
-    return kind.native.noted is not None and all(
-        kind.proofs.sizes(kind.ways[number]) or kind.has_tried(number)
-        for number, decision in enumerate(kind.decisions or ())
-        if isinstance(decision, Replay) and kind.values[number].is_saved
+    return bool(plan.noted) and all(
+        evidence.recomputed.sizes(plan.ways[number]) or evidence.has_tried(number)
+        for number, decision in enumerate(plan.decisions)
+        if isinstance(decision, Replay) and signature.values[number].is_saved
     )
 
 
-def compiled(kind: Kind, follow: Native, counts: NativeCounts) -> _follow.Script | None:
-    """Return the script of a kind, compiled; None where Python has to follow its steps."""
-    if kind.script is None:
-        return None
-    native, known = kind.native, (kind.proofs.version, kind.plans)
-    if native.script is None or native.known != known:
-        if not can_be_followed(kind):  # which looks at all values, and is not asked every step
+def compiled(
+    signature: StepSignature, plan: FollowedPlan, follow: Native, counts: NativeCounts
+) -> _follow.Script | None:
+    """Return the script of a signature's plan, compiled; None where Python has to follow it."""
+    evidence = signature.evidence
+    version = evidence.version
+    if plan.compiled is None or plan.compiled[0] != version:
+        # This looks at all values, and is not asked every step.
+        if not _can_be_followed(signature, plan):
             return None
-        script = kind.script[:-1]  # behind the last event there is nothing
-        if kind.has_replays:
-            events = _with_calls(kind, script, counts)
+        script = plan.script[:-1]  # behind the last event there is nothing
+        if plan.has_replays:
+            events = _with_calls(plan, evidence, counts)
         else:
             events = [
-                _saved(kind, position, expected, counts, is_new=expected.is_new)
+                _saved(plan, evidence, position, expected, counts, is_new=expected.is_new)
                 for position, expected in enumerate(script)
                 if expected.what is SAVED
             ]
         kept = [
-            (number, kind.most[number])
-            for number, decision in enumerate(kind.decisions or ())
+            (number, plan.most[number])
+            for number, decision in enumerate(plan.decisions)
             if isinstance(decision, Keep)
         ]
-        native.script, native.known = follow.Script(events, kept, len(script)), known
-    return native.script
+        plan.compiled = version, follow.Script(events, kept, len(script))
+    return plan.compiled[1]
 
 
 def _saved(
-    kind: Kind, position: int, expected: Expected, counts: NativeCounts, *, is_new: bool
+    plan: FollowedPlan,
+    evidence: Evidence,
+    position: int,
+    expected: Expected,
+    counts: NativeCounts,
+    *,
+    is_new: bool,
 ) -> _Event:
     value, decision = expected.value, expected.decision
-    what, row, proved = _What.PYTHON, 0, kind.proofs.sizes(kind.ways[value.number])
+    what, row, proved = _What.PYTHON, 0, evidence.recomputed.sizes(plan.ways[value.number])
     if isinstance(decision, Keep):
         what, row = _What.KEEP, counts.row(value.layer, "skipped", decision.reason)
-    elif isinstance(decision, Replay) and proved:
+    elif isinstance(decision, Replay) and (proved or not evidence.is_given_up(value.number)):
         what, row = _What.RECOMPUTE, counts.row(value.layer, "replayed")
     matters, number = expected.matters, value.number
     return (position, what, expected.most, proved, row, number, matters, is_new, None)
 
 
-def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) -> list[_Event]:
+def _with_calls(plan: FollowedPlan, evidence: Evidence, counts: NativeCounts) -> list[_Event]:
     """Return what a step saves and calls, in order."""
-    noted = kind.native.noted
-    assert noted is not None
+    noted, script = plan.noted, plan.script
     used = {one.called for one in noted if one.is_used_call}
     told = [one for one in noted if one.called is None or one.called in used]
-    position, positions = len(script), []
+    position, positions = len(script) - 1, []
     for one in reversed(told):  # a call has the place of what is saved next
         position = one.position if one.called is None else position
         positions.append(position)
@@ -162,17 +187,17 @@ def _with_calls(kind: Kind, script: Sequence[Expected], counts: NativeCounts) ->
             matters = expected is not None
             events.append((at, _What.CALL, 0, (), 0, number, matters, is_new, call))
         elif expected is not None:
-            events.append(_saved(kind, at, expected, counts, is_new=is_new))
+            events.append(_saved(plan, evidence, at, expected, counts, is_new=is_new))
     return events
 
 
 def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
-    head = one.name, one.overload, one.kernel, one.place
+    head = one.name, one.overload, one.kernel, one.place, one.inside
     if expected is None:
-        return (*head, _Does.COUNT, None, True, False, False, ())
+        return (*head, _Does.COUNT, None, True, False, False, False, 0, ())
     simple = expected.what is CAST or is_simple(expected.what)
     if not expected.matters:
-        return (*head, _Does.COUNT, None, simple, False, expected.leaves, ())
+        return (*head, _Does.COUNT, None, simple, False, expected.leaves, False, 0, ())
     inputs: tuple[int, ...] = ()
     does = _Does.LOOK_UP
     if isinstance(expected.decision, Replay):
@@ -180,4 +205,6 @@ def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
         inputs = tuple(_CONSTANT if n < 0 else expected.inputs[n] for n in one.arguments)
     dtype = expected.value.dtype
     random = may_draw(expected.what)
-    return (*head, does, dtype, simple, random, expected.leaves, inputs)
+    depends = expected.what.depends if isinstance(expected.what, Byproduct) else 0
+    overwrites = expected.value.over >= 0 and not depends
+    return (*head, does, dtype, simple, random, expected.leaves, overwrites, depends, inputs)

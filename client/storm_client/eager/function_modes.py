@@ -11,6 +11,9 @@ each function, and run those one by one, with other bits than the graph has. So 
 stack where its thread enters compiled code, before Dynamo looks at a frame.
 
 A script's own modes may have functions return anything, and be on in one of the two passes alone.
+
+What PyTorch has written in Python, as attention's layers, `interpolate` and `normalize`, passes
+through a mode as a whole, and what it calls does not. A mode may look into it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -29,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from storm_client.hook_stack import function_modes, have_modes, untraced
 
-__all__ = ["Watching", "are_altered", "is_in_compiled_code", "unaltered"]
+__all__ = ["Watching", "are_altered", "is_in_compiled_code", "looked_into", "unaltered"]
 
 _has_torch_function = torch.overrides.has_torch_function
 _disabled = torch._C._disabled_torch_function_impl
@@ -70,6 +74,52 @@ class Watching(TorchFunctionMode):
                 torch.overrides.has_torch_function = _has_torch_function
                 _leave_dynamo_alone()
 
+    def call_inside(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function that has passed through this mode, so that what it calls does, too."""
+        _push_mode(self)
+        try:
+            return function(*arguments, **options)
+        finally:
+            _pop_mode()
+
+
+_push_mode: Final = torch._C._push_on_torch_function_stack
+_pop_mode: Final = torch._C._pop_torch_function_stack
+
+_IN_PYTHON: Final = frozenset({torch.nn.functional.__name__, torch.functional.__name__})
+"""Modules whose functions call others and do nothing else."""
+
+
+def looked_into(function: object) -> Callable[..., Any] | None:
+    """Return what does as a function of PyTorch's that is written in Python, and passes no mode.
+
+    That asks whether its arguments override it; here none does. None where it does not ask.
+    """
+    function = _norm if function is torch.Tensor.norm else function
+    if type(function) is not FunctionType or function.__module__ not in _IN_PYTHON:
+        return None
+    asks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
+    if not asks:
+        return None
+    names = function.__globals__ | dict.fromkeys(asks, _is_overridden)
+    return _with_names(function, names)
+
+
+def _with_names(function: FunctionType, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return the same function, which looks up others in `names`."""
+    found = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+def _is_overridden(*_: Any) -> bool:
+    return False
+
+
+_norm: Final = torch.functional.norm
+"""What the method of tensors does."""
 
 _HARMLESS: Final = (Watching, DeviceContext)
 """The latter says where tensors are made that are made from nothing."""

@@ -206,8 +206,8 @@ _LIVING: Final[list[LaunchWatch]] = []
 _exchanged: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 """What `JITFunction.run` was, and what stands for it; None while that is as it was."""
 
-_KERNELS: Final[dict[int, Kernel]] = {}
-"""By the address of what was compiled, which they hold."""
+_KERNEL: Final = "_storm_kernel"
+"""The attribute of what was compiled that holds its `Kernel`: both are let go of together."""
 
 
 def _exchange(listener: Callable[[], _Listener | None]) -> None:
@@ -242,10 +242,10 @@ def _telling(
 
 
 def _kernel_of(compiled: Any, bound: Mapping[str, Any]) -> Kernel:
-    known = _KERNELS.get(id(compiled))
-    if known is None:
-        known = _KERNELS[id(compiled)] = Kernel(compiled, bound)
-    return known
+    attributes: dict[str, Any] = getattr(compiled, "__dict__", {})
+    if _KERNEL not in attributes:
+        attributes.setdefault(_KERNEL, Kernel(compiled, bound))
+    return attributes[_KERNEL]  # type: ignore[no-any-return]
 
 
 def _has_scratch(compiled: Any) -> bool:

@@ -28,8 +28,10 @@ import torch
 
 from storm_client.devices import is_capturing
 from storm_client.eager.bits import copied
+from storm_client.eager.calls import outputs_of, replaced, tensors_among
 from storm_client.eager.operations import Function
-from storm_client.eager.recompute import Input, OtherNumbers, Recipe
+from storm_client.eager.recompute import Input, Recipe
+from storm_client.eager.sources import OtherNumbers
 from storm_client.eager.step_times import Duration
 from storm_client.errors import StormError
 
@@ -101,7 +103,7 @@ class OperationTimes:
             return span
         if kind is None:
             kind = self._kinds[key] = _Repeated(self, function, arguments, options, draw)
-            kind.nbytes += _nbytes(made)
+            kind.nbytes += sum(one.nbytes for one in tensors_among(outputs_of(made)))
         if span is not None:
             kind.took(span)
         return kind
@@ -117,17 +119,6 @@ class OperationTimes:
 
 class _Repeated:
     """Operations that are alike, and how long one of them takes."""
-
-    __slots__ = (
-        "_device",
-        "_places",
-        "_recipe",
-        "_seconds",
-        "_shortest",
-        "_spans",
-        "_times",
-        "nbytes",
-    )
 
     def __init__(
         self,
@@ -145,8 +136,8 @@ class _Repeated:
         self._device: torch.device = arguments[0].device
         self._recipe = Recipe(
             function,
-            [self._replaced(argument) for argument in arguments],
-            {name: self._replaced(value) for name, value in options.items()},
+            [replaced(argument, self._place) for argument in arguments],
+            {name: replaced(value, self._place) for name, value in options.items()},
             "cuda",
             draw,
         )
@@ -234,16 +225,11 @@ class _Repeated:
                     place.clear()
         return float(begin.elapsed_time(end)) / 1e3 / times
 
-    def _replaced(self, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            place = _Place(argument)
-            self._places.append(place)
-            self.nbytes += argument.nbytes
-            return Input(place, argument.requires_grad and argument.is_floating_point())
-        if isinstance(argument, (list, tuple)):
-            plain = list if isinstance(argument, list) else tuple
-            return plain(map(self._replaced, argument))
-        return argument
+    def _place(self, tensor: torch.Tensor) -> Input:
+        place = _Place(tensor)
+        self._places.append(place)
+        self.nbytes += tensor.nbytes
+        return Input(place, tensor.requires_grad and tensor.is_floating_point())
 
 
 class _Place:
@@ -278,11 +264,6 @@ class _Place:
     def clear(self) -> None:
         """Let go of it."""
         self._held = None
-
-
-def _nbytes(made: Any) -> int:
-    outputs = made if isinstance(made, (list, tuple)) else (made,)
-    return sum(one.nbytes for one in outputs if isinstance(one, torch.Tensor))
 
 
 def _likeness(arguments: Iterable[Any]) -> tuple[object, ...]:

@@ -1,7 +1,9 @@
 """Which functions can be recomputed for the same bits, and which of them are expensive.
 
 Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
-in new memory; where a call does otherwise, by an argument such as `inplace`, it is not recorded.
+in new memory. Some elementwise ones write to their first argument instead, by their name or by an
+argument `inplace`: those are recomputed on memory that nobody else has. Calls that do otherwise are
+not recorded.
 Some draw random numbers from the default generator of their device: what they read besides is its
 state, which is noted (`native/draws.h`). No others do. A normalization over the batch is recomputed
 without the running statistics that it has written to.
@@ -22,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.nn import functional
 
+from storm_client.eager.byproducts import FORMER, Byproduct, Depends
 from storm_client.eager.launches import Kernel
 
 __all__ = [
@@ -30,13 +33,16 @@ __all__ = [
     "REPLAYABLE",
     "Function",
     "bound",
+    "byproduct_of",
     "draws",
+    "hidden_call",
     "is_bound",
     "is_simple",
     "may_draw",
+    "may_overwrite",
     "may_view",
+    "read_by",
     "tunes",
-    "writes",
 ]
 
 Function = Callable[..., Any]
@@ -54,9 +60,21 @@ _ELEMENTWISE = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__
     __pow__ __rpow__ __neg__ __abs__
 """
+_IN_PLACE = """
+    abs_ add_ addcdiv_ addcmul_ celu_ clamp_ clamp_max_ clamp_min_ cos_ div_ elu_ exp_ hardtanh_
+    leaky_relu_ lerp_ log_ masked_fill_ mul_ neg_ pow_ reciprocal_ relu_ rsqrt_ selu_ sigmoid_
+    sin_ sqrt_ square_ sub_ tanh_ threshold_ __iadd__ __isub__ __imul__ __itruediv__
+"""
 _SHAPING = """
     cat concat concatenate stack hstack vstack flip roll repeat repeat_interleave tile pad
     embedding gather index_select pixel_shuffle pixel_unshuffle take_along_dim
+    affine_grid_generator grid_sampler
+"""
+_RESAMPLING = """
+    adaptive_avg_pool2d adaptive_avg_pool3d col2im im2col
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """
 _VIEWING = "flatten ravel reshape __getitem__"
 _ACTIVATIONS = """
@@ -64,15 +82,15 @@ _ACTIVATIONS = """
     relu relu6 selu silu softmin softshrink softsign tanhshrink threshold
 """
 _ROWS = """
-    amax amin batch_norm group_norm layer_norm log_softmax logsumexp mean rms_norm softmax std sum
-    var avg_pool1d avg_pool2d avg_pool3d
+    amax amin batch_norm group_norm instance_norm layer_norm log_softmax logsumexp mean rms_norm
+    softmax std sum var avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d _weight_norm
 """
 _RANDOM = """
     alpha_dropout dropout dropout2d dropout3d feature_alpha_dropout feature_dropout native_dropout
 """
 _PRODUCTS = """
     addbmm addmm baddbmm bmm einsum linear matmul mm outer scaled_dot_product_attention
-    _grouped_mm __matmul__ __rmatmul__
+    _grouped_mm _scaled_mm __matmul__ __rmatmul__
 """
 
 _CONVOLUTIONS = """
@@ -99,9 +117,10 @@ class _Bound(NamedTuple):
         return all(getattr(owner, name, None) is meant for owner, name, meant in self.reads)
 
 
-def _without_inplace(function: Function, *arguments: Any, inplace: bool = False, **by: Any) -> Any:
-    assert not inplace, "what changes its input is not recorded"
-    return function(*arguments, **by)
+def _perhaps_in_place(
+    function: Function, in_place: Function, *arguments: Any, inplace: bool = False, **by: Any
+) -> Any:
+    return (in_place if inplace else function)(*arguments, **by)
 
 
 def _dropout(
@@ -162,10 +181,24 @@ def _batch_norm(  # noqa: PLR0917 - as PyTorch's modules call it
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    statistics = (None, None) if training else (running_mean, running_var)
     is_enabled = torch._C._get_cudnn_enabled()
+    statistics = running_mean, running_var
     arguments = values, weight, bias, *statistics, training, momentum, eps, is_enabled
     return _variable.batch_norm(*arguments)
+
+
+def _without_statistics(  # noqa: PLR0917 - as PyTorch's modules call it
+    values: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    *others: Any,
+    **options: Any,
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    statistics = (None, None) if training else (running_mean, running_var)
+    return (values, *statistics, weight, bias, training, *others), options
 
 
 def _embedding(indices: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -183,23 +216,18 @@ def _layer_norm(
     return _variable.layer_norm(values, normalized_shape, weight, bias, eps, is_enabled)
 
 
-def _rms_norm(
+def _max_pool(  # noqa: PLR0917 - as PyTorch's modules call it
+    function: Function,
     values: torch.Tensor,
-    normalized_shape: list[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
 ) -> Any:
-    return _variable.rms_norm(values, normalized_shape, weight, eps)
-
-
-def _pad(
-    values: torch.Tensor, pad: list[int], mode: str = "constant", value: float | None = None
-) -> Any:
-    return _nn.pad(values, pad, mode, value)
-
-
-def _glu(values: torch.Tensor, dim: int = -1) -> Any:
-    return _nn.glu(values, dim)
+    assert not return_indices, "PyTorch has another function for that"
+    return function(values, kernel_size, stride or [], padding, dilation, ceil_mode)
 
 
 def _softsign(values: torch.Tensor) -> Any:
@@ -232,19 +260,26 @@ def _reads(owner: Any, *names: str) -> tuple[_Read, ...]:
 
 
 def _simply(owner: Any, *names: str) -> Iterator[tuple[Function, _Bound]]:
-    """Yield functions that call, but for `inplace`, one of the same name in `owner`."""
+    """Yield functions that call one of the same name in `owner`, or what writes to its argument."""
     for name in names:
-        form = partial(_without_inplace, getattr(owner, name))
-        yield getattr(functional, name), _Bound(form, _reads(owner, name))
+        both = name, f"{name}_"
+        form = partial(_perhaps_in_place, *(getattr(owner, one) for one in both))
+        yield getattr(functional, name), _Bound(form, _reads(owner, *both))
 
 
-_BOUND: Final[dict[Function, _Bound]] = {
+_PERHAPS_IN_PLACE: Final[dict[Function, _Bound]] = {
     **dict(_simply(_nn, "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu")),
     **dict(_simply(_nn, "mish", "relu6", "silu")),
     **dict(_simply(torch, "celu", "relu", "selu")),
     functional.threshold: _Bound(
-        partial(_without_inplace, _variable.threshold), _reads(torch._VF, "threshold")
+        partial(_perhaps_in_place, _variable.threshold, _variable.threshold_),
+        _reads(torch._VF, "threshold", "threshold_"),
     ),
+}
+"""What writes to its first argument where an argument `inplace` says so."""
+
+_BOUND: Final[dict[Function, _Bound]] = {
+    **_PERHAPS_IN_PLACE,
     functional.dropout: _Bound(partial(_dropout, _variable.dropout), _reads(torch._VF, "dropout")),
     **dict.fromkeys(
         (functional.dropout2d, functional.dropout3d),
@@ -257,13 +292,19 @@ _BOUND: Final[dict[Function, _Bound]] = {
         partial(_alpha_dropout, _variable.feature_alpha_dropout),
         _reads(torch._VF, "feature_alpha_dropout"),
     ),
-    functional.glu: _Bound(_glu, _reads(_nn, "glu")),
-    functional.pad: _Bound(_pad, _reads(_nn, "pad")),
+    functional.glu: _Bound(_nn.glu, _reads(_nn, "glu")),
+    functional.pad: _Bound(_nn.pad, _reads(_nn, "pad")),
+    functional.max_pool2d: _Bound(
+        partial(_max_pool, _variable.max_pool2d), _reads(torch, "max_pool2d")
+    ),
+    functional.max_pool3d: _Bound(
+        partial(_max_pool, _variable.max_pool3d), _reads(torch, "max_pool3d")
+    ),
     functional.batch_norm: _Bound(_batch_norm, _reads(torch, "batch_norm")),
     functional.embedding: _Bound(_embedding, _reads(torch, "embedding")),
     functional.group_norm: _Bound(_group_norm, _reads(torch, "group_norm")),
     functional.layer_norm: _Bound(_layer_norm, _reads(torch, "layer_norm")),
-    functional.rms_norm: _Bound(_rms_norm, _reads(torch, "rms_norm")),
+    functional.rms_norm: _Bound(_variable.rms_norm, _reads(torch, "rms_norm")),
     functional.softmax: _Bound(
         partial(_softmax, _variable.softmax), _reads(torch.Tensor, "softmax")
     ),
@@ -297,19 +338,34 @@ _CANNOT_BE_REPLACED: Final = (BuiltinFunctionType, MethodDescriptorType, Wrapper
 EXPENSIVE: frozenset[Function] = frozenset(_functions((_PRODUCTS + _CONVOLUTIONS).split()))
 """What costs more than moving its result through memory does."""
 
+_INSIDE: Final = frozenset(
+    {*(getattr(_nn, name) for name in _RESAMPLING.split()), torch.linalg.vector_norm}
+)
+"""What functions that PyTorch has written in Python call."""
+
 REPLAYABLE: frozenset[Function] = EXPENSIVE | frozenset(
-    _functions(" ".join((_ELEMENTWISE, _SHAPING, _VIEWING, _ACTIVATIONS, _ROWS, _RANDOM)).split())
+    {
+        *_functions(
+            " ".join(
+                (_ELEMENTWISE, _IN_PLACE, _SHAPING, _VIEWING, _ACTIVATIONS, _ROWS, _RANDOM)
+            ).split()
+        ),
+        *_INSIDE,
+    }
 )
 
 _DROPPING: Final = frozenset(_functions(_RANDOM.split()))
 
-_WRITES: Final = frozenset({functional.batch_norm})
-"""Whose forms leave out what the functions themselves write to."""
+_C_NORMS: Final = (_variable.batch_norm, _variable.instance_norm)
 
-_SIMPLE: Final = REPLAYABLE - EXPENSIVE - _WRITES
+_NORMS: Final = frozenset({functional.batch_norm, *_C_NORMS})
+"""Those with running statistics: there are several kernels for them, too."""
 
+_SIMPLE: Final = REPLAYABLE - EXPENSIVE - _NORMS
 
 _MAY_VIEW: Final = frozenset(_functions(_VIEWING.split()))
+
+_MAY_OVERWRITE: Final = frozenset({*_PERHAPS_IN_PLACE, *_functions(_IN_PLACE.split())})
 
 
 def may_view(function: Function) -> bool:
@@ -317,18 +373,54 @@ def may_view(function: Function) -> bool:
     return function in _MAY_VIEW
 
 
+def may_overwrite(function: Function) -> bool:
+    """Tell whether what a function returns may be its first argument, which it has written to."""
+    return function in _MAY_OVERWRITE
+
+
 def is_simple(function: Function) -> bool:
     """Tell whether that is a function of the table with one kernel a device for its arguments.
 
     There are several for what is expensive or normalizes over the batch. A kernel of Triton's is
-    one itself.
+    one itself. Byproducts are made by that of their function.
     """
-    return function in _SIMPLE or isinstance(function, Kernel)
+    return function in _SIMPLE or isinstance(function, (Kernel, Byproduct))
 
 
-def writes(function: Function) -> bool:
-    """Tell whether what is recomputed is not the operator itself, which writes to its arguments."""
-    return function in _WRITES
+def hidden_call(
+    name: str, arguments: Sequence[Any], made: torch.Tensor
+) -> tuple[Function, Sequence[Any]] | None:
+    """Return which function of the table an operator is, and its arguments; None if it is none.
+
+    Of operators inside of others or of what subclasses do, as native/call_log.cpp tells.
+    """
+    if name == "aten::reshape":
+        return torch.Tensor.reshape, (arguments[0], made.shape)
+    if name == "aten::mm":
+        return torch.mm, arguments
+    if name == "aten::_scaled_mm":
+        return torch._scaled_mm, (*arguments[:_SCALED_DTYPE], made.dtype, arguments[-1])
+    return None
+
+
+_SCALED_DTYPE: Final = 6
+"""The place of its result's type among the arguments of a scaled product."""
+
+
+def read_by(
+    function: Function, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call of a function of the table without what it only writes to.
+
+    Those are the running statistics of a norm that trains: see native/watching.h.
+    """
+    if function in _C_NORMS:
+        values, weight, bias, mean, var, trains, *others = arguments
+        statistics = (None, None) if trains else (mean, var)
+        return (values, weight, bias, *statistics, trains, *others), options
+    if function is functional.batch_norm:
+        return _without_statistics(*arguments, **options)
+    return arguments, options
 
 
 def bound(function: Function) -> Function:
@@ -358,7 +450,26 @@ _DROPOUT: Final = 4
 
 def may_draw(function: object) -> bool:
     """Tell whether calls of a function of the table may draw random numbers."""
+    if isinstance(function, Byproduct):
+        return function.depends is Depends.LAYOUT
     return function in _DROPPING or function is _ATTENTION
+
+
+_POOLING: Final = frozenset(_functions(["max_pool2d", "max_pool3d"]))
+
+_BYPRODUCTS: Final[dict[Function, Byproduct]] = {
+    **{
+        one: Byproduct(bound(one), "dropout mask", Depends.LAYOUT)
+        for one in (functional.dropout, torch.dropout)
+    },
+    **{one: Byproduct(bound(one), "pooling's indices", Depends.VALUES) for one in _POOLING},
+    **dict.fromkeys(_MAY_OVERWRITE, FORMER),
+}
+
+
+def byproduct_of(function: Function) -> Byproduct | None:
+    """Return what makes what calls of a function keep that they neither read nor return."""
+    return _BYPRODUCTS.get(function)
 
 
 def draws(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
@@ -386,6 +497,11 @@ def _is_repeated(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     return mode == "replicate"
 
 
+def _has_fewer(count: int, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:  # noqa: ARG001
+    """Tell whether some of the first arguments are given by name."""
+    return len(arguments) < count
+
+
 def _renormalizes(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Tell whether a lookup shortens the rows of its table, in place."""
     limit = arguments[3] if len(arguments) > 3 else options.get("max_norm")
@@ -397,8 +513,10 @@ tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled
 
 _DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool]]] = {
     **dict.fromkeys(_functions(_CONVOLUTIONS.split()), _is_measured),
+    functional.batch_norm: partial(_has_fewer, 1),
+    **dict.fromkeys(_C_NORMS, partial(_has_fewer, 6)),
     functional.embedding: _renormalizes,
     torch.einsum: _has_path,
     functional.pad: _is_repeated,
 }
-"""Whose calls may depend on something else."""
+"""Whose calls may depend on something else, or are not understood."""

@@ -15,14 +15,15 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from storm_client.eager.operations import Function
-from storm_client.eager.signature import Kind
+from storm_client.eager.signature import StepSignature
 from storm_client.planner.agreement import (
     Agreement,
     Alone,
@@ -32,10 +33,13 @@ from storm_client.planner.agreement import (
     Query,
     Reporting,
 )
-from storm_client.planner.search import MEASURED, SKIPPED, Alternative
+from storm_client.planner.search import SKIPPED, Alternative
 from storm_client.planner.slowest import Agreed, Figures
 
-__all__ = ["Planner", "Ranks"]
+if TYPE_CHECKING:
+    from storm_client.eager.plan_maker import PlanMaker
+
+__all__ = ["Ranks"]
 
 STORE_SECONDS: Final = 5.0
 """For which a step waits for the store at the most."""
@@ -47,6 +51,10 @@ MOST_LONELY: Final = 3
 """Signatures that no other rank had, until later ones are planned without asking: ranks whose
 routers choose experts of their own have many."""
 
+STEPS_OF_TURN: Final = 4
+"""Steps that follow a plan before all ranks go to the next: one that tries what is new, one that is
+not counted, and two that are. A decision between would cost as many again."""
+
 LIMITS = Limits()
 
 _LOGGER = logging.getLogger("storm_client")
@@ -56,33 +64,55 @@ _NUMBERS = itertools.count()
 _Result = TypeVar("_Result")
 
 
-class Planner(Protocol):
-    """Who makes plans of what is agreed on, and has steps follow them."""
-
-    def figures(self, kind: Kind, steps: Sequence[float | None]) -> Figures:
-        """Return what is known of a kind, of which the latest `steps` took so many seconds."""
-        ...
-
-    def decide(self, kind: Kind, slowest: Figures, followed: Alternative | None) -> Agreed:
-        """Return what the next steps are to follow; those of the figures have `followed` that."""
-        ...
-
-    def follow_agreed(self, kind: Kind, agreed: Agreed, *, leads: bool) -> None:
-        """Have the next step of a kind follow what was agreed on; `leads` if this rank chose it."""
-        ...
+Expect: TypeAlias = "Callable[[StepSignature, StepSignature], None]"
+"""Is told of a signature for which a plan was agreed on, and of the signature that its next steps
+will be of."""
 
 
+@dataclass
 class _Shared:
     """What is agreed on for one step signature."""
 
-    def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
-        self.ended = 0
-        """Steps that were of this signature."""
-        self.followed: Alternative | None = None
-        """What they follow."""
-        self.steps: list[float | None] = []
-        """What those took."""
+    agreement: Agreement
+    ended: int = 0
+    """Steps that were of this signature."""
+    agreed: Agreed | None = None
+    """Plans that they follow one after another."""
+    turn: int = 0
+    """Which of these they follow now."""
+    begun: int = 0
+    """How many steps had ended when they began to."""
+    steps: list[list[float | None]] = field(default_factory=list)
+    """What those took that have followed each of its plans so far."""
+
+    def follow(self, agreed: Agreed) -> None:
+        """Have what was agreed on be followed, beginning with its first plan."""
+        self.agreed, self.turn, self.begun, self.steps = agreed, 0, self.ended, [[]]
+
+    def follow_next(self) -> Agreed | None:
+        """Go on to the next plan where that is due, and return what was agreed on."""
+        agreed = self.agreed
+        if agreed is None or self.turn + 1 >= len(agreed.turns):
+            return None
+        if self.ended - self.begun < STEPS_OF_TURN:
+            return None
+        self.turn, self.begun, self.steps = self.turn + 1, self.ended, [*self.steps, []]
+        return agreed
+
+    @property
+    def followed(self) -> list[Alternative]:
+        """The plans that steps have followed since the latest decision."""
+        turns = () if self.agreed is None else self.agreed.turns[: self.turn + 1]
+        return [alternative for alternative, _ in turns]
+
+    def took(self, alternative: Alternative, seconds: float | None) -> bool:
+        """Note what a step took; tell, once, that enough have followed the last of the plans."""
+        agreed, followed = self.agreed, self.followed
+        if agreed is None or alternative not in followed:
+            return False
+        turn = followed.index(alternative)
+        self.steps[turn].append(seconds)
+        return turn + 1 == len(agreed.turns) and len(self.steps[turn]) == SKIPPED + 2
 
 
 class Ranks:
@@ -97,7 +127,7 @@ class Ranks:
         self._number = next(_NUMBERS)
         self._joined = 0
         """Step signatures so far: ranks that train together learn them in the same order."""
-        self._shared: WeakKeyDictionary[Kind, _Shared] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[StepSignature, _Shared] = WeakKeyDictionary()
         self._begun = 0
         """Steps of any signature."""
         self._store: Any = None
@@ -111,51 +141,54 @@ class Ranks:
         """Whether there is a plan that others have a say in, or have had."""
         return bool(self._shared)
 
-    def shares(self, kind: Kind) -> bool:
-        """Tell whether others have a say in the plan of a kind."""
-        shared = self._shared.get(kind.origin or kind)
+    def shares(self, signature: StepSignature) -> bool:
+        """Tell whether others have a say in the plan of a signature."""
+        shared = self._shared.get(signature.root)
         return shared is not None and not isinstance(shared.agreement.phase, Alone)
 
-    def ended(self, kind: Kind) -> None:
-        """Note that a step was of a kind. The plan of a new one is agreed on with other ranks."""
-        root = kind.origin or kind
-        if root.is_learned and not root.is_planned and root not in self._shared:
+    def ended(self, signature: StepSignature) -> None:
+        """Note that a step was of a signature. Ranks agree on the plan of a new one."""
+        root = signature.root
+        if root.is_learned and root.followed is None and root not in self._shared:
             self._join(root)
         shared = self._shared.get(root)
         if shared is not None:
             shared.ended += 1
 
-    def took(self, kind: Kind, seconds: Sequence[float | None]) -> None:
-        """Note what the latest steps of a kind took, and call for another plan once that is due.
+    def took(
+        self, signature: StepSignature, steps: Iterable[tuple[Alternative, float | None]]
+    ) -> None:
+        """Note what the latest steps of a signature took, and call for other plans if due.
 
         None is what a step took that is smaller than others.
         """
-        root = kind.origin or kind
-        shared, search = self._shared.get(root), root.search
-        if shared is None or search is None or not seconds:
+        root = signature.root
+        shared, comparison = self._shared.get(root), root.comparison
+        if shared is None or comparison is None:
             return
-        if not search.is_settled:
-            shared.steps += seconds
-            if len(shared.steps) >= SKIPPED + MEASURED:
-                root.is_outdated = True
-        elif shared.agreement.leads:
-            for one in seconds:
-                search.took(search.current, one)
-            root.is_outdated |= not search.is_settled
+        search = comparison.search
+        for alternative, seconds in steps:
+            if search.is_settled:
+                if shared.agreement.leads:
+                    search.took(search.current, seconds)
+                    if not search.is_settled:
+                        root.outdate()
+            elif shared.took(alternative, seconds):
+                root.outdate()
 
-    def agree(self, planner: Planner, news: Iterable[Kind]) -> None:
-        """Go on with what is being agreed on, as a step begins; `news` are kinds to be planned."""
+    def agree(self, maker: PlanMaker, expect: Expect) -> None:
+        """Go on with what is being agreed on, as a step begins.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
         self._begun += 1
         if not self._lock.acquire(blocking=False):
             return
         try:
-            for kind in news:
-                root = kind.origin or kind
-                if root is not kind and self.shares(root):
-                    kind.is_outdated, root.is_outdated = False, True
             for root, shared in list(self._shared.items()):
                 if not isinstance(shared.agreement.phase, Alone):
-                    self._agree_on(root, shared, planner)
+                    self._agree_on(root, shared, maker, expect)
         finally:
             self._lock.release()
 
@@ -164,53 +197,55 @@ class Ranks:
     def _now(self) -> Moment:
         return Moment(self._begun, monotonic())
 
-    def _join(self, kind: Kind) -> None:
-        """Have the plan of a kind agreed on, unless this rank has no others."""
+    def _join(self, signature: StepSignature) -> None:
+        """Have the plan of a signature agreed on, unless this rank has no others."""
         if self._lonely >= MOST_LONELY or not _are_several():
             return
         shared = _Shared(
             Agreement(
                 torch.distributed.get_rank(),
                 torch.distributed.get_world_size(),
-                _digest(kind, self._options),
+                _digest(signature, self._options),
                 prefix=f"storm/{self._number}/{self._joined}",
                 now=self._now(),
                 limits=LIMITS,
             )
         )
         self._joined += 1
-        self._shared[kind] = shared
+        self._shared[signature] = shared
 
-    def _agree_on(self, kind: Kind, shared: _Shared, planner: Planner) -> None:
+    def _agree_on(
+        self, signature: StepSignature, shared: _Shared, maker: PlanMaker, expect: Expect
+    ) -> None:
         agreement = shared.agreement
         agreement.tick(self._now())
-        if kind.is_outdated:
+        if signature.is_outdated:
             agreement.call()
         for _ in range(MOST_TURNS):
-            if not self._take_turn(kind, shared, planner):
+            if not self._take_turn(signature, shared, maker):
                 break
         if isinstance(agreement.phase, Alone):
-            kind.is_outdated = True
+            signature.outdate()
             self._lonely += MOST_LONELY if agreement.phase.reason else 1
             self._say(agreement.phase)
             return
-        choice = agreement.due(shared.ended)
+        agreed, choice = shared.follow_next(), agreement.due(shared.ended)
         if choice is not None:
-            agreed = Agreed.from_text(choice)
-            planner.follow_agreed(kind, agreed, leads=agreement.leads)
-            shared.followed = None if agreed.search is None else agreed.search.current
-            shared.steps = []
+            shared.follow(agreed := Agreed.from_text(choice))
             agreement.follow(shared.ended)
+        if agreed is not None:
+            leads = agreement.leads
+            expect(signature, maker.follow_agreed(signature, agreed, shared.turn, leads=leads))
 
-    def _take_turn(self, kind: Kind, shared: _Shared, planner: Planner) -> bool:
+    def _take_turn(self, signature: StepSignature, shared: _Shared, maker: PlanMaker) -> bool:
         """Do what comes next; tell whether something may come behind it in this step."""
         agreement, step, now = shared.agreement, shared.ended, self._now()
         phase = agreement.phase
         if isinstance(phase, Reporting):
-            agreement.report(planner.figures(kind, shared.steps).to_text(), step, now)
+            agreement.report(maker.figures(signature, shared.steps).to_text(), step, now)
         elif isinstance(phase, Deciding):
             slowest = Figures.slowest([Figures.from_text(text) for text in phase.reports])
-            agreement.decide(planner.decide(kind, slowest, shared.followed).to_text(), step)
+            agreement.decide(maker.decide(signature, slowest, shared.followed).to_text(), step)
         else:
             queries = agreement.asks(step, now)
             if not queries and not agreement.outbox:
@@ -295,12 +330,12 @@ def _within(seconds: float, function: Callable[[], _Result]) -> _Result:
     return done[0]
 
 
-def _digest(kind: Kind, options: str) -> str:
+def _digest(signature: StepSignature, options: str) -> str:
     """Return what two ranks have in common whose steps can follow the same plan."""
-    hashed = hashlib.sha256(f"{options} {kind.functions}".encode())
-    for what, *rest in kind.events:
+    hashed = hashlib.sha256(options.encode())
+    for what, *rest in signature.events:
         hashed.update(f"{_name(what)} {rest}\n".encode())
-    for value in kind.values:
+    for value in signature.values:
         told = value.dtype, value.device.type, value.operation, value.uses
         hashed.update(f"{told} {value.is_result}\n".encode())
     return hashed.hexdigest()[:16]

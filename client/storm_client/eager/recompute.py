@@ -1,49 +1,38 @@
 """How a value is recomputed: the operation that has made it, run on the same inputs.
 
-A recipe is made when the operation has just been run, so its inputs are at hand. Each of them is
-held in one of four ways: as what autograd would be handed for it (offloaded or kept), as the result
-of another recipe, as an alias (parameters, and small results whose version is watched), or as a
-copy (what no operation made, which could change without being counted; a large one is handed over
-as well, once a step). A result holds its recipe and that its
-inputs: what autograd still holds can be made, and dies with it.
+A recipe is made when the operation has just been run, so its inputs are at hand, and are held as
+`sources.py` says. A result holds its recipe and that its inputs: what autograd still holds can be
+made, and dies with it.
 
 What is made is held for as long as somebody is expected to ask for it once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from storm_client.eager.bits import checksum
+from storm_client.eager.bits import copied
 from storm_client.eager.function_modes import are_altered, unaltered
 from storm_client.eager.operations import Function, bound, is_simple
 from storm_client.eager.settings import settings_of_kernels
-from storm_client.eager.signature import Kind
-from storm_client.errors import ActivationLost
+from storm_client.eager.sources import Source, lost
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.versions import SavedVersion, View
 
 if TYPE_CHECKING:
+    from storm_client.eager.proofs import Trial
     from storm_client.native import _follow
 
 __all__ = [
-    "Alias",
-    "Copied",
     "Input",
-    "Made",
-    "OtherNumbers",
     "Pins",
     "Recipe",
     "Replayed",
     "Result",
-    "Saved",
-    "Source",
-    "Trial",
-    "lost",
 ]
 
 _AS_IT_IS = nullcontext()
@@ -51,125 +40,6 @@ _autocasts = torch.is_autocast_enabled
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-_LOST: Final = {
-    "changed": "a tensor of shape {} was changed in place (version {}, now {}), from which a saved "
-    "tensor was to be recomputed; change a copy of it, or pass offload(..., replay=False)",
-    "overwritten": "a Triton kernel has written in place to memory from which a saved tensor was "
-    "to be recomputed; have it write to a copy, or pass offload(..., replay=False)",
-    "parameter": "the memory of a parameter of shape {} is not there, from which a saved tensor "
-    "was to be recomputed; pass offload(..., replay=False)",
-    "settings": "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
-    "number of threads, small numbers as zero, overridden operators), or on a CPU the thread "
-    "itself, are others in the backward pass, in which a saved tensor was to be recomputed, than "
-    "in the forward pass; have them be the same in both passes, or pass offload(..., replay=False)",
-    "drawn": "the operation that a saved tensor was to be recomputed by has drawn other random "
-    "numbers than in the forward pass: another thread has drawn from the same generator, or set "
-    "it, while that ran in one of the passes; give the thread a generator of its own, or pass "
-    "offload(..., replay=False)",
-    "memory": "the memory of a tensor that had stayed is gone: its storage was resized after the "
-    "tensor was saved; pass offload(..., replay=False)",
-    "layout": "computing a saved tensor again gave {} in {} bytes instead of what it was, in {}; "
-    "pass offload(..., replay=False)",
-}
-
-
-class OtherNumbers(ActivationLost):
-    """Other random numbers were drawn, perhaps by another thread too: nobody may go on."""
-
-
-def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
-    """Return the error of a tensor that cannot be recomputed; compiled code asks for it, too."""
-    told = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
-    kind = OtherNumbers if what == "drawn" else ActivationLost
-    return kind(_LOST[what].format(*told))
-
-
-class Overwritable(Protocol):
-    """A value of the step."""
-
-    is_overwritten: bool
-    """Whether its memory has got other bytes, uncounted."""
-
-
-class Source(Protocol):
-    """An input of a recipe."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return it as it was.
-
-        Raises:
-            RuntimeError, StormError: it cannot be had.
-        """
-        ...
-
-
-class Alias(NamedTuple):
-    """A tensor that stays: a parameter, or something small."""
-
-    held: torch.Tensor
-    version: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Alias:
-        """Hold the tensor's memory and watch its version."""
-        held = tensor.detach()
-        return cls(held, held._version, held.untyped_storage().nbytes())
-
-    def tensor(self) -> torch.Tensor:
-        """Return it; ActivationLost if it has changed or its memory was given up."""
-        if self.held._version != self.version:
-            raise lost("changed", (list(self.held.shape), self.version, self.held._version))
-        if self.held.untyped_storage().nbytes() != self.nbytes:
-            raise lost("parameter", (list(self.held.shape),))
-        return self.held
-
-
-class Saved(NamedTuple):
-    """A tensor that was handed over as autograd hands tensors over."""
-
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor]
-    value: Overwritable | None = None
-    """Which it was; None for a copy."""
-
-    def tensor(self) -> torch.Tensor:
-        """Bring it back; ActivationLost if its memory has got other bytes."""
-        if self.value is not None and self.value.is_overwritten:
-            raise lost("overwritten")
-        return self.unpack(self.packed)
-
-
-class Copied(NamedTuple):
-    """A view of what no operation made: of the copy that was handed over in its stead.
-
-    Writes to it need not be counted. All recipes of a step that read it share the copy.
-    """
-
-    copy: Saved
-    view: View
-
-    def tensor(self) -> torch.Tensor:
-        """Bring the copy back."""
-        return self.view.rebuild(self.copy.tensor().untyped_storage())
-
-
-class Made(NamedTuple):
-    """A view of what another recipe makes, at a version."""
-
-    result: Result
-    view: View
-    version: SavedVersion
-
-    def tensor(self) -> torch.Tensor:
-        """Have it made, from its own inputs if it was changed in place since."""
-        if self.version.unchanged and not self.result.is_overwritten:
-            return self.result.viewed(self.view)
-        if not self.result.has_recipe:
-            self.version.check()
-        return self.result.viewed_anew(self.view)
 
 
 class Recipe:
@@ -392,6 +262,16 @@ class Result:
         made = self.made()
         return made if view == self._view else view.rebuild(made.untyped_storage())
 
+    def viewed_for_writing(self, view: View) -> torch.Tensor:
+        """Return a view of what its recipe makes, for one who writes to it.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
+        made = self.made()
+        is_alone = self._uses == 1 and _references(made.untyped_storage()) == _ALONE
+        return view.rebuild((made if is_alone else copied(made)).untyped_storage())
+
     def made(self) -> torch.Tensor:
         """Return what the recipe has made, for this one or for one who has asked before.
 
@@ -436,51 +316,6 @@ class Result:
         return tensor
 
 
-class Trial(NamedTuple):
-    """A tensor that is recomputed and handed over besides, so that both can be compared."""
-
-    kind: Kind
-    number: int
-    """The tensor's value in that step signature."""
-    way: int
-    """In which it is recomputed by the plan of the step."""
-    nbytes: int
-    """Of its storage."""
-    packed: Any = None
-
-    def succeed(self) -> None:
-        """Note that both were the same."""
-        self.kind.prove(self.number, self.way, self.nbytes)
-
-    def fail(self, reason: str) -> None:
-        """Note that the value cannot be recomputed."""
-        self.kind.reject(self.number, reason)
-
-
-class UnchangedTrial(NamedTuple):
-    """Finds out whether a value that leaves late has the bytes that were made."""
-
-    kind: Kind
-    number: int
-    """The value in that step signature."""
-    made: torch.Tensor
-    """Its checksum behind the function that made it."""
-    nbytes: int
-    """Of its storage."""
-
-    def is_same(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether what has left is the same; waits for the device."""
-        return torch.equal(self.made, checksum(storage))
-
-    def succeed(self) -> None:
-        """Note that it is."""
-        self.kind.unchanged.add(self.number, self.nbytes)
-
-    def fail(self) -> None:
-        """Note that it is not."""
-        self.kind.changed.add(self.number)
-
-
 class Replayed:
     """What autograd holds for a tensor that is recomputed."""
 
@@ -502,6 +337,16 @@ class Replayed:
         self.trial = trial
         self.checksum = checksum
         result.expect_use()
+
+
+def _references(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors lie in a storage, and objects of Python's stand for it."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+_EXAMPLE: Final = torch.empty(1)
+_ALONE: Final = _references(_EXAMPLE.untyped_storage())
+"""Of a tensor in memory of its own."""
 
 
 def _stream(device: torch.device) -> int:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from storm_client.devices import is_capturing
+from storm_client.eager.byproducts import FORMER, Byproduct
 from storm_client.eager.calls import tensors_among
-from storm_client.eager.function_modes import Watching, are_altered
+from storm_client.eager.function_modes import Watching, are_altered, looked_into
 from storm_client.eager.launches import Launch
 from storm_client.eager.operation_times import OperationTimes
-from storm_client.eager.operations import EXCHANGED, Function, draws, is_bound
+from storm_client.eager.operations import EXCHANGED, Function, byproduct_of, draws, is_bound
 from storm_client.eager.recording import Recording
 from storm_client.hook_stack import function_modes, untraced
 
@@ -72,39 +74,82 @@ class Recorder(Watching):
         """Run `function` and note what it made, unless a mode of the script may have altered it."""
         recording = self._recording
         function = EXCHANGED.get(function, function)
-        if (
-            recording is None
-            or function not in recording.functions
-            or _len_dispatch_stack()
-            or torch._C._get_tracing_state() is not None  # which records what is done for values
-            or not is_bound(function, args, kwargs or {})
-        ):
+        if recording is None or _is_elsewhere(args):
             return function(*args, **kwargs) if kwargs else function(*args)
+        if function in recording.functions and is_bound(function, args, kwargs or {}):
+            return self._watched(recording, function, args, kwargs)
+        are_plain = all(one is torch.Tensor for one in types)
+        inside = looked_into(function) if are_plain else None
+        if inside is not None:
+            return self.call_inside(inside, *args, **kwargs or {})
+        return function(*args, **kwargs) if kwargs else function(*args)
+
+    def _watched(
+        self,
+        recording: Recording,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """Run a function of the table and note what it has made."""
         draw: _follow.Draw | None = None
         if draws(function, args, kwargs or {}):
             draw = self._noted_draw(args, kwargs or {})
             if draw is None:
                 return function(*args, **kwargs) if kwargs else function(*args)
-        recording.begins()
+        byproduct = byproduct_of(function)
+        recording.begins(keeps=byproduct is not None)
         begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
         if draw is not None:
             draw.end()
-        if not recording.goes_on(function, args, made):
-            timing: Callable[[], float] | None = None
-            if begin is not None or (recording.step.kind is None and _is_on_gpu(args)):
-                span = None if begin is None else begin.until_now()
-                timing = self._operations.of(function, args, kwargs or {}, made, span, draw=draw)
-            recording.ran(function, args, kwargs or {}, made, timing, draw=draw)
+        with recording.untold:
+            if not recording.goes_on(function, args, made):
+                timing: Callable[[], float] | None = None
+                if begin is not None or (recording.step.signature is None and _is_on_gpu(args)):
+                    span = None if begin is None else begin.until_now()
+                    operations, options = self._operations, kwargs or {}
+                    timing = operations.of(function, args, options, made, span, draw=draw)
+                recording.ran(function, args, kwargs or {}, made, timing, draw=draw)
+            if byproduct is not None:
+                self._note_byproduct(byproduct, args, kwargs or {}, made, draw)
         return made
+
+    def _note_byproduct(
+        self,
+        byproduct: Byproduct,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        made: Any,
+        draw: _follow.Draw | None,
+    ) -> None:
+        """Note what a call has kept, if that is one tensor."""
+        recording = self._recording
+        kept = None if recording is None else recording.kept(arguments, made)
+        if recording is None or kept is None or not arguments:
+            return
+        if byproduct is FORMER:
+            if made is arguments[0] and not made._is_view():
+                recording.ran(FORMER, arguments[:1], {}, kept, None, draw=None)
+            return
+        if made is arguments[0]:
+            return  # what it has read is gone
+        timing: Callable[[], float] | None = None
+        if recording.step.signature is None and kept.is_cuda:
+            timing = self._operations.of(byproduct, arguments, options, kept, draw=draw)
+        recording.ran(byproduct, arguments, options, kept, timing, draw=draw)
 
     def launched(self, launch: Launch) -> None:
         """Note what a launch of a kernel has made, unless it is part of another function's call."""
         recording = self._recording
-        if recording is None or not self._is_watching():
+        if recording is None or not self._is_watching() or _is_captured(launch.made):
             return
+        with torch._C.DisableTorchFunction():  # what is done for the note is no part of the step
+            self._launched(recording, launch)
+
+    def _launched(self, recording: Recording, launch: Launch) -> None:
         timing: Callable[[], float] | None = None
-        if recording.step.kind is None and launch.made[0].is_cuda:
+        if recording.step.signature is None and launch.made[0].is_cuda:
             call = launch.kernel, launch.tensors, launch.options, launch.made
             timing = self._operations.of(*call)
         recording.launched(launch, timing)
@@ -112,7 +157,8 @@ class Recorder(Watching):
     def overwritten(self, tensor: torch.Tensor) -> None:
         """Note that a launch has written to memory that may have been in use."""
         if self._recording is not None:
-            self._recording.overwritten(tensor)
+            with torch._C.DisableTorchFunction():
+                self._recording.overwritten(tensor)
 
     def _is_watching(self) -> bool:
         """Tell whether a function would pass through this mode now, and through no other's code."""
@@ -188,6 +234,18 @@ class Span:
     def __call__(self) -> float:
         """Return the seconds."""
         return self._begin.seconds_until(self._end)
+
+
+def _is_elsewhere(arguments: Sequence[Any]) -> bool:
+    """Tell whether a function that is called now does, or is noted, something else than it says."""
+    if _len_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return True  # tracing records what is done for values
+    return _is_captured(arguments)
+
+
+def _is_captured(tensors: Sequence[Any]) -> bool:
+    """Tell whether what runs now for tensors is captured into a CUDA graph: it runs later, too."""
+    return _is_on_gpu(tensors) and is_capturing(tensors[0].device)
 
 
 def _is_on_gpu(arguments: Sequence[Any]) -> bool:

@@ -11,18 +11,39 @@ again from. Where it leaves the script everything is looked at from there on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from storm_client.eager.bits import checksum
+from storm_client.eager.byproducts import Byproduct, kept_among
 from storm_client.eager.calls import Call, is_plain, name_of, outputs_of, tensors_among
+from storm_client.eager.events import CAST, SAVED, RecordedValue
+from storm_client.eager.followed_plan import Expected
 from storm_client.eager.following import Noted
 from storm_client.eager.launches import Launch
-from storm_client.eager.operations import EXPENSIVE, Function, may_view, writes
-from storm_client.eager.recompute import Pins, Result, UnchangedTrial
-from storm_client.eager.signature import CAST, SAVED, Expected, RecordedValue, StepRecord
-from storm_client.eager.values import Inputs, Seen, Values, numbers_of
+from storm_client.eager.operation_times import OperationTimes
+from storm_client.eager.operations import (
+    EXPENSIVE,
+    Function,
+    hidden_call,
+    is_bound,
+    may_overwrite,
+    may_view,
+    read_by,
+)
+from storm_client.eager.proofs import UnchangedTrial
+from storm_client.eager.recognition import StepRecord
+from storm_client.eager.recompute import Pins, Result
+from storm_client.eager.values import (
+    Inputs,
+    SaveHooks,
+    Seen,
+    Values,
+    is_in_function,
+    numbers_of,
+)
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 from storm_client.saved.snapshots import Ready, SnapshotProof, base_of, is_result
@@ -85,30 +106,34 @@ class Recording:
         self,
         step: StepRecord,
         least: int,
+        hooks: SaveHooks,
         *,
-        pack: Callable[[torch.Tensor, int], Any],
-        unpack: Callable[[Any], torch.Tensor],
-        publish: Callable[[torch.Tensor], int] | None,
-        is_ready: Callable[[torch.Tensor, Ready], None],
         functions: frozenset[Function],
         layers: Layers,
+        times: OperationTimes,
         calls: _follow.CallLog | None = None,
+        is_noted: bool = False,
+        leaves_early: bool = True,
     ) -> None:
-        """Look at what has `least` bytes; inputs are handed over by `pack`.
+        """Look at what has `least` bytes; `functions` may be recomputed.
 
-        `publish` returns a number that tells when a tensor has been made, 0 where nobody asks for
-        that, and `is_ready` hears of what will leave by that. `functions` may be recomputed.
+        `calls` tells of calls that no function of Python's is heard of, which `times` times, and
+        notes for compiled code which calls make what matters if that `is_noted`.
+        `leaves_early` tells that what will leave may be read as soon as it has been made.
         """
-        self._values = Values(step, least, layers, pack=pack, unpack=unpack)
+        self._values = Values(step, least, layers, hooks)
+        self.pack_input = self._values.pack_input
         self.least = least
         """Bytes of what is looked at."""
-        self._calls = calls
+        self._hidden = calls
+        """Tells of calls that no function of Python's is heard of."""
+        self._times = times
+        self._calls = calls if is_noted else None
         """Notes which calls make what matters, for compiled code to follow the next steps."""
         self.functions = functions
         self.step = step
-        self.pack_input = pack
-        self._publish = publish
-        self._is_ready = is_ready
+        self._hooks = hooks
+        self._leaves_early = leaves_early
         self.ready: dict[int, Ready] = {}
         """By the storage's address, what leaves as it was made."""
         self.tries = False
@@ -117,11 +142,18 @@ class Recording:
         """What was saved since the last function of the table began."""
         self._first_number = _next_number()
         """Of the nodes that are made from then on."""
+        self._kept: list[torch.Tensor] | None = None
+        """What was saved since then, where that was asked for."""
 
     @property
     def pins(self) -> Pins:
         """The storages that were looked at."""
         return self._values.pins
+
+    @property
+    def untold(self) -> AbstractContextManager[None]:
+        """Inside of this, what is called is no part of the step: it serves the note alone."""
+        return nullcontext() if self._hidden is None else self._hidden
 
     def staying(self, tensor: torch.Tensor) -> Expected | None:
         """Return what the script expects if that is a saved result that stays, and `tensor` is it.
@@ -141,7 +173,7 @@ class Recording:
     def noted(self) -> list[Noted] | None:
         """Return what the step has saved and called; None unless all that matters is known."""
         step, calls = self.step, self._calls
-        if calls is None or step.script is None or step.expected.what is not None:
+        if calls is None or not step.is_as_expected or step.expected.what is not None:
             return None
         noted = [Noted(*one) for one in calls.entries()]
         # An operator of the script's own may be written in Python, which Python is to run.
@@ -160,9 +192,12 @@ class Recording:
     def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         """Note that the function that has run has made what the script expects."""
         calls, expected = self._calls, self.step.expected
-        is_another = isinstance(expected.decision, Replay) and writes(expected.what)
-        if calls is not None and (is_another or not calls.made(made, tensors, self.step.count)):
-            self._calls = None  # by several calls, or another one: only Python can do that again
+        if calls is not None and isinstance(expected.what, Byproduct):
+            if not calls.kept(tensors, self.step.count):
+                self._calls = None
+            return
+        if calls is not None and not calls.made(made, tensors, self.step.count):
+            self._calls = None  # by several calls: only Python can do that again
 
     def _note_cast(self, cast: _Cast, source: torch.Tensor) -> None:
         """The same of a cast that autocast has made."""
@@ -173,6 +208,9 @@ class Recording:
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Note that autograd saves `tensor`; None in a step that is too long to be watched."""
         step = self.step
+        self._note_hidden()
+        if self._kept is not None:
+            self._kept.append(tensor)
         if step.script is not None:
             found = self._walks_by(tensor, storage)
             if found is not None:
@@ -189,6 +227,11 @@ class Recording:
         step.walk_on()
         return SavedValue(seen.value, decision, seen.result)
 
+    def kept(self, arguments: Sequence[Any], made: Any) -> torch.Tensor | None:
+        """Return what the function that has run has saved, and neither read nor returned."""
+        saved, self._kept = self._kept, None
+        return kept_among(saved, tensors_among((*arguments, made))) if saved else None
+
     def _expect_operation(
         self, tensor: torch.Tensor, seen: Seen, decision: Decision, *, is_first: bool
     ) -> None:
@@ -202,12 +245,12 @@ class Recording:
             is_new = node._sequence_nr() >= self._first_number
             self._casts.append(_Cast(seen, node, is_new, made.dtype))
 
-    def begins(self) -> None:
-        """Note that a function of the table begins."""
-        self.step.functions += 1
+    def begins(self, *, keeps: bool = False) -> None:
+        """Note that a function of the table begins; `keeps` has what it saves be known."""
+        self._kept = [] if keeps else None
         self._first_number = _next_number()
-        if self._calls is not None:
-            self._calls.begin()
+        if self._hidden is not None:
+            self._hidden.begin()
         if self._casts:
             self._casts.clear()
 
@@ -216,17 +259,19 @@ class Recording:
 
         Where that is not known, it is no. Most functions of a step that follows its script are so.
         """
+        if self._hidden is not None:
+            self._hidden.end()
+        self._note_hidden(made)
         step = self.step
-        if self._calls is not None:
-            self._calls.end()
         if may_view(function) and type(made) is torch.Tensor and made._base is not None:
             return True
         expected = step.expected
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
             return False
-        if not made.requires_grad or (arguments and made is arguments[0]):
+        is_given = bool(arguments) and made is arguments[0]
+        if made.nbytes < self.least or (is_given and not may_overwrite(function)):
             return True
-        if made.nbytes < self.least:
+        if not (made.requires_grad or is_in_function()):
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False
@@ -247,35 +292,40 @@ class Recording:
         draw: _follow.Draw | None,
     ) -> None:
         """Note what a function of the table has made of its arguments, and drawn for it."""
-        step = self.step
-        call = Call(function, arguments, options, draw)
-        if step.script is not None:
-            if self._walks_past(call, made):
-                return
-            self._leave_script()
-        if step.is_full:
-            self.end()
-            return
-        self._note_made(call, made, timing)
+        read, named = read_by(function, arguments, options)
+        self._happened(Call(function, read, named, draw), made, timing)
 
     def launched(self, launch: Launch, timing: Callable[[], float] | None) -> None:
         """Note what a launch of a kernel has made, as `ran` does of a function.
 
         It may be part of a custom function, whose results come to be part of a graph at its end.
         """
-        step = self.step
-        step.has_launches = True
-        call = Call(launch.kernel, launch.tensors, launch.options)
+        self.step.has_launches = True
         if self._calls is not None:
             self._calls.launched(launch)
-        if step.script is not None:
-            if self._walks_past(call, launch.made):
-                return
-            self._leave_script()
-        if step.is_full:
-            self.end()
-            return
-        self._note_made(call, launch.made, timing)
+        call = Call(launch.kernel, launch.tensors, launch.options)
+        self._happened(call, launch.made, timing)
+
+    def _note_hidden(self, returned: Any = None) -> None:
+        """Note the calls that no function of Python's is heard of.
+
+        So kernels of products copy what they are given, and subclasses of tensors compute. A copy
+        that a function has `returned` is noted as its own.
+        """
+        hidden = () if self._hidden is None else self._hidden.take_hidden()
+        for name, given, made in hidden:
+            known = hidden_call(name, given, made)
+            if known is None or self.step.is_full:
+                continue
+            function, arguments = known
+            is_product = function in EXPENSIVE
+            is_noted = made is returned and not is_product
+            if is_noted or not is_bound(function, arguments, {}):
+                continue
+            timing = None
+            if is_product and self.step.signature is None and made.is_cuda:
+                timing = self._times.of(function, arguments, {}, made)
+            self._happened(Call(function, arguments, {}), made, timing)
 
     def overwritten(self, tensor: torch.Tensor) -> None:
         """Note that a tensor's memory has got other bytes, which no version tells."""
@@ -285,49 +335,67 @@ class Recording:
             self._values.overwritten(storage)
             self.ready.pop(storage._cdata, None)
 
+    def _happened(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
+        """Go along the script if that expects what a call has made, or note it."""
+        if self.step.script is not None:
+            if self._walks_past(call, made):
+                return
+            self._leave_script()
+        if self.step.is_full:
+            self.end()
+        else:
+            self._note_made(call, made, timing)
+
     def _note_made(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
         """Note as values of the step what a call has made."""
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
-        casts = bool(self._casts) and not call.is_launch
+        casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
         if not large and not casts:
             return
         if casts:
             self._explain_casts(call.tensors())
-        inputs = self._values.inputs(call.tensors()) if call.is_fixed() else None
+        inputs = self._values.inputs(call) if call.is_fixed() else None
         for index in large:
             output = outputs[index]
             storage = output.untyped_storage()
-            if inputs is None or call.takes(storage):
+            found = None if inputs is None else self._values.read_for(call, output, inputs)
+            if found is None:
                 continue  # what it reads may change unnoticed; or it has made no memory of its own
             seen = self._values.find(output, storage)
             value = seen.value
             value.operation = name_of(call.function)
             value.is_expensive = call.function in EXPENSIVE or call.is_launch
-            value.is_result |= call.is_launch
-            value.inputs, value.timing = numbers_of(inputs), timing
+            value.is_result |= call.is_launch or is_in_function()
+            value.inputs, value.timing = numbers_of(found), timing
+            value.over = value.inputs[0] if found is not inputs else -1
+            self._values.reads_parameters(value, call.tensors())
             event = (call.function, seen.number, value.dtype, value.inputs)
             if isinstance(step.happened(event, storage.nbytes()), Replay):
-                self._give_up(seen, call, inputs, output, None if outputs[0] is made else index)
+                self._give_up(seen, call, found, output, None if outputs[0] is made else index)
         step.walk_on()
 
     def _is_large(self, output: Any, call: Call) -> bool:
-        return self._values.is_large(output, in_graph=not call.is_launch)
+        return self._values.is_large(output, in_graph=not (call.is_launch or call.is_byproduct))
 
     def end(self) -> None:
         """Let go of everything: nothing runs or is saved any more."""
         self._values.forget()
+        if self._hidden is not None:
+            self._hidden.take_hidden()  # which it would hold as long as the graph lives
         self.ready.clear()
         self._casts.clear()
+        self._kept = None
 
     def _give_up(
         self, seen: Seen, call: Call, inputs: Inputs, output: torch.Tensor, index: int | None
     ) -> None:
         """Have a value be recomputed: it is what `call` made, or of several results one."""
         if call.recipe is None:
-            call.recipe = call.recipe_of(
-                self._values.sources(call.tensors(), inputs), output.device.type
-            )
+            sources = self._values.sources(call, output, inputs)
+            if sources is None:
+                return  # it stays
+            call.recipe = call.recipe_of(sources, output.device.type)
         if seen.result is None:
             seen.result = Result(output, seen.pin, self.pins)
         seen.result.made_by(call.recipe, index)
@@ -337,7 +405,7 @@ class Recording:
         casts, self._casts = self._casts, []
         for cast in casts:
             source = cast.source_among(tensors)
-            inputs = None if source is None else self._values.inputs([source])
+            inputs = None if source is None else self._values.inputs_among([source])
             if source is None or inputs is None:
                 continue
             seen = cast.seen
@@ -350,7 +418,7 @@ class Recording:
     def _cast_again(self, cast: _Cast, source: torch.Tensor, inputs: Inputs) -> None:
         if cast.seen.result is not None:
             call = Call(torch.Tensor.to, (source, cast.dtype), {})
-            recipe = call.recipe_of(self._values.sources([source], inputs), source.device.type)
+            recipe = call.recipe_of(self._values.hold([source], inputs), source.device.type)
             cast.seen.result.made_by(recipe, None)
 
     # --- along a script ---------------------------------------------------------------------
@@ -383,7 +451,7 @@ class Recording:
             if not self._is_large(output, call):
                 continue
             expected = step.expected
-            if not _is_like(expected, call.function, output):
+            if not _is_like(expected, call.function, output) or self._is_apart(call, output):
                 if self._could_make_again(output.untyped_storage(), call):
                     return False
                 continue
@@ -403,24 +471,25 @@ class Recording:
         That may be read before it leaves. It is, once a step has shown that it is not written to
         until then, uncounted.
         """
-        kind = self.step.kind
-        if output.nbytes < LARGE_BYTES or kind is None or self._publish is None:
+        signature = self.step.signature
+        if output.nbytes < LARGE_BYTES or signature is None or not self._leaves_early:
             return
-        if number in kind.changed:
+        evidence = signature.evidence
+        if number in evidence.changed:
             return
-        sequence = self._publish(output)
+        sequence = self._hooks.publish(output)
         if not sequence:
             return
         storage, trial = output.untyped_storage(), None
-        if not kind.unchanged.holds(number, storage.nbytes()):
-            if not kind.goes_on_trying(number):
-                kind.changed.add(number)
+        if not evidence.unchanged.holds(number, storage.nbytes()):
+            if not evidence.goes_on_trying(number):
+                evidence.changed.add(number)
                 return
             self.tries, sequence = True, 0
-            trial = UnchangedTrial(kind, number, checksum(storage), storage.nbytes())
+            trial = UnchangedTrial(signature, number, checksum(storage), storage.nbytes())
         self.pins.add(storage)
         ready = self.ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
-        self._is_ready(output, ready)
+        self._hooks.is_ready(output, ready)
 
     def _walks_by_made(
         self, expected: Expected, call: Call, output: torch.Tensor, index: int | None
@@ -429,14 +498,25 @@ class Recording:
         storage = output.untyped_storage()
         if not isinstance(expected.decision, Replay):
             return self._values.look_up(expected, output, storage) is not None
-        inputs = self._values.meet(call.tensors(), expected.inputs)
-        if inputs is None or not call.is_fixed() or call.takes(storage):
+        inputs = self._values.meet(call, output, expected.inputs)
+        if inputs is None or not call.is_fixed():
             return False
         seen = self._values.look_up(expected, output, storage)
         if seen is None:
             return False
         self._give_up(seen, call, inputs, output, index)
         return True
+
+    def _is_apart(self, call: Call, output: torch.Tensor) -> bool:
+        """Tell whether a call has written over what is not what the script expects it to.
+
+        Where that is not known to be a value, the call was no event when the script was learned.
+        """
+        expected = self.step.expected
+        if not isinstance(expected.decision, Replay) or not call.overwrites(output):
+            return False
+        before = self._values.before(call.arguments[0])
+        return before is None or before.number != expected.value.over
 
     def _walks_by_cast(self, expected: Expected, call: Call) -> bool:
         """Tell whether autocast has made the value that the script expects."""
@@ -446,7 +526,7 @@ class Recording:
                 if source is None or not self._values.is_sound(source):
                     return False
                 if isinstance(expected.decision, Replay):
-                    inputs = self._values.meet([source], expected.inputs)
+                    inputs = self._values.meet_among([source], expected.inputs)
                     if inputs is None:
                         return False
                     self._cast_again(cast, source, inputs)

@@ -31,6 +31,7 @@ DECIDING: Final = (
     "_get_cublas_allow_bf16_reduced_precision_reduction",
     "_get_cublas_allow_fp16_accumulation",
     "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublaslt_prefer_grouped_gemm",
     "_get_cudnn_benchmark",
     "_get_cudnn_depthwise_kernel",
     "_get_cudnn_deterministic",
@@ -38,6 +39,7 @@ DECIDING: Final = (
     "_get_cudnn_sdp_enabled",
     "_get_deterministic_algorithms",
     "_get_fa3_sdp_enabled",
+    "_get_fa4_sdp_enabled",
     "_get_flash_sdp_enabled",
     "_get_math_sdp_allow_fp16_bf16_reduction",
     "_get_math_sdp_enabled",
@@ -45,6 +47,8 @@ DECIDING: Final = (
     "_get_miopen_immediate",
     "_get_mkldnn_deterministic",
     "_get_mkldnn_enabled",
+    "_get_native_aot_enabled",
+    "_get_native_aot_unconditional_masked",
     "_get_nnpack_enabled",
     "_get_onednn_allow_tf32",
     "_get_overrideable_sdp_enabled",
@@ -133,32 +137,24 @@ def omp_threads_address() -> int:
 
     0 where PyTorch has been built without.
     """
-    with suppress(OSError, AttributeError):
-        return ctypes.cast(_torch_cpu().omp_get_max_threads, ctypes.c_void_p).value or 0
-    return 0
+    return ctypes.cast(_omp, ctypes.c_void_p).value or 0 if _omp is not None else 0
 
 
-def _torch_cpu() -> ctypes.PyDLL:
-    """Return PyTorch's library, whose functions are called with the interpreter's lock.
+def _find_omp_threads() -> Any:
+    """Return that function from PyTorch's library, to be called with the interpreter's lock.
 
-    To give that up takes longer than the calls.
-    """
-    return ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-
-
-def _find_omp_threads() -> Callable[[], object]:
-    """Return what tells among how many threads OpenMP shares work that this thread begins.
-
-    Where PyTorch has been built without OpenMP it is never the same, so that nothing is recomputed
-    on a CPU.
+    To give that up takes longer than the call.
     """
     with suppress(OSError, AttributeError):
-        tell: Callable[[], object] = _torch_cpu().omp_get_max_threads
-        return tell
-    return object
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        return ctypes.PyDLL(str(library)).omp_get_max_threads
+    return None
 
 
-_omp_threads: Final = _find_omp_threads()
+_omp: Final = _find_omp_threads()
+_omp_threads: Final[Callable[[], object]] = object if _omp is None else _omp
+"""Where PyTorch has been built without OpenMP it is never the same, so that nothing is recomputed
+on a CPU."""
 
 _GETTERS: Final[list[Callable[[], Any]]] = [
     getattr(torch._C, name) for name in DECIDING if hasattr(torch._C, name)

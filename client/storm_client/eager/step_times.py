@@ -114,10 +114,6 @@ class StepTimes:
         """Note what a step took that has followed a plan; None of a smaller one."""
         self._steps.append((alternative, step))
 
-    def forget_steps(self) -> None:
-        """Forget steps that are not known yet: others follow that begin now."""
-        self._steps.clear()
-
     def known_steps(self) -> Iterator[tuple[Alternative, float | None]]:
         """Yield the steps that have become known, each once."""
         while self._steps:

@@ -6,37 +6,64 @@ being used again until the block ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from storm_client.eager.bits import copied
-from storm_client.eager.calls import is_plain
-from storm_client.eager.recompute import Alias, Copied, Made, Pins, Result, Saved, Source
-from storm_client.eager.signature import Expected, RecordedValue, StepRecord
-from storm_client.monitoring.layers import Layers
+from storm_client.eager.calls import Call, is_plain
+from storm_client.eager.events import RecordedValue
+from storm_client.eager.followed_plan import Expected
+from storm_client.eager.recognition import StepRecord
+from storm_client.eager.recompute import Pins, Result
+from storm_client.eager.sources import (
+    ALIGNMENT_BYTES,
+    Alias,
+    Blank,
+    Copied,
+    Made,
+    Saved,
+    Source,
+    Written,
+)
+from storm_client.monitoring.layers import Layers, Place
+from storm_client.planner.decisions import Decision
 from storm_client.saved.ranges import WeakStorage
-from storm_client.saved.snapshots import base_of, is_result
+from storm_client.saved.snapshots import Ready, base_of, is_result
 from storm_client.saved.versions import SavedVersion, View
 
-__all__ = ["Inputs", "Seen", "Values", "numbers_of"]
+__all__ = ["Inputs", "SaveHooks", "Seen", "Values", "is_in_function", "numbers_of"]
 
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
 
-ALIGNMENT_BYTES = 64
-"""At a multiple of which PyTorch's own memory begins, on a GPU of more. What lies otherwise, as
-NumPy's may, has its first elements added by themselves."""
+
+class SaveHooks(NamedTuple):
+    """Who handles what a step saves."""
+
+    pack: Callable[[torch.Tensor, Decision, str], Any]
+    """Hands over an input of recipes; given what is decided of it, and its layer."""
+    unpack: Callable[[Any], torch.Tensor]
+    publish: Callable[[torch.Tensor], int]
+    """Returns a number that tells when a tensor has been made; 0 where nobody asks for that."""
+    is_ready: Callable[[torch.Tensor, Ready], None]
+    """Hears of what will leave by such a number."""
 
 
 class Seen:
     """A storage of the step at hand, at one version."""
 
-    __slots__ = ("copy", "is_overwritten", "number", "pin", "result", "value", "version")
+    __slots__ = ("before", "copy", "is_overwritten", "number", "pin", "result", "value", "version")
 
-    def __init__(self, value: RecordedValue, version: int, pin: WeakStorage) -> None:
-        """It is `value` of the step as long as it has this version; `pin` knows the storage."""
+    def __init__(
+        self, value: RecordedValue, version: int, pin: WeakStorage, before: Seen | None = None
+    ) -> None:
+        """It is `value` of the step as long as it has this version; `pin` knows the storage.
+
+        `before` is what the storage was when it was last looked at, None if it was not.
+        """
+        self.before = before
         self.value = value
         self.number = value.number
         self.version = version
@@ -60,23 +87,32 @@ class Values:
         step: StepRecord,
         least: int,
         layers: Layers,
-        *,
-        pack: Callable[[torch.Tensor, int], Any],
-        unpack: Callable[[Any], torch.Tensor],
+        hooks: SaveHooks,
     ) -> None:
-        """Know what has `least` bytes; inputs of recipes are handed over by `pack`."""
+        """Know what has `least` bytes; inputs of recipes are handed over by `hooks`."""
         self.pins = Pins()
         """Of all storages that were looked at; results hold it, too."""
-        self.pack = pack
-        self._unpack = unpack
+        self._hooks = hooks
         self._step = step
         self._least = least
         self._layers = layers
         self._seen: dict[int, Seen] = {}
+        self._readers: dict[int, tuple[torch.Tensor, RecordedValue]] = {}
+        """By a parameter's identity, itself and what was made of it last."""
+
+    def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
+        """Hand over a value that others are to be made from."""
+        decision = self._step.decided(number, tensor.untyped_storage().nbytes())
+        return self._hooks.pack(tensor, decision, self._step.layer(number))
 
     def forget(self) -> None:
         """Let go of everything."""
+        for parameter, value in self._readers.values():
+            if not parameter.untyped_storage().nbytes():
+                value.parameter_bytes -= parameter.nbytes
+                value.gathered_bytes += parameter.nbytes
         self._seen.clear()
+        self._readers.clear()
         self.pins = Pins()
 
     def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Seen:
@@ -93,7 +129,7 @@ class Values:
             device=tensor.device,
             is_result=is_result(tensor),
             made_by="" if node is None else node.name(),
-            layer=self._layer(number),
+            place=self._place(number),
         )
         return self._see(self._step.add(value), tensor, storage)
 
@@ -114,8 +150,21 @@ class Values:
         address = storage._cdata
         before = self._seen.get(address)
         pin = self.pins.add(storage) if before is None else before.pin
-        seen = self._seen[address] = Seen(value, tensor._version, pin)
+        if before is not None:
+            before.before = None  # no more is asked for
+        seen = self._seen[address] = Seen(value, tensor._version, pin, before)
         return seen
+
+    def before(self, tensor: torch.Tensor) -> Seen | None:
+        """Return which value a call has written over to make `tensor`; None if not known.
+
+        A call counts at least one change. Where that is the only one since the storage was looked
+        at, the call has found it so.
+        """
+        seen = self._seen.get(tensor.untyped_storage()._cdata)
+        if seen is not None and seen.version == tensor._version:
+            seen = seen.before  # what was made was saved within the call
+        return seen if seen is not None and seen.version + 1 == tensor._version else None
 
     def overwritten(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has another value from now on, which no version tells."""
@@ -133,7 +182,21 @@ class Values:
         for seen in self._seen.values():
             seen.value = values[seen.number]
 
-    def meet(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Inputs | None:
+    def meet(self, call: Call, output: torch.Tensor, numbers: Sequence[int]) -> Inputs | None:
+        """Return what a call has read for an output, if that can be the values of the numbers."""
+        tensors = call.tensors()
+        if call.reads_layout:
+            return self.inputs(call)
+        if not call.overwrites(output):
+            is_new = not call.takes(output.untyped_storage())
+            return self.meet_among(tensors, numbers) if is_new else None
+        before = self.before(call.arguments[0])
+        if before is None or before.result is None:
+            return None
+        others = self.meet_among(tensors[1:], numbers[1:])
+        return None if others is None else [before, *others]
+
+    def meet_among(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Inputs | None:
         """Return what the inputs of a recipe are; None if they cannot be the expected values."""
         if len(tensors) != len(numbers):
             return None
@@ -158,10 +221,28 @@ class Values:
         seen = self._seen.get(storage._cdata)
         if seen is not None and seen.version == tensor._version:
             return seen if seen.number == number else None
-        assert self._step.kind is not None
-        return self._see(self._step.kind.values[number], tensor, storage)
+        assert self._step.signature is not None
+        return self._see(self._step.signature.values[number], tensor, storage)
 
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> Inputs | None:
+    def inputs(self, call: Call) -> Inputs | None:
+        """Return what a call was given; None where that could change uncounted."""
+        tensors = call.tensors()
+        if call.reads_layout:
+            return [None] * len(tensors) if all(map(self.is_sound, tensors)) else None
+        return self.inputs_among(tensors)
+
+    def read_for(self, call: Call, output: torch.Tensor, inputs: Inputs) -> Inputs | None:
+        """Return what a call has read for an output; None if that is no value of its own.
+
+        What it has written over has to have been made by an operation.
+        """
+        if not call.overwrites(output):
+            return None if call.takes(output.untyped_storage()) else inputs
+        before = self.before(call.arguments[0])
+        is_made = before is not None and bool(before.value.operation)
+        return [before, *inputs[1:]] if is_made else None
+
+    def inputs_among(self, tensors: Sequence[torch.Tensor]) -> Inputs | None:
         """Return what the inputs of a recipe are; None where one could change uncounted."""
         found: Inputs = []
         for tensor in tensors:
@@ -182,16 +263,45 @@ class Values:
         # What is copied or restored lies in memory of PyTorch's own, and kernels go by that.
         return not storage.data_ptr() % ALIGNMENT_BYTES
 
+    def reads_parameters(self, value: RecordedValue, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that the backward pass of what was made makes gradients of parameters.
+
+        It does so of each once: where several operations read one, in the last.
+        """
+        for tensor in {id(one): one for one in map(base_of, tensors)}.values():
+            if tensor.requires_grad and isinstance(tensor, torch.nn.Parameter):
+                _, before = self._readers.get(id(tensor), (None, None))
+                if before is not None:
+                    before.parameter_bytes -= tensor.nbytes
+                self._readers[id(tensor)] = tensor, value
+                value.parameter_bytes += tensor.nbytes
+
     def is_large(self, output: Any, *, in_graph: bool) -> bool:
-        """Tell whether an output matters, which has to be part of a graph if all others are."""
+        """Tell whether an output matters, which has to be part of a graph if all others are.
+
+        What a custom function makes becomes that at its end.
+        """
         return (
             type(output) is torch.Tensor
-            and (output.requires_grad or not in_graph)
+            and (output.requires_grad or not in_graph or is_in_function())
             and output.layout is torch.strided
             and output.nbytes >= self._least
         )
 
-    def sources(self, tensors: Sequence[torch.Tensor], inputs: Inputs) -> list[Source]:
+    def sources(self, call: Call, output: torch.Tensor, inputs: Inputs) -> list[Source] | None:
+        """Hold what a call has read for an output; None if that is gone and has no recipe."""
+        tensors = call.tensors()
+        if call.reads_layout:
+            return [Blank.like(tensor) for tensor in tensors]
+        if not call.overwrites(output):
+            return self.hold(tensors, inputs)
+        first = inputs[0]
+        if first is None or first.result is None:
+            return None
+        written = Written.over(first.result, tensors[0])
+        return [written, *self.hold(tensors[1:], inputs[1:])]
+
+    def hold(self, tensors: Sequence[torch.Tensor], inputs: Inputs) -> list[Source]:
         """Hold the inputs of a recipe."""
         return [self._source(tensor, seen) for tensor, seen in zip(tensors, inputs, strict=True)]
 
@@ -205,20 +315,25 @@ class Values:
             version = SavedVersion.of(tensor, seen.pin.address)
             return Made(seen.result, View.of(tensor), version)
         if is_result(tensor):
-            return Saved(self.pack(tensor, seen.number), self._unpack, seen)
+            return Saved(self.pack_input(tensor, seen.number), self._hooks.unpack, seen)
         if seen.copy is None:
-            seen.copy = Saved(self.pack(copied(tensor), seen.number), self._unpack)
+            seen.copy = Saved(self.pack_input(copied(tensor), seen.number), self._hooks.unpack)
         return Copied(seen.copy, View.of(tensor))
 
     def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() < self._least or isinstance(base_of(tensor), torch.nn.Parameter)
 
-    def _layer(self, number: int) -> str:
+    def _place(self, number: int) -> Place:
         """Return where a value is made or saved; where the step is like a known one, as there."""
-        kind = self._step.kind
-        if kind is not None and number < len(kind.values):
-            return kind.values[number].layer
+        signature = self._step.signature
+        if signature is not None and number < len(signature.values):
+            return signature.values[number].place
         return self._layers.current()
+
+
+def is_in_function() -> bool:
+    """Tell whether the `forward` of a custom function runs: autograd's alone is without both."""
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def numbers_of(inputs: Inputs) -> tuple[int, ...]:

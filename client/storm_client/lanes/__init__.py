@@ -11,8 +11,9 @@ memory of this process that the daemon has mapped.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from storm_client.lanes.segments import Segments
 
 __all__ = [
+    "NOTHING",
     "STAGING",
     "InPlace",
     "Lane",
@@ -36,6 +38,8 @@ __all__ = [
     "Staged",
     "Stream",
 ]
+
+NOTHING = nullcontext()
 
 STAGING = 0
 """The segment that is the staging area."""
@@ -153,7 +157,7 @@ class InPlace(Protocol):
         ...
 
 
-class Lane(Protocol):
+class Lane(ABC):
     """What the session needs from a data path, called from several threads.
 
     Bytes are passed as storages on `device`, with the offset at which they begin. Methods marked
@@ -161,34 +165,36 @@ class Lane(Protocol):
 
     Out: stage into a slot -> publish, Store is sent -> Stored, Rejected or Failed.
     Back: publish, Restore into a slot is sent -> Restored -> unstage.
+
+    What is not abstract does here what a device needs whose work is done when a call returns.
     """
 
     device: torch.device
     hello: LaneHello
-    staging_bytes: int
+    staging_bytes: int = 0
     """Size of the staging area; known from attach on."""
-    budget_bytes: int
+    budget_bytes: int = 0
     """The most device memory that may wait for the link, in flight out or back early."""
-    keeps_stored: bool
+    keeps_stored = False
     """Whether stored chunks wait in the staging area while there is room: where the way from the
     arena is much slower than a copy."""
 
     @property
     def in_place(self) -> InPlace | None:
         """The way past the staging area, None where there is none; known from attach on."""
-        ...
+        return None
 
+    @abstractmethod
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         """Map what the daemon shares; called once, before anything else.
 
         `descriptors` are those of the lifeline, the timeline page first. The lane duplicates or
         maps what it needs: the caller closes them.
         """
-        ...
 
     def offers(self) -> list[MapSegment]:
         """Return what a daemon that takes over has to map of the lane's own memory."""
-        ...
+        return []
 
     def publish(self) -> int:
         """Return the sequence number for the message about to be sent (locked).
@@ -196,50 +202,48 @@ class Lane(Protocol):
         It says that all copies so far are made: what was staged is there, and slots that were given
         back may be overwritten. Messages are sent in the order of these calls.
         """
-        ...
+        return 0
 
+    @abstractmethod
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
         """Copy the bytes from `begin` on, as many as the slot has, into it.
 
         The caller may drop `source` as soon as it returns.
         """
-        ...
 
+    @abstractmethod
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return uninitialised memory to restore into."""
-        ...
 
+    @abstractmethod
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
         """Copy a restored chunk out of the slot to where it begins in `destination`.
 
         In order before later work of this thread.
         """
-        ...
 
     def current_stream(self) -> Stream:
         """Return the stream whose work so far makes what this thread saves now."""
-        ...
+        return None
 
-    def reaches(self, stream: Stream) -> bool:
+    def reaches(self, stream: Stream) -> bool:  # noqa: ARG002 - there is but one
         """Tell whether work may be put on `stream` now, which the script may have destroyed."""
-        ...
+        return True
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:  # noqa: ARG002
         """Return a context in which `stream` is the current one."""
-        ...
+        return NOTHING
 
     def is_capturing(self) -> bool:
         """Tell whether this thread's work is being captured: then no copy may be ordered to it."""
-        ...
+        return False
 
-    def use(self, restored: torch.UntypedStorage) -> None:
+    def use(self, restored: torch.UntypedStorage) -> None:  # noqa: B027 - what was copied is there
         """Order this thread's later work behind the copies that filled `restored`."""
-        ...
 
-    def poison(self) -> None:
+    def poison(self) -> None:  # noqa: B027 - no thread waits on a counter
         """Release every wait on the daemon's counters: the daemon is dead. Any thread, once."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Give up the staging area. Calling it twice is fine."""
-        ...

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from ctypes import memmove
 
 import torch
 
 from storm_client.errors import ConnectionClosed, DaemonLost, DaemonUnavailable
-from storm_client.lanes import LaneHello, Request, Slot, Stream
-from stormd.protocol import MapSegment, Welcome
+from storm_client.lanes import Lane, LaneHello, Request, Slot
+from stormd.protocol import Welcome
 from stormd.protocol.timeline import PAGE_BYTES, POISON, STORED, Timelines
 
 __all__ = ["CpuLane"]
@@ -24,12 +24,10 @@ HUGE_BYTES = 4 << 20
 """Bytes; from here on memory to restore into is asked for in huge pages, which are touched for the
 first time in a fraction of the time."""
 
-_NOTHING = nullcontext()
-
 _LIBC = ctypes.CDLL(None)
 
 
-class CpuLane:
+class CpuLane(Lane):
     """Copies between host tensors and a memory file shared with the daemon.
 
     Copies are plain memmoves in the calling thread, without the interpreter lock. Tensor.copy_
@@ -37,16 +35,10 @@ class CpuLane:
     as well.
     """
 
-    keeps_stored = False
-    budget_bytes = 0
-    in_place = None
-    coder = None
-
     def __init__(self) -> None:
         """Describe the lane; attach gives it its memory."""
         self.device = torch.device("cpu")
         self.hello = LaneHello(device="cpu")
-        self.staging_bytes = 0
         self._shared: _Shared | None = None
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:  # noqa: ARG002 - no message is needed here
@@ -66,14 +58,6 @@ class CpuLane:
             memory.madvise(mmap.MADV_HUGEPAGE)
         page = mmap.mmap(descriptors[0], PAGE_BYTES)
         self._shared = _Shared(memory, page)
-
-    def offers(self) -> list[MapSegment]:
-        """Return nothing: what is shared is the daemon's memory."""
-        return []
-
-    def publish(self) -> int:
-        """Return 0: the host's memory is in order by itself."""
-        return 0
 
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
         """Copy into the slot; the bytes are there on return."""
@@ -98,28 +82,6 @@ class CpuLane:
         shared = self._mapped()
         memmove(destination.data_ptr() + begin, shared.area + slot.offset, slot.nbytes)
         shared.check()
-
-    def current_stream(self) -> Stream:
-        """Return None: the host's work is done when it returns."""
-        return None
-
-    def reaches(self, stream: Stream) -> bool:  # noqa: ARG002 - there is none
-        """Return True."""
-        return True
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:  # noqa: ARG002 - there is none
-        """Return a context that does nothing."""
-        return _NOTHING
-
-    def is_capturing(self) -> bool:
-        """Return False: the CPU's work is not captured."""
-        return False
-
-    def use(self, restored: torch.UntypedStorage) -> None:
-        """Do nothing: what was copied is there."""
-
-    def poison(self) -> None:
-        """Do nothing: no thread waits on a counter here."""
 
     def close(self) -> None:
         """Unmap the staging area as soon as no copy uses it any more."""

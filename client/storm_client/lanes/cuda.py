@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -19,7 +19,7 @@ from storm_kernels.errors import KernelsError
 
 from storm_client.devices import is_capturing, with_number
 from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
+from storm_client.lanes import NOTHING, Lane, LaneHello, Mapped, Request, Slot, Stream
 from storm_client.lanes.offers import Mappable
 from storm_client.lanes.segments import Segments
 from stormd.protocol import MapSegment, Welcome
@@ -29,16 +29,13 @@ try:
     from storm_kernels import cuda_driver
     from storm_kernels.cuda_driver import Event, PrimaryContext, wait_value
 
-    from storm_client.lanes.publishing import Publisher
-    from storm_client.lanes.shared import Shared, closed, share
+    from storm_client.lanes.publishing import Publisher, Shared, closed, share
 except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
 
 __all__ = ["CudaLane"]
 
 log = logging.getLogger(__name__)
-
-_NOTHING = nullcontext()
 
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With the value 1, a stream that waits for the daemon would hold up all others."""
@@ -62,7 +59,7 @@ BUDGET_DIVISOR = 32
 """What part of a device's memory may hold what waits for the link in the tensors' own memory."""
 
 
-class CudaLane:
+class CudaLane(Lane):
     """Copies between tensors of one device and a staging area in that device's memory.
 
     Raises:
@@ -90,7 +87,6 @@ class CudaLane:
             device_uuid=self._context.uuid,
             staging_bytes=self._total_bytes // divisor,
         )
-        self.staging_bytes = 0
         self.budget_bytes = self._total_bytes // BUDGET_DIVISOR
         self._lock = threading.Lock()
         """Protects what is shared, and what streams wait for."""
@@ -180,7 +176,7 @@ class CudaLane:
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the current one of this thread."""
         if stream is None and not self._current_stream():
-            return _NOTHING
+            return NOTHING
         chosen = torch.cuda.default_stream(self._ordinal) if stream is None else stream
         return torch.cuda.stream(cast("torch.cuda.Stream", chosen))
 
@@ -227,7 +223,7 @@ class CudaLane:
                 shared.close()
         self._context.close()
 
-    # --- for stores in place -----------------------------------------------------------------
+    # --- for what is stored and restored in place ----------------------------------------------
 
     def enter(self) -> None:
         """Make the driver's calls possible in a new thread, whose device must be the lane's."""
@@ -238,65 +234,13 @@ class CudaLane:
     def entered(self) -> AbstractContextManager[None]:
         """Make the driver's calls possible for a while; then the thread's device is as before."""
         if hasattr(self._thread, "entered") and self._current_device() == self._ordinal:
-            return _NOTHING  # as in nearly all calls
+            return NOTHING  # as in nearly all calls
         return _Entered(self, self._ordinal)
 
     def offer(self) -> MapSegment:
         """Return the message that had the daemon map the staging area."""
         with self.entered():
             return self._open().offer()
-
-    def produced(self, count: int) -> range:
-        """Return `count` numbers that are published behind the current stream's work so far."""
-        with self.entered():
-            return self._numbers().produced(self._current_stream(), count)
-
-    def headroom(self) -> int:
-        """Return by how many bytes PyTorch has less allocated now than it had at the most."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._ordinal)["allocated_bytes"]["all"]
-        return int(stats["peak"] - stats["current"])
-
-    def stored_through(self) -> int:
-        """Return the number up to which the daemon has read all stores' sources."""
-        return self._open().timelines.read(STORED)
-
-    def wait_stored(self, sequence: int, source: torch.UntypedStorage) -> None:
-        """Have the current stream, and whoever gets the memory of `source`, wait for that."""
-        counter = self._open().stored
-        with self.entered():
-            stream = torch.cuda.current_stream()
-            wait_value(stream.cuda_stream, counter, sequence)
-            self._note_wait(stream.cuda_stream)
-            self._view(source).record_stream(stream)
-
-    def wait_restored(self, tickets: Sequence[int]) -> None:
-        """Have the current stream wait until the daemon has written these restores."""
-        shared = self._open()
-        with self.entered():
-            stream = self._current_stream()
-            for ticket in tickets:
-                slot = restored_slot(ticket)
-                if shared.timelines.read(slot) < ticket:
-                    wait_value(stream, shared.page_address + slot, ticket)
-            self._note_wait(stream)
-
-    def release_restore(self, ticket: int) -> None:
-        """Let no stream wait for a restore any longer."""
-        shared = self._shared
-        if shared is not None:
-            shared.timelines.store(restored_slot(ticket), ticket)
-
-    def restore_status(self, ticket: int) -> int | None:
-        """Return what the decoder of a restore has left, None where it has not come to its end."""
-        timelines = self._open().timelines
-        if timelines.read(restored_slot(ticket)) != ticket:
-            return None
-        return timelines.read(status_slot(ticket))
-
-    @property
-    def last_number(self) -> int:
-        """The number that was drawn last."""
-        return self._numbers().last
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -431,26 +375,46 @@ class _InPlace:
         return is_given_back
 
     def produced(self, count: int) -> range:
-        return self._lane.produced(count)
-
-    def is_read(self, sequence: int) -> bool:
-        return self._lane.stored_through() >= sequence
-
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
-        self._lane.wait_stored(sequence, source)
-
-    def await_restored(self, tickets: Sequence[int]) -> None:
-        self._lane.wait_restored(tickets)
-
-    def release(self, ticket: int) -> None:
-        self._lane.release_restore(ticket)
-
-    def outcome(self, ticket: int) -> int | None:
-        return self._lane.restore_status(ticket)
+        lane = self._lane
+        with lane.entered():
+            return lane._numbers().produced(lane._current_stream(), count)
 
     @property
     def last_number(self) -> int:
-        return self._lane.last_number
+        return self._lane._numbers().last
+
+    def is_read(self, sequence: int) -> bool:
+        return self._lane._open().timelines.read(STORED) >= sequence
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        """Have the current stream, and whoever gets the memory of `source`, wait for that."""
+        counter = self._lane._open().stored
+        with self._lane.entered():
+            stream = torch.cuda.current_stream()
+            wait_value(stream.cuda_stream, counter, sequence)
+            self._lane._note_wait(stream.cuda_stream)
+            self._lane._view(source).record_stream(stream)
+
+    def await_restored(self, tickets: Sequence[int]) -> None:
+        lane, shared = self._lane, self._lane._open()
+        with lane.entered():
+            stream = lane._current_stream()
+            for ticket in tickets:
+                slot = restored_slot(ticket)
+                if shared.timelines.read(slot) < ticket:
+                    wait_value(stream, shared.page_address + slot, ticket)
+            lane._note_wait(stream)
+
+    def release(self, ticket: int) -> None:
+        shared = self._lane._shared
+        if shared is not None:
+            shared.timelines.store(restored_slot(ticket), ticket)
+
+    def outcome(self, ticket: int) -> int | None:
+        timelines = self._lane._open().timelines
+        if timelines.read(restored_slot(ticket)) != ticket:
+            return None
+        return timelines.read(status_slot(ticket))
 
     def barrier(self) -> MapSegment:
         area = self._lane.offer()
@@ -459,4 +423,6 @@ class _InPlace:
         )
 
     def headroom(self) -> int:
-        return self._lane.headroom()
+        device = self._lane.device
+        stats = torch.cuda.memory_stats_as_nested_dict(device.index)["allocated_bytes"]["all"]
+        return int(stats["peak"] - stats["current"])

@@ -107,8 +107,10 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
         del logits                                    # its memory becomes the gradient's
         loss.backward()
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise UsageError(f"dtype is {dtype}; a loss needs a floating-point type, as torch.float32")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise UsageError(
+            f"dtype is {dtype!r}; a loss needs a floating-point type, as torch.float32"
+        )
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
     options = Options(weight, ignore_index, reduction, label_smoothing)

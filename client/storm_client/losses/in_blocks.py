@@ -26,8 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from storm_client.hook_stack import untraced
 from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
 from storm_client.losses.deferred import Deferred
-from storm_client.losses.eligible import is_asked_for, is_eligible
-from storm_client.losses.upcasts import learn
+from storm_client.losses.kernels import have_same_bits
+from storm_client.losses.upcasts import is_asked_for, is_eligible, learn
 from storm_client.planner.in_flight import give_back_unused
 from storm_client.transport.memory_pressure import may_fail
 
@@ -254,7 +254,7 @@ def _compared(call: _Call) -> bool:
             return False
         theirs = _run(call.plain, call.logits)
     assert theirs is not None
-    return all(map(_have_same_bits, ours, theirs))
+    return all(map(have_same_bits, ours, theirs))
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -272,22 +272,3 @@ def _run(
     outer = torch.linspace(0.37, 1.21, loss.numel(), dtype=loss.dtype, device=loss.device)
     (gradient,) = torch.autograd.grad(loss, leaf, outer.view(loss.shape))
     return loss.detach(), gradient
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same bits, whichever NaN stands where one does."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    word = _WORDS[one.element_size()]
-    one, other = one.reshape(-1), other.reshape(-1)
-    for begin in range(0, one.numel(), _COMPARED):
-        a, b = one[begin : begin + _COMPARED], other[begin : begin + _COMPARED]
-        if not ((a.view(word) == b.view(word)) | (a.isnan() & b.isnan())).all():
-            return False
-    return True
-
-
-_COMPARED: Final = 1 << 24
-"""So many elements at a time, whose comparison takes few times as many bytes."""
-
-_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}

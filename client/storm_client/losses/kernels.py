@@ -15,7 +15,7 @@ from storm_kernels.errors import BackendUnavailable
 from storm_kernels.loss import cuda
 from torch import Tensor
 
-__all__ = ["NO_KERNELS", "Kernels", "kernels_for", "statistics_of"]
+__all__ = ["NO_KERNELS", "Kernels", "have_same_bits", "kernels_for", "statistics_of"]
 
 PROOF_BYTES: Final = 32 << 20
 """What log-probabilities of logits that are compared take at most, where 16 rows take less."""
@@ -111,7 +111,7 @@ def _compared(logits: Tensor, index: Tensor, gradients: Tensor) -> Kernels:
     del spread, log_probs
     found = torch.empty_like(logits)
     cuda.backward(logits, index, gradients, theirs, found)
-    if not _have_same_bits(found, expected):
+    if not have_same_bits(found, expected):
         return NO_KERNELS
     ours = cuda.Statistics(*map(torch.empty_like, theirs))
     ours_picked = torch.empty_like(picked)
@@ -119,16 +119,28 @@ def _compared(logits: Tensor, index: Tensor, gradients: Tensor) -> Kernels:
     cuda.backward(logits, index, gradients, ours, found)
     finite = logits.isfinite().all(1)
     forward = (
-        _have_same_bits(ours_picked, picked)
-        and _have_same_bits(found, expected)
+        have_same_bits(ours_picked, picked)
+        and have_same_bits(found, expected)
         and torch.equal(ours.largest[finite], theirs.largest[finite])
         and torch.equal(ours.log_total[finite], theirs.log_total[finite])
     )
     return Kernels(forward, backward=True)
 
 
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors have the same bits, whichever NaN stands where one does."""
-    words = torch.int32 if one.element_size() == 4 else torch.int16
-    same = (one.view(words) == other.view(words)) | (one.isnan() & other.isnan())
-    return bool(same.all())
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    word = _WORDS[one.element_size()]
+    one, other = one.reshape(-1), other.reshape(-1)
+    for begin in range(0, one.numel(), _COMPARED):
+        a, b = one[begin : begin + _COMPARED], other[begin : begin + _COMPARED]
+        if not ((a.view(word) == b.view(word)) | (a.isnan() & b.isnan())).all():
+            return False
+    return True
+
+
+_COMPARED: Final = 1 << 24
+"""So many elements at a time, whose comparison takes few times as many bytes."""
+
+_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}

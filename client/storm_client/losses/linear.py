@@ -33,6 +33,7 @@ SLICE_COLUMNS: Final = 128
 """A slice has a multiple of so many columns, which matrix products take at full speed."""
 
 _REDUCTIONS: Final = ("mean", "sum", "none")
+_NEEDED: Final = ("hidden", "weight", "target")
 
 
 def linear_cross_entropy(
@@ -240,7 +241,12 @@ def _check(
     Raises:
         UsageError: some do not go together.
     """
-    classes, class_weight = weight.shape[:1], options.weight
+    class_weight = options.weight
+    tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    for name, one in {**tensors, "class_weight": class_weight}.items():
+        if not isinstance(one, Tensor) and (one is not None or name in _NEEDED):
+            raise UsageError(f"linear_cross_entropy() got {one!r} as {name}: pass a tensor")
+    classes = weight.shape[:1]
     wrong = [
         (hidden.dim() < 1 or hidden.dtype not in FLOATING, "hidden must be (..., D), floating"),
         (weight.dim() != 2 or weight.shape[1:] != hidden.shape[-1:], "weight must be (C, D)"),
@@ -258,8 +264,13 @@ def _check(
     wrong.append((len({one.device for one in given}) > 1, "all must be on one device"))
     for is_wrong, wanted in wrong:
         if is_wrong:
-            shapes = ", ".join(f"{tuple(one.shape)} {one.dtype} {one.device}" for one in given)
-            raise UsageError(f"linear_cross_entropy() got {shapes}, {options}: {wanted}")
+            shapes = ", ".join(
+                f"{name} {tuple(one.shape)} {one.dtype} {one.device}"
+                for name, one in (*tensors.items(), ("class_weight", class_weight))
+                if one is not None
+            )
+            chosen = f"reduction {options.reduction!r}, label_smoothing {options.label_smoothing!r}"
+            raise UsageError(f"linear_cross_entropy() got {shapes}, {chosen}: {wanted}")
 
 
 def _differ(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

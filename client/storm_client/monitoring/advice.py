@@ -64,11 +64,11 @@ def advice(
     `parameters` are those of the modules that the Offload was given.
     """
     owned = list(parameters)
-    skipped = staying.skipped_bytes
+    stats, skipped = staying.stats, staying.skipped_bytes
     # What is small is not looked at any further: parameters may be among it.
     small_owned = sum(one.nbytes for one in owned if one.nbytes < min_bytes)
     small = max(0, skipped.get("small", 0) - steps * small_owned)
-    activations = staying.saved_bytes - staying.deduplicated_bytes - skipped.get("small", 0) + small
+    activations = stats.saved_bytes - stats.deduplicated_bytes - skipped.get("small", 0) + small
     activations -= skipped.get("parameter", 0) + skipped.get("leaf", 0)
     if activations < steps * LEAST_BYTES:
         large = [one for one in owned if one.requires_grad and one.nbytes >= min_bytes]
@@ -76,21 +76,20 @@ def advice(
     reasons = {"small": small, **{name: staying.kept_bytes.get(name, 0) for name in _KEPT}}
     reason = max(reasons, key=lambda name: reasons[name])
     stayed = reasons[reason]
-    if stayed <= staying.offloaded_bytes or 4 * stayed < activations:
+    if stayed <= stats.offloaded_bytes or 4 * stayed < activations:
         return None
     why = _small(staying, min_bytes) if reason == "small" else _KEPT[reason](staying, steps)
     if why is None:
         return None
     return (
         f"little is saved: of {format_size(activations)} of activations in {steps} steps, "
-        f"{format_size(stayed)} stayed in memory and {format_size(staying.offloaded_bytes)} left; "
+        f"{format_size(stayed)} stayed in memory and {format_size(stats.offloaded_bytes)} left; "
         + why
     )
 
 
 def _pool_full(staying: Staying, steps: int) -> str:
-    ratio = staying.offloaded_bytes / staying.stored_bytes if staying.stored_bytes else 1.0
-    more = format_size(staying.kept_bytes["pool_full"] / steps / ratio)
+    more = format_size(staying.kept_bytes["pool_full"] / steps / staying.stats.ratio)
     return (
         f"the daemon's pool was full: set pool_bytes larger by about {more}, in connect() for a "
         "daemon that it starts, else with `stormd serve --pool-bytes`" + _said(staying, "pool_full")
@@ -120,7 +119,7 @@ def _daemon_slow(staying: Staying, steps: int) -> str:  # noqa: ARG001 - as its 
 
 def _small(staying: Staying, min_bytes: int) -> str | None:
     """Advise what takes most of the bytes: those below half of the mean are less than half."""
-    count = max(1, staying.skipped.get("small", 0))
+    count = max(1, staying.stats.skipped.get("small", 0))
     mean = staying.skipped_bytes["small"] // count
     if mean < LEAST_TENSOR_BYTES:
         return None
@@ -135,7 +134,7 @@ def _taken_over(
     staying: Staying, steps: int, activations: int, trained: list[torch.nn.Parameter]
 ) -> str | None:
     """Say so where a model of some size seems to have run without the hooks being called."""
-    seen = staying.skipped.get("parameter", 0) / steps
+    seen = staying.stats.skipped.get("parameter", 0) / steps
     if len(trained) < MANY_PARAMETERS or seen > FEW_SEEN * len(trained):
         return None
     if sum(one.nbytes for one in trained) < LEAST_BYTES:

@@ -80,26 +80,29 @@ def answers(
     """Return what was measured, and each plan's figures; bytes and seconds are of one step.
 
     A wait is what the link needs beyond the forward pass; where nothing hides it, all of it, both
-    ways.
+    ways. The planner timed the forward pass in earlier steps. If those were slower than the ones
+    timed here, it could be longer than a step, of which it is a part: no longer is told.
     """
     on_gpu = bool(devices)
+    forward = min(plans[0].forward_seconds, step_seconds) if plans else 0.0
     return {
         "pid": os.getpid(),
         "device": str(devices[0]) if on_gpu else "cpu",
         "step_seconds": step_seconds,
-        "forward_seconds": plans[0].forward_seconds if plans else 0.0,
+        "forward_seconds": forward,
         "saved_bytes": sum(plans[0].bytes_by_decision.values()) if plans else 0,
         "ratio": ratio,
         "peak_bytes": max(map(torch.cuda.max_memory_allocated, devices), default=None),
         "link_bytes_per_second": _link_rate(plans),
         "budgets": [
-            _answer(budget, plan, ratio, on_gpu=on_gpu)
+            _answer(budget, plan, ratio, forward if on_gpu else None)
             for budget, plan in zip(BUDGETS, plans, strict=False)
         ],
     }
 
 
-def _answer(budget: Budget, plan: Plan, ratio: float, *, on_gpu: bool) -> dict[str, Any]:
+def _answer(budget: Budget, plan: Plan, ratio: float, hidden: float | None) -> dict[str, Any]:
+    """Return a plan's figures; the link has `hidden` seconds that cost nothing, None with none."""
     sizes = plan.bytes_by_decision
     link = plan.link_seconds
     return {
@@ -107,7 +110,7 @@ def _answer(budget: Budget, plan: Plan, ratio: float, *, on_gpu: bool) -> dict[s
         **{f"{name}_bytes": sizes[name] for name in ("keep", "offload", "replay")},
         "pool_bytes": int(sizes["offload"] / ratio),
         "link_seconds": link,
-        "wait_seconds": max(0.0, link - plan.forward_seconds) if on_gpu else 2 * link,
+        "wait_seconds": 2 * link if hidden is None else max(0.0, link - hidden),
         "replay_seconds": plan.replay_seconds,
     }
 

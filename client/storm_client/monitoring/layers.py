@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["MODEL", "Layers", "layer_name", "parts_of"]
+__all__ = ["MODEL", "NOWHERE", "Layers", "Place", "layer_name", "parts_of"]
 
 MODEL = "(model)"
 """What the model's own forward saves, outside of its layers."""
@@ -21,28 +22,40 @@ _CALL = torch.nn.Module._wrapped_call_impl.__code__
 """What every call of a module passes through; its locals are the module and its arguments."""
 
 
+class Place(NamedTuple):
+    """Where in a model something is made."""
+
+    layer: str
+    """For figures; empty outside of all modules."""
+    path: str
+    """The module's qualified name, behind which of several models it is part of."""
+
+
+NOWHERE: Final = Place("", "")
+
+
 class Layers:
     """The layers of the modules that an Offload was given, as long as it has those."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         """Look at the modules when the first question comes; they may be half made now."""
         self.modules = tuple(modules)
-        self._names: dict[int, str] | None = None
+        self._places: dict[int, Place] | None = None
 
-    def current(self) -> str:
-        """Return the layer whose forward this thread is in; empty where it is in none of them."""
-        if self._names is None:
-            self._names = _names_inside(self.modules)
-        if not self._names:
-            return ""
+    def current(self) -> Place:
+        """Return where the forward is that this thread is in."""
+        if self._places is None:
+            self._places = _places_inside(self.modules)
+        if not self._places:
+            return NOWHERE
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code is _CALL:
-                name = self._names.get(id(frame.f_locals["self"]))
-                if name is not None:
-                    return name
+                place = self._places.get(id(frame.f_locals["self"]))
+                if place is not None:
+                    return place
             frame = frame.f_back  # type: ignore[assignment]  # None at the end
-        return ""
+        return NOWHERE
 
 
 def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
@@ -61,19 +74,14 @@ def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
                 left += [part for part in module._modules.values() if part is not None]
 
 
-def _names_inside(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """Return the layer of every module in some, by id; which of several it is stands before it."""
-    names: dict[int, str] = {}
-    for prefix, root in _with_prefixes(roots):
-        for name, module in root.named_modules():
-            names.setdefault(id(module), prefix + layer_name(name))
-    return names
-
-
-def _with_prefixes(roots: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield modules with what the names of their layers begin with."""
+def _places_inside(roots: Sequence[torch.nn.Module]) -> dict[int, Place]:
+    """Return the place of every module in some, by id; which of several it is stands before it."""
+    places: dict[int, Place] = {}
     for index, root in enumerate(roots):
-        yield f"{index}:" if len(roots) > 1 else "", root
+        prefix = f"{index}:" if len(roots) > 1 else ""
+        for name, module in root.named_modules():
+            places.setdefault(id(module), Place(prefix + layer_name(name), prefix + name))
+    return places
 
 
 def layer_name(module: str) -> str:

@@ -6,7 +6,8 @@ Where no profiler is attached a range costs one look at a flag, and no text is m
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -30,22 +31,14 @@ def span(what: str, nbytes: int, number: int = 0) -> AbstractContextManager[obje
     """Return a context that is the range `storm WHAT #NUMBER, NBYTES B` to a profiler."""
     if not are_wanted():
         return _nothing
-    return _Span(f"storm {what} #{number}, {nbytes} B")
+    return _told(f"storm {what} #{number}, {nbytes} B")
 
 
-class _Span:
-    """A range that whoever listens is told of: NVTX, and torch's own profiler."""
-
-    __slots__ = ("_entered", "_name")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Tell whoever listens of a range: NVTX, and torch's own profiler."""
+    with ExitStack() as entered:
         if _listening and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
-            self._entered.enter_context(torch.cuda.nvtx.range(self._name))
-        self._entered.enter_context(torch.profiler.record_function(self._name))
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
+            entered.enter_context(torch.cuda.nvtx.range(name))
+        entered.enter_context(torch.profiler.record_function(name))
+        yield

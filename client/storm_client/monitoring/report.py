@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Report"]
 
-HEADINGS = ("layer", "saved", "duplicates", "offloaded", "replayed", "kept", "ratio")
+HEADINGS = ("layer", "saved", "duplicates", "offloaded", "recomputed", "kept", "ratio")
 
 MOST_BARS = 40
 """Layers in the picture; a table has them all."""
@@ -91,7 +91,7 @@ class Report:
         yield (
             f"training threads: {stats.store_seconds:.3f} s for stores, "
             f"{stats.restore_wait_seconds:.3f} s waiting for restores, "
-            f"{stats.replay_seconds:.3f} s for replays"
+            f"{stats.replay_seconds:.3f} s recomputing"
         )
         if self.plan is None:
             yield "no plan yet: a step has to end first"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -12,28 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["RangeRecorder", "SharedRecorder"]
 
 
-class RangeRecorder(Protocol):
-    """What a range is counted by: a StatsRecorder, or what stands for several."""
-
-    def stays_in_use(self, nbytes: int) -> None:
-        """Count it as kept because somebody else holds its memory."""
-        ...
-
-    def leaves(self, nbytes: int) -> None:
-        """Take that back."""
-        ...
-
-    def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str) -> None:
-        """Count it as accepted by the daemon."""
-        ...
-
-    def stored(self, nbytes: int, mode: str) -> None:
-        """Count a chunk of it that takes `nbytes` in the pool."""
-        ...
-
-    def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
-        """Count it as kept, because the daemon did not take it."""
-        ...
+RangeRecorder: TypeAlias = "StatsRecorder | SharedRecorder"
+"""What a range is counted by."""
 
 
 class _Share:
@@ -68,7 +48,7 @@ class SharedRecorder:
         else:
             share.duplicates += nbytes
 
-    def saved(self, seconds: float) -> None:
+    def saved(self, nbytes: int, seconds: float) -> None:  # noqa: ARG002
         """Count the tensors as saved, and the time that this took as the first layer's."""
         for recorder, share in self._shares.items():
             recorder.saved(share.saved, seconds)

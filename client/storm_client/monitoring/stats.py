@@ -122,16 +122,11 @@ class OffloadStats:
 
 
 class Staying(NamedTuple):
-    """Bytes that autograd handed over, and those of them that stayed, by reason."""
+    """Totals, and the bytes of what stayed, by reason."""
 
-    saved_bytes: int
-    deduplicated_bytes: int
-    offloaded_bytes: int
-    stored_bytes: int
+    stats: OffloadStats
     skipped_bytes: Mapping[str, int]
     kept_bytes: Mapping[str, int]
-    skipped: Mapping[str, int]
-    """Tensors passed over."""
     details: Mapping[str, str]
     """What the daemon said last about ranges that it did not take, by reason."""
 
@@ -192,7 +187,8 @@ class StatsRecorder:
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a saved tensor that makes a new record, and the time that it took to make."""
         self._count("recorded", "", nbytes)
-        self._spent("store", seconds)
+        if seconds:
+            self._spent("store", seconds)
 
     def restored(self, seconds: float) -> None:
         """Count the time that a thread spent on getting a tensor back."""
@@ -236,36 +232,11 @@ class StatsRecorder:
         sums = self._sums()
         with self._lock:
             details = dict(self._details)
-        return Staying(
-            saved_bytes=sums.total(*_SAVED),
-            deduplicated_bytes=sums.total("deduplicated"),
-            offloaded_bytes=sums.total("offloaded"),
-            stored_bytes=sums.total("stored"),
-            skipped_bytes=sums.nbytes("skipped", "stays"),
-            kept_bytes=sums.nbytes("kept"),
-            skipped=sums.counts("skipped", "stays"),
-            details=details,
-        )
+        return Staying(_totals(sums), sums.nbytes("skipped", "stays"), sums.nbytes("kept"), details)
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
-        sums = self._sums()
-        return OffloadStats(
-            saved_bytes=sums.total(*_SAVED),
-            skipped_bytes=sums.total("skipped", "stays"),
-            deduplicated_bytes=sums.total("deduplicated"),
-            offloaded_bytes=sums.total("offloaded"),
-            stored_bytes=sums.total("stored"),
-            kept_bytes=sums.total("kept"),
-            replayed_bytes=sums.total("replayed"),
-            skipped=sums.counts("skipped", "stays"),
-            kept=sums.counts("kept"),
-            store_seconds=sums.seconds["store"],
-            restore_wait_seconds=sums.seconds["restore"],
-            replay_seconds=sums.seconds["replay"],
-            offloaded_by_dtype=sums.nbytes("offloaded"),
-            stored_by_mode=sums.nbytes("stored"),
-        )
+        return _totals(self._sums())
 
     def _count(self, what: str, name: str, nbytes: int, count: int = 1) -> None:
         with self._lock:
@@ -349,6 +320,25 @@ class _Sums:
             if of in what:
                 sums[name] += of_tally(tally)
         return {name: total for name, total in sums.items() if total}
+
+
+def _totals(sums: _Sums) -> OffloadStats:
+    return OffloadStats(
+        saved_bytes=sums.total(*_SAVED),
+        skipped_bytes=sums.total("skipped", "stays"),
+        deduplicated_bytes=sums.total("deduplicated"),
+        offloaded_bytes=sums.total("offloaded"),
+        stored_bytes=sums.total("stored"),
+        kept_bytes=sums.total("kept"),
+        replayed_bytes=sums.total("replayed"),
+        skipped=sums.counts("skipped", "stays"),
+        kept=sums.counts("kept"),
+        store_seconds=sums.seconds["store"],
+        restore_wait_seconds=sums.seconds["restore"],
+        replay_seconds=sums.seconds["replay"],
+        offloaded_by_dtype=sums.nbytes("offloaded"),
+        stored_by_mode=sums.nbytes("stored"),
+    )
 
 
 def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:

@@ -6,8 +6,8 @@ Fields are what each daemon of this protocol version reports; whatever else it s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 __all__ = ["CacheStatus", "DaemonStatus", "PoolStatus", "SessionStatus"]
 
@@ -55,7 +55,7 @@ class DaemonStatus:
     sessions: tuple[SessionStatus, ...]
     cache: CacheStatus | None
     """None where the daemon keeps no cache."""
-    details: Mapping[str, Any]
+    details: Mapping[str, Any] = field(repr=False)
     """The whole object as it was sent."""
 
     @classmethod
@@ -65,38 +65,20 @@ class DaemonStatus:
         Raises:
             KeyError: a field is missing.
         """
-        pool = state["pool"]
+        cache = state["cache"]
         return cls(
             version=state["version"],
             uptime_seconds=state["uptime_seconds"],
             entries=state["entries"],
-            pool=PoolStatus(pool["capacity_bytes"], pool["used_bytes"]),
-            sessions=tuple(_session(item) for item in state["sessions"]),
-            cache=_cache(state["cache"]),
+            pool=_read(PoolStatus, state["pool"]),
+            sessions=tuple(_read(SessionStatus, item) for item in state["sessions"]),
+            cache=None if cache is None else _read(CacheStatus, {**cache, **cache["counters"]}),
             details=state,
         )
 
 
-def _cache(state: Mapping[str, Any] | None) -> CacheStatus | None:
-    if state is None:
-        return None
-    counters = state["counters"]
-    return CacheStatus(
-        capacity_bytes=state["capacity_bytes"],
-        used_bytes=state["used_bytes"],
-        items=state["items"],
-        hits=counters["hits"],
-        misses=counters["misses"],
-        evictions=counters["evictions"],
-    )
+Part = TypeVar("Part", PoolStatus, CacheStatus, SessionStatus)
 
 
-def _session(item: Mapping[str, Any]) -> SessionStatus:
-    return SessionStatus(
-        id=item["id"],
-        pid=item["pid"],
-        uid=item["uid"],
-        device=item["device"],
-        entries=item["entries"],
-        used_bytes=item["used_bytes"],
-    )
+def _read(kind: type[Part], state: Mapping[str, Any]) -> Part:
+    return kind(**{one.name: state[one.name] for one in fields(kind)})

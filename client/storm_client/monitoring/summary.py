@@ -32,7 +32,10 @@ class _Begin(NamedTuple):
     step: int
     seconds: float
     staying: Staying
-    stats: OffloadStats
+
+    @property
+    def stats(self) -> OffloadStats:
+        return self.staying.stats
 
 
 class Summary:
@@ -59,9 +62,9 @@ class Summary:
         self.begun += 1
         if self.begun != self._due:
             return None
-        now = _Begin(self.begun, seconds, recorder.staying(), recorder.snapshot())
+        now = _Begin(self.begun, seconds, recorder.staying())
         before = self._before
-        if before is not None and now.staying.saved_bytes > before.staying.saved_bytes:
+        if before is not None and now.stats.saved_bytes > before.stats.saved_bytes:
             self._due, self._before = 0, None
             return _line(before, now, small_owned(), device_peak())
         # None of them saved anything, as in a validation: look at the next.
@@ -102,10 +105,14 @@ def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> st
     return (
         f"stormd: a step saves {format_size(offloaded + replayed + stayed)} of activations: "
         f"{format_size(offloaded)} offloaded{held}, {format_size(replayed)} recomputed, "
-        f"{format_size(stayed)} kept{measured}; training threads spent {spent:.2g} s of a step's "
-        f"{lasted:.2g} s ({spent / lasted:.0%}) on stores, restores and recomputation{launches}"
+        f"{format_size(stayed)} kept{measured}; training threads spent {_shown(spent)} of a step's "
+        f"{_shown(lasted)} ({spent / lasted:.0%}) on stores, restores and recomputation{launches}"
         f"{pool}"
     )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _stayed(begin: _Begin) -> int:

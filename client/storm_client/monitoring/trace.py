@@ -79,17 +79,17 @@ class Stored(Protocol):
 class StepTrace:
     """What one step has done so far. Any of its threads may note something."""
 
-    __slots__ = ("_began", "_changes", "_pauses", "_stored", "_unused", "is_used")
+    __slots__ = ("_began", "_changes", "_of", "_pauses", "_stored", "_unused")
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: Stored, of: Traces) -> None:
         """Begin; `stored` tells how many bytes have arrived in the pool."""
         self._stored = stored
+        self._of: Traces | None = of
+        """Whose latest this is to be, once a backward pass has begun to use what was saved."""
         self._began = perf_counter()
         self._changes: list[tuple[float, Fate, int, int]] = []
         self._pauses: list[Pause] = []
         self._unused: dict[int, tuple[Fate, int]] = {}
-        self.is_used = False
-        """Whether a backward pass has begun to use what was saved."""
 
     def saved(self, key: int, fate: Fate, nbytes: int) -> None:
         """Note that a tensor was saved; `key` stands for it as long as the step's graph lives."""
@@ -99,6 +99,9 @@ class StepTrace:
 
     def used(self, key: int) -> None:
         """Note that a tensor was needed; only the first time counts."""
+        of, self._of = self._of, None
+        if of is not None:
+            of.latest = self
         known = self._unused.pop(key, None)
         if known is not None:
             self._changes.append((perf_counter(), known[0], -known[1], self._stored.arrived_bytes))
@@ -146,7 +149,7 @@ class Traces:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._latest: StepTrace | None = None
+        self.latest: StepTrace | None = None
         self._steps = 0
 
     def begin(self, stored: Stored, *, seldom: bool = False) -> StepTrace | Untraced:
@@ -156,14 +159,8 @@ class Traces:
         """
         self._steps += 1
         is_followed = not seldom and (self._steps <= FIRST_STEPS or self._steps % EVERY == 0)
-        return StepTrace(stored) if is_followed else _UNTRACED
-
-    def used(self, trace: StepTrace | Untraced) -> None:
-        """Note that a backward pass uses what a step has saved."""
-        if isinstance(trace, StepTrace) and not trace.is_used:
-            trace.is_used = True
-            self._latest = trace
+        return StepTrace(stored, self) if is_followed else _UNTRACED
 
     def timeline(self) -> Timeline | None:
         """Return the latest in time; None before there was one."""
-        return None if self._latest is None else self._latest.timeline()
+        return None if self.latest is None else self.latest.timeline()

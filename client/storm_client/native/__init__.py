@@ -75,7 +75,7 @@ class _Loader:
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        log.info("stormd: saved tensors are followed by Python, which is slower: %s", reason)
+        log.warning("stormd: saved tensors are followed by Python, which is slower: %s", reason)
 
 
 _loader = _Loader()
@@ -115,7 +115,7 @@ def _start_building() -> subprocess.Popen[bytes]:
     """Have another process build the module; it goes on if this one ends."""
     builder = Path(__file__).with_name("build.py")
     return subprocess.Popen(  # noqa: S603 - this Python and a file beside this one
-        [sys.executable, str(builder)],
+        [sys.executable, str(builder), "--background"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

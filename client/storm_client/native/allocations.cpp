@@ -4,6 +4,8 @@
 // its class's virtual methods. What wraps it holds no lock when the error comes by.
 #include "allocations.h"
 
+#include "locked.h"
+
 #include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
@@ -86,9 +88,9 @@ void pass_on_interrupt() {
 Answer ask(PyObject* relief, size_t nbytes, int attempt, c10::OutOfMemoryError& error) {
   if (is_relieving || attempt >= MOST_ATTEMPTS || is_ending()) return Answer::RAISE;
   is_relieving = true;
-  auto state = PyGILState_Ensure();
   Answer answer = Answer::RAISE;
   {
+    const WithInterpreter held;
     PyObject *kind, *value, *traceback;  // of an error that the caller is about to handle
     PyErr_Fetch(&kind, &value, &traceback);
     Ref said = Ref::stolen(PyObject_CallFunction(relief, "ni", static_cast<Py_ssize_t>(nbytes), attempt));
@@ -106,7 +108,6 @@ Answer ask(PyObject* relief, size_t nbytes, int attempt, c10::OutOfMemoryError& 
     }
     PyErr_Restore(kind, value, traceback);
   }
-  PyGILState_Release(state);
   is_relieving = false;
   return answer;
 }

@@ -1,10 +1,8 @@
 #include "binding.h"
 
+#include "locked.h"
 #include "tensors.h"
 #include "watching.h"
-
-#include <ATen/ops/empty.h>
-#include <cstring>
 
 namespace storm {
 namespace binding {
@@ -24,32 +22,12 @@ bool is_parameter(const at::Tensor& tensor, const Owned& owned) {
   if (!base.is_leaf()) return false;
   if (owned.has(storage_of(tensor.unsafeGetTensorImpl()))) return true;
   if (!base.requires_grad()) return false;
-  const auto state = PyGILState_Ensure();
+  const WithInterpreter held;
   PyObject* object = THPVariable_Wrap(base);
   const bool found = object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter;
   Py_XDECREF(object);
   PyErr_Clear();
-  PyGILState_Release(state);
   return found;
-}
-
-// A copy with the same strides in a storage of its own, at the same offset: how a tensor lies in
-// memory may decide in which order an operator adds its elements.
-at::Tensor copied(const at::Tensor& tensor) {
-  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  const auto options = at::TensorOptions().dtype(at::kByte).device(tensor.device());
-  Unwatched untold;
-  at::NoGradGuard nothing_recorded;
-  at::Tensor copy = at::empty({nbytes}, options);
-  if (tensor.is_cpu()) {  // in this thread alone, whose count of threads would be another after it
-    std::memcpy(copy.mutable_data_ptr(), tensor.storage().data(), nbytes);
-  } else {
-    auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(tensor.storage()), copy.key_set(),
-                                                     copy.dtype());
-    impl->set_sizes_contiguous({nbytes});
-    copy.copy_(at::Tensor(std::move(impl)));
-  }
-  return View(tensor).over(copy.storage());
 }
 
 // How an input that stays is held.
@@ -63,12 +41,13 @@ std::optional<Source> constant(const at::Tensor& tensor, const Owned& owned, int
   return Alias(copies ? copied(tensor) : alias_of(tensor));
 }
 
-bool lies_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
-  bool found = false;
+// How many of the inputs lie in an output's memory.
+size_t count_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
+  size_t found = 0;
   const auto* storage = storage_of(output.unsafeGetTensorImpl());
   for_each_tensor(inputs, [&](const at::Tensor& one) {
     const auto* impl = one.unsafeGetTensorImpl();
-    found |= impl->has_storage() && storage_of(impl) == storage;
+    found += impl->has_storage() && storage_of(impl) == storage;
   });
   return found;
 }
@@ -128,6 +107,11 @@ Seen* Values::see(int number, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
   Seen seen{number, version, tensor.storage().getWeakStorageImpl(), nullptr, nullptr};
+  const auto found = seen_.find(storage);
+  if (found != seen_.end()) {
+    const Seen& last = found->second;
+    seen.before = {last.number, last.version, last.result};
+  }
   return &seen_.insert_or_assign(storage, std::move(seen)).first->second;
 }
 
@@ -152,6 +136,18 @@ Seen* Values::meet(int number, const at::Tensor& tensor, int64_t least) {
   return see(number, tensor);
 }
 
+std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) const {
+  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == seen_.end()) return nullptr;
+  const Seen& last = found->second;
+  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const bool is_noted = last.version == version;  // what was made, besides
+  const Before before = is_noted ? last.before : Before{last.number, last.version, last.result};
+  const bool is_last = before.version + 1 == version;  // a call counts at least one
+  const bool is_it = is_last && before.number == number && before.result != nullptr;
+  return is_it && before.result->has_recipe() ? before.result : nullptr;
+}
+
 void Values::overwritten(const at::Tensor& tensor) {
   const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
   if (found == seen_.end()) return;
@@ -172,7 +168,7 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
           Seen& made, Values& values, const Owned& owned, int64_t least,
           std::vector<Unpacked>& unpacked) {
   const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
-  if (measures || binding::lies_in(output, begun.inputs)) return false;
+  if (measures || binding::count_in(output, begun.inputs) != call.overwrites) return false;
   if (begun.draw == nullptr && draws_numbers(call, begun.inputs)) return false;
   const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
   if (!circumstances) return false;
@@ -185,8 +181,14 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
     fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
            !binding::lies_elsewhere(one);
     if (!fits) return;
-    auto source = binding::source_of(script, call.inputs[next], begun, one, values, owned, least,
-                                     unpacked);
+    std::optional<Source> source;
+    if (call.overwrites && next == 0) {
+      auto before = one.is_same(output) && !is_view(one) ? values.before(call.inputs[0], one) : nullptr;
+      if (before != nullptr) source = Written(std::move(before), one);
+    } else {
+      source = binding::source_of(script, call.inputs[next], begun, one, values, owned, least,
+                                  unpacked);
+    }
     fits = source.has_value();
     if (fits) sources.push_back(*std::move(source));
   });
@@ -199,6 +201,51 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
   made.result->made_by(std::make_shared<Recipe>(std::move(operation), begun.inputs,
                                                 std::move(sources), *circumstances, begun.draw),
                        call.place);
+  return true;
+}
+
+namespace binding {
+
+// What dropout keeps: memory without content serves as its input.
+std::optional<Recipe> of_layout(const Call& call, const Begun& begun, Circumstances circumstances) {
+  const at::Tensor given = output_at(begun.inputs, 0);
+  if (begun.draw == nullptr || !given.defined()) return {};
+  if (!is_ordinary(given.unsafeGetTensorImpl()) || lies_elsewhere(given)) return {};
+  std::vector<Source> sources;
+  sources.emplace_back(Blank(given, ALIGNMENT));
+  return Recipe(*call.op, begun.inputs, std::move(sources), circumstances, begun.draw);
+}
+
+// A copy of what was written over is the memory that this is made in anew.
+std::optional<Recipe> of_former(const Call& call, const Begun& begun, const Values& values,
+                                Circumstances circumstances) {
+  static const auto alias = c10::Dispatcher::singleton().findSchemaOrThrow("aten::alias", "");
+  const at::Tensor given = output_at(begun.inputs, 0);
+  if (!given.defined() || !is_ordinary(given.unsafeGetTensorImpl()) || is_view(given)) return {};
+  auto before = call.inputs.empty() ? nullptr : values.before(call.inputs[0], given);
+  if (before == nullptr) return {};
+  std::vector<Source> sources;
+  sources.emplace_back(Written(std::move(before), given));
+  const c10::IValue input(given);
+  return Recipe(alias, c10::ArrayRef<c10::IValue>(input), std::move(sources), circumstances, nullptr);
+}
+
+}  // namespace binding
+
+bool bind_byproduct(const Script& script, const Call& call, const Begun& begun,
+                    const at::Tensor& byproduct, Seen& made, Values& values, const Owned& owned,
+                    int64_t least, std::vector<Unpacked>& unpacked) {
+  if (made.result == nullptr) return false;
+  if (call.depends == Depends::VALUES) {
+    return bind(script, call, begun, byproduct, made, values, owned, least, unpacked);
+  }
+  const auto circumstances = Circumstances::present(byproduct.device().type(), call.is_simple);
+  if (!circumstances) return false;
+  const bool is_former = call.depends == Depends::FORMER;
+  auto recipe = is_former ? binding::of_former(call, begun, values, *circumstances)
+                          : binding::of_layout(call, begun, *circumstances);
+  if (!recipe) return false;
+  made.result->made_by(std::make_shared<Recipe>(*std::move(recipe)), is_former ? 0 : KEPT);
   return true;
 }
 

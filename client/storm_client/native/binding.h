@@ -10,6 +10,13 @@
 
 namespace storm {
 
+// What a storage of the step at hand was when it was last looked at.
+struct Before {
+  int number = CONSTANT;
+  uint32_t version = 0;
+  std::shared_ptr<Result> result;
+};
+
 // A storage of the step at hand, at one version.
 struct Seen {
   int number;  // of its value
@@ -18,6 +25,7 @@ struct Seen {
   std::shared_ptr<Result> result;
   std::shared_ptr<Packed> copy;  // of one that no operation made, what recipes read in its stead
   Overwritten is_overwritten = nullptr;  // where a recipe reads it as it is
+  Before before = {};
 };
 
 // The values of one step, by storage. The lock of the step protects it.
@@ -31,6 +39,10 @@ class Values {
 
   // What recomputes a tensor as it is now; null if nothing does.
   std::shared_ptr<Result> recomputed(const at::Tensor& tensor) const;
+
+  // What recomputes the value of a number that a call has written over to make the tensor; null if it
+  // is not known to have found that.
+  std::shared_ptr<Result> before(int number, const at::Tensor& tensor) const;
 
   // A tensor's memory has got other bytes, which no version counts.
   void overwritten(const at::Tensor& tensor);
@@ -79,6 +91,11 @@ struct Begun {
 bool bind(const Script& script, const Call& call, const Begun& begun, const at::Tensor& output,
           Seen& made, Values& values, const Owned& owned, int64_t least,
           std::vector<Unpacked>& unpacked);
+
+// The same of a call's byproduct, whose value has a result.
+bool bind_byproduct(const Script& script, const Call& call, const Begun& begun,
+                    const at::Tensor& byproduct, Seen& made, Values& values, const Owned& owned,
+                    int64_t least, std::vector<Unpacked>& unpacked);
 
 // Tells whether a call may draw random numbers.
 bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs);

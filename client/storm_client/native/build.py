@@ -44,7 +44,7 @@ follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"), lambda 
                  bool, set(), frozenset, 0)
 tallies = follow.Tallies(); rows = [tallies.add_row() for _ in range(3)]
 x = torch.ones(64, requires_grad=True); w = torch.full((64,), 2.0)
-call = ("aten::exp", "", None, 0, 0, None, True, False, False, ())
+call = ("aten::exp", "", None, 0, "", 0, None, True, False, False, False, 0, ())
 script = follow.Script([(0, 0, 256, (), rows[2], 0, False, True, None),
                         (1, 3, 0, (), 0, -1, False, False, call)], [(0, 256)], 1)
 unexpected = lambda *_: sys.exit("unexpected")
@@ -148,7 +148,6 @@ def _run(command: list[str]) -> None:
             text=True,
             check=False,
             timeout=BUILD_SECONDS,
-            preexec_fn=_politely,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]}: {error}") from error
@@ -156,10 +155,6 @@ def _run(command: list[str]) -> None:
         said = (done.stderr or done.stdout).strip()
         first = next((line for line in said.splitlines() if "error" in line.lower()), said[-400:])
         raise BuildError(f"{command[0]} exited with {done.returncode}: {first}")
-
-
-def _politely() -> None:
-    os.nice(10)
 
 
 def _torch() -> Path:
@@ -207,8 +202,12 @@ def main() -> int:
     """Build the module, or look for it, and print where it is, or why there is none."""
     parser = argparse.ArgumentParser(prog="python -m storm_client.native")
     parser.add_argument("--check", action="store_true", help="only say whether it is there")
+    parser.add_argument("--background", action="store_true", help="leave processors to others")
+    args = parser.parse_args()
+    if args.background:
+        os.nice(10)
     try:
-        print(check() if parser.parse_args().check else build())  # noqa: T201 - a command
+        print(check() if args.check else build())  # noqa: T201 - a command
     except (BuildError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1

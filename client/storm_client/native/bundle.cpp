@@ -98,6 +98,10 @@ Bundle::Bundle(const std::vector<c10::Storage>& storages, c10::Device device) : 
     parts_.push_back({storage.getWeakStorageImpl(), end, storage.nbytes()});
     end += (storage.nbytes() + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   }
+  if (storages.size() == 1) {
+    storage_ = storages.front();
+    return;
+  }
   WithoutInterpreter others_may_run;
   const OnStream in_order(device, /*is_default=*/true);
   storage_ = allocated(end, device);
@@ -135,13 +139,13 @@ c10::Storage Bundle::take(size_t place, uint32_t& had, Load load) {
   return found;
 }
 
-// Copies those apart of which tensors live, unless they are here already.
+// Has those of which tensors live be here, each in memory of its own, unless they are already.
 void Bundle::restore(const c10::Storage& source, uint64_t stream) {
   std::vector<std::pair<Part*, c10::Storage>> made;
   for (Part& part : parts_) {
-    if (part.tensors > 0 && !part.found(stream)) made.emplace_back(&part, c10::Storage());
+    if (part.tensors > 0 && !part.found(stream)) made.emplace_back(&part, source);
   }
-  {
+  if (parts_.size() > 1) {
     WithoutInterpreter others_may_run;
     const OnStream in_order(device_, /*is_default=*/false);
     std::vector<Copy> copies;

@@ -1,6 +1,7 @@
-// Small results that leave together: their bytes lie one behind the other in one storage, which
-// Python has leave, and brings back, as it does any. So what that takes the thread is theirs in
-// common. What comes back is copied into a storage for each again, so that nobody can tell.
+// Results that nobody else holds, and that leave as one range. Bytes of small ones are copied one behind
+// the other into one storage, which Python has leave, and brings back, as it does any. So what that takes
+// the thread is theirs in common. What comes back is copied into a storage for each again, so that
+// nobody can tell. A single storage is not copied, neither way.
 #pragma once
 
 #include "recipes.h"
@@ -14,12 +15,12 @@ using Load = c10::function_ref<Ref(PyObject*)>;
 
 class Bundle {
  public:
-  // Copies storages into new memory, behind what their device's default stream has been given. The
-  // interpreter's lock is given up meanwhile.
+  // Copies several storages into new memory, behind what their device's default stream has been given.
+  // The interpreter's lock is given up meanwhile.
   // Throws c10::OutOfMemoryError where there is no memory.
   Bundle(const std::vector<c10::Storage>& storages, c10::Device device);
 
-  // The new memory, until it has left.
+  // What is to leave, until it has.
   const c10::Storage& storage() const { return storage_; }
 
   // Lets the memory go, which `use` is the way back to.

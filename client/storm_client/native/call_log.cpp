@@ -1,69 +1,130 @@
 #include "call_log.h"
 
+#include "script.h"
 #include "tensors.h"
 #include "watching.h"
 
+#include <algorithm>
+
 namespace storm {
 namespace call_log {
+
+// A tensor that a call was given. Both addresses are compared with those of tensors that live.
+struct Input {
+  const at::TensorImpl* tensor = nullptr;
+  const c10::StorageImpl* storage = nullptr;  // none where it has no plain one
+  bool is_small = false;
+};
 
 // One output of a call that is large and part of a graph, or, without a name, a saved tensor.
 struct Entry {
   std::string name;
   std::string overload;
   Ref kernel;          // of a launch, which has neither
+  bool is_cast = false;  // inside of another call
   uint32_t place = 0;  // among the call's outputs
   int position = -1;  // of the event that it is in the step's script
   const at::TensorImpl* output = nullptr;  // an address, looked at as long as the tensor lives
   const c10::StorageImpl* storage = nullptr;
-  std::vector<const at::TensorImpl*> inputs;
+  std::vector<Input> inputs;
   std::vector<int> arguments;  // of which of the function's arguments each input is one; or -1
+  int ordinal = 0;             // of its call, in the function of Python's
+  std::string inside;          // the name of the call that it is part of; empty for none
 
   bool is_call() const { return !name.empty() || kernel; }
+};
+
+bool lies_in(const at::Tensor& tensor, const at::Tensor& other) {
+  const auto* impl = other.unsafeGetTensorImpl();
+  return impl->has_storage() && storage_of(impl) == storage_of(tensor.unsafeGetTensorImpl());
+}
+
+// A call that no function of Python's is heard of: inside of an operator, which copies by it what it was
+// given, or of what a subclass of tensors does itself.
+struct Hidden {
+  std::string name;
+  std::vector<c10::IValue> inputs;
+  at::Tensor made;
 };
 
 class Log : public Watcher {
  public:
   int64_t least = 0;
+  bool notes = false;  // whether entries are made; else what is hidden is all that is looked at
+  std::vector<Hidden> hidden;
   std::vector<Entry> entries;
   size_t begun = 0;  // entries before the present function of Python's began
   int calls = 0;     // in that function
-  bool counts = false;
+  bool counts = false;  // whether it runs
+  std::optional<Unwatched> untold;  // while what has been called is noted
 
-  void begins(const at::RecordFunction& call, bool is_cast) override {
-    auto& inputs = is_cast ? cast_inputs_ : inputs_;
+  bool wants_copies(const char*) const override { return true; }
+
+  void begins(const at::RecordFunction& call, Told told) override {
+    if (told == Told::COPY) copied_ = call.inputs().front().toTensor();
+    if (told == Told::CALL) name_ = call.name();
+    if (told == Told::CALL && is_in_subclass()) note_read(call, given_);
+    if (!notes) return;
+    auto& inputs = inputs_[static_cast<int>(told)];
     inputs.clear();
-    calls += counts && !is_cast;
-    for (const auto& value : call.inputs()) {
-      for_each_tensor(value, [&](const at::Tensor& one) { inputs.push_back(one.unsafeGetTensorImpl()); });
-    }
+    calls += counts && told == Told::CALL;
+    note_read(call, read_);
+    for_each_tensor(read_, [&](const at::Tensor& one) { inputs.push_back(input_of(one)); });
+    read_.clear();
   }
 
-  void ends(const at::RecordFunction& call, bool is_cast) override {
-    const auto name = call.operator_name();
+  void ends(const at::RecordFunction& call, Told told) override {
+    const at::Tensor copied = std::exchange(copied_, {});
+    std::vector<c10::IValue> given;
+    if (told == Told::CALL) given.swap(given_);
+    if (!notes && told != Told::COPY && given.empty()) return;
     uint32_t place = 0;
     for_each_tensor(call.outputs(), [&](const at::Tensor& output) {
-      add(name, output, place++, is_cast ? cast_inputs_ : inputs_);
+      if (!is_large(output)) return void(++place);
+      if (told == Told::COPY) {
+        if (lies_in(output, copied)) return;
+        hidden.push_back({call.name(), {copied}, output});
+      }
+      if (!given.empty()) hidden.push_back({call.name(), given, output});
+      if (notes) add(call.operator_name(), output, place++, told);
     });
   }
 
  private:
-  void add(const std::optional<c10::OperatorName>& name, const at::Tensor& output, uint32_t place,
-           const std::vector<const at::TensorImpl*>& inputs) {
+  Input input_of(const at::Tensor& tensor) const {
+    auto* impl = tensor.unsafeGetTensorImpl();
+    if (!is_ordinary(impl)) return {impl};
+    return {impl, storage_of(impl), static_cast<int64_t>(storage_of(impl)->nbytes()) < least};
+  }
+
+  bool is_large(const at::Tensor& output) const {
     auto* impl = output.unsafeGetTensorImpl();
-    if (!name || !is_ordinary(impl) || !output.requires_grad()) return;
-    if (static_cast<int64_t>(storage_of(impl)->nbytes()) < least) return;
+    if (!is_ordinary(impl) || !is_in_graph(output)) return false;
+    return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
+  }
+
+  void add(const std::optional<c10::OperatorName>& name, const at::Tensor& output, uint32_t place,
+           Told told) {
+    if (!name) return;
+    auto* impl = output.unsafeGetTensorImpl();
     Entry entry;
     entry.name = name->name;
     entry.overload = name->overload_name;
+    entry.is_cast = told == Told::CAST;
     entry.place = place;
     entry.output = impl;
     entry.storage = storage_of(impl);
-    entry.inputs = inputs;
+    entry.inputs = inputs_[static_cast<int>(told)];
+    entry.ordinal = calls;
+    if (told == Told::COPY) entry.inside = name_;
     entries.push_back(std::move(entry));
   }
 
-  std::vector<const at::TensorImpl*> inputs_;
-  std::vector<const at::TensorImpl*> cast_inputs_;
+  std::vector<c10::IValue> read_;
+  std::vector<Input> inputs_[3];  // of the calls that began last, by what they are
+  at::Tensor copied_;             // the last one's input, if that is a copy
+  std::vector<c10::IValue> given_;  // the last one's, if it is part of what a subclass does
+  const char* name_ = "";         // of the call that is no part of another
 };
 
 struct LogObject {
@@ -75,10 +136,13 @@ Log& log_of(PyObject* self) { return reinterpret_cast<LogObject*>(self)->log; }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   long long least = 0;
-  if (!PyArg_ParseTuple(arguments, "L", &least)) return nullptr;
+  int notes = 0;
+  if (!PyArg_ParseTuple(arguments, "Lp", &least, &notes)) return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
-  (new (&log_of(self)) Log())->least = least;
+  auto& log = *new (&log_of(self)) Log();
+  log.least = least;
+  log.notes = notes;
   return self;
 }
 
@@ -115,6 +179,16 @@ PyObject* end(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* enter(PyObject* self, PyObject*) {
+  log_of(self).untold.emplace();
+  Py_RETURN_NONE;
+}
+
+PyObject* exit(PyObject* self, PyObject*) {
+  log_of(self).untold.reset();
+  Py_RETURN_NONE;
+}
+
 PyObject* saved(PyObject* self, PyObject* argument) {
   HANDLE_TH_ERRORS
   Entry entry;
@@ -143,7 +217,7 @@ PyObject* launched(PyObject* self, PyObject* tuple) {
     entry.storage = storage_of(entry.output);
     for (Py_ssize_t input = 0; input < PyList_GET_SIZE(tensors); ++input) {
       const auto& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, input));
-      entry.inputs.push_back(tensor.unsafeGetTensorImpl());
+      entry.inputs.push_back({tensor.unsafeGetTensorImpl()});
     }
     const auto nbytes = static_cast<int64_t>(entry.storage->nbytes());
     if (nbytes >= log.least) log.entries.push_back(std::move(entry));
@@ -152,21 +226,33 @@ PyObject* launched(PyObject* self, PyObject* tuple) {
   END_HANDLE_TH_ERRORS
 }
 
+// Which of the arguments a call's input is, or lies in the memory of; -1 if none.
+int argument_of(const Input& input, PyObject* given) {
+  int argument = -1;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(given); ++at) {
+    const auto* impl = THPVariable_Unpack(PyList_GET_ITEM(given, at)).unsafeGetTensorImpl();
+    if (impl == input.tensor) return static_cast<int>(at);
+    const bool has_storage = input.storage != nullptr && impl->has_storage();
+    if (has_storage && storage_of(impl) == input.storage) argument = static_cast<int>(at);
+  }
+  return argument;
+}
+
 // Notes that an entry is the event at a position, made of some of the arguments that are given.
 void assign(Entry& entry, PyObject* given, int position) {
-  for (const auto* input : entry.inputs) {
-    int argument = -1;
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(given); ++at) {
-      if (THPVariable_Unpack(PyList_GET_ITEM(given, at)).unsafeGetTensorImpl() == input) {
-        argument = static_cast<int>(at);
-      }
-    }
-    entry.arguments.push_back(argument);
-  }
+  for (const auto& input : entry.inputs) entry.arguments.push_back(argument_of(input, given));
   entry.position = position;
 }
 
-// made(output, arguments, position): tells whether the present function was a single call.
+// Whether a call was given nothing large but the function's arguments and views of them.
+bool is_bound(const Entry& entry, PyObject* given) {
+  return std::all_of(entry.inputs.begin(), entry.inputs.end(), [&](const Input& input) {
+    return input.is_small || argument_of(input, given) >= 0;
+  });
+}
+
+// made(output, arguments, position): tells whether a single call has made all of what the present
+// function has, which may have looked at views and written down indices before.
 PyObject* made(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *made, *given;
@@ -174,14 +260,35 @@ PyObject* made(PyObject* self, PyObject* arguments) {
   expect(PyArg_ParseTuple(arguments, "OO!i", &made, &PyList_Type, &given, &position));
   const auto* output = THPVariable_Unpack(made).unsafeGetTensorImpl();
   auto& log = log_of(self);
-  if (log.calls != 1) Py_RETURN_FALSE;
-  for (size_t at = log.begun; at < log.entries.size(); ++at) {
+  for (size_t at = log.entries.size(); at-- > log.begun;) {  // what a call has returned of its own last
     auto& entry = log.entries[at];
-    if (entry.output != output || !entry.is_call() || entry.position >= 0) continue;
+    if (entry.output != output || !entry.is_call() || entry.is_cast || entry.position >= 0) continue;
+    if (log.calls != 1 && (entry.ordinal != log.calls || !is_bound(entry, given))) continue;
     assign(entry, given, position);
     Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
+  END_HANDLE_TH_ERRORS
+}
+
+// kept(arguments, position): notes that the present function's call has kept that event; tells
+// whether it was a single call, of which a result is known.
+PyObject* kept(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject* given;
+  int position = 0;
+  expect(PyArg_ParseTuple(arguments, "O!i", &PyList_Type, &given, &position));
+  auto& log = log_of(self);
+  if (log.calls != 1 || log.entries.size() == log.begun) Py_RETURN_FALSE;
+  if (!log.entries.back().is_call() || !log.entries.back().inside.empty()) Py_RETURN_FALSE;
+  Entry entry;
+  entry.name = log.entries.back().name;
+  entry.overload = log.entries.back().overload;
+  entry.place = KEPT;
+  entry.inputs = log.entries.back().inputs;
+  assign(entry, given, position);
+  log.entries.push_back(std::move(entry));
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -202,7 +309,40 @@ PyObject* cast(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// Tuples of position, name, overload, kernel or None, place and arguments.
+// An argument as Python has it; null where it is none of a tensor, a number or nothing. Types of elements
+// are numbers.
+Ref argument(const c10::IValue& value) {
+  if (value.isTensor() && value.toTensor().defined()) return expected(THPVariable_Wrap(value.toTensor()));
+  if (value.isNone() || value.isTensor()) return Ref::borrowed(Py_None);
+  if (value.isBool()) return Ref::borrowed(value.toBool() ? Py_True : Py_False);
+  if (value.isInt()) return expected(PyLong_FromLongLong(value.toInt()));
+  if (value.isDouble()) return expected(PyFloat_FromDouble(value.toDouble()));
+  return Ref();
+}
+
+// Returns the hidden calls since that was asked last, as tuples of name, arguments and what was made.
+// Calls that were given lists are left out.
+PyObject* take_hidden(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const std::vector<Hidden> hidden = std::exchange(log_of(self).hidden, {});
+  Ref found = expected(PyList_New(0));
+  for (const auto& one : hidden) {
+    Ref arguments = expected(PyList_New(0));
+    const bool is_known = std::all_of(one.inputs.begin(), one.inputs.end(), [&](const c10::IValue& value) {
+      Ref made = argument(value);
+      return made && PyList_Append(arguments.get(), made.get()) == 0;
+    });
+    expect(!PyErr_Occurred());
+    if (!is_known) continue;
+    Ref made = expected(THPVariable_Wrap(one.made));
+    Ref call = expected(Py_BuildValue("sOO", one.name.c_str(), arguments.get(), made.get()));
+    expect(PyList_Append(found.get(), call.get()) == 0);
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// Tuples of position, name, overload, kernel or None, place, arguments and what it is part of.
 PyObject* entries(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   Ref found = expected(PyList_New(0));
@@ -212,8 +352,9 @@ PyObject* entries(PyObject* self, PyObject*) {
       PyTuple_SET_ITEM(arguments.get(), at, expected(PyLong_FromLong(entry.arguments[at])).release());
     }
     PyObject* kernel = entry.kernel ? entry.kernel.get() : Py_None;
-    Ref one = expected(Py_BuildValue("issOIO", entry.position, entry.name.c_str(),
-                                     entry.overload.c_str(), kernel, entry.place, arguments.get()));
+    Ref one = expected(Py_BuildValue("issOIOs", entry.position, entry.name.c_str(),
+                                     entry.overload.c_str(), kernel, entry.place, arguments.get(),
+                                     entry.inside.c_str()));
     expect(PyList_Append(found.get(), one.get()) == 0);
   }
   return found.release();
@@ -225,10 +366,15 @@ PyMethodDef METHODS[] = {
     {"unwatch", unwatch, METH_NOARGS, "Note nothing any more."},
     {"begin", begin, METH_NOARGS, "Note that a function of Python's begins."},
     {"end", end, METH_NOARGS, "Note that it has ended."},
+    {"__enter__", enter, METH_NOARGS, "Look away: what is called inside is no part of the step."},
+    {"__exit__", exit, METH_VARARGS, "Look again."},
     {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
     {"saved", saved, METH_O, "Note that the event at a position has been saved."},
     {"made", made, METH_VARARGS, "Note which event the present function has made."},
+    {"kept", kept, METH_VARARGS, "Note which event the present function keeps."},
     {"cast", cast, METH_VARARGS, "Note which event a cast is that autocast has made."},
+    {"take_hidden", take_hidden, METH_NOARGS,
+     "Return the calls that no function of Python's is heard of, since that was asked last."},
     {"entries", entries, METH_NOARGS, "Return what was noted, in order."},
     {nullptr, nullptr, 0, nullptr},
 };

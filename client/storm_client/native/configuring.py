@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 
 from storm_client.eager.operations import tunes
-from storm_client.eager.recompute import lost
 from storm_client.eager.settings import GETTERS, omp_threads_address, overridden_kernels
+from storm_client.eager.sources import lost
 from storm_client.saved.versions import changed_in_place
 
 __all__ = ["configured"]

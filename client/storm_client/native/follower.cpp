@@ -18,17 +18,17 @@ PyObject* is_capturing = nullptr;  // of torch._C; None where there is no CUDA
 
 // Calls of the step's Python, by what they are for.
 enum Hook {
-  PACK,           // a tensor, and the position to look at it at: its handle
-  PACK_EXPECTED,  // a tensor that the event at a position expects: its handle
-  PACK_TRIED,     // the same of one that is recomputed besides, by what is given, and compared
-  UNPACK,         // what those return: the tensor
-  LEAVE,          // a list of what was kept for now: nothing; it has left, or stays
-  LEAVE_COPIED,   // a storage, its dtype, and what lies in it: what LOAD is given, or None
-  LOAD,           // what LEAVE has given one of those, or LEAVE_COPIED returned: the storage
-  PACK_INPUT,     // a tensor that others are made from, and its number: what BRING is given
-  BRING,          // that: the tensor
-  MADE,           // a value's number, and the tensor that has just been made
-  ASKED,          // called once, when the backward pass asks for something
+  PACK,            // a tensor, and the position to look at it at: its handle
+  PACK_EXPECTED,   // a tensor that the event at a position expects: its handle
+  PACK_TRIED,      // the same of one that is recomputed besides, by what is given, and compared
+  UNPACK,          // what those return: the tensor
+  LEAVE,           // a list of what was kept for now: nothing; it has left, or stays
+  LEAVE_UNSHARED,  // storages, dtypes, and what lies in them: a list of what LOAD is given, or None
+  LOAD,            // what LEAVE has given one of those, or LEAVE_UNSHARED returned: the storage
+  PACK_INPUT,      // a tensor that others are made from, and its number: what BRING is given
+  BRING,           // that: the tensor
+  MADE,            // a value's number, and the tensor that has just been made
+  ASKED,           // called once, when the backward pass asks for something
   HOOKS,
 };
 
@@ -59,16 +59,22 @@ struct Follower : public Watcher {
   uint32_t small_row = 0;
   uint32_t parameter_row = 0;
 
-  Pending call;
-  Pending cast;
+  Pending pending[3];  // the calls that began last, by what they are
+  const c10::StorageImpl* copied = nullptr;  // in which lies what is copied, if that is a storage
+  at::Tensor byproduct;  // of the call, once that is saved
   std::vector<Unpacked> unpacked;
   Leaving leaving;
   std::recursive_mutex lock;  // protects `values`, and all results of the step
   Values values;
 
   const Event& next() const { return script->events[at]; }
-  void begins(const at::RecordFunction& call, bool is_cast) override;
-  void ends(const at::RecordFunction& call, bool is_cast) override;
+  Pending& pending_of(Told told) { return pending[static_cast<int>(told)]; }
+  bool wants_copies(const char* name) const override {
+    return !script->copying.empty() && script->copying.count(name) > 0;
+  }
+  void begins(const at::RecordFunction& call, Told told) override;
+  void ends(const at::RecordFunction& call, Told told) override;
+  bool advance_byproduct(const Called& called, const Begun& begun);
   bool advance(const Called& called, uint32_t place, const at::Tensor& output, const Begun& begun);
   // Whether an output is among those that scripts tell of.
   bool is_large(const at::TensorImpl* impl) const {
@@ -146,6 +152,7 @@ Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second 
     PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
     throw python_error();
   }
+  Unwatched untold;  // what Python does then is no part of the step
   PyObject* arguments[] = {first, second, third};
   const size_t count = (first != nullptr) + (second != nullptr) + (third != nullptr);
   return expected(PyObject_Vectorcall(hook.get(), arguments, count, nullptr));
@@ -154,30 +161,38 @@ Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second 
 // --- calls ------------------------------------------------------------------------------------
 
 // Notes what decides what a call makes.
-void note_begin(const Call& call, c10::ArrayRef<const c10::IValue> inputs, Begun& begun) {
-  begun.inputs.assign(inputs.begin(), inputs.end());
+void note_begin(const Call& call, const at::RecordFunction& called, Begun& begun) {
+  note_read(called, begun.inputs);
   if (!draws_numbers(call, begun.inputs)) return;
   const at::Tensor first = output_at(begun.inputs, 0);
   if (first.defined()) begun.draw = Draw::begin(first);
 }
 
-void Follower::begins(const at::RecordFunction& begun, bool is_cast) {
-  auto& pending = is_cast ? cast : call;
+void Follower::begins(const at::RecordFunction& begun, Told told) {
+  auto& pending = pending_of(told);
   pending.begun.clear();
+  if (told == Told::COPY) {
+    const auto* impl = begun.inputs().front().toTensor().unsafeGetTensorImpl();
+    copied = impl->has_storage() ? storage_of(impl) : nullptr;
+  }
   pending.is_looked_at = walks && !parted && script->names.count(begun.name()) > 0;
   if (!pending.is_looked_at) return;
   for (size_t expected = script->next_call[at]; expected < script->calls.size(); ++expected) {
     const auto& one = script->calls[expected];
     if (one.name == begun.name() && one.overload == begun.overload_name()) {
-      if (one.does == Does::RECOMPUTE) note_begin(one, begun.inputs(), pending.begun);
+      const bool keeps = expected + 1 < script->calls.size() &&
+                         script->calls[expected + 1].place == KEPT;
+      const auto& last = keeps ? script->calls[expected + 1] : one;
+      const bool is_bound = one.does == Does::RECOMPUTE || last.does == Does::RECOMPUTE;
+      if (is_bound) note_begin(one.does == Does::RECOMPUTE ? one : last, begun, pending.begun);
       return;
     }
-    if (!one.is_cast) return;  // casts of its arguments end before it does
+    if (!one.is_cast && !one.is_copy) return;  // those of its arguments end before it does
   }
 }
 
-void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
-  auto& pending = is_cast ? cast : call;
+void Follower::ends(const at::RecordFunction& ended, Told told) {
+  auto& pending = pending_of(told);
   if (!pending.is_looked_at || parted) return pending.begun.clear();
   pending.is_looked_at = false;
   if (pending.begun.draw != nullptr) pending.begun.draw->end();
@@ -186,15 +201,32 @@ void Follower::ends(const at::RecordFunction& ended, bool is_cast) {
   Locked locked(lock);
   for_each_tensor(ended.outputs(), [&](const at::Tensor& output) {
     auto* impl = output.unsafeGetTensorImpl();
-    const bool is_told = is_ordinary(impl) && output.requires_grad() && is_large(impl);
+    const bool is_view = told == Told::COPY && is_ordinary(impl) && storage_of(impl) == copied;
+    const bool is_told = is_ordinary(impl) && !is_view && is_in_graph(output) && is_large(impl);
     if (is_told && !parted) parted = !advance(called, place, output, pending.begun);
-    if (is_told && is_cast && place == 0 && !cast.begun.inputs.empty() &&
-        !call.begun.inputs.empty()) {
-      call.begun.casts.push_back({cast.begun.inputs.front().toTensor(), output});
+    Begun& call = pending_of(Told::CALL).begun;
+    const bool is_cast = told == Told::CAST && place == 0 && casts_argument();
+    if (is_told && is_cast && !pending.begun.inputs.empty() && !call.inputs.empty()) {
+      call.casts.push_back({pending.begun.inputs.front().toTensor(), output});
     }
     ++place;
   });
+  if (told == Told::CALL && !parted) parted = !advance_byproduct(called, pending.begun);
+  if (told == Told::CALL) byproduct.reset();
   pending.begun.clear();
+}
+
+// Goes past what a call keeps if the script expects that; tells whether it can be recomputed.
+bool Follower::advance_byproduct(const Called& called, const Begun& begun) {
+  const Event& event = next();
+  if (event.what != What::CALL) return true;
+  const Call& expected = script->calls[event.call];
+  if (expected.place != KEPT || !(expected.called() == called)) return true;
+  ++at;
+  if (!byproduct.defined()) return true;  // it was handed over
+  Seen* seen = values.look_up(event, byproduct);
+  return seen != nullptr && bind_byproduct(*script, expected, begun, byproduct, *seen, values, *owned,
+                                           least, unpacked);
 }
 
 // Tells whether an output of a call is what the script expects, and does what becomes of it.
@@ -214,7 +246,7 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
       return false;
     }
   }
-  if (expected.leaves && !leaving.is_small(nbytes)) {
+  if (expected.leaves && Leaving::is_large(nbytes)) {
     unpacked.push_back({output, event.number, nullptr});
   }
   ++at;
@@ -273,13 +305,10 @@ bool captures(c10::Device device) {
 void send_kept(Follower& follower, bool all = true) {
   auto& leaving = follower.leaving;
   if (leaving.is_empty()) return;
-  Due due = leaving.due(all, !captures(leaving.device()));
-  for (Group& group : due.bundles) {
-    const auto send = [&](PyObject* storage, PyObject* dtype, PyObject* members) {
-      return ask(follower, LEAVE_COPIED, storage, dtype, members);
-    };
-    if (leave_copied(group, send)) continue;
-    for (Ref& one : group) due.others.push_back(std::move(one));
+  Due due = leaving.due(all, captures(leaving.device()));
+  if (!due.unshared.empty()) {
+    leave_unshared(std::move(due.unshared), due.others,
+                   [&](PyObject* units) { return ask(follower, LEAVE_UNSHARED, units); });
   }
   if (due.others.empty()) return;
   Ref list = expected(PyList_New(0));
@@ -378,6 +407,7 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
     Seen* seen = follower.values.look_up(event, tensor);
     if (seen != nullptr && event.what == What::RECOMPUTE) {
       tried = give_up(follower, tensor, *seen);
+      if (event.is_byproduct) follower.byproduct = tensor;
     }
     if (seen == nullptr) follower.parted = true;
   }
@@ -415,7 +445,8 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
   const auto stored = static_cast<int64_t>(storage->nbytes());
   const bool is_save = event.what != What::CALL && event.what != What::END;
   const bool fits = is_save && stored >= follower.least && !follower.parted;
-  if (fits && is_result(tensor) && !follower.owned->has(storage)) {
+  const bool is_kept = event.is_byproduct && event.what == What::RECOMPUTE;
+  if (fits && (is_kept || is_result(tensor)) && !follower.owned->has(storage)) {
     return pack_result(follower, object, tensor);
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type() ||
@@ -612,7 +643,7 @@ PyMethodDef METHODS[] = {
     {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
     {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
     {"overwritten", overwritten, METH_O, "Note that a launch has written to a tensor's memory."},
-    {"go_on", go_on, METH_O, "Go on from a position among all events of the kind."},
+    {"go_on", go_on, METH_O, "Go on from a position among all events of the signature."},
     {"together", together, METH_VARARGS,
      "Have results on the device of an example leave together, up to so many bytes, in place or not."},
     {"leave", leave, METH_NOARGS, "Have Python look at all that is saved from now on."},

@@ -23,40 +23,37 @@ bool is_foreign(const c10::StorageImpl& storage) {
          storage.data_ptr().get_deleter() != deleter;
 }
 
-// Where saved tensors lie in copies of the storages that they have in common.
-struct Placed {
+// What leaves as one range.
+struct Unit {
+  Group group;
+  c10::Device device;
+  Ref dtype;
+  Ref members = expected(PyList_New(0));
   std::vector<c10::Storage> storages;
-  std::vector<size_t> places;  // by tensor
+  std::vector<size_t> places;  // by tensor, in the copies of the storages
+  std::shared_ptr<Bundle> bundle;
 };
 
-Placed placed(const Group& group) {
-  Placed found;
-  for (const auto& one : group) {
-    const c10::Storage& storage = token_of(one.get()).storage();
-    const auto begin = found.storages.begin(), end = found.storages.end();
+Unit described(Group group) {
+  const at::Tensor& first = token_of(group.front().get());
+  auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(first.scalar_type()));
+  Unit unit{std::move(group), first.device(), Ref::borrowed(dtype)};
+  for (const Ref& one : unit.group) {
+    const at::Tensor& token = token_of(one.get());
+    const c10::Storage& storage = token.storage();
+    const auto begin = unit.storages.begin(), end = unit.storages.end();
     const auto same = std::find_if(begin, end, [&](const c10::Storage& other) {
       return other.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
     });
-    found.places.push_back(same - begin);
-    if (same == end) found.storages.push_back(storage);
-  }
-  return found;
-}
-
-// For each tensor its event, its bytes, and those of its storage, 0 if an earlier one lies there.
-Ref described(const Group& group, const Placed& placed) {
-  Ref members = expected(PyList_New(0));
-  size_t next = 0;
-  for (size_t at = 0; at < group.size(); ++at) {
-    const auto* impl = token_of(group[at].get()).unsafeGetTensorImpl();
-    const bool is_first = placed.places[at] == next;
-    if (is_first) ++next;
+    unit.places.push_back(same - begin);
+    const size_t own = same == end ? storage.nbytes() : 0;
+    if (same == end) unit.storages.push_back(storage);
     Ref member = expected(Py_BuildValue(
-        "iLL", position_of(group[at].get()), static_cast<long long>(nbytes_of(impl)),
-        static_cast<long long>(is_first ? storage_of(impl)->nbytes() : 0)));
-    expect(PyList_Append(members.get(), member.get()) == 0);
+        "iLL", position_of(one.get()), static_cast<long long>(nbytes_of(token.unsafeGetTensorImpl())),
+        static_cast<long long>(own)));
+    expect(PyList_Append(unit.members.get(), member.get()) == 0);
   }
-  return members;
+  return unit;
 }
 
 }  // namespace
@@ -65,13 +62,13 @@ void Leaving::begin(c10::Device device, int64_t least, int64_t most, bool in_pla
   device_ = device;
   least_ = least;
   most_ = most;
-  most_copied_ = in_place ? most : most / static_cast<int64_t>(MOST);
+  most_copied_ = in_place ? std::min(most, MOST_COPIED) : most / static_cast<int64_t>(MOST);
 }
 
 bool Leaving::can_wait(const at::Tensor& tensor) const {
   const auto device = tensor.device();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (device_ != device || nbytes < least_ || !is_small(nbytes)) return false;
+  if (device_ != device || nbytes < least_ || nbytes > most_ || is_large(nbytes)) return false;
   // What is kept has to be an alias, and its base a result, whose changes are counted.
   if (!tensor.grad_fn() || !is_result(tensor) || c10::isQIntType(tensor.scalar_type())) {
     return false;
@@ -100,9 +97,9 @@ std::vector<Leaving::Waiting> Leaving::take() {
 
 // Whether nothing but those that wait holds a storage, so that nobody can write to it or find it:
 // `is_unshared` of snapshots.py.
-bool Leaving::may_be_copied(const Waiting& one, const std::vector<Waiting>& all) const {
+bool Leaving::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {
   const at::Tensor& token = token_of(one.kept.get());
-  if (!token.defined() || one.nbytes > most_copied_) return false;
+  if (!token.defined()) return false;
   const c10::Storage& storage = token.storage();
   const auto& impl = *storage.unsafeGetStorageImpl();
   if (static_cast<int64_t>(impl.nbytes()) != one.nbytes || is_foreign(impl)) return false;
@@ -117,54 +114,74 @@ bool Leaving::may_be_copied(const Waiting& one, const std::vector<Waiting>& all)
   return storage.use_count() == ours;
 }
 
-Due Leaving::due(bool all, bool copies) {
+Due Leaving::due(bool all, bool capture) {
   auto waiting = take();
   std::erase_if(waiting, [](const Waiting& one) { return Py_REFCNT(one.kept.get()) == 1; });
+  std::vector<bool> unshared;
+  for (const auto& one : waiting) unshared.push_back(!capture && is_unshared(one, waiting));
   Due due;
-  std::vector<bool> alone;
-  for (const auto& one : waiting) alone.push_back(copies && may_be_copied(one, waiting));
-  std::map<c10::ScalarType, std::vector<Waiting>> groups;
-  std::vector<Waiting> left;
+  // What is too large to be copied goes with what lies in the same storage.
+  std::map<std::pair<c10::ScalarType, const c10::StorageImpl*>, std::vector<Waiting>> groups;
+  const auto wait = [&](Waiting&& one) {
+    if (all || one.is_late) {
+      due.others.push_back(std::move(one.kept));
+      return;
+    }
+    nbytes_ += one.nbytes;
+    waiting_.push_back({std::move(one.kept), one.nbytes, /*is_late=*/true});
+  };
   for (size_t at = 0; at < waiting.size(); ++at) {
-    auto& of = alone[at] ? groups[token_of(waiting[at].kept.get()).scalar_type()] : left;
-    of.push_back(std::move(waiting[at]));
-  }
-  for (auto& [_, group] : groups) {
-    if (group.size() == 1) {
-      left.push_back(std::move(group.front()));
+    Waiting& one = waiting[at];
+    if (!unshared[at]) {
+      wait(std::move(one));
       continue;
     }
-    auto& bundle = due.bundles.emplace_back();
-    for (auto& one : group) bundle.push_back(std::move(one.kept));
+    const at::Tensor& token = token_of(one.kept.get());
+    const auto* apart =
+        one.nbytes > most_copied_ ? storage_of(token.unsafeGetTensorImpl()) : nullptr;
+    groups[{token.scalar_type(), apart}].push_back(std::move(one));
   }
-  for (auto& one : left) {
-    if (all || one.is_late || one.nbytes > most_copied_) {
-      due.others.push_back(std::move(one.kept));
-    } else {
-      nbytes_ += one.nbytes;
-      waiting_.push_back({std::move(one.kept), one.nbytes, /*is_late=*/true});
+  for (auto& [key, group] : groups) {
+    const bool is_late = all || group.front().is_late || group.front().nbytes > most_copied_;
+    if (group.size() == 1 && !is_late) {
+      wait(std::move(group.front()));
+      continue;
     }
+    auto& members = due.unshared.emplace_back();
+    for (auto& one : group) members.push_back(std::move(one.kept));
   }
   return due;
 }
 
-bool leave_copied(const Group& group, SendCopies send) {
-  const at::Tensor& first = token_of(group.front().get());
-  Ref dtype = Ref::borrowed(reinterpret_cast<PyObject*>(torch::getTHPDtype(first.scalar_type())));
-  const Placed where = placed(group);
-  Ref members = described(group, where);
-  std::shared_ptr<Bundle> bundle;
-  try {
-    bundle = std::make_shared<Bundle>(where.storages, first.device());
-  } catch (const c10::OutOfMemoryError&) {
-    return false;
+void leave_unshared(std::vector<Group> groups, Group& others, Send send) {
+  std::vector<Unit> units;
+  for (Group& group : groups) units.push_back(described(std::move(group)));
+  Ref list = expected(PyList_New(0));
+  for (Unit& unit : units) {
+    try {
+      unit.bundle = std::make_shared<Bundle>(unit.storages, unit.device);
+    } catch (const c10::OutOfMemoryError&) {
+      for (Ref& one : unit.group) others.push_back(std::move(one));
+      continue;
+    }
+    unit.storages.clear();
+    Ref storage = expected(THPStorage_Wrap(unit.bundle->storage()));
+    Ref item = expected(PyTuple_Pack(3, storage.get(), unit.dtype.get(), unit.members.get()));
+    expect(PyList_Append(list.get(), item.get()) == 0);
   }
-  Ref storage = expected(THPStorage_Wrap(bundle->storage()));
-  Ref use = send(storage.get(), dtype.get(), members.get());
-  if (use.get() == Py_None) return true;
-  bundle->leave(use.get());
-  for (size_t at = 0; at < group.size(); ++at) leave_in(group[at].get(), bundle, where.places[at]);
-  return true;
+  std::erase_if(units, [](const Unit& unit) { return unit.bundle == nullptr; });
+  if (units.empty()) return;
+  Ref uses = send(list.get());
+  if (uses.get() == Py_None) return;
+  for (size_t at = 0; at < units.size(); ++at) {
+    Unit& unit = units[at];
+    PyObject* use = PyList_GetItem(uses.get(), static_cast<Py_ssize_t>(at));
+    expect(use != nullptr);
+    unit.bundle->leave(use);
+    for (size_t one = 0; one < unit.group.size(); ++one) {
+      leave_in(unit.group[one].get(), unit.bundle, unit.places[one]);
+    }
+  }
 }
 
 }  // namespace storm

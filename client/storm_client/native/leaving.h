@@ -12,7 +12,7 @@ using Group = std::vector<Ref>;
 
 // What is to leave now.
 struct Due {
-  std::vector<Group> bundles;  // those of each may be copied into one storage
+  std::vector<Group> unshared;  // nobody else holds them; those of each are copied into one storage
   Group others;
 };
 
@@ -22,8 +22,8 @@ class Leaving {
   // sent `in_place`, or by the thread's own copies.
   void begin(c10::Device device, int64_t least, int64_t most, bool in_place);
 
-  // Whether a storage of so many bytes is sent with others, rather than as soon as it may be.
-  bool is_small(int64_t nbytes) const { return nbytes <= std::min(most_, MOST_EACH); }
+  // Whether a storage of so many bytes is best sent as it was made; see LARGE_BYTES of recording.py.
+  static bool is_large(int64_t nbytes) { return nbytes >= LARGE; }
 
   // Whether a tensor may wait: Python then finds all as it would have found it now.
   bool can_wait(const at::Tensor& tensor) const;
@@ -36,10 +36,10 @@ class Leaving {
 
   void add(PyObject* kept, int64_t nbytes);
 
-  // Returns what is to leave, and keeps it no longer. What may be copied, but somebody else holds it
-  // or there is no other of its type, waits once for the next time, unless `all` is to leave. Where no
-  // `copies` can be made now there are no bundles.
-  Due due(bool all, bool copies);
+  // Returns what is to leave, and keeps it no longer. What somebody else holds, or could be copied with
+  // others of its type, and there is none, waits once for the next time, unless `all` is to leave. Where
+  // there is a `capture` nothing counts as unshared: no copies can be made.
+  Due due(bool all, bool capture);
 
   // That of what waits, if something does.
   c10::Device device() const { return *device_; }
@@ -49,8 +49,9 @@ class Leaving {
 
  private:
   static constexpr size_t MOST = 16;
-  // More bytes take the link longer than what is done for one tensor takes the thread.
-  static constexpr int64_t MOST_EACH = 4 << 20;
+  static constexpr int64_t LARGE = 16 << 20;
+  // Of each that is copied: more bytes take longer than what is done for one tensor takes the thread.
+  static constexpr int64_t MOST_COPIED = 4 << 20;
 
   struct Waiting {
     Ref kept;
@@ -59,22 +60,24 @@ class Leaving {
   };
 
   std::vector<Waiting> take();
-  bool may_be_copied(const Waiting& one, const std::vector<Waiting>& all) const;
+  static bool is_unshared(const Waiting& one, const std::vector<Waiting>& all);
 
   std::vector<Waiting> waiting_;
   int64_t nbytes_ = 0;
   int64_t least_ = 0;
   int64_t most_ = 0;
-  int64_t most_copied_ = 0;  // of each: what more bytes take a thread is more than what Python does
+  int64_t most_copied_ = 0;  // of each
   std::optional<c10::Device> device_;
 };
 
-// Given a storage, its dtype, and of each tensor in it its event, its bytes, and those of its storage, 0
-// if an earlier one lies there; returns what is the way back to the bytes, or None if they stay.
-using SendCopies = c10::function_ref<Ref(PyObject*, PyObject*, PyObject*)>;
+// Given a list of storages, each with its dtype and a list of the tensors in it: of each its event, its
+// bytes, and those of its storage, 0 if an earlier one lies there. Returns what is the way back to the
+// bytes of each, or None if all stay.
+using Send = c10::function_ref<Ref(PyObject*)>;
 
-// Sends what was kept for now as copies in one storage. Tells whether there was memory for that; what
-// has not left is kept.
-bool leave_copied(const Group& group, SendCopies send);
+// Sends what nobody else holds: what is alone in its group from where it lies, other groups as copies in
+// one storage each. What has not left is kept; where there is no memory for copies, it is added to
+// `others`.
+void leave_unshared(std::vector<Group> groups, Group& others, Send send);
 
 }  // namespace storm

@@ -1,4 +1,4 @@
-// Giving up the interpreter's lock while something is waited for.
+// Giving up the interpreter's lock while something is waited for; taking it where Python is called.
 #pragma once
 
 #include "common.h"
@@ -17,6 +17,18 @@ class WithoutInterpreter {
 
  private:
   PyThreadState* state_;
+};
+
+// Holds it for as long as this lives, whether or not the thread has it already.
+class WithInterpreter {
+ public:
+  WithInterpreter() : state_(PyGILState_Ensure()) {}
+  ~WithInterpreter() { PyGILState_Release(state_); }
+  WithInterpreter(const WithInterpreter&) = delete;
+  WithInterpreter& operator=(const WithInterpreter&) = delete;
+
+ private:
+  PyGILState_STATE state_;
 };
 
 // Holds a lock. Nobody waits for that with the interpreter's lock held, which whoever has it may

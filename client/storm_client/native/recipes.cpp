@@ -2,15 +2,19 @@
 
 #include "kept.h"
 #include "locked.h"
+#include "script.h"
 #include "tensors.h"
 #include "watching.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include <chrono>
+#include <cstring>
 
 namespace storm {
 namespace recipes {
@@ -77,6 +81,55 @@ class WithoutHooks {
   std::optional<at::impl::SavedTensorDefaultHooksTLS> before_;
 };
 
+thread_local std::vector<at::Tensor>* caught = nullptr;
+
+PyObject* catch_saved(PyObject*, PyObject* tensor) {
+  if (caught != nullptr) caught->push_back(THPVariable_Unpack(tensor));
+  Py_RETURN_NONE;
+}
+
+PyMethodDef CATCH = {"catch", catch_saved, METH_O, "Note a tensor that autograd saves."};
+
+// While one lives, what autograd is to save in this thread is only noted. The interpreter's lock is
+// held where one is made.
+class Catching {
+ public:
+  Catching() : before_(at::SavedTensorDefaultHooks::get_tls_state()) {
+    const auto hook = [] {
+      return c10::SafePyObject(expected(PyCFunction_New(&CATCH, nullptr)).release(),
+                               getPyInterpreter());
+    };
+    at::impl::SavedTensorDefaultHooksTLS state;
+    state.stack.emplace(hook(), hook());
+    at::SavedTensorDefaultHooks::set_tls_state(state);
+    caught = &saved_;
+  }
+  ~Catching() {
+    caught = nullptr;
+    at::SavedTensorDefaultHooks::set_tls_state(before_);
+  }
+  Catching(const Catching&) = delete;
+  Catching& operator=(const Catching&) = delete;
+
+  // The one that lies neither in what was given nor in what was made; undefined if it is not one.
+  at::Tensor kept(const at::Tensor& given, const at::Tensor& made) const {
+    at::Tensor found;
+    int count = 0;
+    for (const at::Tensor& one : saved_) {
+      if (one.storage().is_alias_of(given.storage()) || one.storage().is_alias_of(made.storage())) {
+        continue;
+      }
+      found = one;
+      ++count;
+    }
+    return count == 1 ? found : at::Tensor();
+  }
+
+ private:
+  at::impl::SavedTensorDefaultHooksTLS before_;
+  std::vector<at::Tensor> saved_;
+};
+
 }  // namespace recipes
 
 using namespace recipes;
@@ -118,6 +171,23 @@ at::Tensor View::over(c10::Storage storage) const {
       c10::TensorImpl::VIEW, std::move(storage), keys, dtype);
   impl->set_sizes_and_strides(sizes, strides, offset);
   return at::Tensor(std::move(impl));
+}
+
+at::Tensor copied(const at::Tensor& tensor) {
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  const auto options = at::TensorOptions().dtype(at::kByte).device(tensor.device());
+  Unwatched untold;
+  at::NoGradGuard nothing_recorded;
+  at::Tensor copy = at::empty({nbytes}, options);
+  if (tensor.is_cpu()) {  // in this thread alone, whose count of threads would be another after it
+    std::memcpy(copy.mutable_data_ptr(), tensor.storage().data(), nbytes);
+  } else {
+    auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(tensor.storage()), copy.key_set(),
+                                                     copy.dtype());
+    impl->set_sizes_contiguous({nbytes});
+    copy.copy_(at::Tensor(std::move(impl)));
+  }
+  return View(tensor).over(copy.storage());
 }
 
 at::Tensor Bringing::tensor(PyObject* packed) {
@@ -163,9 +233,8 @@ Packed::Packed(const at::Tensor& tensor, Overwritten is_overwritten)
 
 Packed::~Packed() {
   if (handle_ == nullptr) return;
-  const auto state = PyGILState_Ensure();
+  const WithInterpreter held;
   Py_DECREF(handle_);
-  PyGILState_Release(state);
 }
 
 void Packed::is_packed(PyObject* handle) {
@@ -199,6 +268,26 @@ at::Tensor Made::tensor(Bringing& bring) {
   return result_->viewed_anew(view_, bring);
 }
 
+Blank::Blank(const at::Tensor& tensor, size_t alignment) : view_(tensor), device_(tensor.device()) {
+  const auto size = static_cast<int64_t>(tensor.itemsize());
+  view_.offset %= static_cast<int64_t>(alignment) / size;
+  const auto reach = at::detail::computeStorageNbytes(view_.sizes, view_.strides, size, view_.offset);
+  nbytes_ = static_cast<int64_t>(reach);
+}
+
+at::Tensor Blank::tensor(Bringing&) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
+  return view_.over(at::empty({nbytes_}, options).storage());
+}
+
+Written::Written(std::shared_ptr<Result> result, const at::Tensor& tensor)
+    : result_(std::move(result)), view_(tensor) {
+  result_->overwritten();
+  result_->expect_use();
+}
+
+at::Tensor Written::tensor(Bringing& bring) { return result_->viewed_for_writing(view_, bring); }
+
 // --- recipes ----------------------------------------------------------------------------------
 
 std::optional<Circumstances> Circumstances::present(c10::DeviceType device, bool is_simple) {
@@ -214,10 +303,9 @@ Launch::Launch(PyObject* kernel, PyObject* options)
     : kernel_(Py_NewRef(kernel)), options_(Py_NewRef(options)) {}
 
 Launch::~Launch() {
-  const auto state = PyGILState_Ensure();
+  const WithInterpreter held;
   Py_DECREF(kernel_);
   Py_DECREF(options_);
-  PyGILState_Release(state);
 }
 
 at::Tensor Launch::run(const std::vector<c10::IValue>& tensors, size_t place) const {
@@ -305,7 +393,8 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
     raise_lost("settings");
   }
   std::vector<c10::IValue> stack = filled(bring);
-  at::AutoGradMode recording(circumstances_.records);
+  const bool keeps = place == KEPT;
+  at::AutoGradMode recording(circumstances_.records || keeps);
   WithoutHooks unseen(circumstances_.records);
   Autocasting casting(circumstances_.device, circumstances_.autocast);
   c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
@@ -314,10 +403,21 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
     return (*launch)->run(stack, place);
   }
   const auto& op = std::get<c10::OperatorHandle>(operation_);
+  if (keeps) return kept(op, stack);
   if (!call(op, stack)) raise_lost("drawn");
   at::Tensor made = output_at(stack, place);
   TORCH_CHECK(made.defined(), op.operator_name(), " has no output ", place, " any more");
   return circumstances_.records ? made.detach() : made;
+}
+
+at::Tensor Recipe::kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {
+  const at::Tensor given = stack.front().toTensor().detach().requires_grad_();
+  stack.front() = given;
+  Catching catching;
+  if (!call(op, stack)) raise_lost("drawn");
+  const at::Tensor found = catching.kept(given, output_at(stack, 0));
+  TORCH_CHECK(found.defined(), op.operator_name(), " has kept one tensor, and does not now");
+  return found.detach();
 }
 
 // --- results ----------------------------------------------------------------------------------
@@ -358,6 +458,13 @@ at::Tensor Result::viewed(const View& view, Bringing& bring) {
 
 at::Tensor Result::viewed_anew(const View& view, Bringing& bring) {
   const at::Tensor tensor = made(bring);
+  return view.over(tensor.storage());
+}
+
+at::Tensor Result::viewed_for_writing(const View& view, Bringing& bring) {
+  at::Tensor tensor = made(bring);
+  const bool is_alone = uses_ == 1 && tensor.storage().use_count() == 1;
+  if (!is_alone) tensor = copied(tensor);
   return view.over(tensor.storage());
 }
 

@@ -36,6 +36,10 @@ struct View {
   int64_t offset;  // in elements
 };
 
+// A copy with the same strides in a storage of its own, at the same offset: how a tensor lies in
+// memory may decide in which order an operator adds its elements.
+at::Tensor copied(const at::Tensor& tensor);
+
 class Result;
 
 // Returns inputs that were packed, and counts the seconds that this takes.
@@ -117,7 +121,31 @@ class Made {
   SavedVersion version_;
 };
 
-using Source = std::variant<Alias, Shared, Copied, Made>;
+// Memory in which a tensor would lie as one did, of which nothing else is asked.
+class Blank {
+ public:
+  // Memory of PyTorch's own begins at multiples of `alignment` bytes.
+  Blank(const at::Tensor& tensor, size_t alignment);
+  at::Tensor tensor(Bringing& bring);
+
+ private:
+  View view_;
+  c10::Device device_;
+  int64_t nbytes_;
+};
+
+// What another recipe makes, for an operation that writes to it: the memory is nobody else's.
+class Written {
+ public:
+  Written(std::shared_ptr<Result> result, const at::Tensor& tensor);
+  at::Tensor tensor(Bringing& bring);
+
+ private:
+  std::shared_ptr<Result> result_;
+  View view_;
+};
+
+using Source = std::variant<Alias, Shared, Copied, Made, Blank, Written>;
 
 // What decides how a call's result is computed besides its arguments.
 struct Circumstances {
@@ -154,7 +182,7 @@ class Recipe {
   // one. `draw` is none where the call has drawn no random numbers.
   Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs, std::vector<Source> sources,
          Circumstances circumstances, std::shared_ptr<Draw> draw);
-  // The output at a place, as no part of any graph. The interpreter's lock is given up meanwhile, but
+  // The output at a place, or what the call keeps, as no part of any graph. The interpreter's lock is given up meanwhile, but
   // for a launch.
   at::Tensor run(size_t place, Bringing& bring);
 
@@ -166,6 +194,8 @@ class Recipe {
   };
 
   std::vector<c10::IValue> filled(Bringing& bring);
+  // What a call of an operator keeps.
+  at::Tensor kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
   // Calls an operator; tells whether it has drawn the same random numbers.
   bool call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
 
@@ -193,6 +223,8 @@ class Result {
   // A view of its memory: its own while somebody holds that, else what is made anew.
   at::Tensor viewed(const View& view, Bringing& bring);
   at::Tensor viewed_anew(const View& view, Bringing& bring);
+  // The same for one who writes to it: in memory that nobody else has.
+  at::Tensor viewed_for_writing(const View& view, Bringing& bring);
   // Notes who has been handed the memory, and may change it under that version's counter.
   void given(const c10::VariableVersion& counter);
 

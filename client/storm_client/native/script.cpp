@@ -12,20 +12,25 @@ struct ScriptObject {
 
 Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
-// (name, overload, kernel or None, place, does, dtype or None, is simple, may draw, leaves, numbers of
-// inputs)
-Call call_of(PyObject* tuple) {
-  const char *name, *overload;
+// (name, overload, kernel or None, place, name of what it is part of, does, dtype or None, is simple,
+// may draw, leaves, overwrites, on what it depends if it is a byproduct, numbers of inputs)
+Call call_of(PyObject* tuple, Script& script) {
+  const char *name, *overload, *inside;
   PyObject *kernel, *dtype, *inputs;
-  int does = 0, is_simple = 0, may_draw = 0, leaves = 0;
+  int does = 0, is_simple = 0, may_draw = 0, leaves = 0, overwrites = 0, depends = 0;
   Call call;
-  expect(PyArg_ParseTuple(tuple, "ssOIiOpppO!", &name, &overload, &kernel, &call.place, &does, &dtype,
-                          &is_simple, &may_draw, &leaves, &PyTuple_Type, &inputs));
+  expect(PyArg_ParseTuple(tuple, "ssOIsiOppppiO!", &name, &overload, &kernel, &call.place, &inside,
+                          &does, &dtype, &is_simple, &may_draw, &leaves, &overwrites, &depends,
+                          &PyTuple_Type, &inputs));
+  call.is_copy = *inside != 0;
+  if (call.is_copy) script.copying.insert(inside);
   call.does = static_cast<Does>(does);
   if (THPDtype_Check(dtype)) call.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   call.is_simple = is_simple;
   call.may_draw = may_draw;
   call.leaves = leaves;
+  call.overwrites = overwrites;
+  call.depends = static_cast<Depends>(depends);
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at) {
     call.inputs.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(inputs, at))));
   }
@@ -62,7 +67,7 @@ Event event_of(PyObject* tuple, Script& script) {
   event.is_new = is_new;
   if (event.what == What::CALL) {
     event.call = static_cast<uint32_t>(script.calls.size());
-    script.calls.push_back(call_of(call));
+    script.calls.push_back(call_of(call, script));
     const Call& last = script.calls.back();
     if (last.kernel) {
       script.kernels.insert(last.kernel.get());
@@ -91,6 +96,14 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     long long most = 0;
     expect(PyArg_ParseTuple(PyList_GET_ITEM(kept, at), "iL", &number, &most));
     script.kept.emplace(number, most);
+  }
+  std::unordered_set<int> byproducts;
+  for (const Event& event : script.events) {
+    if (event.what != What::CALL || script.calls[event.call].place != KEPT) continue;
+    byproducts.insert(event.number);
+  }
+  for (Event& event : script.events) {
+    event.is_byproduct = event.what != What::CALL && byproducts.count(event.number) > 0;
   }
   Event end;
   end.position = length;

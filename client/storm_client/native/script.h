@@ -1,4 +1,4 @@
-// What a step that follows its plan calls and saves, in order: a kind of step's events, compiled.
+// What a step that follows its plan calls and saves, in order: the events of a step signature, compiled.
 #pragma once
 
 #include "common.h"
@@ -6,6 +6,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
+#include <functional>
+#include <set>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -37,6 +40,14 @@ struct Called {
   }
 };
 
+// What a byproduct depends on, as in eager/byproducts.py.
+enum class Depends : uint8_t {
+  ARGUMENTS,  // it is none
+  LAYOUT,     // how the first argument lies in memory, and what is drawn
+  VALUES,     // the arguments
+  FORMER,     // what the first argument was before it was written over
+};
+
 struct Call {
   std::optional<c10::OperatorHandle> op;
   Ref kernel;  // instead, of a launch; eager/launches.py
@@ -49,15 +60,22 @@ struct Call {
   bool is_simple = true;      // neither product nor attention: a GPU has one kernel for it
   bool is_convolution = false;
   bool is_cast = false;
+  bool is_copy = false;       // made by another call, of what that was given
   bool may_draw = false;      // random numbers
   int dropout = -1;           // which of its inputs says how much is dropped, if one does
   bool leaves = false;        // its output may leave as it was made
+  bool overwrites = false;    // its output is its first input, a value that is recomputed
+  Depends depends = Depends::ARGUMENTS;
   std::vector<int> inputs;    // which values its tensors are; CONSTANT for those that stay
 
   Called called() const { return {name, overload, kernel.get()}; }
 };
 
 constexpr int CONSTANT = -1;
+
+// Stands in the place of an output for a call's byproduct: what it has autograd keep, and neither
+// reads nor returns; see eager/byproducts.py.
+constexpr uint32_t KEPT = UINT32_MAX;
 
 // At which sizes a value was recomputed and compared: see eager/proofs.py.
 struct Sizes {
@@ -75,10 +93,11 @@ struct Event {
   int64_t most = 0;        // bytes of a saved tensor's storage that the plan was made for
   Sizes proved;            // of one that is recomputed
   uint32_t row = 0;        // of the tallies
-  int32_t position = 0;    // among all events of the kind, of which some are no events here
+  int32_t position = 0;    // among all events of the signature, of which some are no events here
   int32_t number = -1;     // of its value in the step
   bool matters = false;    // whether the value is recomputed, or another one from it
   bool is_new = false;     // whether no event before is of this value
+  bool is_byproduct = false;  // of a saved tensor: whether it is one of a call
   uint32_t call = 0;       // of those of the script
 };
 
@@ -89,6 +108,7 @@ struct Script {
   std::vector<uint32_t> next_call; // by event, the call that is next, the number of calls if none is
   std::unordered_set<const char*> names;  // of the operators of calls
   std::unordered_set<PyObject*> kernels;  // of those that are launches
+  std::set<std::string, std::less<>> copying;  // operators that make copies
   std::unordered_map<int, int64_t> kept;  // values that are kept, also as inputs, up to so many bytes
   bool keeps(int number, int64_t nbytes) const {
     const auto found = kept.find(number);

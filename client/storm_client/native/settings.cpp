@@ -1,5 +1,7 @@
 #include "settings.h"
 
+#include "locked.h"
+
 #include <ATen/Context.h>
 #include <c10/core/DefaultDtype.h>
 #include <pthread.h>
@@ -19,17 +21,6 @@ int (*omp_threads)() = nullptr;
 
 Py_ssize_t looked_at = -1;  // names, when overridden operators were looked for
 int overridden_number = -1;
-
-class WithInterpreter {
- public:
-  WithInterpreter() : state_(PyGILState_Ensure()) {}
-  ~WithInterpreter() { PyGILState_Release(state_); }
-  WithInterpreter(const WithInterpreter&) = delete;
-  WithInterpreter& operator=(const WithInterpreter&) = delete;
-
- private:
-  PyGILState_STATE state_;
-};
 
 // --- what the process has set, without Python -------------------------------------------------
 
@@ -76,6 +67,7 @@ std::vector<Told> all_told() {
   STORM_ADD("_get_cublas_allow_bf16_reduced_precision_reduction", allowBF16ReductionCuBLAS());
   STORM_ADD("_get_cublas_allow_fp16_accumulation", allowFP16AccumulationCuBLAS());
   STORM_ADD("_get_cublas_allow_fp16_reduced_precision_reduction", allowFP16ReductionCuBLAS());
+  STORM_ADD("_get_cublaslt_prefer_grouped_gemm", preferCublasltGroupedGemm());
   STORM_ADD("_get_cudnn_benchmark", benchmarkCuDNN());
   STORM_ADD("_get_cudnn_depthwise_kernel", cudnnDepthwiseKernel());
   STORM_ADD("_get_cudnn_deterministic", deterministicCuDNN());
@@ -83,6 +75,7 @@ std::vector<Told> all_told() {
   STORM_ADD("_get_cudnn_sdp_enabled", userEnabledCuDNNSDP());
   STORM_ADD("_get_deterministic_algorithms", deterministicAlgorithms());
   STORM_ADD("_get_fa3_sdp_enabled", userEnabledFA3SDP());
+  STORM_ADD("_get_fa4_sdp_enabled", userEnabledFA4SDP());
   STORM_ADD("_get_flash_sdp_enabled", userEnabledFlashSDP());
   STORM_ADD("_get_math_sdp_allow_fp16_bf16_reduction", allowFP16BF16ReductionMathSDP());
   STORM_ADD("_get_math_sdp_enabled", userEnabledMathSDP());
@@ -90,6 +83,8 @@ std::vector<Told> all_told() {
   STORM_ADD("_get_miopen_immediate", immediateMiopen());
   STORM_ADD("_get_mkldnn_deterministic", deterministicMkldnn());
   STORM_ADD("_get_mkldnn_enabled", userEnabledMkldnn());
+  STORM_ADD("_get_native_aot_enabled", allowNativeAot());
+  STORM_ADD("_get_native_aot_unconditional_masked", maskUnconditionalNativeAot());
   STORM_ADD("_get_nnpack_enabled", userEnabledNNPACK());
   STORM_ADD("_get_onednn_allow_tf32", allowTF32OneDNN());
   STORM_ADD("_get_overrideable_sdp_enabled", userEnabledOverrideableSDP());
@@ -149,7 +144,7 @@ int number_of(const std::vector<int64_t>& values) {
 bool add_from_python(std::vector<int64_t>& values) {
   const auto count = PyTuple_GET_SIZE(getters);
   if (count == 0 && tunes == Py_None) return true;
-  WithInterpreter held;
+  const WithInterpreter held;
   try {
     if (tunes != Py_None && expected(PyObject_CallNoArgs(tunes)).get() != Py_False) return false;
     for (Py_ssize_t at = 0; at < count; ++at) {

@@ -1,5 +1,6 @@
 #include "tensors.h"
 
+#include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace storm {
@@ -37,6 +38,11 @@ bool is_result(const at::Tensor& tensor) {
   const at::Tensor& base = base_of(tensor);
   if (!base.is_leaf()) return true;
   return &base != &tensor && !base.requires_grad() && tensor.grad_fn() != nullptr;
+}
+
+bool is_in_graph(const at::Tensor& output) {
+  const auto& state = c10::AutogradState::get_tls_state();
+  return output.requires_grad() || !(state.get_fw_grad_mode() || state.get_inference_mode());
 }
 
 uint64_t stream_of(c10::Device device) {

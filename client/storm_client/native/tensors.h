@@ -14,6 +14,10 @@ bool is_result(const at::Tensor& tensor);
 
 bool is_view(const at::Tensor& tensor);
 
+// Whether what an operator has just made is part of a graph, or may come to be: a custom function's
+// `forward` runs, and autograd alone switches both modes off for that.
+bool is_in_graph(const at::Tensor& output);
+
 // The tensor of which one is a view, or itself.
 const at::Tensor& base_of(const at::Tensor& tensor);
 

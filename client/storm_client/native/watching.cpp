@@ -16,8 +16,10 @@ struct Watched {
   at::CallbackHandle handle = 0;
   int depth = 0;      // of calls in calls
   int unwatched = 0;  // how many `Unwatched` live
-  bool casts = false;  // whether autocast may cast what the outermost call is given
+  int casts = 0;      // for which devices autocast may cast what the outermost call is given
+  bool copies = false;  // whether somebody wants to know what that copies of it
   int inside = 0;     // how many calls the present one has made of which nothing is told
+  int of_subclasses = 0;  // how many calls are under way that subclasses of tensors do themselves
   std::unordered_set<const char*> nesting;  // the names of those that make several
 
   // How deep calls are of whose inside nothing is told.
@@ -37,6 +39,32 @@ class Silence : public at::ObserverContext {
   Silence& operator=(const Silence&) = delete;
 };
 
+// A call that is passed over: what is inside of it is told as if it were not there.
+class PassedOver : public at::ObserverContext {
+ public:
+  explicit PassedOver(bool is_of_subclass) : is_of_subclass_(is_of_subclass) {
+    watched.of_subclasses += is_of_subclass_;
+  }
+  ~PassedOver() override { watched.of_subclasses -= is_of_subclass_; }
+  PassedOver(const PassedOver&) = delete;
+  PassedOver& operator=(const PassedOver&) = delete;
+
+ private:
+  bool is_of_subclass_;
+};
+
+// None is a custom function, whose name is that of its class.
+bool is_of_operator(const at::RecordFunction& call) { return std::strchr(call.name(), ':') != nullptr; }
+
+// Whether a subclass of tensors does the call by its `__torch_dispatch__`, in operators of its own.
+bool is_of_subclass(const at::RecordFunction& call) {
+  const auto inputs = call.inputs();
+  return std::any_of(inputs.begin(), inputs.end(), [](const c10::IValue& one) {
+    return one.isTensor() && one.toTensor().defined() &&
+           one.toTensor().key_set().has(c10::DispatchKey::Python);
+  });
+}
+
 constexpr int SEVERAL = 3;
 
 // Whether nobody else is told of this thread's calls, as a profiler would be.
@@ -45,44 +73,65 @@ bool are_alone() {
          !at::hasGlobalCallbacks();
 }
 
-bool is_autocasting() {
-  return at::autocast::is_autocast_enabled(at::kCUDA) || at::autocast::is_autocast_enabled(at::kCPU);
+// For which devices autocast is on, a bit each.
+int autocasting() {
+  return at::autocast::is_autocast_enabled(at::kCUDA) |
+         at::autocast::is_autocast_enabled(at::kCPU) << 1;
 }
 
-// Of the calls inside of others, those by which autocast casts an argument.
+// Of the calls inside of others, those by which autocast casts an argument, or the operator something.
 bool is_cast(const at::RecordFunction& call) {
   return std::strcmp(call.name(), "aten::to") == 0 && std::strcmp(call.overload_name(), "dtype") == 0;
 }
 
+bool want_copies(const char* name) {
+  return std::any_of(watched.watchers.begin(), watched.watchers.end(),
+                     [&](const Watcher* one) { return one->wants_copies(name); });
+}
+
 // A script's mode may have calls return anything; what a node of a backward pass calls is no event.
-bool is_told(const at::RecordFunction& call, int depth) {
-  return depth <= watched.lowest() && (depth == 1 || is_cast(call)) && watched.unwatched == 0 &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::autograd::get_current_node();
+std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
+  std::optional<Told> told;
+  if (depth == 1) {
+    told = Told::CALL;
+  } else if (depth <= watched.lowest() && is_cast(call)) {
+    told = Told::CAST;
+  } else if (watched.copies && std::strcmp(call.name(), "aten::reshape") == 0) {
+    told = Told::COPY;
+  }
+  const bool is_silent = !told || watched.unwatched != 0 ||
+                         c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+                         torch::autograd::get_current_node();
+  return is_silent ? std::nullopt : told;
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
+  const bool is_subclass = watched.depth == 0 && is_of_subclass(call);
+  if (is_subclass || !is_of_operator(call)) return std::make_unique<PassedOver>(is_subclass);
   const int depth = ++watched.depth;
-  if (depth == 1) watched.casts = is_autocasting();
-  if (depth > watched.lowest()) {
-    ++watched.inside;
-    return nullptr;
+  if (depth == 1) {
+    watched.casts = autocasting();
+    watched.copies = want_copies(call.name());
   }
-  if (is_told(call, depth)) {
-    for (Watcher* one : watched.watchers) one->begins(call, depth == 2);
+  if (const auto told = told_of(call, depth)) {
+    for (Watcher* one : watched.watchers) one->begins(call, *told);
   }
-  if (depth < watched.lowest()) return nullptr;
+  if (depth > watched.lowest()) ++watched.inside;
+  if (depth != watched.lowest()) return nullptr;
   watched.inside = 0;
-  const bool nests = watched.nesting.count(call.name()) > 0;
+  const bool nests = !watched.copies && watched.nesting.count(call.name()) > 0;
   return nests && are_alone() ? std::make_unique<Silence>() : nullptr;
 }
 
-void end(const at::RecordFunction& call, at::ObserverContext*) {
+void end(const at::RecordFunction& call, at::ObserverContext* context) {
+  if (dynamic_cast<PassedOver*>(context) != nullptr) return;
   const int depth = watched.depth;
   if (depth == 0) return;  // it had begun before anybody watched
   --watched.depth;
   if (depth == watched.lowest() && watched.inside >= SEVERAL) watched.nesting.insert(call.name());
-  if (!is_told(call, depth)) return;
-  for (Watcher* one : watched.watchers) one->ends(call, depth == 2);
+  if (const auto told = told_of(call, depth)) {
+    for (Watcher* one : watched.watchers) one->ends(call, *told);
+  }
 }
 
 }  // namespace
@@ -98,6 +147,10 @@ void Watcher::watch() {
   watched.watchers.push_back(this);
 }
 
+bool is_in_subclass() { return watched.of_subclasses > 0; }
+
+bool casts_argument() { return (watched.casts & ~autocasting()) != 0; }
+
 bool Watcher::unwatch() {
   auto& watchers = watched.watchers;
   const auto found = std::find(watchers.rbegin(), watchers.rend(), this);
@@ -112,6 +165,17 @@ size_t watchers() { return watched.watchers.size(); }
 Unwatched::Unwatched() { ++watched.unwatched; }
 
 Unwatched::~Unwatched() { --watched.unwatched; }
+
+void note_read(const at::RecordFunction& call, std::vector<c10::IValue>& inputs) {
+  inputs.assign(call.inputs().begin(), call.inputs().end());
+  const bool has_statistics = std::strcmp(call.name(), "aten::batch_norm") == 0 ||
+                              std::strcmp(call.name(), "aten::instance_norm") == 0;
+  if (!has_statistics) return;
+  constexpr size_t RUNNING_MEAN = 3, RUNNING_VAR = 4, TRAINING = 5;
+  if (inputs.size() > TRAINING && inputs[TRAINING].toBool()) {
+    inputs[RUNNING_MEAN] = inputs[RUNNING_VAR] = c10::IValue();
+  }
+}
 
 at::Tensor output_at(c10::ArrayRef<c10::IValue> outputs, size_t place) {
   at::Tensor found;

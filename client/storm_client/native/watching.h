@@ -1,8 +1,10 @@
 // Watches the operators that a thread calls, by PyTorch's RecordFunction: arguments and results,
 // before any of Python's modes and behind all of its functions.
 //
-// Only calls that are no part of another are told, and casts that autocast makes for those. Nothing
-// here runs Python code or needs the interpreter's lock.
+// Only calls that are no part of another are told, and of what is inside of those the casts, under
+// autocast, and what is reshaped, as for kernels of products. Custom functions are passed over, and so
+// is what subclasses of tensors do themselves: the calls inside of those are told. Nothing here runs
+// Python code or needs the interpreter's lock.
 #pragma once
 
 #include "common.h"
@@ -11,20 +13,37 @@
 
 namespace storm {
 
+// What is told of a call.
+enum class Told : uint8_t {
+  CALL,  // it is no part of another
+  CAST,  // autocast casts what such a call was given
+  COPY,  // such a call reshapes what it was given: a copy, or a view
+};
+
 class Watcher {
  public:
   virtual ~Watcher() = default;
 
   // A call begins; its inputs can be looked at now only.
-  virtual void begins(const at::RecordFunction& call, bool is_cast) = 0;
+  virtual void begins(const at::RecordFunction& call, Told told) = 0;
 
   // The call that began last, and has not ended, has ended: by an exception if it has no outputs.
-  virtual void ends(const at::RecordFunction& call, bool is_cast) = 0;
+  virtual void ends(const at::RecordFunction& call, Told told) = 0;
+
+  // Whether it is to be told of copies inside of calls of an operator. That takes them longer.
+  virtual bool wants_copies(const char* name) const = 0;
 
   // Have the calls of this thread be told from now on, and not any more; tells whether they were.
   void watch();
   bool unwatch();
 };
+
+// Whether the call that is being told is part of what a subclass of tensors does itself.
+bool is_in_subclass();
+
+// Whether it is autocast that makes the cast which is being told, of an argument of the call; else the
+// operator makes it. Autocast is off in what it calls itself.
+bool casts_argument();
 
 // How many look at what this thread calls.
 size_t watchers();
@@ -37,6 +56,10 @@ class Unwatched {
   Unwatched(const Unwatched&) = delete;
   Unwatched& operator=(const Unwatched&) = delete;
 };
+
+// Sets `inputs` to those that a call reads. A norm only writes to its running statistics while it
+// trains: in their place is nothing.
+void note_read(const at::RecordFunction& call, std::vector<c10::IValue>& inputs);
 
 // The tensor at a place among the outputs of a call, those of lists one by one; undefined if there
 // is none.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from storm_client.planner.decisions import Keep
+from storm_client.planner.filling import choose_below_checkpointing, is_below_checkpointing
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative
@@ -33,12 +34,12 @@ def choose_alternative(
         asked = replace(asked, forward_seconds=alternative.link_share * window)
     if not alternative.recomputes:
         asked = replace(asked, recomputes=False, why_not="")
-    if alternative.fills_blocks:
-        asked = replace(asked, last_bytes=0)
-        room = problem.checkpointed_bytes
     if alternative.keeps_all:
         room = sum(value.nbytes for value in problem.saved)
-    choice = choose(asked, machine, budget_bytes=room or 0)
+    if alternative.fills_blocks:
+        choice = choose_below_checkpointing(replace(asked, last_bytes=0), machine)
+    else:
+        choice = choose(asked, machine, budget_bytes=room or 0)
     if alternative.keeps_all:
         choice = choice._replace(
             decisions=[_LITTLE if isinstance(one, Keep) else one for one in choice.decisions]
@@ -47,8 +48,14 @@ def choose_alternative(
 
 
 def staying_bytes(problem: Problem, choice: Choice) -> int:
-    """Return how much of what a step saves stays on the device by a choice."""
+    """Return how much of what a step saves stays on the device by a choice.
+
+    That is no more than checkpointing each block would keep, where the step is never fuller so.
+    """
     decided = zip(problem.values, choice.decisions, strict=True)
-    return sum(
+    staying = sum(
         value.nbytes for value, decision in decided if value.is_saved and isinstance(decision, Keep)
     )
+    if staying > problem.checkpointed_bytes and is_below_checkpointing(problem, choice):
+        return problem.checkpointed_bytes
+    return staying

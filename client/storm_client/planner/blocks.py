@@ -1,13 +1,16 @@
 """What checkpointing each block of a model would keep: the measure of how little may stay.
 
 A block is a layer with a number, as "model.layers.3", and what checkpointing keeps of it is what it
-is given: the last that the one before has made. Everything here is pure.
+is given: the last that the one before has made. Blocks may lie in one another, as those of the
+stages of an image model: the inner ones count where each is given what the one before it has made,
+and less memory is taken so. Everything here is pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Final, Protocol
 
 __all__ = ["block_ends"]
@@ -22,10 +25,14 @@ FEWEST: Final = 2
 class Made(Protocol):
     """What is looked at of a value: where it was made, and from what."""
 
-    layer: str
     nbytes: int
     is_expensive: bool
     inputs: tuple[int, ...]
+
+    @property
+    def path(self) -> str:
+        """The qualified name of the module."""
+        ...
 
     @property
     def is_saved(self) -> bool:
@@ -39,16 +46,71 @@ def block_ends(values: Sequence[Made]) -> frozenset[int]:
     `values` are those of the step, in their order. Where a block ends with a norm of what is saved
     anyway, it is that: the norm is recomputed sooner than offloaded.
     """
-    layers = enumerate(value.layer for value in values)
-    last = {layer: n for n, layer in layers if layer.rpartition(".")[2].isdecimal()}
-    made = Counter(value.layer for value in values)
-    last = {layer: n for layer, n in last.items() if made[layer] >= LEAST_MADE}
-    lists = Counter(layer.rpartition(".")[0] for layer in last)
-    ends = [n for layer, n in last.items() if lists[layer.rpartition(".")[0]] >= FEWEST]
-    return frozenset(_made_from(number, values) for number in ends)
+    around = [list(_numbered(value.path)) for value in values]
+    outer = [names[0] if names else "" for names in around]
+    inner = [names[1] if len(names) > 1 else "" for names in around]
+    lasts = _lasts(outer)
+    finer = {block: _chained(block, values, outer, inner) for block in lasts}
+    if any(finer.values()):
+        within = [
+            name if name in finer.get(block, ()) else block
+            for block, name in zip(outer, inner, strict=True)
+        ]
+        found = {name: last for block in lasts for name, last in finer[block].items()}
+        found |= {block: last for block, last in lasts.items() if not finer[block]}
+        if _taken(found, within, values) < _taken(lasts, outer, values):
+            outer, lasts = within, found
+    return frozenset(_made_from(number, values, outer) for number in lasts.values())
 
 
-def _made_from(number: int, values: Sequence[Made]) -> int:
+def _numbered(path: str) -> Iterator[str]:
+    """Yield the names of the layers with numbers that a module lies in, the outermost first."""
+    parts = path.split(".")
+    for prefix, part in zip(accumulate(parts, "{}.{}".format), parts, strict=True):
+        if part.isdecimal():
+            yield prefix
+
+
+def _lasts(names: Sequence[str]) -> dict[str, int]:
+    """Return the last value of each block, by name; of each value there is its block's, or ""."""
+    made = Counter(names)
+    last = {name: n for n, name in enumerate(names) if name and made[name] >= LEAST_MADE}
+    lists = Counter(name.rpartition(".")[0] for name in last)
+    return {name: n for name, n in last.items() if lists[name.rpartition(".")[0]] >= FEWEST}
+
+
+def _chained(
+    block: str, values: Sequence[Made], outer: Sequence[str], inner: Sequence[str]
+) -> dict[str, int]:
+    """Return the last values of the blocks inside of one; none unless each goes on from another's.
+
+    The experts of a layer do not, nor do halves of which one reads what others have made before.
+    """
+    numbers = [n for n, name in enumerate(outer) if name == block]
+    begin = numbers[0]
+    lasts = _lasts([inner[n] for n in numbers])
+    lasts = {name: numbers[last] for name, last in lasts.items()}
+    order = list(lasts)
+    before = dict(zip(order[1:], order, strict=False))
+    for number in numbers:
+        if (name := inner[number]) not in before:
+            continue
+        for source in values[number].inputs:
+            if source >= begin and inner[source] not in (name, before[name]):
+                return {}
+    return lasts
+
+
+def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[Made]) -> int:
+    """Return the bytes that blocks keep, and what the largest of them saves."""
+    saved: Counter[str] = Counter()
+    for name, value in zip(names, values, strict=True):
+        saved[name] += value.nbytes * value.is_saved
+    kept = sum(values[last].nbytes for last in lasts.values())
+    return kept + max((saved[name] for name in lasts), default=0)
+
+
+def _made_from(number: int, values: Sequence[Made], names: Sequence[str]) -> int:
     """Return what a value is made from by cheap operations of one saved input each, or itself."""
     while True:
         value = values[number]
@@ -58,6 +120,6 @@ def _made_from(number: int, values: Sequence[Made]) -> int:
         (source,) = inputs
         origin = values[source]
         is_less = source < number and origin.nbytes <= value.nbytes
-        if not (is_less and origin.is_saved and origin.layer == value.layer):
+        if not (is_less and origin.is_saved and names[source] == names[number]):
             return number
         number = source

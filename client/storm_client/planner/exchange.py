@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from storm_client.planner.groups import LINK_SHARES, Alike, Costs, Part, alike_groups
+from storm_client.planner.groups import LINK_SHARES, Alike, Costs, Part
 from storm_client.planner.prices import Priced
 
 __all__ = ["choices"]
@@ -30,13 +30,12 @@ LEAST_GAIN: Final = 1e-9
 """Seconds: a change that spares less is none."""
 
 
-def choices(priced: Priced, there: Set[int], room: int) -> Iterator[list[Part]]:
-    """Yield what may become of a step's values, of which `room` bytes may be kept in all.
+def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[Part]]:
+    """Yield what may become of groups of a step's values that may keep `room` bytes in all.
 
-    Each list has one part for each group, with the numbers of its values. What is `there` in any
-    case is in none. Of groups that are alike the last keep most: they are asked for first.
+    Each list has one part for each group, with the numbers of its values. Of groups that are alike
+    the last keep most: they are asked for first.
     """
-    alike = alike_groups(priced, there)
     spared = priced.window + priced.problem.last_bytes * priced.machine.link
     for one in alike:
         one.look_for_choices(priced, keeps=room > 0)

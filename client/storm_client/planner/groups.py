@@ -79,9 +79,14 @@ class Alike:
     """The numbers of each, in their order."""
     choices: dict[Part, Costs] = field(default_factory=dict)
     """What is known of them, by places among the nodes."""
+    _has_kept: bool = False
+    """Whether choices are among them that keep something."""
 
     def look_for_choices(self, priced: Priced, *, keeps: bool) -> None:
         """Find what is best at several prices; nothing is kept unless it `keeps` something."""
+        if self._has_kept or (self.choices and not keeps):
+            return
+        self._has_kept = keeps
         depth = DEPTH if len(self.nodes) < MANY_NODES else 1
         for share in LINK_SHARES:
             fewest = self._cut(priced, share, math.inf)

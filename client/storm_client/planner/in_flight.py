@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,6 +14,7 @@ __all__ = [
     "device_bytes",
     "free_bytes",
     "give_back_unused",
+    "in_flight_bytes",
     "last_bytes",
 ]
 
@@ -23,8 +25,11 @@ START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
 
 HELD_SHARE = 1 / 8
-"""Of what the fullest forward pass has stored: where little leaves, holding all of it would free
-nothing."""
+"""Of what the fullest of the latest forward passes has stored: where little leaves, holding all of
+it would free nothing."""
+
+LATEST = 8
+"""So many of them count. Steps that learn store all, and those of the plan that stays much less."""
 
 UNREAD_SHARE = 1 / 4
 """The same of what is given up before it is read. That takes no memory of ours, but room that the
@@ -50,9 +55,10 @@ LEAST_BYTES = 1 << 26
 class DeviceWindow:
     """How much device memory one session's offloading may take; the session's lock protects it.
 
-    One limit bounds what is held after a store, and together with that what is brought back early;
-    or that takes half of the memory that the step has used before and has free again. Both stay
-    below the ceiling, and running out of memory halves them.
+    One limit bounds what is held after a store, and together with that what is brought back early.
+    Where no plan says what a step takes at its fullest, that takes half of the memory that the step
+    has used before and has free again. Both stay below the ceiling, and running out of memory
+    halves them.
     """
 
     def __init__(self, ceiling: int) -> None:
@@ -66,8 +72,8 @@ class DeviceWindow:
         """Bytes of sources that may be held when a forward pass ends; None for no fewer."""
         self._largest = 0
         self._pass_bytes = 0
-        self._fullest_pass = 0
-        self._latest_pass = 0
+        self._passes: deque[tuple[int, int]] = deque(maxlen=LATEST)
+        """What the latest have stored, and the largest tensor of each."""
 
     def saw(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
@@ -78,12 +84,10 @@ class DeviceWindow:
 
     def turned(self) -> None:
         """Note that something is brought back: what was stored since the last time was a pass."""
-        self._latest_pass = self._pass_bytes
-        if self._pass_bytes > self._fullest_pass:
-            self._fullest_pass = self._pass_bytes
-            self.limit = self._part_of_pass(HELD_SHARE)
-            self.unread = self._part_of_pass(UNREAD_SHARE)
-        self._pass_bytes = 0
+        self._passes.append((self._pass_bytes, self._largest))
+        self._pass_bytes = self._largest = 0
+        self.limit = self._part_of_passes(HELD_SHARE)
+        self.unread = self._part_of_passes(UNREAD_SHARE)
 
     def may_hold(self) -> int:
         """Return how many bytes of sources may be held by now.
@@ -93,7 +97,8 @@ class DeviceWindow:
         """
         if self.at_turn is None:
             return self.limit
-        to_come = max(0, self._latest_pass - self._pass_bytes)
+        latest, _ = self._passes[-1] if self._passes else (0, 0)
+        to_come = max(0, latest - self._pass_bytes)
         return min(self.limit, max(self.at_turn, TURN_BYTES) + to_come)
 
     def ahead(self, headroom: int, held: int) -> int:
@@ -101,10 +106,13 @@ class DeviceWindow:
 
         `headroom` is by how many bytes less is allocated now than was at the most, `held` what lies
         here though it was stored: when a backward pass begins both would be there at once, and more
-        than without offload.
+        than without offload. With a limit for that moment there is no more in flight than the plan
+        counts on: what is brought back then lies there until its use, also where the step is at its
+        fullest, which would become the memory that the next has used before.
         """
         beside_held = max(self.limit - held, min(self.limit, LEAST_BYTES))
-        return min(self._ceiling, max(beside_held, headroom // 2))
+        spare = headroom // 2 if self.at_turn is None else 0
+        return min(self._ceiling, max(beside_held, spare))
 
     def shrink(self) -> None:
         """Take half from now on: the device has run out of memory."""
@@ -112,9 +120,20 @@ class DeviceWindow:
         self.limit = min(self.limit, self._ceiling)
         self.unread = min(self.unread, self._ceiling)
 
-    def _part_of_pass(self, share: float) -> int:
-        nbytes = min(START_BYTES, max(LEAST_BYTES, int(share * self._fullest_pass)))
-        return min(self._ceiling, max(nbytes, LARGEST * self._largest))
+    def _part_of_passes(self, share: float) -> int:
+        stored, largest = map(max, zip(*self._passes, strict=True))
+        return min(self._ceiling, _part(share, stored, largest))
+
+
+def _part(share: float, stored: int, largest: int) -> int:
+    """Return a share of what a forward pass stores, within limits."""
+    return max(min(START_BYTES, max(LEAST_BYTES, int(share * stored))), LARGEST * largest)
+
+
+def in_flight_bytes(sizes: Sequence[int]) -> int:
+    """Return how much is in flight at the most in a step that stores tensors of these sizes."""
+    stored = sum(sizes)
+    return min(stored, max(TURN_BYTES, _part(HELD_SHARE, stored, max(sizes, default=0))))
 
 
 def last_bytes(saved: int) -> int:

@@ -9,16 +9,14 @@ time alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["CPU", "CUDA", "LinkFigures", "Machine", "expected_ratio", "machine_of"]
+from stormd.protocol import Pong
 
-LEAST_COPIED: Final = 64 << 20
-"""Bytes each way from which on a link is taken to be as fast as they were: small copies are not."""
+__all__ = ["CPU", "CUDA", "LinkFigures", "Machine", "expected_ratio", "machine_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,53 +67,29 @@ class Machine:
 
     def with_link(self, figures: LinkFigures) -> Machine:
         """Return the figures where a daemon's copies were timed, or are limited."""
-        measured = [one for one in (figures.store, figures.restore) if one > 0.0]
-        link = max(measured, default=self.link) if self.hides else self.link
-        names = self.measured | {"link"} if measured and self.hides else self.measured
-        return replace(self, link=max(link, figures.limit, figures.disk), measured=names)
+        names = self.measured | {"link"} if figures.link else self.measured
+        return replace(self, link=self.link_by(figures), measured=names)
+
+    def link_by(self, figures: LinkFigures) -> float:
+        """Return `link` as a daemon says it: the slowest of what the bytes pass."""
+        return max(figures.link or self.link, figures.limit, figures.disk)
 
 
 class LinkFigures(NamedTuple):
     """What a daemon says of a device's link, in seconds a byte; 0.0 for what it does not know."""
 
-    store: float = 0.0
-    """Of copies from the device to the pool, while they were under way."""
-    restore: float = 0.0
-    """The other way."""
+    link: float = 0.0
+    """Of what copies of late had of it, in the slower direction, whoever else copied."""
     limit: float = 0.0
     """What the daemon was told to take at the least."""
     disk: float = 0.0
-    """For which its tier on disk was busy for each byte stored, or restored where that was more:
-    the disk's share of the bytes, at the disk's speed. It moves them beside the link."""
+    """For which its tier on disk is busy for each byte that comes to the pool, or leaves it. It
+    moves them beside the link."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], uuid: str) -> LinkFigures:
-        """Read the object that Status carries, for the GPU of that UUID; of a CPU the limit."""
-        most = state.get("link_limit_bytes", 0)
-        limit, disk = 1 / most if most else 0.0, _disk_seconds_a_byte(state)
-        for gpu in state["gpus"]:
-            if uuid and gpu["uuid"] == uuid:
-                ways = gpu["link"]
-                store, restore = map(_seconds_a_byte, (ways["store"], ways["restore"]))
-                return cls(store, restore, limit, disk)
-        return cls(limit=limit, disk=disk)
-
-
-def _disk_seconds_a_byte(state: Mapping[str, Any]) -> float:
-    """Return the seconds of the disk for each byte that came to the pool or left it; 0.0 unused."""
-    spill = state.get("spill")
-    if spill is None or spill["ended"]:
-        return 0.0
-    return max(
-        spill[one]["busy_seconds"] / state["throughput"][other]["blob_bytes"]
-        if spill[one]["bytes"] >= LEAST_COPIED and state["throughput"][other]["blob_bytes"]
-        else 0.0
-        for one, other in (("write", "store"), ("read", "restore"))
-    )
-
-
-def _seconds_a_byte(way: Mapping[str, Any]) -> float:
-    return float(way["busy_seconds"] / way["bytes"]) if way["bytes"] >= LEAST_COPIED else 0.0
+    def of(cls, speeds: Pong) -> LinkFigures:
+        """Return what an answer to Ping says."""
+        return cls(*(1 / one if one else 0.0 for one in (speeds.link, speeds.limit, speeds.disk)))
 
 
 CUDA = Machine(

@@ -1,6 +1,6 @@
 """In which order the saved tensors of a step are asked for.
 
-A step is planned from what the last step of its kind did: the order in which its tensors were
+A step is planned from what the last step of its signature did: the order in which its tensors were
 asked for, and which of them were asked for at once. A plan only decides what is sent and what is
 fetched early, never what is returned; a wrong one costs time alone.
 
@@ -38,7 +38,7 @@ PASS_HANDLES = 4096
 
 
 class OrderHistory:
-    """The order of the last step of each kind; of one kind are those that pack as many tensors.
+    """The order of the last step of each signature: those of one pack as many tensors.
 
     Their sizes may differ, as the lengths of batches do. Steps of several threads may share one.
     """
@@ -50,7 +50,7 @@ class OrderHistory:
         """By how many they are, the sizes of the last step's and the order."""
 
     def replace(self, sizes: list[int], order: list[int]) -> list[int]:
-        """Return the last step's order, empty for a new kind; `order` takes its place.
+        """Return the last step's order, empty for a new signature; `order` takes its place.
 
         `order` may still grow: the step that it describes is under way.
         """
@@ -76,7 +76,7 @@ class OrderHistory:
         found, unpacked = {}, 0
         for number in order:
             if number >= len(sizes):
-                break  # another thread's step has gone on packing, and is now of another kind
+                break  # another thread's step has gone on packing, and is now of another signature
             if unpacked >= 2 * largest:
                 break
             if packed_after[number] + unpacked < 2 * sizes[number]:
@@ -218,6 +218,17 @@ class Step:
         """Return a new use of `record`, next in the plan."""
         return Use(record, self, self._number(record))
 
+    def first_use(self, record: StoredRange) -> Use:
+        """Return the first use of a new record, which tells from now on if it is needed at once."""
+        with self._lock:
+            packing = self._pass_of_next()
+            plan = packing.plan
+            if record.session.has_in_place:
+                record.soon = plan.needed_at_once(record.nbytes)
+            packing.records.append(weakref.ref(record))
+            number = packing.first + plan.packed(record.nbytes)
+        return Use(record, self, number)
+
     def _number(self, record: StoredRange) -> int:
         with self._lock:
             packing = self._pass_of_next()
@@ -232,7 +243,10 @@ class Step:
     def unpacked(self, use: Use) -> bool:
         """Note that `use` is being asked for; tell whether it is the first since the packing."""
         with self._lock:
-            asked = self._asked = self._packing.with_number(use.number)
+            asked = self._packing
+            if use.number < asked.first:
+                asked = asked.with_number(use.number)
+            self._asked = asked
             is_first = not asked.plan.is_going_back
             asked.plan.unpacked(use.number - asked.first)
             self._rests = 0 if is_first else self._rests - 1

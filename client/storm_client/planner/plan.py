@@ -12,14 +12,10 @@ import torch
 
 from storm_client.errors import UsageError
 from storm_client.notebooks import table_html
-from storm_client.planner.backward import (
-    checkpointed_bytes,
-    kept_by_checkpointing,
-    planned_bytes,
-)
 from storm_client.planner.decisions import Keep, Offload, Replay
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice
+from storm_client.planner.timeline import checkpointed, kept_by_checkpointing, planned
 from stormd.protocol.sizes import format_size
 
 if TYPE_CHECKING:
@@ -71,8 +67,8 @@ class Plan:
     checkpointed_bytes: int | None = None
     """What checkpointing each block would keep; None where no blocks are known."""
     fullest_bytes: int | None = None
-    """Of saved tensors and of gradients of values at the fullest moment of the backward pass, by
-    prediction and without what is in flight; None where no blocks are known."""
+    """Of saved tensors and gradients at a step's fullest moment, by prediction and without what is
+    in flight; None where no blocks are known."""
     checkpointed_fullest_bytes: int | None = None
     """The same where each block is checkpointed."""
     measured: frozenset[str] = frozenset()
@@ -85,7 +81,7 @@ class Plan:
         """Describe what was chosen for a step, by figures of which some were `measured`."""
         rows = []
         beside = problem.block_ends and problem.recomputes
-        checkpointed = kept_by_checkpointing(problem) if beside else frozenset()
+        others_keep = kept_by_checkpointing(problem) if beside else frozenset()
         for value, decision, reason, cost in zip(
             problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
@@ -100,7 +96,7 @@ class Plan:
                 _NAMES[type(decision)],
                 why,
                 cost,
-                value.number in checkpointed,
+                value.number in others_keep,
             )
             rows.append(row)
         return cls(
@@ -109,9 +105,9 @@ class Plan:
             choice.link_seconds,
             choice.replay_seconds,
             choice.forward_seconds,
-            checkpointed_bytes=problem.nbytes(checkpointed) if beside else None,
-            fullest_bytes=max(planned_bytes(problem, choice.decisions)) if beside else None,
-            checkpointed_fullest_bytes=max(checkpointed_bytes(problem)) if beside else None,
+            checkpointed_bytes=problem.nbytes(others_keep) if beside else None,
+            fullest_bytes=planned(problem, choice.decisions).fullest if beside else None,
+            checkpointed_fullest_bytes=checkpointed(problem).fullest if beside else None,
             measured=measured,
         )
 
@@ -137,9 +133,9 @@ class Plan:
             yield self._beside_checkpointing(self.checkpointed_bytes)
         if self.fullest_bytes is not None and self.checkpointed_fullest_bytes is not None:
             yield (
-                f"backward pass at its fullest: {format_size(self.fullest_bytes)}, with each block "
-                f"checkpointed {format_size(self.checkpointed_fullest_bytes)} "
-                "(saved tensors and gradients of values, by prediction)"
+                f"a step's predicted peak: {format_size(self.fullest_bytes)}; with each block "
+                f"checkpointed: {format_size(self.checkpointed_fullest_bytes)} "
+                "(saved tensors and gradients)"
             )
         if self.compared:
             yield f"compared: {self.compared}"

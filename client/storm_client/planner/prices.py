@@ -64,13 +64,12 @@ def likeness(value: MadeValue, values: Sequence[MadeValue]) -> tuple[object, ...
 
 @dataclass(frozen=True)
 class Priced:
-    """A problem, the machine that it is solved for, and what may be kept."""
+    """A problem, and the machine that it is solved for."""
 
     problem: Problem
     machine: Machine
     seconds: Sequence[float]
     """Of each value's operation."""
-    budget_bytes: int
     window: float
     """Seconds of the forward pass that the link can hide behind."""
 

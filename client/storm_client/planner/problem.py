@@ -35,6 +35,12 @@ class Value:
     """Of the operation, as it was timed; 0.0 where it was not."""
     uses: int = 0
     """How often autograd saves it."""
+    is_given: bool = False
+    """Whether no operation made it, as a batch, a mask or a table."""
+    parameter_bytes: int = 0
+    """Of parameters whose gradients come to be when its making is undone."""
+    gathered_bytes: int = 0
+    """The same of parameters that are gathered for it, whose gradients do not stay either."""
 
     @property
     def is_saved(self) -> bool:

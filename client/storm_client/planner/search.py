@@ -18,7 +18,7 @@ Everything here is pure: no device, clock or plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -80,11 +80,18 @@ WORSE: Final = 1.25
 NEAR: Final = 1.15
 """Times the best: what takes more is not looked for beside."""
 
+CLOSE: Final = 1.05
+"""Times the best: plans that took no more are looked at once more. What else a machine does lasts
+longer than the steps of one look."""
+
 GAIN: Final = 0.01
 """Of a step: two plans that differ by less take the same time."""
 
 AGAIN: Final = 0.8
 """Of what the chosen plan took: where all of the latest steps take less, all is measured anew."""
+
+MOST_AGAIN: Final = 3
+"""Plans that are looked at once more where several are followed in turn: the fastest."""
 
 LATEST: Final = 8
 """So many of them are looked at."""
@@ -113,11 +120,11 @@ class PlanSearch:
     """What was measured so far."""
     ruled_out: set[Alternative] = field(default_factory=set)
     """What takes longer on the link alone than a step has taken."""
+    seen_again: set[Alternative] = field(default_factory=set)
+    """What was measured twice."""
     is_settled: bool = False
     steps: int = 0
     """Followed until it settled."""
-    is_told: bool = False
-    """Whether somebody has said what it came to."""
     _staying: int = 0
     _seconds: list[float] = field(default_factory=list)
 
@@ -143,11 +150,54 @@ class PlanSearch:
             return False
         return self._go_on()
 
+    def coming(self) -> list[Alternative]:
+        """Return what is measured behind the current plan whatever that takes; mostly.
+
+        What is looked for beside plans that take little is among them, and what recomputes nothing
+        is not before it is known whether the link alone takes longer.
+        """
+        if self.is_settled:
+            return []
+        if self.looks_again:
+            return self._doubtful()[1:MOST_AGAIN]
+        if self.results:
+            found = list(self._candidates())
+        else:
+            others = (one for one in self.others if one.recomputes)
+            found = [PREDICTED, NOTHING, TWO_THIRDS, *others]
+        known = {self.current} | self.results.keys() | self.ruled_out
+        return [one for one in found if one not in known]
+
+    def took_in_turn(
+        self, found: Iterable[tuple[Alternative, int, Sequence[float | None]]]
+    ) -> None:
+        """Note what stays by plans that were followed one after another, and what steps took.
+
+        At least two count of each beside those that are skipped. None is looked at a third time.
+        """
+        looked_again = self.looks_again
+        for alternative, staying, seconds in found:
+            self.current, self._staying = alternative, staying
+            self.steps += len(seconds)
+            self._seconds = [one for one in seconds if one is not None]
+            if len(self._seconds) > SKIPPED + 1:
+                self._note_result()
+        self._go_on(may_doubt=not looked_again)
+
+    def is_too_slow(self, least_seconds: float) -> bool:
+        """Tell whether a plan need not be followed whose steps take no less."""
+        return least_seconds > NEAR * self._fastest + self.allowance
+
     def forget(self) -> None:
         """Have plans be compared anew, unless one has been chosen: larger steps have come."""
         if not self.is_settled:
             self._forget()
             self.current = PREDICTED
+
+    def start_again(self) -> None:
+        """Have all be measured anew, beginning with what is predicted: the link is another now."""
+        self._forget()
+        self.is_settled, self.steps, self.current = False, 0, PREDICTED
 
     def is_like(self, other: Alternative) -> None:
         """Note that the current plan decides what another one did: it need not be followed."""
@@ -159,26 +209,31 @@ class PlanSearch:
 
         If so the next plan is the current one.
         """
-        if least_seconds <= NEAR * self._fastest + self.allowance:
+        if not self.is_too_slow(least_seconds):
             return False
         self.ruled_out.add(self.current)
         self._go_on()
         return True
 
     @property
+    def looks_again(self) -> bool:
+        """Whether the current plan has been measured, and is to be once more."""
+        return not self.is_settled and self.current in self.results
+
+    @property
     def best(self) -> Alternative:
         """What was measured to be best: the least memory of what takes little more time.
 
-        By prediction, where nothing was measured.
+        What takes no more than checkpointing, or than may stay for nothing, is chosen by time. By
+        prediction, where nothing was measured.
         """
         most = max(self._fastest * (1 + GAIN), self._fastest + self.allowance)
-
-        def order(alternative: Alternative) -> tuple[int, float]:
-            found = self.results[alternative]
-            return max(0, found.staying_bytes - self.slack_bytes), found.seconds
-
-        measured = (one for one, f in self.results.items() if f.seconds <= most)
-        return min(measured, key=order, default=PREDICTED)
+        measured = [one for one, found in self.results.items() if found.seconds <= most]
+        least = min(map(self._beyond_bytes, measured), default=0)
+        small = [one for one in measured if self._beyond_bytes(one) == least]
+        longest = (1 + GAIN) * min((self.results[one].seconds for one in small), default=0.0)
+        fast = [one for one in small if self.results[one].seconds <= longest]
+        return min(fast, key=lambda one: self.results[one].staying_bytes, default=PREDICTED)
 
     def __str__(self) -> str:
         """Return what was found, in one line."""
@@ -188,6 +243,12 @@ class PlanSearch:
         return f"{self.current.name}, {state} ({listed})"
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _beyond_bytes(self, alternative: Alternative) -> int:
+        """Return how much stays beyond what checkpointing keeps, or may stay for nothing."""
+        if alternative.fills_blocks:
+            return 0
+        return max(0, self.results[alternative].staying_bytes - self.slack_bytes)
 
     @property
     def _fastest(self) -> float:
@@ -200,15 +261,28 @@ class PlanSearch:
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
     def _note_result(self) -> None:
-        """Take the mean of the shorter ones: what delays a step is not the plan's."""
-        shortest = sorted(self._seconds[SKIPPED:])[:2]
-        self.results[self.current] = Followed(sum(shortest) / len(shortest), self._staying)
+        """Take the mean of the shorter ones, and of two looks the shorter.
 
-    def _go_on(self) -> bool:
+        What delays a step is not the plan's.
+        """
+        shortest = sorted(self._seconds[SKIPPED:])[:2]
+        found = Followed(sum(shortest) / len(shortest), self._staying)
+        before = self.results.get(self.current)
+        if before is None:
+            self.results[self.current] = found
+            return
+        self.seen_again.add(self.current)
+        for one, result in self.results.items():
+            if result is before and found.seconds < before.seconds:  # it decides the same
+                self.results[one] = found
+
+    def _go_on(self, *, may_doubt: bool = True) -> bool:
         """Go to the next plan that is to be measured, or to the best; tell whether that is new."""
         self._seconds.clear()
         done = self.results.keys() | self.ruled_out
         following = next((one for one in self._candidates() if one not in done), None)
+        if may_doubt:
+            following = following or next(iter(self._doubtful()), None)
         following = None if self.steps >= MOST_STEPS else following
         self.is_settled = following is None
         before, self.current = self.current, following or self.best
@@ -217,6 +291,20 @@ class PlanSearch:
     def _candidates(self) -> Sequence[Alternative]:
         """Return what has to be measured, as far as is known by now."""
         return [PREDICTED, NOTHING, *self._beside(), *self.others]
+
+    def _doubtful(self) -> list[Alternative]:
+        """Return what is to be looked at again: of several that take about as long each once.
+
+        The fastest comes first.
+        """
+        results = self.results  # those that decide the same share one
+        most = CLOSE * self._fastest
+        close = {one: id(found) for one, found in results.items() if found.seconds <= most}
+        seen = {id(results[one]) for one in self.seen_again}
+        if len(set(close.values())) < 2:
+            return []
+        left = [one for one, result in close.items() if result not in seen]
+        return sorted(left, key=lambda one: results[one].seconds)
 
     def _beside(self) -> list[Alternative]:
         """Return plans beside those two where one of them may yet be improved.
@@ -246,4 +334,5 @@ class PlanSearch:
     def _forget(self) -> None:
         self.results.clear()
         self.ruled_out.clear()
+        self.seen_again.clear()
         self._seconds.clear()

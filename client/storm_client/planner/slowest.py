@@ -7,10 +7,10 @@ each figure the slowest is taken, and least memory. What is sent to other ranks 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.planner.machine import Machine
@@ -18,7 +18,10 @@ from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative, Followed, PlanSearch
 from storm_client.planner.solver import Choice
 
-__all__ = ["Agreed", "Figures"]
+__all__ = ["Agreed", "Figures", "Seconds", "Turn"]
+
+Seconds: TypeAlias = tuple[float | None, ...]
+"""Of the steps that have followed one plan; None of smaller ones than are compared."""
 
 _RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_beside"})
 """Figures of a machine of which less is slower."""
@@ -39,8 +42,8 @@ class Figures:
     machine: Machine
     room: int | None
     """Bytes that may be kept; None where as few as possible are to."""
-    steps: tuple[float | None, ...] = ()
-    """Seconds of the latest steps, which have followed the present plan; None of smaller ones."""
+    steps: tuple[Seconds, ...] = ()
+    """What steps took, by each of the plans that were followed since the latest decision."""
 
     @classmethod
     def of(
@@ -48,7 +51,7 @@ class Figures:
         problem: Problem,
         machine: Machine,
         room: int | None,
-        steps: Sequence[float | None] = (),
+        steps: Sequence[Sequence[float | None]] = (),
     ) -> Figures:
         """Return what one rank would plan from."""
         return cls(
@@ -60,7 +63,7 @@ class Figures:
             problem.rejected,
             machine,
             room,
-            tuple(steps),
+            tuple(map(tuple, steps)),
         )
 
     @classmethod
@@ -73,7 +76,7 @@ class Figures:
         windows = (one.forward_seconds for one in ranks)
         known = [seconds for seconds in windows if seconds is not None]
         rooms = [one.room for one in ranks if one.room is not None]
-        steps = zip_longest(*(one.steps for one in ranks))
+        plans = zip_longest(*(one.steps for one in ranks), fillvalue=())
         return cls(
             tuple(map(max, zip(*(one.nbytes for one in ranks), strict=True))),
             tuple(map(max, zip(*(one.seconds for one in ranks), strict=True))),
@@ -83,7 +86,7 @@ class Figures:
             {number: why for one in reversed(ranks) for number, why in one.rejected.items()},
             _slowest_machine([one.machine for one in ranks]),
             min(rooms, default=None),
-            tuple(max((one for one in step if one is not None), default=None) for step in steps),
+            tuple(map(_slowest_steps, plans)),
         )
 
     def put_into(self, problem: Problem) -> Problem:
@@ -113,17 +116,27 @@ class Figures:
         machine["measured"] = frozenset(machine["measured"])
         said["machine"] = Machine(**machine)
         said["rejected"] = {int(number): why for number, why in said["rejected"].items()}
-        for name in ("nbytes", "seconds", "steps"):
+        for name in ("nbytes", "seconds"):
             said[name] = tuple(said[name])
+        said["steps"] = tuple(map(tuple, said["steps"]))
         return cls(**said)
+
+
+class Turn(NamedTuple):
+    """One of several plans that ranks follow one after another."""
+
+    alternative: Alternative
+    choice: Choice
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks are to follow: the choice, and how far the comparison of plans has come."""
+    """What ranks are to follow: the plans in turn, and how far the comparison of them has come."""
 
-    choice: Choice
+    turns: tuple[Turn, ...]
+    """At least one. Each but the last is followed for a few steps."""
     search: PlanSearch | None
+    """None where none are compared."""
     measured: frozenset[str]
     """Which of the machine's figures were."""
     nbytes: tuple[int, ...] = ()
@@ -131,10 +144,7 @@ class Agreed:
 
     def to_text(self) -> str:
         """Return it for another rank."""
-        choice, search = self.choice, self.search
-        said = choice._asdict()
-        said["decisions"] = [_decision_text(decision) for decision in choice.decisions]
-        found = None
+        search, found = self.search, None
         if search is not None:
             found = {
                 "others": search.others,
@@ -146,17 +156,23 @@ class Agreed:
                 "is_settled": search.is_settled,
                 "steps": search.steps,
             }
-        told = {"choice": said, "search": found, "measured": sorted(self.measured)}
+        turns = [(alternative, _choice_said(choice)) for alternative, choice in self.turns]
+        told = {"turns": turns, "search": found, "measured": sorted(self.measured)}
         return json.dumps(told | {"nbytes": self.nbytes})
 
     @classmethod
     def from_text(cls, text: str) -> Agreed:
         """Return what the leader has sent."""
         said = json.loads(text)
-        choice = said["choice"]
-        choice["decisions"] = [_decision(one) for one in choice["decisions"]]
+        turns = tuple(Turn(Alternative(*one), _choice(choice)) for one, choice in said["turns"])
         search, measured = _search(said["search"]), frozenset(said["measured"])
-        return cls(Choice(**choice), search, measured, tuple(said["nbytes"]))
+        return cls(turns, search, measured, tuple(said["nbytes"]))
+
+
+def _slowest_steps(ranks: Iterable[Seconds]) -> Seconds:
+    """Return what steps took for the slowest rank that counts them, by one plan."""
+    steps = zip_longest(*ranks)
+    return tuple(max((one for one in step if one is not None), default=None) for step in steps)
 
 
 def _slowest_machine(machines: Sequence[Machine]) -> Machine:
@@ -169,6 +185,15 @@ def _slowest_machine(machines: Sequence[Machine]) -> Machine:
         if isinstance(values[0], bool):
             changed[field.name] = all(values)
     return Machine(**changed)
+
+
+def _choice_said(choice: Choice) -> dict[str, Any]:
+    decisions = [_decision_text(decision) for decision in choice.decisions]
+    return choice._asdict() | {"decisions": decisions}
+
+
+def _choice(said: dict[str, Any]) -> Choice:
+    return Choice(**said | {"decisions": [_decision(one) for one in said["decisions"]]})
 
 
 def _decision_text(decision: Decision) -> str:

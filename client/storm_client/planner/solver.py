@@ -22,18 +22,18 @@ Everything here is pure: no tensor, device or clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.planner.exchange import choices
-from storm_client.planner.groups import Part
+from storm_client.planner.groups import Alike, Part, alike_groups
 from storm_client.planner.machine import Machine
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "Solver", "choose"]
 
 TURNAROUND = 3.0
 """Seconds from the making of a value to its use in the backward pass, for each that the forward
@@ -55,23 +55,49 @@ class Choice(NamedTuple):
     forward_seconds: float
     """What the link was taken to have."""
 
+    def of(self, numbers: Sequence[int]) -> Choice:
+        """Return the same of some values alone, which are numbered anew."""
+        return self._replace(
+            decisions=[self.decisions[number] for number in numbers],
+            reasons=[self.reasons[number] for number in numbers],
+            costs=[self.costs[number] for number in numbers],
+        )
+
 
 def choose(problem: Problem, machine: Machine, *, budget_bytes: int = 0) -> Choice:
     """Return what becomes of each value of a step if `budget_bytes` of them may be kept.
 
     Where the forward pass was not timed, the link has what its known operations take together.
     """
-    values = problem.values
-    seconds = operation_seconds(values, machine)
-    window = problem.forward_seconds
-    if window is None:
-        window = sum(filter(math.isfinite, seconds))
-    priced = Priced(problem, machine, seconds, budget_bytes, window)
-    begun = _State(priced)
-    begun.keep_what_is_asked_for_at_once()
-    there = begun.kept | begun.last
-    states = [begun.taking(parts) for parts in choices(priced, there, begun.budget_left)]
-    return _choice(min(states, key=_State.total))
+    return Solver(problem, machine).choose(budget_bytes)
+
+
+class Solver:
+    """Chooses for one step and machine, by any number of budgets."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        """Look at what each value costs."""
+        seconds = operation_seconds(problem.values, machine)
+        window = problem.forward_seconds
+        if window is None:
+            window = sum(filter(math.isfinite, seconds))
+        self._priced = Priced(problem, machine, seconds, window)
+        self._alike: dict[frozenset[int], list[Alike]] = {}
+        """The groups of values, and what is known of their choices, by what is there anyway."""
+
+    def choose(self, budget_bytes: int, stays: Set[int] = frozenset()) -> Choice:
+        """Return what becomes of each value if `budget_bytes` may be kept, as by `choose`.
+
+        What `stays` is kept in any case, and is of the budget.
+        """
+        priced = self._priced
+        begun = _State(priced, budget_bytes, kept=set(stays))
+        begun.keep_what_is_asked_for_at_once()
+        there = frozenset(begun.kept | begun.last)
+        if there not in self._alike:
+            self._alike[there] = alike_groups(priced, there)
+        found = choices(priced, self._alike[there], begun.budget_left)
+        return _choice(min(map(begun.taking, found), key=_State.total))
 
 
 @dataclass
@@ -79,6 +105,8 @@ class _State:
     """What was decided so far."""
 
     priced: Priced
+    budget_bytes: int
+    """What may be kept in all."""
     kept: set[int] = field(default_factory=set)
     """Values that the budget keeps."""
     last: set[int] = field(default_factory=set)
@@ -90,7 +118,7 @@ class _State:
     @property
     def budget_left(self) -> int:
         """How many bytes more may be kept."""
-        return self.priced.budget_bytes - self.kept_bytes
+        return max(0, self.budget_bytes - self.kept_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -129,7 +157,7 @@ class _State:
             is_fixed = value.is_saved and not priced.problem.may_recompute(value)
             if is_fixed or begins == begin:
                 needed = TURNAROUND * behind + priced.problem.turn_seconds
-                if priced.link_seconds([number]) > needed:
+                if number not in self.kept and priced.link_seconds([number]) > needed:
                     fits = is_fixed and value.nbytes <= self.budget_left
                     (self.kept if fits else self.last).add(number)
             if is_fixed:

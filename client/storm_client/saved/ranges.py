@@ -258,14 +258,14 @@ class StoredRange:
             restored = self.weak[-1].storage()
         return None if restored is None else Located(restored)
 
-    def came_back(self, storage: torch.UntypedStorage) -> None:
-        """Keep what was restored for as long as a handle has not been unpacked since."""
+    def came_back(self, storage: torch.UntypedStorage, use: Use) -> None:
+        """Keep what was restored for a use until each of the others has been unpacked since."""
         self.weak.append(WeakStorage(storage))
         while len(self.weak) > 2:
             self.weak.pop(1).free()
         self._waiting = set(self._uses)
-        self._restored = storage
-        self._let_go_if_unneeded()
+        self._waiting.discard(use.key)
+        self._restored = storage if self._waiting else None
 
     def unpacked(self, use: Use) -> None:
         """Note that `use` has had the restored bytes."""

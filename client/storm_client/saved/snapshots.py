@@ -91,7 +91,7 @@ class ReadyTrial(Protocol):
     """Finds out whether a value stays as it was made until it leaves."""
 
     @property
-    def kind(self) -> object:
+    def signature(self) -> object:
         """The step signature whose value it is."""
         ...
 

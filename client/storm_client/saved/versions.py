@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["KeptTensor", "SavedVersion", "View", "changed_in_place"]
+__all__ = ["KeptTensor", "SavedVersion", "View", "changed_in_place", "nothing"]
 
 _SUFFIX = r"Backward\d*$" if torch.__version__ >= "2.12" else r"$^"
 """What PyTorch leaves out of an operation's name in its message: nothing in 2.11, this in 2.13."""
@@ -104,7 +104,7 @@ class SavedVersion:
     def of(cls, tensor: torch.Tensor, storage: int) -> SavedVersion:
         """Note the present version of `tensor`, in `storage`, without keeping its memory."""
         token = tensor.detach()
-        token.data = _nothing(tensor.device)
+        token.data = nothing(tensor.device)
         return cls(token, tensor, storage)
 
     @classmethod
@@ -183,7 +183,7 @@ class KeptTensor(SavedVersion):
         A thread that looks at the token before it looks at `moved` finds one or the other.
         """
         token = self.token.detach()
-        token.data = _nothing(token.device)
+        token.data = nothing(token.device)
         self.moved = moved
         self.token = token
 
@@ -219,7 +219,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return 0 if tensor._is_zerotensor() else tensor.untyped_storage()._cdata
 
 
-def _nothing(device: torch.device) -> torch.Tensor:
+def nothing(device: torch.device) -> torch.Tensor:
+    """Return the empty tensor that becomes the data of every token on a device."""
     empty = _NOTHING.get(device)
     if empty is None:
         empty = _NOTHING[device] = torch.empty(0, device=device)

@@ -63,9 +63,9 @@ def compile_step(
             tensor holds, or does something else that cannot be captured: the message names the
             line. Nothing has changed then.
     """
-    from storm_client.step.compiled import compiled_step
+    from storm_client.step.compiled import CompiledStep
 
-    return compiled_step(
+    return CompiledStep(
         step,
         budget=budget,
         client=client,

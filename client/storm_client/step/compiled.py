@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx
@@ -23,54 +23,30 @@ from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.backend import supply_of
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
-from storm_client.compile.runtime import Target
+from storm_client.compile.target import Target
 from storm_client.errors import UsageError
 from storm_client.monitoring.stats import OffloadStats
 from storm_client.planner.plan import Plan
 from storm_client.step.capture import capture
 from storm_client.step.captured import Captured, Result
-from storm_client.step.explain import Explanation, explained, most_at_once
+from storm_client.step.explain import Explanation, explained
 from storm_client.step.loops import CAPTURING
-from storm_client.step.program import Program, program_of
+from storm_client.step.program import Generator, Program, program_of
 from storm_client.step.side_effects import Objects
 from storm_client.step.state import State, described
 from storm_client.step.strides import with_recorded_strides
+from storm_client.step.temporaries import most_at_once
 
 __all__ = ["CompiledStep"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def compiled_step(
-    step: Callable[..., Any],
-    *,
-    budget: str | float | None,
-    client: Client | None,
-    codec: str,
-    min_bytes: int | str,
-    codegen: str,
-    captures: int,
-) -> CompiledStep:
-    """Return a step compiled for one client, as `storm_client.compile_step` does."""
-    if not callable(step):
-        raise UsageError(f"step is of type {type(step).__name__}; pass a function")
-    if type(captures) is not int or captures < 1:
-        raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
-    asked = plan_options(budget, "learn", replay=False).budget
-    least = size_of(min_bytes, "min_bytes")
-    check_codec(codec)
-    if codegen not in _GENERATORS:
-        raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
-    target = Target(supply_of(client), asked, codec, least)
-    return CompiledStep(step, target, codegen, captures)
-
-
-class _Prepared:
+class _Prepared(NamedTuple):
     """One capture, ready to run."""
 
-    def __init__(self, program: Program, state: State) -> None:
-        self.program = program
-        self.state = state
+    program: Program
+    state: State
 
 
 class CompiledStep:
@@ -80,11 +56,32 @@ class CompiledStep:
     """
 
     def __init__(
-        self, step: Callable[..., Any], target: Target, codegen: str, captures: int
+        self,
+        step: Callable[..., Any],
+        *,
+        budget: str | float | None,
+        client: Client | None,
+        codec: str,
+        min_bytes: int | str,
+        codegen: str,
+        captures: int,
     ) -> None:
-        """Capture `step` when it is called; keep the last `captures`."""
+        """Capture `step` when it is called; the options are those of `compile_step`.
+
+        Raises:
+            UsageError: a bad value.
+        """
+        if not callable(step):
+            raise UsageError(f"step is of type {type(step).__name__}; pass a function")
+        if type(captures) is not int or captures < 1:
+            raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
+        if codegen not in _GENERATORS:
+            raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
+        check_codec(codec)
+        asked = plan_options(budget, "learn", replay=False).budget
+        least = size_of(min_bytes, "min_bytes")
         self._step = step
-        self._target = target
+        self._target = Target(supply_of(client), asked, codec, least)
         self._codegen = codegen
         self._captures = captures
         self._lock = threading.RLock()  # protects the table below; a run holds it
@@ -168,20 +165,10 @@ class CompiledStep:
         leaves: list[object],
     ) -> _Prepared:
         captured = self._recorded(arguments, options, leaves)
-        target = self._target
         codegen = "eager" if captured.makes_state else self._codegen
-        generate, is_exact = _GENERATORS[codegen]
-        program = program_of(
-            captured,
-            generate,
-            _by_pytorch,
-            budget=target.budget,
-            min_bytes=target.min_bytes,
-            codec=target.codec,
-            is_exact=is_exact,
-        )
+        program = program_of(captured, _GENERATORS[codegen], _by_pytorch, self._target)
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
-            _keep_freed(most_at_once(program))
+            _keep_freed(most_at_once(program.temporaries()))
         return _Prepared(program, State(captured, self._step, leaves))
 
     def _recorded(
@@ -221,18 +208,15 @@ class CompiledStep:
         """Return what was captured and is kept, in the order of use."""
         return [one.program for kept in self._known.values() for one in kept]
 
-    def explain(self, seconds: float = 0.0) -> Explanation:
+    def explain(self) -> Explanation:
         """Describe what was captured for the latest call: graph, plan, and memory.
-
-        With `seconds`, a layout that is better than greedy ones is looked for so long, at the end
-        by OR-tools where they are installed.
 
         Raises:
             UsageError: it was not called yet.
         """
         if self._last is None:
             raise UsageError("there is nothing to explain before the first call: make a step")
-        return explained(self._last.program, seconds)
+        return explained(self._last.program)
 
     def plans(self) -> list[Plan]:
         """Return the plans of the captures that are kept, in the order of use."""
@@ -243,27 +227,16 @@ class CompiledStep:
         self._target.settle()
         return self._target.recorder.snapshot()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(_NOT_COPIED)
-
     def __reduce__(self) -> NoReturn:
-        """Refuse.
+        """Refuse to be copied or pickled.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError(_NOT_COPIED)
-
-
-_NOT_COPIED = (
-    "a compiled step belongs to the model and optimizer that its function uses; copy or pickle "
-    "those, and call storm_client.compile_step where they are"
-)
+        raise UsageError(
+            "a compiled step belongs to the model and optimizer that its function uses; copy or "
+            "pickle those, and call storm_client.compile_step where they are"
+        )
 
 
 def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -278,8 +251,8 @@ def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 _GENERATORS = {
-    "inductor": (_by_inductor, exact_in_generated_code),
-    "eager": (_by_pytorch, exact_in_eager),
+    "inductor": Generator(_by_inductor, exact_in_generated_code),
+    "eager": Generator(_by_pytorch, exact_in_eager),
 }
 
 

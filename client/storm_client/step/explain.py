@@ -1,8 +1,7 @@
 """What a captured step is for people: its operations, its plan, and where its temporaries lie.
 
-The figures are of memory as it is planned: each storage that the step makes, from the operation
-that makes it, or begins to fetch it, to the last that uses it. What lives between steps, parameters
-and the state of optimizers, is counted by itself.
+The figures are of memory as it is planned. What lives between steps, parameters and the state of
+optimizers, is counted by itself.
 """
 
 from __future__ import annotations
@@ -11,35 +10,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import fx
 
-from storm_client.compile.layout import Block, Layout, bound, laid_out
-from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.planner.plan import Plan, new_figure, save_figure
-from storm_client.step.nodes import memories, reads
-from storm_client.step.program import Call, Program
+from storm_client.step.layout import Layout, laid_out
+from storm_client.step.program import Program
+from storm_client.step.temporaries import Temporary
 from stormd.protocol.sizes import format_size
 
-__all__ = ["Explanation", "Temporary", "explained", "most_at_once", "temporaries"]
-
-ALIGNMENT_BYTES = 64
-"""Where PyTorch's allocator for CPUs begins tensors, and vector instructions read fastest."""
+__all__ = ["Explanation", "explained"]
 
 SHOWN = 12
 """Kinds of operations that are listed by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Temporary:
-    """A storage that a step makes: when it is needed, by the number of the operation."""
-
-    operation: str
-    begin: int
-    end: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -139,15 +122,14 @@ class Explanation:
         save_figure(figure, path)
 
 
-def explained(program: Program, seconds: float) -> Explanation:
-    """Describe a program; a better layout than greedy ones is looked for for so many seconds."""
-    found = temporaries(program)
-    blocks = [Block(one.begin, one.end, one.nbytes, ALIGNMENT_BYTES) for one in found]
+def explained(program: Program) -> Explanation:
+    """Describe a program."""
+    found = program.temporaries()
     captured, ordered = program.captured, program.ordered
     outside = captured.recording.outside.values()
     held = [one.tensor for one in outside if one.argument is None]
-    nodes = [node for call in program.calls for node in _operations(call)]
-    counts = Counter(str(node.target) for node in nodes)
+    targets = [node.target for call in program.calls for node in call.module.graph.nodes]
+    counts = Counter(str(one) for one in targets if isinstance(one, torch._ops.OpOverload))
     return Explanation(
         operations=tuple(counts.most_common()),
         micro_batches=captured.loop.count,
@@ -160,94 +142,5 @@ def explained(program: Program, seconds: float) -> Explanation:
         state_bytes=sum(one.nbytes for one in held),
         plans=tuple(graph.plan for graph in program.graphs),
         temporaries=tuple(found),
-        layout=laid_out(blocks, seconds),
+        layout=laid_out(found),
     )
-
-
-def _operations(call: Call) -> list[fx.Node]:
-    return [
-        node for node in call.module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
-    ]
-
-
-def temporaries(program: Program) -> list[Temporary]:
-    """Return the storages that a step's graphs make, in the order of being made."""
-    clock = _Clock()
-    for call in program.calls:
-        clock.run(call)
-    clock.keep([node for node in program.ordered.results if node is not None])
-    return clock.found()
-
-
-def most_at_once(program: Program) -> int:
-    """Return the most bytes of temporaries that a step needs at one time."""
-    return bound(Block(one.begin, one.end, one.nbytes) for one in temporaries(program))
-
-
-class _Clock:
-    """Goes through the graphs, and notes when each storage is made and used last."""
-
-    def __init__(self) -> None:
-        self.time = 0
-        self.current: dict[int, int] = {}
-        """Which of the storages below each memory is now."""
-        self.begins: list[int] = []
-        self.ends: list[int] = []
-        self.sizes: list[int] = []
-        self.names: list[str] = []
-
-    def run(self, call: Call) -> None:
-        """Go through one graph."""
-        made: set[int] = set()
-        given = call.module.graph.find_nodes(op="placeholder")
-        there = {memory for node in given if not _is_token(node) for memory in memories(node)}
-        for node in call.module.graph.nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "output":
-                self._use(reads(node))
-                continue
-            self.time += 1
-            if node.target in (FETCH, WAIT):
-                self._make(memories(node.args[0]) - made, node)
-                made |= memories(node.args[0])
-                self._size(memories(node.args[0]), node)
-            elif node.target is not STORE:
-                new = memories(node) - there - made
-                self._make(new, node)
-                made |= new
-                self._size(memories(node), node)
-            self._use(reads(node) | memories(node))
-
-    def keep(self, nodes: list[fx.Node]) -> None:
-        """Have the storages of some nodes live to the end."""
-        for node in nodes:
-            self._use(memories(node))
-
-    def found(self) -> list[Temporary]:
-        """Return what was noted."""
-        columns = zip(self.names, self.begins, self.ends, self.sizes, strict=True)
-        return [Temporary(*one) for one in columns if one[3]]
-
-    def _make(self, memory: frozenset[int] | set[int], node: fx.Node) -> None:
-        for one in sorted(memory):
-            self.current[one] = len(self.begins)
-            self.begins.append(self.time)
-            self.ends.append(self.time + 1)
-            self.sizes.append(0)
-            self.names.append(str(node.target))
-
-    def _size(self, memory: frozenset[int], node: fx.Node) -> None:
-        val: Any = node.meta.get("val")
-        if isinstance(val, torch.Tensor) and node.target is not FETCH:
-            for one in memory & self.current.keys():
-                number = self.current[one]
-                self.sizes[number] = max(self.sizes[number], val.untyped_storage().nbytes())
-
-    def _use(self, memory: frozenset[int]) -> None:
-        for one in memory & self.current.keys():
-            self.ends[self.current[one]] = self.time + 1
-
-
-def _is_token(node: fx.Node) -> bool:
-    return any(user.target in (FETCH, WAIT) for user in node.users)

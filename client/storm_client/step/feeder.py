@@ -10,12 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from storm_client.devices import usable
 from storm_client.errors import UsageError
 
 __all__ = ["Feeder"]
@@ -32,7 +33,7 @@ class _Item(NamedTuple):
     is_end: bool = False
 
 
-class Feeder:
+class Feeder(AbstractContextManager["Feeder"]):
     """Iterates over `iterable`, ahead of its consumer, with all tensors on a device.
 
         for x, y in storm.Feeder(loader, device="cuda"):
@@ -64,12 +65,8 @@ class Feeder:
         """
         if type(ahead) is not int or ahead < 1:
             raise UsageError(f"ahead is {ahead!r}; it must be a number of items, at least 1")
-        try:
-            named = torch.device(device if device is not None else _default_device())
-            # With its number: in the thread that copies another device is the current one.
-            self.device = torch.empty(0, device=named).device
-        except (RuntimeError, AssertionError, TypeError) as error:
-            raise UsageError(f"device is {device!r}, which cannot be used: {error}") from error
+        # With its number: in the thread that copies another device is the current one.
+        self.device = usable(device if device is not None else _default_device())
         self._iterable = iterable
         self._queue: queue.Queue[_Item] = queue.Queue(ahead)
         self._closed = threading.Event()
@@ -110,16 +107,7 @@ class Feeder:
         while not self._queue.empty():
             self._queue.get_nowait()
 
-    def __enter__(self) -> Feeder:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -40,12 +39,7 @@ class Generators:
         _FUNCTIONS.default_generator = self._default
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Have all generators as they were."""
         _FUNCTIONS.default_generator = torch.default_generator
         for other in self._others:

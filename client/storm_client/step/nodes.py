@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
 from storm_client.compile.exactness import draws
+from storm_client.compile.schemas import argument
 
-__all__ = ["BACKWARD", "MEMORY", "PART", "WRITTEN", "is_random", "memories", "reads", "writes"]
+__all__ = [
+    "BACKWARD",
+    "MEMORY",
+    "PART",
+    "WRITTEN",
+    "is_random",
+    "memories",
+    "reads",
+    "writes",
+    "written_by",
+]
 
 MEMORY, WRITTEN, BACKWARD, PART = (
     "stormd_memory",
@@ -31,12 +44,14 @@ def writes(node: fx.Node) -> frozenset[int]:
     return found
 
 
+def written_by(nodes: Iterable[fx.Node]) -> frozenset[int]:
+    """Return the storages that some nodes write to."""
+    return frozenset().union(*map(writes, nodes))
+
+
 def reads(node: fx.Node) -> frozenset[int]:
     """Return the storages that a node's arguments lie in."""
-    found: set[int] = set()
-    for source in node.all_input_nodes:
-        found |= memories(source)
-    return frozenset(found)
+    return frozenset().union(*map(memories, node.all_input_nodes))
 
 
 def is_random(node: fx.Node) -> bool:
@@ -44,15 +59,5 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return draws(target) and not _draws_nothing(node)
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Tell whether dropout's probability, or that of attention, is zero."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    for place, described in enumerate(target._schema.arguments):
-        if described.name == "dropout_p":
-            value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p")
-            return value in (0, 0.0, None)
-    return False
+    has_chance = any(one.name == "dropout_p" for one in target._schema.arguments)
+    return draws(target) and not (has_chance and not argument(node, "dropout_p"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from storm_client.compile.costs import nbytes_of
+from storm_client.compile.views import nbytes_of
 from storm_client.errors import UsageError
 from storm_client.step.captured import Captured
 from storm_client.step.nodes import (
@@ -27,6 +27,7 @@ from storm_client.step.nodes import (
     memories,
     reads,
     writes,
+    written_by,
 )
 
 __all__ = ["Carry", "Ordered", "ordered", "without_repeats"]
@@ -111,10 +112,7 @@ def outside(nodes: Iterable[fx.Node]) -> frozenset[int]:
     first = next(iter(nodes), None)
     if first is None:
         return frozenset()
-    found: set[int] = set()
-    for node in first.graph.find_nodes(op="placeholder"):
-        found |= memories(node)
-    return frozenset(found)
+    return frozenset().union(*map(memories, first.graph.find_nodes(op="placeholder")))
 
 
 # --- state that the step reads after it has changed it ------------------------------------------
@@ -228,11 +226,9 @@ def _carry(
     for one, two in zip(mine, theirs, strict=True):
         value = one
         if isinstance(one, fx.Node) and isinstance(two, fx.Node):
-            if same.get(two) is one or (one is two):
-                value = one
-            elif one.meta[PART] == 1 and two.meta[PART] == BODY:
+            if one.meta[PART] == 1 and two.meta[PART] == BODY:
                 value = _carried(one, two, carries, captured)
-            else:
+            elif same.get(two) is not one and one is not two:
                 raise _differs("a micro-batch uses what another than the one before it has made")
         elif one is not two and one != two:
             raise _differs(f"the second uses {one!r} where the third uses {two!r}")
@@ -297,11 +293,8 @@ def _without_aliases(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
 
 def _folded(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
     """Compute once what is the same in each run, where it is small and nobody writes to it."""
-    touched: set[int] = set()
-    for node in nodes:
-        touched |= writes(node)
-    for one in found.results:
-        touched |= memories(one) if one is not None else set()
+    results = [one for one in found.results if one is not None]
+    touched = written_by(nodes).union(*map(memories, results))
     kept = []
     known: dict[fx.Node, Any] = dict(found.constants)
     for node in nodes:
@@ -377,12 +370,8 @@ def without_repeats(nodes: Sequence[fx.Node], found: Ordered) -> list[fx.Node]:
 
     Neither what is random nor what lies in memory that anybody writes to, or that a caller gets.
     """
-    touched: set[int] = set()
-    for node in (*found.work, *found.late):
-        touched |= writes(node) if node in found.work else set()
     given = {one for one in found.results if one is not None}
-    for one in given:
-        touched |= memories(one)
+    touched = written_by(found.work).union(*map(memories, given))
     seen: dict[Any, fx.Node] = {}
     kept = []
     for node in nodes:

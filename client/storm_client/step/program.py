@@ -15,20 +15,21 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from storm_client.compile.exactness import exact_in_eager
+from storm_client.compile.handover import Rules
 from storm_client.compile.partition import divided
-from storm_client.compile.runtime import Graph, Target, running
+from storm_client.compile.runtime import running
+from storm_client.compile.target import Graph, Target
 from storm_client.step.captured import Captured
-from storm_client.step.lifetimes import peak_of
-from storm_client.step.nodes import PART, memories, reads, writes
+from storm_client.step.nodes import PART, memories, reads, writes, written_by
 from storm_client.step.passes import BODY, Ordered, ordered, without_repeats
+from storm_client.step.temporaries import Lifetimes, Temporary, peak_of
 
-__all__ = ["Call", "Generate", "Program", "program_of"]
+__all__ = ["Call", "Generator", "Program", "program_of"]
 
 Generate = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
 """Makes a function of a graph that takes its inputs in a list, and empties that."""
@@ -71,6 +72,14 @@ class Program:
         """The plans."""
         return [call.graph for call in self.calls if call.graph is not None]
 
+    def temporaries(self) -> list[Temporary]:
+        """Return the storages that the graphs make, in the order of being made."""
+        lifetimes = Lifetimes()
+        for call in self.calls:
+            lifetimes.run(call.module.graph.nodes)
+        lifetimes.keep(node for node in self.ordered.results if node is not None)
+        return lifetimes.found()
+
     def work(self, values: dict[fx.Node, Any], target: Target) -> None:
         """Run all that changes no state; `values` has what is given, and gets what is made."""
         loop = self.captured.loop
@@ -110,33 +119,22 @@ def _run(calls: Iterable[Call], values: dict[fx.Node, Any], target: Target) -> N
         del made
 
 
+class Generator(NamedTuple):
+    """Who makes functions of graphs, and which operations that gives the same bits of anywhere."""
+
+    generate: Generate
+    is_exact: Callable[[fx.Node], bool]
+
+
 def program_of(
-    captured: Captured,
-    generate: Generate,
-    generate_late: Generate,
-    *,
-    budget: Any,
-    min_bytes: int,
-    codec: str = "ancf",
-    is_exact: Callable[[fx.Node], bool] = exact_in_eager,
+    captured: Captured, generator: Generator, generate_late: Generate, target: Target
 ) -> Program:
-    """Return the graphs of a captured step for a budget.
+    """Return the graphs of a captured step for what a target's budget lets stay.
 
     Raises:
         UsageError: the budget is below the least possible, or the loop cannot be run as one.
     """
-    found = ordered(captured)
-    builder = _Builder(
-        captured,
-        found,
-        generate=generate,
-        generate_late=generate_late,
-        budget=budget,
-        min_bytes=min_bytes,
-        codec=codec,
-        is_exact=is_exact,
-    )
-    return builder.program()
+    return _Builder(captured, ordered(captured), generator, generate_late, target).program()
 
 
 class _Builder:
@@ -146,21 +144,18 @@ class _Builder:
         self,
         captured: Captured,
         found: Ordered,
-        *,
-        generate: Generate,
+        generator: Generator,
         generate_late: Generate,
-        budget: Any,
-        min_bytes: int,
-        codec: str,
-        is_exact: Callable[[fx.Node], bool],
+        target: Target,
     ) -> None:
-        self.captured, self.found = captured, found
-        self.generate, self.generate_late = generate, generate_late
-        self.budget, self.min_bytes, self.codec = budget, min_bytes, codec
-        touched: set[int] = set()
-        for node in found.work:
-            touched |= writes(node)
-        self.is_exact = lambda node: is_exact(node) and not (memories(node) | reads(node)) & touched
+        self.captured, self.found, self.budget = captured, found, target.budget
+        self.generate, self.generate_late = generator.generate, generate_late
+        touched = written_by(found.work)
+
+        def is_exact(node: fx.Node) -> bool:
+            return generator.is_exact(node) and not (memories(node) | reads(node)) & touched
+
+        self.rules = Rules(target.min_bytes, target.codec, is_exact)
 
     def program(self) -> Program:
         """Return all graphs."""
@@ -199,15 +194,9 @@ class _Builder:
         backward = _graph([*again, *second], second_results, takes)
         graph = None
         if handed:
+            static = self._static(forward)
             graph = divided(
-                forward,
-                backward,
-                num_fwd_outputs=len(results),
-                static=self._static(forward),
-                budget=self.budget,
-                min_bytes=self.min_bytes,
-                is_exact=self.is_exact,
-                codec=self.codec,
+                forward, backward, self.rules, self.budget, outputs=len(results), static=static
             )
         calls = [Call(forward, self.generate(forward), inputs, results, graph)]
         if second:

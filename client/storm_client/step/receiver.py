@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class _Sent(NamedTuple):
     copied: list[torch.Event]
 
 
-class Receiver:
+class Receiver(AbstractContextManager["Receiver"]):
     """Calls `callback` with what is sent to it, on the host, in order, in a thread of its own.
 
         with storm.Receiver(lambda step, loss: print(step, float(loss))) as receive:
@@ -118,16 +118,7 @@ class Receiver:
             self._thread.join()
         self._raise_error()
 
-    def __enter__(self) -> Receiver:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Close; an exception of the block is not replaced by the callback's."""
         try:
             self.close()

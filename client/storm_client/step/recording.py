@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storm_client.compile.schemas import argument_of, written
 from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
 from storm_client.step.kernels import as_the_kernel_does
@@ -40,7 +41,6 @@ from storm_client.step.recurrent import (
 )
 from storm_client.step.refusals import data_dependent, not_in_place, script_line, sets_a_generator
 from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
-from storm_client.step.schemas import argument_of, written
 
 __all__ = ["Outside", "Recorder", "Recording", "is_of_a_capture"]
 
@@ -94,8 +94,7 @@ class Recording:
     def __post_init__(self) -> None:
         self.root = self.graph.create_node("get_attr", "stormd_begin")
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
-        self.numbers = Numbers(self.graph, lambda: data_dependent("a number"))
-        self.numbers.note = self._note
+        self.numbers = Numbers(self.graph, self._note, lambda: data_dependent("a number"))
         self.generators = Generators(sets_a_generator)
 
     # --- what is there before ---------------------------------------------------------------

@@ -51,13 +51,15 @@ class Condition(NamedTuple):
 class Numbers:
     """Records what is computed with numbers in a graph, and what was concluded from them."""
 
-    def __init__(self, graph: fx.Graph, refuse: Callable[[], Exception]) -> None:
-        """Add nodes to `graph`; `refuse` makes the exception for a branch on what is computed."""
-        self.graph = graph
-        self.refuse = refuse
+    def __init__(
+        self, graph: fx.Graph, note: Callable[[fx.Node], None], refuse: Callable[[], Exception]
+    ) -> None:
+        """Add nodes to `graph`, and `note` each.
+
+        `refuse` makes the exception for a branch on what is computed.
+        """
+        self.graph, self.note, self.refuse = graph, note, refuse
         self.conditions: list[Condition] = []
-        self.note: Callable[[fx.Node], None] = lambda _: None
-        """Called with each node that is added."""
 
     def apply(self, function: Callable[..., Any], *operands: Number) -> Number:
         """Record one operation."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from operator import is_
-from typing import Any, NamedTuple
+from operator import is_, itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -39,68 +39,43 @@ from storm_client.step.variables import (
 __all__ = ["State", "described", "surroundings"]
 
 
-class _Itself(NamedTuple):
-    """Where a tensor is found that is in no table."""
-
-    tensor: torch.Tensor
-
-    def find(self, _: Sequence[torch.Tensor]) -> Any:
-        return self.tensor
+_Slot: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
+"""Finds a tensor again, given the step's tensors that are arguments."""
 
 
-class _Given(NamedTuple):
-    """Which of the step's arguments a tensor is."""
-
-    number: int
-
-    def find(self, given: Sequence[torch.Tensor]) -> Any:
-        return given[self.number]
+def _itself(tensor: torch.Tensor) -> _Slot:
+    """Return a tensor that is in no table."""
+    return lambda _: tensor
 
 
-class _InModule(NamedTuple):
-    """Where a module's parameter or buffer is found."""
-
-    table: Mapping[str, Any]
-    key: str
-
-    def find(self, _: Sequence[torch.Tensor]) -> Any:
-        return self.table.get(self.key)
+def _in_table(table: Mapping[str, Any], key: str) -> _Slot:
+    """Find a module's parameter or buffer."""
+    return lambda _: table.get(key)
 
 
-class _InState(NamedTuple):
-    """Where an optimizer's state is found; its tables are others when a state was loaded."""
+def _in_state(optimizer: Optimizer, parameter: Any, key: str) -> _Slot:
+    """Find an optimizer's state, whose tables are others when a state was loaded."""
 
-    optimizer: Optimizer
-    parameter: Any
-    key: str
+    def find(_: Sequence[torch.Tensor]) -> Any:
+        table = optimizer.state.get(parameter)
+        return table.get(key) if isinstance(table, dict) else None
 
-    def find(self, _: Sequence[torch.Tensor]) -> Any:
-        table = self.optimizer.state.get(self.parameter)
-        return table.get(self.key) if isinstance(table, dict) else None
+    return find
 
 
-class _InGroup(NamedTuple):
-    """Where a setting of an optimizer's group is found, if it is a tensor."""
+def _in_group(optimizer: Optimizer, number: int, key: str) -> _Slot:
+    """Find a setting of an optimizer's group that is a tensor."""
 
-    optimizer: Optimizer
-    number: int
-    key: str
+    def find(_: Sequence[torch.Tensor]) -> Any:
+        groups = optimizer.param_groups
+        return groups[number].get(key) if number < len(groups) else None
 
-    def find(self, _: Sequence[torch.Tensor]) -> Any:
-        groups = self.optimizer.param_groups
-        return groups[self.number].get(self.key) if self.number < len(groups) else None
+    return find
 
 
-class _InGradient(NamedTuple):
-    """Where a gradient is found that was there before the step: on the tensor that has it now."""
-
-    leaf: _Itself | _Given | _InModule | _InState | _InGroup
-
-    def find(self, given: Sequence[torch.Tensor]) -> Any:
-        return getattr(self.leaf.find(given), "grad", None)
-
-
-_Slot = _Itself | _Given | _InModule | _InState | _InGroup | _InGradient
+def _gradient_of(leaf: _Slot) -> _Slot:
+    """Find a gradient that was there before the step: on the tensor that has it now."""
+    return lambda given: getattr(leaf(given), "grad", None)
 
 
 class _Held(NamedTuple):
@@ -141,7 +116,7 @@ class State:
         self.captured = captured
         slots = _slots(captured)
         self.held = [
-            _Held.of(one, slots.get(id(one.tensor), _Itself(one.tensor)))
+            _Held.of(one, slots.get(id(one.tensor), _itself(one.tensor)))
             for one in captured.recording.outside.values()
             if one.argument is None
         ]
@@ -158,7 +133,7 @@ class State:
         """Of modules that have plain attributes alone, by number: what they were last."""
         self._places: list[tuple[int, int]] = []
         """Where tensors lay when they were last found to share memory as they did."""
-        self.sharing = self._sharing(tensors, [held.slot.find(tensors) for held in self.held])
+        self.sharing = self._sharing(tensors, [held.slot(tensors) for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
         self.python = self._python(leaves)
         self.gradients = [
@@ -226,7 +201,7 @@ class State:
 
         What is written to one of them the others have too, so a capture is for that alone.
         """
-        besides = [slot.find(tensors) for slot in self.besides]
+        besides = [slot(tensors) for slot in self.besides]
         found = [*tensors, *held, *besides, *own(self.step, torch.Tensor)]
         tables: tuple[dict[int, int], dict[int, int]] = ({}, {})
         return [
@@ -242,7 +217,7 @@ class State:
         tensors = _tensors_in(leaves)
         found: dict[fx.Node, Any] = {}
         for held in self.held:
-            tensor = held.slot.find(tensors)
+            tensor = held.slot(tensors)
             if not held.fits(tensor):
                 return None
             found[held.node] = tensor
@@ -370,28 +345,25 @@ def _slots(captured: Captured) -> dict[int, _Slot]:
     found: dict[int, _Slot] = {}
     for optimizer in captured.optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            found |= {id(one): _InGroup(optimizer, number, key) for key, one in _tensors(group)}
+            found |= {id(one): _in_group(optimizer, number, key) for key, one in _tensors(group)}
         for parameter, table in optimizer.state.items():
             if not isinstance(table, dict):
                 continue
-            found |= {id(one): _InState(optimizer, parameter, key) for key, one in _tensors(table)}
+            found |= {id(one): _in_state(optimizer, parameter, key) for key, one in _tensors(table)}
     for module in captured.modules:
         for names in (module.__dict__, module._parameters, module._buffers):
-            found |= {id(one): _InModule(names, key) for key, one in _tensors(names)}
+            found |= {id(one): _in_table(names, key) for key, one in _tensors(names)}
     for leaf, gradient in captured.recording.leaves.values():
         if gradient is not None and id(gradient) not in found:
-            found[id(gradient)] = _InGradient(_slot_of_leaf(leaf, captured, found))
+            found[id(gradient)] = _gradient_of(_slot_of_leaf(leaf, captured, found))
     return found
 
 
-def _slot_of_leaf(
-    leaf: torch.Tensor, captured: Captured, slots: Mapping[int, _Slot]
-) -> _Itself | _Given | _InModule | _InState | _InGroup:
+def _slot_of_leaf(leaf: torch.Tensor, captured: Captured, slots: Mapping[int, _Slot]) -> _Slot:
     known = captured.recording.outside.get(id(leaf))
     if known is not None and known.argument is not None:
-        return _Given(known.argument)
-    found = slots.get(id(leaf))
-    return _Itself(leaf) if found is None or isinstance(found, _InGradient) else found
+        return itemgetter(known.argument)
+    return slots.get(id(leaf), _itself(leaf))
 
 
 def _tensors(table: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,13 +8,15 @@ graph is compiled for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
+
+from storm_client.compile.schemas import written
 
 __all__ = ["with_recorded_strides"]
 
@@ -69,7 +71,7 @@ def _written(operation: Any, /, *arguments: Any, **options: Any) -> Any:
     if operation is _BERNOULLI and arguments[0].is_cpu and len(arguments) == 2 and not options:
         return _drawn(*arguments)
     made = operation(*arguments, **options)
-    for one in _written_to(operation, arguments, options):
+    for one in written(operation, arguments, options):
         if isinstance(one, FunctionalTensor) and is_non_overlapping_and_dense_or_false(one):
             _keep_strides(one)
     return made
@@ -94,13 +96,6 @@ def _keep_strides(tensor: FunctionalTensor) -> None:
             tensor.replace_(_laid_out(behind, strides))
             tensor.commit_update()
             tensor.sync()
-
-
-def _written_to(operation: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Iterator[Any]:
-    for place, described in enumerate(operation._schema.arguments):
-        if described.alias_info is not None and described.alias_info.is_write:
-            given = arguments[place] if place < len(arguments) else options.get(described.name)
-            yield from given if isinstance(given, (tuple, list)) else (given,)
 
 
 def _has(value: torch.Tensor, strides: Sequence[int]) -> bool:

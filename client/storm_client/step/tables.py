@@ -6,7 +6,8 @@ of what is there; and all is put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,26 +23,75 @@ from storm_client.step.variables import NO_STATE, attributes, is_value, of_optim
 __all__ = ["Tables", "check_arguments", "conclude"]
 
 
+@dataclass(eq=False)
+class _SeenModule:
+    """A module as it was before."""
+
+    module: nn.Module
+    table: dict[str, Any]
+    looks: dict[str, Any]
+    """What tells its attributes from others."""
+    buffers: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _SeenModule:
+        return cls(module, dict(module.__dict__), attributes(module), dict(module._buffers))
+
+    def put_back(self) -> None:
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.table)
+
+
+@dataclass(eq=False)
+class _SeenOptimizer:
+    """An optimizer as it was before."""
+
+    optimizer: Optimizer
+    table: dict[str, Any]
+    looks: dict[Any, Any]
+    """What tells its attributes, and what is in its states, from others."""
+    states: dict[Any, Any]
+    groups: list[dict[str, Any]]
+    given: list[dict[str, Any]] = field(default_factory=list)
+    """The groups as the step was given them, with numbers for settings."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _SeenOptimizer:
+        states = optimizer.state.items()
+        copies = {key: dict(one) if type(one) is dict else one for key, one in states}
+        groups = [dict(group) for group in optimizer.param_groups]
+        return cls(optimizer, dict(optimizer.__dict__), of_optimizer(optimizer), copies, groups)
+
+    def put_back(self) -> None:
+        optimizer, states = self.optimizer, self.states
+        kept = {key: optimizer.__dict__[key] for key in NO_STATE if key in optimizer.__dict__}
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(self.table | kept)
+        for key, state in list(optimizer.state.items()):
+            if key not in states:
+                del optimizer.state[key]
+            elif type(state) is dict and type(states[key]) is dict:
+                state.clear()
+                state.update(states[key])
+            else:
+                optimizer.state[key] = states[key]
+        for group, before in zip(optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(before)
+
+
 class Tables:
     """What was where before a step is captured, to be put back."""
 
     def __init__(self, captured: Captured) -> None:
         """Have seen nothing; what is seen is added to what `captured` knows."""
         self.captured = captured
-        self.states: list[dict[Any, dict[Any, Any]]] = []
-        self.groups: list[list[dict[str, Any]]] = []
-        self.given: list[list[dict[str, Any]]] = []
-        """The groups as the step was given them, with numbers for settings."""
-        self.attributes: list[dict[str, Any]] = []
-        self.looks: list[dict[str, Any]] = []
-        """What told the attributes of modules from others."""
-        self.contents: list[tuple[Any, Any]] = []
-        """Lists and tables that modules have, with copies of them."""
-        self.own: list[dict[str, Any]] = []
-        """The attributes of optimizers."""
-        self.own_looks: list[dict[Any, Any]] = []
-        """What told these, and what is in their states, from others."""
-        self.buffers: list[dict[str, Any]] = []
+        self.modules: list[_SeenModule] = []
+        self.optimizers: list[_SeenOptimizer] = []
+        self._contents: list[tuple[Any, Any]] = []
+        """Lists and tables that they have, with copies of them."""
         self._seen: set[int] = set()
         """The ids of modules, which are held."""
 
@@ -61,11 +111,9 @@ class Tables:
             if id(one) not in self._seen:
                 self._seen.add(id(one))
                 self.captured.modules.append(one)
-                self.attributes.append(dict(one.__dict__))
-                self.looks.append(attributes(one))
-                own = (value for key, value in one.__dict__.items() if key in self.looks[-1])
-                self.contents += [(held, held.copy()) for held in own if type(held) in (list, dict)]
-                self.buffers.append(dict(one._buffers))
+                seen = _SeenModule.of(one)
+                self.modules.append(seen)
+                self._note(value for key, value in seen.table.items() if key in seen.looks)
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer that makes a step, before it does; its settings become numbers."""
@@ -73,23 +121,21 @@ class Tables:
         if any(known is optimizer for known in captured.optimizers):
             return
         captured.optimizers.append(optimizer)
-        self.own.append(dict(optimizer.__dict__))
-        self.own_looks.append(of_optimizer(optimizer))
-        self.contents += [(held, held.copy()) for held in _containers(optimizer)]
-        self.states.append(
-            {
-                key: dict(value) if type(value) is dict else value
-                for key, value in optimizer.state.items()
-            }
-        )
-        self.groups.append([dict(group) for group in optimizer.param_groups])
+        seen = _SeenOptimizer.of(optimizer)
+        self.optimizers.append(seen)
+        tables = (table for table in optimizer.state.values() if type(table) is dict)
+        for table in (optimizer.__dict__, *tables):
+            self._note(value for key, value in table.items() if key != "param_groups")
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 captured.recording.see_leaf(parameter)
             for key in LIFTED:
                 if key in group:
                     group[key] = self._lifted(optimizer, number, key)
-        self.given.append([dict(group) for group in optimizer.param_groups])
+        seen.given = [dict(group) for group in optimizer.param_groups]
+
+    def _note(self, values: Iterable[Any]) -> None:
+        self._contents += [(one, one.copy()) for one in values if type(one) in (list, dict)]
 
     def _lifted(self, optimizer: Optimizer, group: int, key: str) -> Any:
         value = optimizer.param_groups[group][key]
@@ -110,44 +156,18 @@ class Tables:
 
     def put_back(self) -> None:
         """Have everything as it was before."""
-        self._put_optimizers_back()
-        self._put_modules_back()
+        for optimizer in self.optimizers:
+            optimizer.put_back()
+        for held, before in self._contents:
+            held.clear()
+            held.extend(before) if isinstance(held, list) else held.update(before)
+        for module in self.modules:
+            module.put_back()
         for tensor, gradient in self.captured.recording.leaves.values():
             tensor.grad = gradient
         for tensor, is_trained in self.captured.recording.flags.values():
             if tensor.requires_grad is not is_trained:
                 tensor.requires_grad_(is_trained)
-
-    def _put_optimizers_back(self) -> None:
-        for optimizer, state, groups, table in zip(
-            self.captured.optimizers, self.states, self.groups, self.own, strict=False
-        ):
-            kept = {key: optimizer.__dict__[key] for key in NO_STATE if key in optimizer.__dict__}
-            optimizer.__dict__.clear()
-            optimizer.__dict__.update(table | kept)
-            for key in list(optimizer.state):
-                if key not in state:
-                    del optimizer.state[key]
-                elif type(optimizer.state[key]) is dict and type(state[key]) is dict:
-                    optimizer.state[key].clear()
-                    optimizer.state[key].update(state[key])
-                else:
-                    optimizer.state[key] = state[key]
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(before)
-
-    def _put_modules_back(self) -> None:
-        for held, before in self.contents:
-            held.clear()
-            held.extend(before) if isinstance(held, list) else held.update(before)
-        for module, before, buffers in zip(
-            self.captured.modules, self.attributes, self.buffers, strict=True
-        ):
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module.__dict__.clear()
-            module.__dict__.update(before)
 
 
 def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
@@ -177,56 +197,48 @@ def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
             "the step freezes parameters or has them trained again, and would only when it is "
             "captured; call requires_grad_() after the step: a captured one follows what it sets"
         )
-    _conclude_optimizers(captured, tables)
-    _conclude_modules(captured, tables)
+    for optimizer in tables.optimizers:
+        _conclude_optimizer(captured, optimizer)
+    for module in tables.modules:
+        _conclude_module(captured, module)
 
 
-def _conclude_optimizers(captured: Captured, tables: Tables) -> None:
-    for optimizer, states, given, looks in zip(
-        captured.optimizers, tables.states, tables.given, tables.own_looks, strict=True
-    ):
-        _check_groups(optimizer, given)
-        for (place, key), look in of_optimizer(optimizer).items():
-            is_new = place is not None and (place, key) not in looks
-            if not is_new and look != looks.get((place, key)):
-                raise _counted(optimizer, key or place, _held(optimizer, place, key))
-        for parameter, state in optimizer.state.items():
-            known = states.get(parameter, {})
-            for key, value in state.items() if type(state) is dict else ():
-                if key not in known or value is not known[key]:
-                    path = ("state", optimizer, parameter, key)
-                    captured.left.append(_kept(captured, value, known.get(key), path))
+def _conclude_optimizer(captured: Captured, seen: _SeenOptimizer) -> None:
+    optimizer = seen.optimizer
+    _check_groups(optimizer, seen.given)
+    for (place, key), look in of_optimizer(optimizer).items():
+        is_new = place is not None and (place, key) not in seen.looks
+        if not is_new and look != seen.looks.get((place, key)):
+            raise _counted(optimizer, key or place, _held(optimizer, place, key))
+    for parameter, state in optimizer.state.items():
+        known = seen.states.get(parameter, {})
+        for key, value in state.items() if type(state) is dict else ():
+            if key not in known or value is not known[key]:
+                path = ("state", optimizer, parameter, key)
+                captured.left.append(_kept(captured, value, known.get(key), path))
 
 
-def _conclude_modules(captured: Captured, tables: Tables) -> None:
-    for module, before, looks, buffers in zip(
-        captured.modules, tables.attributes, tables.looks, tables.buffers, strict=True
-    ):
-        for name, value in module._buffers.items():
-            if value is not buffers.get(name):
-                captured.left.append(_result(captured, value, ("buffer", module, name)))
-        for name, value in module.__dict__.items():
-            if _holds_a_tensor(captured, value) and name != "_buffers":
-                raise UsageError(
-                    f"the step puts a tensor into {type(module).__name__}.{name}, which each run "
-                    "would have to do again; register it as a buffer, or return it"
-                )
-        if module.__dict__.get("training") is not before.get("training"):  # wrappers have none
-            captured.left.append(Result(None, module.training, ("mode", module, "training")))
-        _conclude_attributes(captured, module, before, looks)
-
-
-def _conclude_attributes(
-    captured: Captured, module: nn.Module, before: dict[str, Any], looks: dict[str, Any]
-) -> None:
+def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
+    module, name_of_class = seen.module, type(seen.module).__name__
+    for name, value in module._buffers.items():
+        if value is not seen.buffers.get(name):
+            captured.left.append(_result(captured, value, ("buffer", module, name)))
+    for name, value in module.__dict__.items():
+        if _holds_a_tensor(captured, value) and name != "_buffers":
+            raise UsageError(
+                f"the step puts a tensor into {name_of_class}.{name}, which each run would have to "
+                "do again; register it as a buffer, or return it"
+            )
+    if module.__dict__.get("training") is not seen.table.get("training"):  # wrappers have none
+        captured.left.append(Result(None, module.training, ("mode", module, "training")))
     for name, look in attributes(module).items():
         value = module.__dict__[name]
-        if look == looks.get(name):
+        if look == seen.looks.get(name):
             continue
-        if value is before.get(name):
+        if value is seen.table.get(name):
             raise UsageError(
-                f"the step changes what {type(module).__name__}.{name} holds, which each run "
-                "would have to do again; leave that to what calls the step"
+                f"the step changes what {name_of_class}.{name} holds, which each run would have to "
+                "do again; leave that to what calls the step"
             )
         if is_value(value):
             captured.left.append(_result(captured, value, ("attribute", module, name)))
@@ -270,15 +282,6 @@ def _held(optimizer: Optimizer, place: Any, key: str) -> Any:
     by_place = {id(one) if isinstance(one, torch.Tensor) else one: one for one in optimizer.state}
     table = optimizer.state[by_place[place]]
     return table[key] if type(table) is dict else table
-
-
-def _containers(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the lists and tables that an optimizer has as attributes and in its state."""
-    tables = (table for table in optimizer.state.values() if type(table) is dict)
-    for table in (optimizer.__dict__, *tables):
-        for key, value in table.items():
-            if type(value) in (list, dict) and key != "param_groups":
-                yield value
 
 
 def _counted(optimizer: Optimizer, key: str, value: object) -> UsageError:

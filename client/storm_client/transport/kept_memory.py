@@ -95,7 +95,9 @@ def _storages(device: torch.device) -> dict[int, list[Kept]]:
     found: dict[int, list[Kept]] = {}
     for kept in _living():
         token = kept.token if kept.is_alias else None
-        if token is None or token.device != device or token.layout is not torch.strided:
+        if type(token) is not torch.Tensor:
+            continue  # the storage of what wraps another tensor has no memory
+        if token.device != device or token.layout is not torch.strided:
             continue
         storage = token.untyped_storage()
         if storage.nbytes() >= LEAST_BYTES and storage.resizable():

@@ -25,15 +25,11 @@ from storm_client.saved.ranges import Part, RangePhase, StoredRange, UpcomingUse
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
 from storm_client.transport.memory_pressure import may_fail
-from storm_client.transport.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Transfers
+from storm_client.transport.patience import LONGEST_SECONDS, STALL_SECONDS, Patience
+from storm_client.transport.transfer import Incoming, Phase, Transfer
+from storm_client.transport.transfers import REFILL_SHARE, Transfers
 
-__all__ = ["STALL_SECONDS", "Inbound"]
-
-STALL_SECONDS = 60.0
-"""How long a restore is waited for while the daemon answers nothing; disks are not in the way."""
-
-LONGEST_SECONDS = 600.0
-"""The same while it answers others: many processes may share a device by time slices."""
+__all__ = ["Inbound"]
 
 TOGETHER_BYTES = 8 << 20
 """Of records prefetched: so many share an event on the stream and a frame to the daemon."""
@@ -73,17 +69,16 @@ class Inbound:
             UsageError: a CUDA graph is being captured.
         """
         record, connection = use.record, self._connection
+        storage = None
         try:
-            storage = None
             if self._in_place is not None:
                 storage = self._fetch_in_place(record, use.step, may_hand_out=may_hand_out)
             if storage is None:
                 storage = self.bring(record.key, record.parts, record.nbytes, use.step)
-            with connection.lock:
-                record.came_back(storage)
-                record.unpacked(use)
         finally:
             with connection.lock:
+                if storage is not None:
+                    record.came_back(storage, use)
                 if record.phase is RangePhase.RETURNING:
                     record.move_to(RangePhase.AWAY)
                 if connection.waiting:
@@ -213,7 +208,7 @@ class Inbound:
             self._wait_for_room(incoming, index)
 
     def _wait_for_room(self, incoming: Incoming, index: int) -> None:
-        seen, patience = self._transfers.freed, _Patience(self._connection, self._transfers)
+        seen, patience = self._transfers.freed, Patience(self._connection, self._transfers)
         while self._transfers.freed == seen:
             if not patience.wait():
                 raise self._stalled(incoming, index)
@@ -221,7 +216,7 @@ class Inbound:
     def _wait_for_part(self, incoming: Incoming, index: int) -> None:
         transfer = incoming.transfers[index]
         if transfer.phase is Phase.REQUESTED:
-            patience = _Patience(self._connection, self._transfers)
+            patience = Patience(self._connection, self._transfers)
             while transfer.phase is Phase.REQUESTED:
                 if not patience.wait():
                     raise self._stalled(incoming, index)
@@ -230,7 +225,7 @@ class Inbound:
 
     def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
         """Return the error of a thread that waits in vain; streams that wait are released."""
-        self._release(self._transfers.fail_handed_out(_unanswered()))
+        self._release(self._transfers.handed_out.fail_all(_unanswered()))
         return ActivationLost(
             f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
             f"for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` "
@@ -260,7 +255,7 @@ class Inbound:
             incoming = transfers.incoming.get(key)
             if incoming is None or incoming.storage is None:
                 return None
-            transfers.wait_for(incoming)
+            incoming.is_demanded = True
             return incoming
 
     def _handed_out(self, incoming: Incoming) -> torch.UntypedStorage | None:
@@ -276,11 +271,11 @@ class Inbound:
             if user is None:
                 return None
             limit = max(transfers.window.limit - incoming.nbytes, 0)
-            if transfers.handed_out_bytes > limit and not self._wait_until(
-                lambda: transfers.handed_out_bytes <= limit
+            if transfers.handed_out.nbytes > limit and not self._wait_until(
+                lambda: transfers.handed_out.nbytes <= limit
             ):
                 return None
-            if not transfers.can_hand_out(incoming):
+            if not transfers.handed_out.may_take(incoming):
                 return None
             storage = incoming.storage
             assert storage is not None
@@ -293,7 +288,7 @@ class Inbound:
         transfers = self._transfers
         if transfers.handed_out:
             with self._connection.lock:
-                tickets = transfers.handed_out_of(storage)
+                tickets = transfers.handed_out.in_storage(storage)
                 if tickets and self._in_place is not None:
                     self._in_place.await_restored(tickets)
         self._lane.use(storage)
@@ -308,12 +303,12 @@ class Inbound:
         transfers = self._transfers
         with self._connection.lock:
             try:
-                is_answered = self._wait_until(lambda: not transfers.is_used_by(user))
+                is_answered = self._wait_until(lambda: not transfers.handed_out.is_used_by(user))
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=True) from loss
             if not is_answered:
-                self._release(transfers.fail_handed_out(_unanswered()))
-            failed = transfers.failed.pop(user, None)
+                self._release(transfers.handed_out.fail_all(_unanswered()))
+            failed = transfers.handed_out.failed.pop(user, None)
         if failed is not None and failed.error is not None:
             raise failed.error
 
@@ -323,7 +318,7 @@ class Inbound:
         if not transfers.handed_out or transfers.answered != self._seen_answers:
             self._seen_answers, self._answered_at = transfers.answered, now
         elif now - self._answered_at > LONGEST_SECONDS:
-            self._release(transfers.fail_handed_out(_unanswered()))
+            self._release(transfers.handed_out.fail_all(_unanswered()))
 
     def _release(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
@@ -334,7 +329,7 @@ class Inbound:
         """Return True as soon as it is so; False where the daemon answers nothing (locked)."""
         if is_so():
             return True
-        patience = _Patience(self._connection, self._transfers)
+        patience = Patience(self._connection, self._transfers)
         while patience.wait():
             if is_so():
                 return True
@@ -449,12 +444,12 @@ class Inbound:
         """Return how much more may be fetched early now."""
         assert self._in_place is not None
         transfers = self._transfers
-        self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held_bytes)
+        self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held.nbytes)
         return self._allowed - self._taken_bytes()
 
     def _taken_bytes(self) -> int:
         """Return how much lies here that the daemon has not written, or that nobody has used."""
-        return self._transfers.early_bytes + self._transfers.handed_out_bytes
+        return self._transfers.early_bytes + self._transfers.handed_out.nbytes
 
 
 def _unanswered() -> ActivationLost:
@@ -463,30 +458,6 @@ def _unanswered() -> ActivationLost:
         f"answered nothing for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see "
         "`stormd status` and its log"
     )
-
-
-class _Patience:
-    """With a daemon that is asked for something: ends once it has answered nothing for long."""
-
-    def __init__(self, connection: Connection, transfers: Transfers) -> None:
-        """Begin now; the session's lock is held, here and in `wait`."""
-        self._connection = connection
-        self._transfers = transfers
-        self._answered = transfers.answered
-        now = time.monotonic()
-        self._deadline, self._last = now + STALL_SECONDS, now + LONGEST_SECONDS
-
-    def wait(self) -> bool:
-        """Wait until something may have come; False at the end of patience.
-
-        Raises:
-            DaemonLost, UsageError: as Connection.wait.
-        """
-        if self._connection.wait(min(self._deadline, self._last)):
-            return True
-        answered, self._answered = self._answered, self._transfers.answered
-        self._deadline = time.monotonic() + STALL_SECONDS
-        return answered != self._answered and time.monotonic() < self._last
 
 
 def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:

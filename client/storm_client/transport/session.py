@@ -19,7 +19,7 @@ from operator import attrgetter
 import torch
 from storm_kernels.encoded_bytes import is_encoded
 
-from storm_client.errors import ActivationLost, DaemonLost, StormError
+from storm_client.errors import ActivationLost, DaemonLost
 from storm_client.lanes import Lane, Stream
 from storm_client.lanes.dtypes import ENCODED
 from storm_client.lanes.offers import Mappable
@@ -36,20 +36,20 @@ from storm_client.saved.ranges import (
     Use,
 )
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_unshared
-from storm_client.transport.connection import Connection, Listener
-from storm_client.transport.kept_memory import offload_kept
+from storm_client.transport.connection import Connection
+from storm_client.transport.device_memory import DeviceMemory
+from storm_client.transport.io_thread import Listener
 from storm_client.transport.memory_pressure import retry_allocations, watch
-from storm_client.transport.restore import LAST_WRITES_SECONDS, STALL_SECONDS, Inbound
+from storm_client.transport.patience import STALL_SECONDS
+from storm_client.transport.restore import LAST_WRITES_SECONDS, Inbound
 from storm_client.transport.store import Outbound
-from storm_client.transport.transfers import Transfers, number_of
+from storm_client.transport.transfers import FAILURES, Transfers, number_of
 from stormd.protocol import (
     Budget,
-    Failed,
     Mapped,
     Message,
     PlanLearned,
     Refused,
-    UnmapSegment,
     budget_text,
 )
 
@@ -62,8 +62,7 @@ is let go first. All are looked at where a block begins and ends."""
 RELEASE_BYTES = 1 << 20
 """What hooks give up of dead records travels together up to this, or until the next heartbeat."""
 
-BARRIER_SECONDS = 2.0
-"""How long a thread that is out of memory waits for the daemon to unmap what was freed."""
+_ABOUT_SEGMENTS = (Mapped, Refused)
 
 _stream = attrgetter("stream")
 
@@ -111,9 +110,11 @@ class Session(Listener):
         self._inbound = Inbound(self.connection, lane, self.transfers)
         self.together_bytes = self._outbound.together_bytes
         """What is smaller is best held and sent with others, up to so many bytes."""
+        self.memory = DeviceMemory(self, self._outbound)
+        """What lets go of memory when the device has none left."""
         self.connection.start(self)
         if self._in_place is not None or self.device.type == "cuda":
-            watch(self)
+            watch(self.memory)
 
     # --- what the hooks ask for -------------------------------------------------------------
 
@@ -165,51 +166,35 @@ class Session(Listener):
         Raises:
             DaemonLost: the daemon is gone.
         """
-        if self.connection.error is not None:
-            self.connection.check()
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
-        record = self._added(storage, dtype, codec, stats, soon=soon, stream=stream)
-        record.proof, record.ready = proof, ready
+        record = self.record(storage, dtype, codec, stats, soon=soon, stream=stream)
+        self.stays_in_use(record, proof)
+        record.ready = ready
         if ready is not None and ready.sequence:
             self.send(record)
         return record
 
-    def hold_result(
+    def record(
         self,
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
         codec: str,
         stats: RangeRecorder,
         *,
-        soon: bool,
-        proof: SnapshotProof | None,
+        soon: bool = False,
+        stream: Stream = None,
     ) -> StoredRange:
-        """Return a new record of what work on the default stream has made; `hold` without sending.
+        """Return a new record of what work on a stream has made, and watch it from now on.
 
-        Whoever holds several sends them together, by `send_unshared`.
+        It leaves by `send_results` if nobody else holds its storage, else it `stays_in_use`.
 
         Raises:
             DaemonLost: the daemon is gone.
         """
         if self.connection.error is not None:
             self.connection.check()
-        record = self._added(storage, dtype, codec, stats, soon=soon, stream=None)
-        record.proof = proof
-        return record
-
-    def _added(
-        self,
-        storage: torch.UntypedStorage,
-        dtype: torch.dtype,
-        codec: str,
-        stats: RangeRecorder,
-        *,
-        soon: bool,
-        stream: Stream,
-    ) -> StoredRange:
-        """Return a new record of `storage`, which is watched from now on."""
         if is_encoded(storage):
             codec = ENCODED
         record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
@@ -217,9 +202,24 @@ class Session(Listener):
             if self.saved.deaths:
                 self._forget_dead()
             self.saved.add(record)
-            self._shared[record.key] = weakref.ref(record)
-            stats.stays_in_use(record.nbytes)
         return record
+
+    def stays_in_use(self, record: StoredRange, proof: SnapshotProof | None) -> None:
+        """Have a record stay until nobody else holds its storage: see `hold`, `send_unshared`."""
+        record.proof = proof
+        self._shared[record.key] = weakref.ref(record)
+        record.stats.stays_in_use(record.nbytes)
+
+    def send_results(self, records: list[StoredRange]) -> None:
+        """Send records whose storages nobody else holds, and others that may leave by now.
+
+        Raises:
+            DaemonLost: the daemon is gone. What it has not admitted stays.
+        """
+        if self._shared:
+            self.send_unshared(latest=LOOK_BACK)
+        with self.lane.on(None):
+            self._outbound.store(records)
 
     def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
         """Have the record of a storage, if there is one, leave by what `ready` names.
@@ -354,39 +354,6 @@ class Session(Listener):
             if self.connection.outbox:
                 self.connection.flush()
 
-    def give_back_memory(self) -> None:
-        """Sweep, and return when the freed memory can be allocated again."""
-        if self._in_place is None:
-            return
-        with self.connection.lock:
-            self.transfers.window.shrink()
-            self.transfers.forget_early()
-        self._unmap_freed()
-
-    def make_room(self) -> None:
-        """Let go of all device memory that the backward pass can do without for now.
-
-        What nobody else holds leaves, what was stored is not held, and what was prefetched is
-        given up. Waits a few seconds at most, until the daemon neither reads nor writes it.
-        """
-        with suppress(StormError):
-            self.send_unshared()
-            with self.connection.lock:
-                self.connection.check()
-                self.transfers.forget_early()
-                self._outbound.let_all_go()
-                end = time.monotonic() + BARRIER_SECONDS
-                while self.transfers.early_bytes and self.connection.wait(end):
-                    pass
-        self._unmap_freed()
-
-    def offload_kept(self) -> int:
-        """Offload what steps keep on the device and nobody else holds; return how many bytes."""
-        moved = 0
-        with suppress(StormError):
-            moved = offload_kept(self)
-        return moved
-
     def tell(self, plan: Plan, budget: Budget) -> None:
         """Hold no more back than a plan says, and tell the daemon of it, for people who watch."""
         sizes = plan.bytes_by_decision
@@ -407,36 +374,21 @@ class Session(Listener):
         self._inbound.close()
         self.lane.close()
 
-    def _unmap_freed(self) -> None:
-        """Have mappings of freed memory undone, and return when that is done."""
-        in_place = self._in_place
-        if in_place is None:
-            return
-        with suppress(StormError):  # the allocation that asks for it fails in any case
-            with self.connection.lock:
-                self.connection.check()
-                is_given_back = in_place.sweep()
-                tell(self.connection, in_place.segments)
-                barrier = in_place.barrier() if is_given_back else None
-            if barrier is not None:
-                self.connection.request(barrier, BARRIER_SECONDS)
-                with self.connection.lock:
-                    self.connection.send(0, UnmapSegment(barrier.segment))
-
     # --- what the connection tells of ---------------------------------------------------------
 
     def on_message(self, request: int, message: Message) -> None:
         """Handle a reply; to do so twice, as behind an interrupt, is what it is to do it once."""
-        if self._in_place is not None and isinstance(message, Mapped | Refused):
-            segments = self._in_place.segments
+        in_place = self._in_place
+        if in_place is not None and isinstance(message, _ABOUT_SEGMENTS):
+            segments = in_place.segments
             if segments.concerns(request):
                 segments.answered(request, getattr(message, "detail", None))
                 tell(self.connection, segments)
                 return
-        if self._in_place is not None and isinstance(message, Failed | Refused):
+        if in_place is not None and isinstance(message, FAILURES):
             number = number_of(request, message)
             if number in self.transfers.handed_out:
-                self._in_place.release(number)
+                in_place.release(number)
         self.transfers.reply(request, message)
 
     def on_wake(self) -> None:
@@ -559,7 +511,7 @@ class Session(Listener):
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
             self.transfers.forget(reference.key)
-            self.transfers.let_go(reference.key)
+            self.transfers.held.let_go(reference.key)
             for part in reference.parts:
                 self._unreleased.append(part.entry)
                 self._unreleased_bytes += part.nbytes
@@ -567,5 +519,5 @@ class Session(Listener):
             self._post_releases()
 
     def _post_releases(self) -> None:
-        self.transfers.release(self._unreleased)
+        self.transfers.stores.release(self._unreleased)
         self._unreleased, self._unreleased_bytes = [], 0

@@ -16,7 +16,8 @@ import torch
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import Lane, LaneHello
 from storm_client.lanes.cpu import CpuLane
-from storm_client.transport.connection import Connection, Listener
+from storm_client.transport.connection import Connection
+from storm_client.transport.io_thread import Listener
 from storm_client.transport.session import Session
 from stormd.protocol import NO_LANE
 
@@ -74,6 +75,10 @@ class Sessions:
             return self._sessions[device]
         except KeyError:
             return self._open(device)
+
+    def opened(self, device: torch.device) -> Session | None:
+        """Return the session of `device` if there is one by now."""
+        return self._sessions.get(device)
 
     def settle(self, timeout: float) -> None:
         """Wait until the stores in flight have been encoded, `timeout` seconds a session."""

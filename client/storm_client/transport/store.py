@@ -21,7 +21,8 @@ from storm_client.lanes import InPlace, Lane, Mapped, Slot, Staged
 from storm_client.lanes.segments import tell
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.connection import Connection
-from storm_client.transport.transfers import Outgoing, Transfers
+from storm_client.transport.transfer import Outgoing
+from storm_client.transport.transfers import Transfers
 
 __all__ = ["Outbound"]
 
@@ -70,7 +71,7 @@ class Outbound:
         self._in_place = lane.in_place
         self._unread: deque[_Unread] = deque()
         together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
-        self.together_bytes = min(together, transfers.part_bytes)
+        self.together_bytes = min(together, transfers.stores.part_bytes)
         self._unsent_bytes = 0  # of stores deferred since the last flush here
         self._slow_since = -1  # how much had been freed when a wait was in vain
 
@@ -88,7 +89,7 @@ class Outbound:
             if source is None:
                 continue
             with self._connection.lock:
-                out = self._transfers.leave(record)
+                out = self._transfers.stores.leave(record)
             self.copy(out, source)
 
     def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
@@ -98,11 +99,11 @@ class Outbound:
             DaemonLost: the daemon is gone.
         """
         transfers = self._transfers
-        for part in transfers.split(out.nbytes):
+        for part in transfers.stores.split(out.nbytes):
             with self._connection.lock:
                 slot = transfers.reserve(len(part)) or self._slot_later(len(part))
                 if slot is None:
-                    transfers.refuse(out, "daemon_slow")
+                    transfers.stores.refuse(out, "daemon_slow")
                     self._connection.flush()
                     return
             try:
@@ -115,7 +116,7 @@ class Outbound:
                 if out.refusal is not None:
                     transfers.free(slot)
                     return
-                transfers.store(out, part, Staged(slot.offset), self._lane.publish(), slot)
+                transfers.stores.store(out, part, Staged(slot.offset), self._lane.publish(), slot)
                 self._unsent_bytes += slot.nbytes
                 self._flush_if_due()
 
@@ -125,7 +126,7 @@ class Outbound:
         Raises:
             ActivationLost: it cannot have been read for sure before it was resized.
         """
-        if self._transfers.is_held(record.key):
+        if record.key in self._transfers.held:
             raise ActivationLost(_MOVED.format(record.nbytes))
 
     def let_all_go(self) -> None:
@@ -160,6 +161,8 @@ class Outbound:
 
     def _store_in_place(self, records: Sequence[StoredRange]) -> list[StoredRange]:
         """Hold sources, and send those that are not needed soon; return what has to be staged."""
+        in_place = self._in_place
+        assert in_place is not None
         sent: list[tuple[Outgoing, Mapped]] = []
         staged: list[StoredRange] = []
         for record in records:
@@ -167,14 +170,15 @@ class Outbound:
             if record.soon and sent:
                 self._send_mapped(sent)
                 sent = []
-            place = self._mapped(record.source, record.nbytes)
+            place = in_place.find(record.source.data_ptr(), record.nbytes)
             if place is None:
                 staged.append(record)
                 continue
-            out = self._transfers.leave(record)
-            self._transfers.hold(out)
+            out = self._transfers.stores.leave(record)
+            self._transfers.held.hold(out)
             if not record.soon:
                 sent.append((out, place))
+        tell(self._connection, in_place.segments)
         if sent:
             self._send_mapped(sent)
         if len(staged) < len(records):
@@ -184,32 +188,36 @@ class Outbound:
 
     def _send_source(self, record: StoredRange, out: Outgoing) -> None:
         """Send a source that was not sent yet; one that cannot be sent stays as it is."""
-        if out.sequence is not None or not self._transfers.is_held(out.key):
+        if out.sequence is not None or out.key not in self._transfers.held:
             return
         if self._is_moved(record) or record.source is None:
             return
-        place = self._mapped(record.source, out.nbytes)
+        assert self._in_place is not None
+        place = self._in_place.find(record.source.data_ptr(), out.nbytes)
+        tell(self._connection, self._in_place.segments)
         if place is not None:
             self._send_mapped([(out, place)])
 
     def _send_mapped(self, sources: Sequence[tuple[Outgoing, Mapped]]) -> None:
         """Have the daemon read sources, each of which lies at its place."""
         assert self._in_place is not None
-        numbers = iter(self._in_place.produced(sum(out.count for out, _ in sources)))
+        numbers = iter(self._in_place.produced(sum([out.count for out, _ in sources])))
         for out, place in sources:
-            for part in self._transfers.split(out.nbytes):
-                route = Mapped(place.segment, place.offset + part.start)
+            for part in self._transfers.stores.split(out.nbytes):
+                route = place
+                if part.start:
+                    route = Mapped(place.segment, place.offset + part.start)
                 out.sequence = next(numbers)
-                self._transfers.store(out, part, route, out.sequence)
+                self._transfers.stores.store(out, part, route, out.sequence)
             self._unsent_bytes += out.nbytes
 
     def _relieve(self, limit: int | None = None) -> None:
         """Let the oldest sources go while more is held than `limit`, or the window's."""
-        while (out := self._transfers.excess(limit)) is not None:
+        while (out := self._transfers.held.excess(limit)) is not None:
             record = out.living()
-            if record is not None and not self._is_taken(record, out):
+            if record is not None and not out.is_answered and not self._is_taken(record, out):
                 return  # the daemon is slow: memory is what that costs
-            self._transfers.let_go(out.key)
+            self._transfers.held.let_go(out.key)
             if record is not None and out.sequence is not None and out.refusal is None:
                 self._give_up(record, out, out.sequence)
 
@@ -229,10 +237,12 @@ class Outbound:
             return  # what may be had is what is here
         in_place = self._in_place
         assert in_place is not None
-        if not self._is_read(in_place, sequence):
-            in_place.overtake(sequence, record.source)
-            self._unread.append(_Unread(sequence, out.nbytes))
-        self._transfers.gone(record)
+        if in_place.is_read(sequence) or self._is_read(in_place, sequence):
+            self._transfers.stores.gone(record)
+            return
+        in_place.overtake(sequence, record.source)
+        self._unread.append(_Unread(sequence, out.nbytes))
+        self._transfers.stores.gone(record)
         # The pool promises room for the largest blob until a source is read; a host that ran ahead
         # of its device would have it promise all of a step.
         end = time.monotonic() + PATIENCE_SECONDS
@@ -258,13 +268,6 @@ class Outbound:
             if in_place.waits_on_device or not self._connection.wait(end, COUNTER_SECONDS):
                 return False
         return True
-
-    def _mapped(self, source: torch.UntypedStorage, nbytes: int) -> Mapped | None:
-        """Return where the daemon can read a source's first bytes, None where it cannot."""
-        assert self._in_place is not None
-        place = self._in_place.find(source.data_ptr(), nbytes)
-        tell(self._connection, self._in_place.segments)
-        return place
 
     def _is_moved(self, record: StoredRange) -> bool:
         """Tell whether a source has not kept its memory, which is an error; or had one before."""

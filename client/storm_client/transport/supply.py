@@ -18,7 +18,7 @@ from storm_client.errors import DaemonLost, ProtocolMismatch, StormError, lost_i
 from storm_client.monitoring.status import DaemonStatus
 from storm_client.planner.machine import LinkFigures
 from storm_client.transport.sessions import Sessions
-from stormd.protocol import Status, StatusRequest
+from stormd.protocol import Ping, Status, StatusRequest
 
 __all__ = ["ATTEMPT_SECONDS", "Outage", "Supply"]
 
@@ -88,15 +88,16 @@ class Supply:
 
     def link_figures(self, device: torch.device) -> LinkFigures:
         """Return what the daemon knows of a device's link by now; nothing if it does not answer."""
-        sessions = self._sessions
-        with suppress(StormError):
-            session = sessions.of(device) if device.type == "cuda" else None
-            uuid = "" if session is None else session.lane.hello.device_uuid
-            connection = sessions.control.connection
-            answer = connection.request(StatusRequest(), FIGURES_SECONDS)
-            if isinstance(answer, Status):
-                return LinkFigures.of(answer.state, uuid)
-        return LinkFigures()
+        session = self._sessions.opened(device)
+        if session is not None:
+            with suppress(StormError):
+                session.connection.request(Ping(), FIGURES_SECONDS)
+        return self.link_of_late(device)
+
+    def link_of_late(self, device: torch.device) -> LinkFigures:
+        """Return what the daemon has said last of a device's link, with each heartbeat."""
+        session = self._sessions.opened(device)
+        return LinkFigures() if session is None else LinkFigures.of(session.connection.speeds)
 
     def close(self) -> None:
         """End all sessions. Calling it twice is fine."""

@@ -20,6 +20,7 @@ __all__ = ["POLICIES", "SPEEDS", "check_request", "check_threads", "check_tolera
 
 SPEEDS = ("fast", "dense")
 POLICIES = ("conservative", "adaptive", "aggressive")  # how mode values sizes its dictionary
+_MODES = {member.name.lower(): member for member in Mode}
 
 
 def check_request(nbytes: int, dtype: DType, dst_bytes: int) -> None:
@@ -53,8 +54,8 @@ def parse_mode(mode: str, speed: str = "fast", policy: str = "adaptive") -> Mode
     _check_name("policy", policy, POLICIES)
     if mode == "auto":
         return None
-    _check_name("mode", mode, ("auto", *(member.name.lower() for member in Mode)))
-    return Mode[mode.upper()]
+    _check_name("mode", mode, ("auto", *_MODES))
+    return _MODES[mode]
 
 
 def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:

@@ -44,8 +44,8 @@ class Tiling:
     warpgroups one is `lead` steps of 64 products ahead, at most 3.
     """
 
-    cluster: int = 2
-    group: int = 16
+    cluster: int = 1
+    group: int = 32
     lead: int = 0
 
 

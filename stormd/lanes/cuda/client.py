@@ -80,7 +80,7 @@ class CudaClient:
         self._part_bytes = part_bytes
         self._direct_bytes = direct_bytes
         self._page = page
-        self._timelines = Timelines(page.address)
+        self.timelines = Timelines(page.address)
         # The four below: written by the store thread while no job needs them, read by both.
         self._segments: dict[int, IpcMapping | AddressRange] = {}
         self._ranges: dict[int, AddressRange] = {}  # those that are such, once more
@@ -120,19 +120,7 @@ class CudaClient:
 
     def has_published(self, sequence: int) -> bool:
         """Tell whether the client's work up to that number is done, or the client is dead."""
-        return self._timelines.read(PUBLISHED) >= sequence
-
-    def note(self, counter: int, value: int) -> None:
-        """Raise one of the session's counters from the CPU."""
-        self._timelines.store(counter, value)
-
-    def put(self, word: int, value: int) -> None:
-        """Set a word of the page that is no counter."""
-        self._timelines.put(word, value)
-
-    def read(self, word: int) -> int:
-        """Return what a word of the page says."""
-        return self._timelines.read(word)
+        return self.timelines.read(PUBLISHED) >= sequence
 
     def stored_through(self, sequence: int) -> None:
         """Raise STORED to a number, behind the encoders on the stream."""
@@ -142,11 +130,11 @@ class CudaClient:
                 return
         except CudaDriverError:
             log.exception("the store stream of session %016x is broken", self.session)
-        self.note(STORED, sequence)
+        self.timelines.store(STORED, sequence)
 
     def poison(self) -> None:
         """Release what waits for the client, now and from now on."""
-        self._timelines.poison(PUBLISHED)
+        self.timelines.poison(PUBLISHED)
 
     # --- while neither has a job ------------------------------------------------------------
 

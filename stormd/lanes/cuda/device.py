@@ -25,11 +25,10 @@ from storm_kernels.cuda_driver import (
 )
 from storm_kernels.errors import CudaDriverError
 
-from stormd.lanes.link_limit import LinkLimit
 from stormd.memory.arena import Block
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.health import Heartbeat
-from stormd.monitoring.link_meter import LinkMeter
+from stormd.monitoring.link_meter import LinkLimit, LinkMeter
 
 __all__ = ["CudaDevice", "DevicePool"]
 

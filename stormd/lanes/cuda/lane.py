@@ -11,20 +11,19 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from typing import Final
 
 from storm_kernels.errors import KernelsError
 
 from stormd.errors import LaneUnavailable, remedy
-from stormd.lanes import SEE_LOG, Attachment, Post
+from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
 from stormd.lanes.cuda.session import CudaSession
-from stormd.lanes.link_limit import LinkLimit
 from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
+from stormd.monitoring.link_meter import LinkLimit, LinkMeter
 from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES
 
@@ -33,7 +32,7 @@ __all__ = ["CudaLane"]
 log = logging.getLogger(__name__)
 
 
-class CudaLane:
+class CudaLane(Lane):
     """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
 
     Where they are `is_resumable`, a source may be used again only once what came of it is written
@@ -44,7 +43,7 @@ class CudaLane:
         LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
     """
 
-    device: Final = "cuda"
+    device = "cuda"
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class CudaLane:
         link_limit_bytes: int = 0,
         is_resumable: bool = False,
     ) -> None:
-        self._post = post
+        super().__init__(post)
         self._staging_bytes = staging_bytes
         self._part_bytes = part_bytes
         self._direct_bytes = direct_bytes
@@ -67,7 +66,6 @@ class CudaLane:
         self._pool, self._devices = _devices(ordinals, pool, self._opened)
         for device in self._devices.values():
             device.limit = LinkLimit(link_limit_bytes)
-        self.links = tuple(device.link for device in self._devices.values())
         # Changed on the loop alone.
         self._sessions: dict[int, CudaSession] = {}
         self._ending: list[CudaSession] = []
@@ -81,16 +79,30 @@ class CudaLane:
         sessions = [*self._sessions.values(), *self._ending]
         return (*devices, *(heartbeat for session in sessions for heartbeat in session.heartbeats))
 
+    @property
+    def links(self) -> tuple[LinkMeter, ...]:
+        """What is known of each device's link."""
+        return tuple(device.link for device in self._devices.values())
+
     def extend(self, offset: int, nbytes: int) -> None:
-        """Register a further range of the pool."""
         try:
             self._pool.extend(offset, nbytes)
         except KernelsError as error:
             raise LaneUnavailable(f"the pool cannot be registered further: {error}") from error
 
     def retract(self, offset: int, nbytes: int) -> None:
-        """Unregister a range of the pool that was registered further."""
         self._pool.retract(offset, nbytes)
+
+    def link_speed(self, session: int) -> LinkSpeed:
+        served = self._sessions.get(session)
+        if served is None:
+            return LinkSpeed()
+        device = served.device
+        return LinkSpeed(device.link.bytes_per_second(), device.limit.bytes_per_second)
+
+    def limit_link(self, bytes_per_second: int) -> None:
+        for device in self._devices.values():
+            device.limit.change(bytes_per_second)
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""
@@ -134,7 +146,6 @@ class CudaLane:
         )
 
     def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> tuple[()]:
-        """Hand jobs to their session's pipelines."""
         served = self._sessions[session]
         for job in jobs:
             if isinstance(job, StoreJob):
@@ -144,19 +155,15 @@ class CudaLane:
         return ()
 
     def skip(self, session: int, sequence: int) -> None:
-        """Pass a rejected store over, once those before it have been read."""
         self._sessions[session].pass_over(sequence)
 
     def recorded(self, session: int, sequences: Sequence[int]) -> None:
-        """Let the sources of these stores be used again."""
         self._sessions[session].recorded(sequences)
 
     def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
-        """Map a client's memory, by its CUDA IPC handle or its descriptor."""
         self._sessions[session].map_segment(request, descriptor)
 
     def unmap_segment(self, session: int, segment: int) -> None:
-        """Unmap the segment once the jobs that were queued before are done."""
         self._sessions[session].unmap_segment(segment)
 
     def detach(self, session: int) -> None:

@@ -19,12 +19,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
-from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
+from stormd.lanes.cuda.inbox import Inbox
 from stormd.monitoring.health import Heartbeat
 
 __all__ = ["Pipeline", "ScratchSource", "Stages"]
@@ -131,7 +130,7 @@ class Pipeline(Generic[Job, Scratch]):
         self.heartbeat = Heartbeat(name)
         self._stages = stages
         self._scratch_source: ScratchSource[Job, Scratch] | None = None
-        self._items: SimpleQueue[Job | _Call | None] = SimpleQueue()
+        self._items: Inbox[Job | _Call | None] = Inbox()
         self._skip = threading.Event()
         self._stopped = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
@@ -208,10 +207,7 @@ class Pipeline(Generic[Job, Scratch]):
             self._try(partial(self._stages.fail, batch, scratch, error))
         for job in self._taken:
             self._try(partial(self._stages.refuse, job))
-        while True:
-            item = self._pending.popleft() if self._pending else self._items.get()
-            if item is None:
-                break
+        for item in self._until_end():
             if isinstance(item, _Call):
                 self._try(item.action)
             else:
@@ -253,10 +249,7 @@ class Pipeline(Generic[Job, Scratch]):
         """Make the calls that wait, once the device has done what it was given."""
         if self._scratch_source is not None:
             self._stages.settle()
-        while True:
-            item = self._pending.popleft() if self._pending else self._items.get()
-            if item is None:
-                break
+        for item in self._until_end():
             if isinstance(item, _Call):
                 item.action()
 
@@ -309,22 +302,30 @@ class Pipeline(Generic[Job, Scratch]):
         return None if self._skip.is_set() else self._scratch_source
 
     def _take_items(self) -> None:
-        while not self._items.empty():
-            self._pending.append(self._items.get())
+        self._pending.extend(self._items.take())
+
+    def _until_end(self) -> Iterator[Job | _Call]:
+        """Yield all that waits and comes until the end."""
+        while True:
+            self._take_items()
+            while self._pending:
+                item = self._pending.popleft()
+                if item is None:
+                    return
+                yield item
+            self._items.wait()
 
     def _wait(self) -> None:
         """Sleep until there is reason to look again, or something to do."""
         if self._pending:
             time.sleep(self._pause)
         elif self._begun or self._beside or self._continued:
-            with suppress(Empty):
-                self._pending.append(self._items.get(timeout=self._pause))
+            self._items.wait(self._pause)
         else:
-            self._pending.append(self._items.get())
+            self._items.wait()
         self._look_later()
 
     def _look_later(self) -> None:
-        """Pause longer before the next look."""
         self._in_vain += 1
         longest = LONGEST_LOOK_SECONDS if self._in_vain < IDLE_LOOKS else IDLE_LOOK_SECONDS
         self._pause = min(2 * self._pause, longest)

@@ -33,8 +33,12 @@ class Restores:
         return True
 
     def fits(self, batch: list[RestoreJob], job: RestoreJob) -> bool:
-        """Tell whether the job's blob has room beside theirs."""
-        return self._client.opened.scratch.back.fits(batch, job)
+        """Tell whether the job's blob has room beside theirs, and needs to wait no longer.
+
+        A client's stream may wait for the first before it comes to what the job waits for.
+        """
+        is_due = job.sequence <= _last(batch) or self._client.has_published(job.sequence)
+        return is_due and self._client.opened.scratch.back.fits(batch, job)
 
     def begin(self, batch: list[RestoreJob], scratch: Scratch) -> None:
         """Put the copies of the blobs on the link."""
@@ -132,13 +136,13 @@ class Restores:
             scratch.words[index * RESULT_WORDS] = UNWRITTEN
             return scratch.result.device_address + 8 * index * RESULT_WORDS
         self._in_page[word] = job.ticket
-        self._client.put(word, UNWRITTEN)
+        self._client.timelines.put(word, UNWRITTEN)
         return self._client.counter(word)
 
     def _status(self, job: RestoreJob, scratch: Scratch, index: int) -> int:
         word = status_slot(job.ticket)
         if self._in_page.get(word) == job.ticket:
-            return self._client.read(word)
+            return self._client.timelines.read(word)
         return int(scratch.words[index * RESULT_WORDS])
 
     def _let_go_of_status(self, job: RestoreJob) -> None:

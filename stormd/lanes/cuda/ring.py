@@ -21,7 +21,6 @@ class Ring:
     """
 
     def __init__(self, bounds: range, most: int, *, by_halves: bool) -> None:
-        """Start with everything free."""
         self._bounds = bounds
         self._most = most
         self._by_halves = by_halves
@@ -89,7 +88,6 @@ class RingPair:
     """
 
     def __init__(self, end: int, middle: int, most: int, *, by_halves: bool) -> None:
-        """Start with everything free; each side hands out `most` ranges at one time."""
         self.nbytes = 2 * end + middle
         self._lock = threading.Lock()
         self._middle = range(end, end + middle)

@@ -51,6 +51,7 @@ class CudaSession:
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
+        self.device = client.device
         name = f"{client.session & 0xFFFFFFFF:x}"
         self._stages = Stores(client)
         self.stores: Pipeline[StoreJob, Scratch | DirectScratch] = Pipeline(

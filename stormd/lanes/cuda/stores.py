@@ -62,7 +62,7 @@ class Stores:
 
     def recorded(self, sequences: Sequence[int]) -> None:
         """Let sources be used again whose outcome is written down; from the event loop."""
-        self._client.note(STORED, self._turns.done(sequences))
+        self._client.timelines.store(STORED, self._turns.done(sequences))
 
     def pass_over(self, sequence: int) -> None:
         """Note that nothing is read for the store of that number any more; in the store thread.
@@ -226,7 +226,6 @@ class Stores:
         scratch.copied.record(device.down.handle)
 
     def _answer(self, batch: list[StoreJob], scratch: Scratch) -> None:
-        """Say that the blobs lie in the pool."""
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
         coding = scratch.coding_seconds() / len(batch)

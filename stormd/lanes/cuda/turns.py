@@ -16,7 +16,6 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
         self._expected: deque[int] = deque()
         self._done: set[int] = set()
         self._through = 0

@@ -21,7 +21,7 @@ from storm_client.errors import (
 )
 from storm_client.lanes import Slot
 from storm_client.lanes.cpu import CpuLane
-from storm_client.transport.transfers import Transfer
+from storm_client.transport.transfer import Transfer
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
@@ -142,19 +142,19 @@ def test_a_part_that_is_rejected_ends_the_put(
     reason: str,
     kind: type[StormError],
 ) -> None:
-    transfers, connection = session._transfers, session._connection
-    store = transfers.store
+    stores, connection = session._transfers.stores, session._connection
+    store = stores.store
 
     def rejects(*told: Any) -> Transfer:
         """Have the daemon not hear of the store, and answer it itself."""
         transfer = store(*told)
         assert connection.outbox.pop().request == transfer.number
         answer = Rejected(transfer.number, reason, "because")
-        connection._inbox.append(Envelope(transfer.number, answer))
+        connection._messages._inbox.append(Envelope(transfer.number, answer))
         return transfer
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfers, "store", rejects)
+        patch.setattr(stores, "store", rejects)
         with pytest.raises(kind, match="because"):
             put(session, "rejected", data(PART))
     assert session.ask(CacheFind("rejected")) == CacheFound(found=False)

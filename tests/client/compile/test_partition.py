@@ -6,8 +6,9 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
+from storm_client.compile.handover import Rules
 from storm_client.compile.operators import FETCH, STORE, WAIT
-from storm_client.compile.partition import partition
+from storm_client.compile.partition import Partitioner
 from storm_client.planner.decisions import REPLAY
 from storm_client.planner.in_flight import last_bytes
 from torch import Tensor, fx
@@ -25,14 +26,9 @@ def divided(
     function, *inputs: Tensor, budget=0.0, min_bytes: int = 1, exact=exact_in_generated_code
 ):
     outputs = len(function(*inputs))
-    return partition(
-        joint(function, *inputs),
-        inputs,
-        budget=budget,
-        min_bytes=min_bytes,
-        is_exact=exact,
-        num_fwd_outputs=outputs,
-    )
+    partitioner = Partitioner(Rules(min_bytes, "ancf", exact), budget)
+    pair = partitioner(joint(function, *inputs), inputs, num_fwd_outputs=outputs)
+    return (*pair, *partitioner.found)
 
 
 def chain(x: Tensor) -> tuple[Tensor]:

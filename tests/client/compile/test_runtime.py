@@ -11,10 +11,13 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import operators, runtime, tokens
-from storm_client.compile.runtime import Graph, Target, running
+from storm_client.compile.announced import FEW_RECORDS, Announced
+from storm_client.compile.runtime import running
 from storm_client.compile.schedule import Schedule
+from storm_client.compile.stored import Trail
+from storm_client.compile.target import Graph, Target
 from storm_client.monitoring.compiled_models import HANDLED
-from storm_client.transport import connection
+from storm_client.transport import frames
 from support.daemon_process import DaemonProcess
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import InPlaceCpuLane
@@ -24,7 +27,7 @@ from support.waiting import wait_until
 
 from stormd.protocol import RESTORE_FIELDS, Envelope, Message, RestoreParts
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 @pytest.fixture
@@ -160,7 +163,7 @@ def test_what_is_announced_is_looked_at_once_and_in_order(target: Target) -> Non
     token = [stored(target, seeded("cpu", 64, 64).clone()) for _ in range(3)]
     contents = [tokens.TOKENS.content(one) for one in token]
     records = [one._handle.record for one in contents]
-    announced = runtime._Announced()
+    announced = Announced()
     for record in records:
         announced.add(record)
     assert announced.upcoming() == announced.unseen() == records
@@ -171,13 +174,13 @@ def test_what_is_announced_is_looked_at_once_and_in_order(target: Target) -> Non
 
 
 def test_what_was_announced_and_died_is_not_kept_for_ever() -> None:
-    announced, kept = runtime._Announced(), record_of(torch.zeros(1))
+    announced, kept = Announced(), record_of(torch.zeros(1))
     announced.add(kept)
-    for _ in range(10 * runtime.FEW_RECORDS):
+    for _ in range(10 * FEW_RECORDS):
         announced.add(record_of(torch.zeros(1)))  # which dies
         announced.saw(2)
         announced.remove(record_of(torch.zeros(1)))
-        assert len(announced._records) <= runtime.FEW_RECORDS + 2
+        assert len(announced._records) <= FEW_RECORDS + 2
         assert announced._seen <= announced._records.keys()
     assert announced.upcoming() == [kept]
 
@@ -220,10 +223,10 @@ def test_what_the_run_before_needs_at_once_is_fetched_when_there_is_room_for_it(
     nothing: Any = None
     events: list[str] = []
     value = Fetched(events)
-    before = runtime.Trail(Graph(nothing, nothing, {}, early=(7,), early_bytes=100), None)
+    before = Trail(Graph(nothing, nothing, {}, early=(7,), early_bytes=100), None)
     before.note(7, value)  # type: ignore[arg-type]
     graph = Graph(nothing, nothing, {}, order=(1, 0), last_fetched=0, room=room, rooms=rooms)
-    trail = runtime.Trail(graph, weakref.ref(before))
+    trail = Trail(graph, weakref.ref(before))
     for _ in range(2):
         events.clear()
         for what, number in (("begun", 1), ("begun", 0), ("brought", 1), ("brought", 0)):
@@ -275,13 +278,13 @@ class Driven:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
     """What clients have said to their daemons since the test began."""
     messages: list[Message] = []
-    encode = connection.encode
+    encode = frames.encode
 
     def noted(batch: list[Envelope]) -> bytes:
         messages.extend(one.message for one in batch)
         return encode(batch)
 
-    monkeypatch.setattr(connection, "encode", noted)
+    monkeypatch.setattr(frames, "encode", noted)
     return messages
 
 

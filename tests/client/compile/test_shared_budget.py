@@ -24,6 +24,9 @@ class Graphs:
 class Held:
     """Something that is kept."""
 
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
 
 def supply() -> Any:
     return cast("Any", Supply())
@@ -86,10 +89,10 @@ def test_what_one_could_not_use_of_its_part_is_the_next_ones() -> None:
         one.planned = 400 if room.part_of(one).left(1000, 100) >= 400 else 0
     assert [one.planned for one in graphs] == [0, 400, 0, 400]
     room.goes_back()
-    held = [Held() for _ in graphs]
-    for one, of in zip(held, graphs, strict=True):
-        assert room.left(of.planned) == of.planned
-        room.keep(one, of.planned)
+    held = [Held(one.planned or 0) for one in graphs]
+    for one in held:
+        assert room.left(one.nbytes) == one.nbytes
+        room.keep(one)
 
 
 def test_one_that_is_compiled_again_has_its_part_again() -> None:
@@ -110,10 +113,10 @@ def test_what_is_free_is_shared_in_equal_parts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_kept_counts_until_it_dies() -> None:
-    room, one, other = Room(1000), Held(), Held()
+    room, one, other = Room(1000), Held(300), Held(200)
     room.goes_back()
-    room.keep(one, 300)
-    room.keep(other, 200)
+    room.keep(one)
+    room.keep(other)
     assert (room.kept_bytes, room.left(1000)) == (500, 500)
     del one
     assert (room.kept_bytes, room.left(1000)) == (200, 800)
@@ -129,7 +132,7 @@ def test_without_a_gpu_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_gpu_has_free_is_there_besides_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room_module, "devices_in_use", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(room_module, "free_bytes", lambda _: 500)
-    room, held = Room("fit"), Held()
+    room, held = Room("fit"), Held(300)
     room.goes_back()
-    room.keep(held, 300)
+    room.keep(held)
     assert room.left() == 500

@@ -15,17 +15,23 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager import controller, step_times
-from storm_client.eager.recorder import Mark, Span
-from storm_client.eager.signature import Kind, StepRecord
-from storm_client.planner.machine import CPU
+from storm_client.eager import comparison, controller, plan_maker, step_times
+from storm_client.eager.comparison import Comparison
+from storm_client.eager.planned_step import PlannedStep
+from storm_client.eager.recorder import Span
+from storm_client.eager.signature import StepSignature
+from storm_client.eager.step_times import StepTimes
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Replay
+from storm_client.planner.machine import CPU, LinkFigures
 from storm_client.planner.search import (
     ALL_STAYS,
     OFFLOAD_ALONE,
     PREDICTED,
     Alternative,
+    Followed,
     PlanSearch,
 )
+from storm_client.transport.supply import Supply
 from support.following import follow_by
 from torch import nn
 
@@ -38,11 +44,11 @@ ROWS = 256
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have steps be compared, though their values lie in the host's memory."""
-    monkeypatch.setattr(Kind, "is_on_gpu", property(lambda _: True))
+    monkeypatch.setattr(StepSignature, "is_on_gpu", property(lambda _: True))
     monkeypatch.setattr(step_times.StepTimes, "wants_full_queue", property(lambda _: False))
     monkeypatch.setattr(controller, "give_back_unused", lambda _: None)
     machine = replace(CPU, link=1e-7, codec=1e-9, thread_store=1e-9, thread_recompute=1e-6)
-    monkeypatch.setattr(controller, "machine_of", lambda _: machine)
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: machine)
 
 
 @pytest.fixture
@@ -87,11 +93,15 @@ def trained(net: nn.Module, context: object, steps: int = STEPS) -> list[torch.T
     return found
 
 
+def comparison_of(offload: storm.Offload) -> Comparison:
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    assert signature.comparison is not None
+    return signature.comparison
+
+
 def search_of(offload: storm.Offload) -> PlanSearch:
-    kind = offload._planning._kinds.latest
-    assert kind is not None
-    assert kind.search is not None
-    return kind.search
+    return comparison_of(offload).search
 
 
 def test_bits_are_the_same_whatever_is_followed_and_all_settles(
@@ -121,7 +131,7 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     best: Alternative,
     take: Callable[[Callable[[Alternative], float]], None],
 ) -> None:
-    """Also where one of them watches no functions, so that its steps are of another kind."""
+    """Also where one of them watches no functions, so that its steps are of another signature."""
     take(lambda one: 0.1 if one == best else 0.2)
     net = network()
     offload = client.offload(net, min_bytes=4096)
@@ -137,12 +147,42 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     assert plan.bytes_by_decision == offload.plan.bytes_by_decision  # type: ignore[union-attr]
 
 
+def test_plans_are_compared_anew_for_a_link_that_others_use_as_well(
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[[Callable[[Alternative], float]], None],
+) -> None:
+    take(lambda one: 0.2 + 0.1 * abs(one.link_share - 0.65) + 0.1 * (not one.recomputes))
+    seconds = 1e-7
+    for name in ("link_figures", "link_of_late"):
+        monkeypatch.setattr(Supply, name, lambda *_: LinkFigures(link=seconds))
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    found = trained(net, offload)
+    for seconds, is_news in ((1.1e-7, False), (3e-7, True), (1e-7, True)):
+        compared = comparison_of(offload)
+        assert compared.search.is_settled
+        compared.is_told = True
+        found += trained(net, offload, steps=100)
+        assert compared is comparison_of(offload)
+        assert compared.search.is_settled
+        assert compared.is_told is True
+        planned_for = seconds if is_news else 1e-7
+        assert compared.machine is not None
+        planned_for /= offload._planning.ratio()
+        assert compared.machine.link == pytest.approx(planned_for, rel=0.1)
+    plain = [
+        one for steps in (STEPS, 100, 100, 100) for one in trained(network(), nullcontext(), steps)
+    ]
+    assert all(map(torch.equal, plain, found))
+
+
 def test_of_a_step_that_saves_little_all_stays_if_that_takes_less(
     client: storm.Client,
     monkeypatch: pytest.MonkeyPatch,
     take: Callable[[Callable[[Alternative], float]], None],
 ) -> None:
-    monkeypatch.setattr(controller, "_little_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(comparison, "device_bytes", lambda _: 1 << 40)
     take(lambda one: 0.1 if one.keeps_all else 0.3)
     net = network()
     offload = client.offload(net, min_bytes=4096)
@@ -165,13 +205,17 @@ def test_steps_that_python_follows_are_not_compared_while_compiled_code_may_yet(
     compared: list[bool] = []
     ended = controller.Planning.ended
 
-    def noted(self: controller.Planning, step: StepRecord, begun: Mark, **more: Any) -> Kind | None:
-        kind = ended(self, step, begun, **more)
-        if kind is not None and kind.search is not None and not kind.search.is_settled:
-            kind.rests = 0 if compared else 2
-            compared.append(more["counts"])
-            assert more["counts"] == followed[-1]
-        return kind
+    def noted(self: controller.Planning, step: PlannedStep, **more: Any) -> StepSignature | None:
+        signature = ended(self, step, **more)
+        if (
+            signature is not None
+            and signature.comparison
+            and not signature.comparison.search.is_settled
+        ):
+            signature.rest.steps = 0 if compared else 2
+            compared.append(step.counts)
+            assert step.counts == followed[-1]
+        return signature
 
     monkeypatch.setattr(controller.Planning, "ended", noted)
     net = network()
@@ -189,28 +233,36 @@ def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
     net = network()
     offload = client.offload(net, min_bytes=4096)
     trained(net, offload, steps=8)
-    kind = offload._planning._kinds.latest
-    assert kind is not None
-    again = [n for n, one in enumerate(kind.decisions or ()) if type(one).__name__ == "Replay"]
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    assert signature.followed is not None
+    again = [n for n, one in enumerate(signature.followed.decisions) if isinstance(one, Replay)]
     assert again
-    kind.reject(again[0], "it had other bits")
+    signature.reject(again[0], "it had other bits")
     trained(net, offload, steps=20)
-    for decisions in kind.compared.values():
-        assert len(decisions) == len(kind.values)
-    assert type((kind.decisions or ())[again[0]]).__name__ != "Replay"
+    assert signature.comparison is not None
+    for decisions in signature.comparison.decided.values():
+        assert len(decisions) == len(signature.root.values)
+    plan = signature.root.followed
+    assert plan is not None
+    assert not isinstance(plan.decisions[again[0]], Replay)
 
 
-def test_plans_that_are_compared_are_told_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_compared_are_told_of_the_same_turn() -> None:
     """It differs from step to step: what is followed in the end is to be what was measured."""
-    turns = iter([math.inf, 1.0, 2.0])
-    monkeypatch.setattr(step_times.StepTimes, "turn_seconds", lambda _: next(turns))
-    kind = Kind((), [])
+    times, compared = StepTimes(is_on_gpu=True), Comparison(PlanSearch(), CPU)
+    assert compared.turn_seconds(times) == math.inf
+    for seconds in (0.5, 1.0, 2.0):
+        times.turned(_Passed(seconds))
+    assert compared.turn_seconds(times) == 2.0
+    times.turned(_Passed(3.0))
+    assert compared.turn_seconds(times) == 2.0 != times.turn_seconds()
 
-    def told() -> float:
-        return kind.problem(recomputes=True, why_not="").turn_seconds
 
-    assert told() == math.inf
-    kind.search = PlanSearch()
-    assert [told(), told()] == [1.0, 1.0]
-    kind.search = None
-    assert told() == 2.0
+def test_a_plan_is_like_one_that_decides_the_same_and_was_measured() -> None:
+    compared = Comparison(PlanSearch(), CPU)
+    compared.decided[PREDICTED] = [OFFLOAD]
+    assert compared.measured_like([OFFLOAD]) is None
+    compared.search.results[PREDICTED] = Followed(1.0, 0)
+    assert compared.measured_like([OFFLOAD]) is PREDICTED
+    assert compared.measured_like([REPLAY]) is None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.eager.controller import Planning
-from storm_client.eager.signature import Kind
+from storm_client.eager.signature import StepSignature
 from storm_client.planner import shortage
 from storm_client.transport.session import Session
 from support.daemon_process import DaemonProcess
+from support.waiting import wait_until
 from torch import nn
 
 STEPS = 8
@@ -81,25 +83,32 @@ def test_another_kind_of_step_is_told_of_too(client: storm.Client, told: list[An
     assert told[-1].bytes_by_decision != told[0].bytes_by_decision
 
 
-def test_over_a_slow_link_more_stays(make_daemon: Callable[..., DaemonProcess]) -> None:
-    """A plan is made of what the daemon says of its link: what it has no time for stays."""
-    kept = {}
-    for limit in (0, 1 << 20):
-        daemon = make_daemon("--link-limit-bytes", str(limit))
-        with storm.connect(daemon.address, embedded="never") as client:
-            assert client.status().details["link_limit_bytes"] == limit
-            torch.manual_seed(0)
-            net = nn.Linear(64, 64)
-            offload = client.offload(net, min_bytes=4096, codec="raw")
-            for _ in range(8):
-                with offload:
-                    loss = net(net(torch.ones(256, 64))).square().mean()
-                time.sleep(0.004)  # in which the fast link takes what was saved last
-                loss.backward()
-            assert offload.plan is not None
-            kept[limit] = offload.plan.bytes_by_decision["keep"]
-    assert kept[0] == 0
-    assert kept[1 << 20] == 256 * 64 * 4
+def test_a_plan_follows_the_link(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """One is made for a slow link, and another once it is fast again.
+
+    What the slow one has no time for stays. How much that is depends on how fast the steps are.
+    """
+    settings = tmp_path / "stormd.toml"
+    settings.touch()
+    daemon = make_daemon("--config", str(settings))
+    with storm.connect(daemon.address, embedded="never") as client:
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        offload = client.offload(net, min_bytes=4096, codec="raw")
+
+        def takes_it_for_slow() -> bool | None:
+            train(offload, net, steps=1)
+            plan = offload.plan
+            if plan is None:
+                return None
+            offloaded = plan.bytes_by_decision["offload"]
+            assert offloaded > 0
+            return plan.link_seconds / offloaded > 1e-8  # a CPU's has 1.5 GB/s
+
+        for limit in (0, 1 << 20, 0):
+            settings.write_text(f"link_limit_bytes = {limit}")
+            daemon.process.send_signal(signal.SIGHUP)
+            wait_until(lambda limit=limit: client.status().details["link_limit_bytes"] == limit)
+            wait_until(lambda limit=limit: takes_it_for_slow() == bool(limit))
 
 
 class Blocks(nn.Module):
@@ -163,15 +172,15 @@ def test_a_plan_is_made_by_one_thread_at_a_time(
     planning, making, seen = offload._planning, threading.Event(), []
     real = planning._make
 
-    def make(kind: Kind) -> None:
+    def make(signature: StepSignature) -> None:
         seen.append(threading.get_ident())
         making.wait(0.2)  # as long as another thread would need
-        real(kind)
+        real(signature)
 
     monkeypatch.setattr(planning, "_make", make)
-    kind = planning._kinds.latest
-    assert kind is not None
-    kind.is_outdated = True
+    signature = planning._signatures.latest
+    assert signature is not None
+    signature.outdate()
     threads = [threading.Thread(target=planning.plan) for _ in range(3)]
     for thread in threads:
         thread.start()

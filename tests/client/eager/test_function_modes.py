@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager.function_modes import Watching, are_altered, unaltered
+from storm_client.eager.function_modes import Watching, are_altered, looked_into, unaltered
+from storm_client.hook_stack import function_modes
 from support.altering_modes import ALTERING
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._device import DeviceContext
 
@@ -147,11 +149,11 @@ def test_one_thread_ends_while_another_watches() -> None:
     def watch() -> None:
         with Ours():
             begun.set()
-            go_on.wait(10)
+            go_on.wait(60)
 
     thread = threading.Thread(target=watch)
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     Ours().end()
     assert torch.overrides.has_torch_function is not has_torch_function
     go_on.set()
@@ -178,3 +180,59 @@ def test_modes_of_a_script_may_alter_functions(mode: Callable[[], Any]) -> None:
             assert_identical([nn.functional.silu(x)], [halved])
         assert not are_altered()
     assert_identical([halved], [expected / 2])
+
+
+# --- functions written in Python ------------------------------------------------------------
+
+
+class Inside(Watching):
+    """Notes which functions run, also inside of those that are written in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(function)
+        inside = looked_into(function)
+        if inside is None:
+            return function(*args, **(kwargs or {}))
+        return self.call_inside(inside, *args, **(kwargs or {}))
+
+
+WRITTEN_IN_PYTHON: list[tuple[Callable[[Tensor], Tensor], object]] = [
+    (functional.normalize, torch.linalg.vector_norm),
+    (Tensor.norm, torch.linalg.vector_norm),
+    (lambda x: functional.interpolate(x, scale_factor=2.0), torch._C._nn.upsample_nearest2d),
+    (lambda x: functional.adaptive_avg_pool2d(x, 2), torch._C._nn.adaptive_avg_pool2d),
+    (functional.instance_norm, torch.instance_norm),
+]
+
+
+@pytest.mark.parametrize(("function", "called"), WRITTEN_IN_PYTHON)
+def test_a_mode_looks_into_what_is_written_in_python(
+    function: Callable[[Tensor], Tensor], called: object
+) -> None:
+    x = seeded("cpu", 2, 3, 4, 4)
+    with Inside() as mode:
+        made = function(x)
+    assert_identical([made], [function(x)])
+    assert called in mode.seen
+
+
+def test_a_mode_is_where_it_was_behind_an_error_inside() -> None:
+    with Inside() as mode:
+        with pytest.raises(NotImplementedError):
+            functional.interpolate(seeded("cpu", 2, 3, 4, 4), scale_factor=2.0, mode="linear")
+        assert function_modes() == [mode]
+    assert not function_modes()
+
+
+def test_what_a_script_has_replaced_is_called_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._nn, "upsample_nearest2d", lambda x, *_: x + 1)
+    x = seeded("cpu", 2, 3, 4, 4)
+    with Inside():
+        made = functional.interpolate(x, scale_factor=2.0)
+    assert_identical([made], [x + 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import storm_client as storm
 import torch
+from storm_client.eager.launches import _kernel_of
 from storm_client.errors import ActivationLost
 from storm_client.hooks import StepHooks
 from support import fake_triton
@@ -274,3 +277,13 @@ def test_a_write_in_place_that_no_step_has_tried_changes_no_bits(
     expected = step(nullcontext, forward)
     with pytest.raises(ActivationLost, match="written in place") if raises else nullcontext():
         assert_identical(step(lambda: offload, forward), expected)
+
+
+def test_what_is_known_of_a_kernel_dies_with_what_was_compiled() -> None:
+    compiled = fake_triton.Compiled(lambda: None, {}, "")
+    kernel = _kernel_of(compiled, {})
+    assert _kernel_of(compiled, {}) is kernel
+    known = weakref.ref(kernel)
+    del compiled, kernel
+    gc.collect()
+    assert known() is None

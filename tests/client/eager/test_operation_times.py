@@ -18,6 +18,7 @@ from storm_client.eager.operation_times import (
     OperationTimes,
 )
 from storm_client.eager.recorder import Mark, Span
+from support.waiting import wait_until
 
 SHORT = LONG_SECONDS / 2
 FREE = 1 << 30
@@ -213,6 +214,7 @@ def test_what_the_host_does_between_an_operations_events_is_not_counted() -> Non
 
     def timed() -> tuple[Any, Span]:
         begin = Mark(device)
+        wait_until(lambda: begin.is_reached)  # others may use the device
         time.sleep(LONG_SECONDS)
         made = torch.sigmoid(source)
         span = begin.until_now()

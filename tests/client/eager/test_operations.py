@@ -18,6 +18,7 @@ from storm_client.eager.operations import (
     draws,
     is_bound,
     may_draw,
+    read_by,
 )
 from support.training import seeded
 from torch import Tensor
@@ -54,6 +55,9 @@ CALLS: list[Callable[[], Tensor]] = [
     lambda: functional.log_softmax(X(), -1),
     lambda: functional.log_softmax(X(), dim=0, dtype=torch.float64),
     lambda: functional.log_softmax(X()),
+    lambda: functional.max_pool2d(X()[None], 2),
+    lambda: functional.max_pool2d(X()[None], (2, 3), 1, padding=1, ceil_mode=True),
+    lambda: functional.max_pool3d(X()[None, None], (1, 2, 2)),
     lambda: functional.mish(X()),
     lambda: functional.pad(X(), (1, 2), value=3.0),
     lambda: functional.pad(X(), [1, 2], "reflect"),
@@ -114,13 +118,42 @@ def test_a_form_has_the_bits_of_the_function_that_it_stands_for(
     assert made.stride() == expected.stride()
 
 
-def test_a_norm_over_the_batch_writes_to_its_statistics_once() -> None:
-    statistics = [one.clone() for one in STATISTICS]
-    functional.batch_norm(X(), *statistics, training=True)
+@pytest.mark.parametrize("function", operations._PERHAPS_IN_PLACE)
+def test_a_form_writes_in_place_where_its_function_does(function: Callable[..., Tensor]) -> None:
+    numbers = (0.1, 2.0) if function is functional.threshold else ()
+    given = X()
+    assert bound(function)(given, *numbers, inplace=True) is given
+    assert torch.equal(given, function(X(), *numbers, inplace=True))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("norm", [functional.batch_norm, torch.batch_norm, torch.instance_norm])
+def test_a_norm_writes_to_its_statistics_once(norm: Callable[..., Tensor], trains: bool) -> None:
+    x, statistics, nothing = (
+        seeded("cpu", 4, 6, 3),
+        [one.clone() for one in STATISTICS],
+        (None,) * 2,
+    )
+    arguments = (x, *nothing, *statistics, trains, 0.1, 1e-5, False)
+    if norm is functional.batch_norm:
+        arguments = (x, *statistics, *nothing, trains, 0.1, 1e-5)
+    made = norm(*arguments)
     written = [one.clone() for one in statistics]
-    bound(functional.batch_norm)(X(), *statistics, training=True)
+    read, options = read_by(norm, arguments, {})
+    assert torch.equal(bound(norm)(*read, **options), made)
     assert all(map(torch.equal, statistics, written))
-    assert not all(map(torch.equal, statistics, STATISTICS))
+    assert all(map(torch.equal, statistics, STATISTICS)) is not trains
+
+
+def test_a_norm_whose_arguments_have_names_is_recomputed_if_they_are_understood() -> None:
+    options = dict(zip(("running_mean", "running_var"), STATISTICS, strict=True))
+    read, left = read_by(functional.batch_norm, (X(),), {**options, "training": True, "eps": 1e-3})
+    assert torch.equal(
+        bound(functional.batch_norm)(*read, **left),
+        functional.batch_norm(X(), None, None, training=True, eps=1e-3),
+    )
+    assert not is_bound(functional.batch_norm, (), {"input": X()})
+    assert not is_bound(torch.batch_norm, (X(), None, None), dict(options))
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")

@@ -8,17 +8,19 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from storm_bench.child_daemon import ChildDaemon
 from storm_client.eager import ranks as shell
+from storm_client.eager.events import SAVED, RecordedValue
 from storm_client.eager.ranks import MOST_LONELY, Ranks, _within
-from storm_client.eager.signature import SAVED, Kind, RecordedValue
+from storm_client.eager.signature import StepSignature
 from storm_client.planner.search import OFFLOAD_ALONE
-from storm_client.planner.slowest import Agreed, Figures
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
 
@@ -32,20 +34,20 @@ def tcp() -> str:
 
 
 def run(
-    case: str,
+    cases: Sequence[str],
     daemon: DaemonProcess | ChildDaemon,
     *,
     store: str = "",
     world: int = 2,
     gpus: str = "",
-) -> list[Any]:
-    """Return what each rank has found; None for one that was killed."""
+) -> dict[str, list[Any]]:
+    """Return what each rank has found, by case; None for one that was killed."""
     store = store or tcp()
     processes = [
         subprocess.Popen(
             [
                 *(sys.executable, str(agreeing_ranks.__file__)),
-                *(str(rank), str(world), store, daemon.address, case),
+                *(str(rank), str(world), store, daemon.address, *cases),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,17 +61,18 @@ def run(
         )
         for rank in range(world)
     ]
-    found: list[Any] = []
+    found: dict[str, list[Any]] = {case: [] for case in cases}
     try:
         for rank, process in enumerate(processes):
-            out, err = process.communicate(timeout=240)
-            if case == f"killed-{rank}":
+            out, err = process.communicate(timeout=400)
+            if cases == [f"killed-{rank}"]:
                 assert process.returncode == -9
-                found.append(None)
+                found[cases[0]].append(None)
                 continue
             assert process.returncode == 0, err
-            found.append(json.loads(out.splitlines()[-1]))
-            assert found[-1]["same"]
+            for case, line in zip(cases, out.splitlines()[-len(cases) :], strict=True):
+                found[case].append(json.loads(line))
+                assert found[case][-1]["same"], case
     finally:
         for process in processes:
             process.kill()
@@ -77,29 +80,62 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.fixture(scope="module")
+def two(daemon: DaemonProcess) -> dict[str, list[Any]]:
+    """What two ranks have found, case by case, which found each other by a socket."""
+    return run(["alike", "sharded", "flat", "tensor_parallel", "compared"], daemon)
+
+
+@pytest.fixture(scope="module")
+def three(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What three have, which found each other by a file."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    return run(["alike", "stages", "late"], daemon, store=f"file://{store}", world=3)
+
+
+@pytest.mark.parametrize("ranks", ["two", "three"])
 def test_ranks_with_other_costs_follow_one_plan_from_the_same_step_on(
-    world: int, daemon: DaemonProcess
+    ranks: str, request: pytest.FixtureRequest
 ) -> None:
-    first, *others = run("alike", daemon, world=world)
+    first, *others = request.getfixturevalue(ranks)["alike"]
     assert all(other["followed"] == first["followed"] for other in others)
     assert first["followed"][-1]
     assert not first["messages"]
 
 
-def test_ranks_compare_plans_by_the_slowest_of_them(daemon: DaemonProcess) -> None:
-    """The plan that is best for all is not that which the first rank would follow."""
-    first, second = run("compared", daemon)
+def test_ranks_compare_plans_by_the_slowest_of_them(two: dict[str, list[Any]]) -> None:
+    """The plan that is best for all is not that which the first rank would follow.
+
+    All compare plans anew when one of them has to share its link.
+    """
+    first, second = two["compared"]
     assert first["followed"] == second["followed"]
     assert len(set(first["followed"])) > 2, "several plans were followed"
     assert first["compared"] == second["compared"]
     assert first["compared"].startswith(f"{OFFLOAD_ALONE.name}, settled")
+    for rank in (first, second):
+        turns = [now for before, now in pairwise([False, *rank["settled"]]) if now != before]
+        assert turns == [True, False, True]
+        # Three plans differ. With a decision between each two and the next it takes 55 steps.
+        assert sum(rank["compares"]) <= 40, "plans are followed in turn"
 
 
-def test_ranks_that_shard_their_model_follow_one_plan(daemon: DaemonProcess) -> None:
-    first, second = run("sharded", daemon)
+@pytest.mark.parametrize("case", ["sharded", "flat", "tensor_parallel"])
+def test_ranks_that_shard_their_model_follow_one_plan(case: str, two: dict[str, list[Any]]) -> None:
+    """Also where each runs other functions to find its parameters."""
+    first, second = two[case]
     assert first["followed"] == second["followed"]
     assert first["followed"][-1]
+    for rank in (first, second):
+        assert rank["skipped"]["parameter"] > 0
+        assert "subclass" not in rank["skipped"]
+
+
+def test_of_what_is_distributed_the_bytes_of_a_rank_count(two: dict[str, list[Any]]) -> None:
+    """Half of the parameters, where FSDP has all of them gathered."""
+    for parts, whole in zip(two["tensor_parallel"], two["sharded"], strict=True):
+        of_step = [one["skipped_bytes"] / len(one["followed"]) for one in (parts, whole)]
+        assert of_step[0] < 0.6 * of_step[1]
 
 
 @pytest.mark.gpu
@@ -111,7 +147,7 @@ def test_ranks_on_gpus_compare_plans_together(case: str) -> None:
         pytest.skip(f"needs 2 CUDA devices, {torch.cuda.device_count()} here")
     flags = ["--pool-bytes=16GiB", "--device=cuda"]
     with ChildDaemon(flags=flags, start_seconds=120.0) as daemon:
-        first, second = run(case, daemon, gpus="0,1")
+        first, second = run([case], daemon, gpus="0,1")[case]
     assert first["followed"] == second["followed"]
     assert first["offloaded_bytes"] > 0
     assert first["compared"] == second["compared"] != ""
@@ -119,23 +155,18 @@ def test_ranks_on_gpus_compare_plans_together(case: str) -> None:
     assert not first["messages"]
 
 
-def test_ranks_find_each_other_by_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
-    first, second = run("alike", daemon, store=f"file://{tmp_path / 'store'}")
-    assert first["followed"] == second["followed"]
-    assert first["followed"][-1]
-
-
-def test_stages_of_a_pipeline_plan_with_those_that_run_the_same(daemon: DaemonProcess) -> None:
-    first, second, third = run("stages", daemon, world=3)
+def test_stages_of_a_pipeline_plan_with_those_that_run_the_same(
+    three: dict[str, list[Any]],
+) -> None:
+    first, second, third = three["stages"]
     assert first["followed"] == second["followed"]
     assert first["followed"][-1]
     assert third["followed"][-1] not in ("", first["followed"][-1])
     assert not [message for one in (first, second, third) for message in one["messages"]]
 
 
-def test_a_rank_that_offloads_later_takes_over_the_others_plan(daemon: DaemonProcess) -> None:
-    found = run("late", daemon, world=3)
-    last = {one["followed"][-1] for one in found}
+def test_a_rank_that_offloads_later_takes_over_the_others_plan(three: dict[str, list[Any]]) -> None:
+    last = {one["followed"][-1] for one in three["late"]}
     assert len(last) == 1
     assert last != {""}
 
@@ -143,7 +174,7 @@ def test_a_rank_that_offloads_later_takes_over_the_others_plan(daemon: DaemonPro
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_outlives_another_that_is_killed(dead: int, daemon: DaemonProcess) -> None:
     """Also where that had the job's store."""
-    found = run(f"killed-{dead}", daemon)
+    (found,) = run([f"killed-{dead}"], daemon).values()
     left = found[1 - dead]
     assert left["followed"][-1], "it has a plan of its own"
     (message,) = left["messages"]
@@ -151,10 +182,10 @@ def test_a_rank_outlives_another_that_is_killed(dead: int, daemon: DaemonProcess
 
 
 def test_one_rank_shares_nothing() -> None:
-    kind = kind_of(8)
+    signature = signature_of(8)
     ranks = Ranks((), ())
-    ranks.ended(kind)
-    assert not ranks.shares(kind)
+    ranks.ended(signature)
+    assert not ranks.shares(signature)
 
 
 def test_what_does_not_return_is_not_waited_for() -> None:
@@ -176,32 +207,19 @@ def test_a_rank_with_batches_of_its_own_soon_asks_no_other(monkeypatch: pytest.M
     monkeypatch.setattr(shell, "_job_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    ranks = Ranks((), ())
+    ranks, nobody = Ranks((), ()), cast("Any", None)  # nothing is planned together
     for length in range(1, 6):
-        kind = kind_of(length)
-        ranks.ended(kind)
-        assert ranks.shares(kind) is (length <= MOST_LONELY)
-        if not ranks.shares(kind):
+        signature = signature_of(length)
+        ranks.ended(signature)
+        assert ranks.shares(signature) is (length <= MOST_LONELY)
+        if not ranks.shares(signature):
             continue
         store.set(f"storm/{ranks._number}/{length - 1}/first/1", "another")
-        ranks.agree(NoPlanner(), [])
-        assert not ranks.shares(kind)
-        assert kind.is_outdated
+        ranks.agree(nobody, nobody)
+        assert not ranks.shares(signature)
+        assert signature.is_outdated
 
 
-class NoPlanner:
-    """Nothing is planned together."""
-
-    def figures(self, kind: Kind, steps: object) -> Figures:
-        raise NotImplementedError
-
-    def decide(self, kind: Kind, slowest: Figures, followed: object) -> Agreed:
-        raise NotImplementedError
-
-    def follow_agreed(self, kind: Kind, agreed: Agreed, *, leads: bool) -> None:
-        raise NotImplementedError
-
-
-def kind_of(length: int) -> Kind:
+def signature_of(length: int) -> StepSignature:
     value = RecordedValue(0, length, torch.uint8, torch.Size([length]))
-    return Kind(((SAVED, 0, None, ()),), [value])
+    return StepSignature(((SAVED, 0, None, ()),), [value])

@@ -17,16 +17,16 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks as packing
-from storm_client.eager import controller as planning
-from storm_client.eager import recording
-from storm_client.eager import signature as kinds
-from storm_client.eager.signature import RecordedValue
+from storm_client.eager import plan_maker, proofs, recording, signature
+from storm_client.eager.events import RecordedValue
+from storm_client.eager.signature import StepSignature
 from storm_client.planner import in_flight as window
 from storm_client.planner.in_flight import DeviceWindow
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
 from storm_client.saved.ranges import StoredRange
-from storm_client.transport.transfers import Outgoing, Transfers
+from storm_client.transport.stores import Stores
+from storm_client.transport.transfer import Outgoing
 from support.following import follow_by
 from support.planning import mind_the_device_alone
 from support.random_programs import run
@@ -61,8 +61,8 @@ class Reader:
         self.copies[number] = tensor.untyped_storage().clone()
         return number
 
-    def leave(self, transfers: Transfers, record: StoredRange) -> Outgoing:
-        out = LEAVE(transfers, record)
+    def leave(self, stores: Stores, record: StoredRange) -> Outgoing:
+        out = LEAVE(stores, record)
         if out.ready:
             self.used.append(out.ready)
         if out.ready in self.copies:
@@ -71,7 +71,7 @@ class Reader:
         return out
 
 
-LEAVE = Transfers.leave
+LEAVE = Stores.leave
 PLANNED = RecordedValue.planned
 
 
@@ -83,17 +83,18 @@ def untimed(value: RecordedValue) -> Value:
 def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = Reader()
     follow_by("python", monkeypatch)  # small results leave together where compiled code follows
-    monkeypatch.setattr(planning, "machine_of", lambda _: SOME_REPLAYS)
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: SOME_REPLAYS)
     mind_the_device_alone(monkeypatch)
     monkeypatch.setattr(RecordedValue, "planned", untimed)  # so that products leave
-    monkeypatch.setattr(kinds, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())  # so that all may
     monkeypatch.setattr(recording, "LARGE_BYTES", 0)
     monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
     monkeypatch.setattr(DeviceWindow, "saw", lambda _window, _nbytes: None)
     monkeypatch.setattr(
-        Transfers,
+        Stores,
         "leave",
-        lambda *args: reader.leave(*args),  # noqa: PLW0108 - no method of Transfers
+        lambda *args: reader.leave(*args),  # noqa: PLW0108 - no method of Stores
     )
     if device == "cpu":
         publish = lambda _hooks, tensor: reader.publish(tensor)  # noqa: E731
@@ -128,13 +129,14 @@ def assert_identical_steps(
         assert_identical(train(forward, device, offload), expected)
 
 
-def kind_of(offload: storm.Offload) -> Any:
-    (kind,) = offload._planning._kinds._known.values()
-    return kind
+def signature_of(offload: storm.Offload) -> Any:
+    (signature,) = offload._planning._signatures._known.values()
+    return signature
 
 
-def unchanged(kind: kinds.Kind) -> set[int]:
-    return {value.number for value in kind.values if kind.unchanged.sizes(value.number)}
+def unchanged(signature: StepSignature) -> set[int]:
+    proved = signature.evidence.unchanged
+    return {value.number for value in signature.values if proved.sizes(value.number)}
 
 
 def test_what_has_been_made_is_read_before_it_leaves(
@@ -142,8 +144,8 @@ def test_what_has_been_made_is_read_before_it_leaves(
 ) -> None:
     offload = client.offload(min_bytes=1)
     assert_identical_steps(chain, device, offload)
-    assert len(unchanged(kind_of(offload))) == 3
-    assert not kind_of(offload).changed
+    assert len(unchanged(signature_of(offload))) == 3
+    assert not signature_of(offload).evidence.changed
     assert len(reader.used) >= 3 * (STEPS - 2)  # not while steps are learned and tried
 
 
@@ -154,7 +156,7 @@ def test_what_is_written_to_uncounted_is_read_when_it_leaves(
     assert_identical_steps(
         lambda x, w: chain(x, w, lambda made: made.data.mul_(2.0)), device, offload
     )
-    assert len(kind_of(offload).changed) == 3
+    assert len(signature_of(offload).evidence.changed) == 3
     assert not reader.used
 
 
@@ -164,7 +166,7 @@ def test_what_changes_in_place_before_it_is_saved_is_read_when_it_leaves(
     offload = client.offload(min_bytes=1)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return chain(x, weight, lambda made: made.add_(1.0))
+        return chain(x, weight, lambda made: made.fmod_(1.0))
 
     assert_identical_steps(forward, device, offload)
     assert not reader.used
@@ -280,13 +282,15 @@ def test_what_a_function_has_saved_itself_leaves_as_it_was_made(
 ) -> None:
     offload = client.offload(min_bytes=1)
     assert_identical_steps(lambda x, w: attend(x, w, lambda _made: None), device, offload)
-    kind = kind_of(offload)
+    signature = signature_of(offload)
     of_attention = {
-        value.number for value in kind.values if value.operation == "scaled_dot_product_attention"
+        value.number
+        for value in signature.values
+        if value.operation == "scaled_dot_product_attention"
     }
     assert len(of_attention) == 3
-    assert of_attention <= unchanged(kind)
-    assert kind.followed, "steps have stopped trying"
+    assert of_attention <= unchanged(signature)
+    assert signature.followed.steps, "steps have stopped trying"
 
 
 def test_what_a_function_has_saved_itself_and_is_written_to_leaves_late(
@@ -295,8 +299,8 @@ def test_what_a_function_has_saved_itself_and_is_written_to_leaves_late(
     offload = client.offload(min_bytes=1)
     spoil: Callable[[Tensor], object] = lambda made: made.data.mul_(2.0)  # noqa: E731
     assert_identical_steps(lambda x, w: attend(x, w, spoil), device, offload)
-    kind = kind_of(offload)
-    assert {kind.values[number].operation for number in kind.changed} == {
+    signature = signature_of(offload)
+    assert {signature.values[number].operation for number in signature.evidence.changed} == {
         "scaled_dot_product_attention"
     }
 
@@ -304,7 +308,7 @@ def test_what_a_function_has_saved_itself_and_is_written_to_leaves_late(
 def test_what_no_backward_pass_asks_for_is_not_tried_for_ever(
     device: str, reader: Reader, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "MOST_TRIES", 2)
+    monkeypatch.setattr(proofs, "MOST_TRIES", 2)
     aside: list[Tensor] = []
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -314,6 +318,6 @@ def test_what_no_backward_pass_asks_for_is_not_tried_for_ever(
 
     offload = client.offload(min_bytes=1)
     assert_identical_steps(forward, device, offload)
-    kind = kind_of(offload)
-    assert len(kind.changed) == 1
-    assert kind.followed
+    signature = signature_of(offload)
+    assert len(signature.evidence.changed) == 1
+    assert signature.followed.steps

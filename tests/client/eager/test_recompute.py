@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager.bits import checksum, copied, same_bits
-from storm_client.eager.recompute import Alias, Input, Recipe
+from storm_client.eager.recompute import Input, Recipe
+from storm_client.eager.sources import Alias
 from storm_client.errors import ActivationLost
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.thread_counts import omp_threads, one_thread

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager import recorder
+from storm_client.eager.events import SAVED, RecordedValue
 from storm_client.eager.recorder import Mark
-from storm_client.eager.signature import SAVED, Kind, RecordedValue
+from storm_client.eager.signature import StepSignature
 from storm_kernels.errors import CudaDriverError
 from support import fake_cuda
 from support.fake_torch_cuda import FakeTorch, faked
@@ -78,24 +79,24 @@ def test_marks_of_two_devices_would_be_an_error(fake: FakeTorch) -> None:
         Mark(FIRST).seconds_until(Mark(SECOND))
 
 
-def values(*where: tuple[torch.device | str, int]) -> Kind:
+def values(*where: tuple[torch.device | str, int]) -> StepSignature:
     made = [
         RecordedValue(number, nbytes, torch.uint8, torch.Size((nbytes,)), torch.device(device))
         for number, (device, nbytes) in enumerate(where)
     ]
     events: tuple[Any, ...] = tuple((SAVED, one.number, None, ()) for one in made)
-    return Kind(events, made)
+    return StepSignature(events, made)
 
 
 def test_passes_are_timed_on_the_device_with_the_most_bytes() -> None:
-    kind = values((FIRST, 100), ("cpu", 1000), (SECOND, 80), (SECOND, 30))
-    assert kind.devices == (SECOND, FIRST)
-    assert kind.clock == SECOND
-    assert kind.is_on_gpu
+    signature = values((FIRST, 100), ("cpu", 1000), (SECOND, 80), (SECOND, 30))
+    assert signature.devices == (SECOND, FIRST)
+    assert signature.clock == SECOND
+    assert signature.is_on_gpu
 
 
 def test_a_step_without_a_gpu_goes_by_the_hosts_clock() -> None:
-    kind = values(("cpu", 1000))
-    assert kind.devices == ()
-    assert kind.clock is None
-    assert not kind.is_on_gpu
+    signature = values(("cpu", 1000))
+    assert signature.devices == ()
+    assert signature.clock is None
+    assert not signature.is_on_gpu

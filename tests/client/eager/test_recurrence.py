@@ -8,7 +8,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.eager import controller
-from storm_client.eager.recurrence import Recurrence
+from storm_client.eager.recognition import KNOWN_KINDS, Recurrence, behind_repeated
 from torch import nn
 
 
@@ -37,15 +37,27 @@ def test_steps_that_are_like_others_make_up_for_any_number_that_were_not() -> No
     assert seen(*[True] * 1000, *[False] * 8, True, True, True), "what is watched again is new"
 
 
+@pytest.mark.parametrize("turns", ["a", "ab", "aab", "aaab", "aabb", "a" * 8 + "b" * 8, "abac"])
+def test_turns_of_any_length_are_expected_once_they_were_taken(turns: str) -> None:
+    steps = turns * 4
+    for count in range(2 * len(turns), len(steps)):
+        assert behind_repeated(steps[:count]) == steps[count]
+
+
+def test_of_stretches_as_long_the_last_one_counts() -> None:
+    assert behind_repeated("abacxa") == "c"
+    assert behind_repeated("abc") is behind_repeated("a") is behind_repeated("") is None
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many events had the kinds that were planned, as they are."""
+    """Return how many events had the signatures that were planned, as they are."""
     found: list[int] = []
     make = controller.Planning._make
 
-    def noting(planning: controller.Planning, kind: controller.Kind) -> None:
-        found.append(len(kind.events))
-        make(planning, kind)
+    def noting(planning: controller.Planning, signature: controller.StepSignature) -> None:
+        found.append(len(signature.events))
+        make(planning, signature)
 
     monkeypatch.setattr(controller.Planning, "_make", noting)
     return found
@@ -80,9 +92,9 @@ def test_steps_that_do_ever_new_things_are_neither_watched_nor_planned(
     offload = client.offload(net, min_bytes=4096)
     assert all(map(torch.equal, trained(network(), nullcontext(), NEW), trained(net, offload, NEW)))
     assert len(planned) <= 6
-    kind = offload._planning._kinds.latest
-    assert kind is not None
-    assert not kind.has_functions
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    assert not signature.has_functions
 
 
 def test_when_steps_come_again_they_are_learned_after_all(client: storm.Client) -> None:
@@ -91,12 +103,44 @@ def test_when_steps_come_again_they_are_learned_after_all(client: storm.Client) 
     depths = [*NEW, *[2] * 16]
     plain = trained(network(), nullcontext(), depths)
     assert all(map(torch.equal, plain, trained(net, offload, depths)))
-    kind = offload._planning._kinds.latest
-    assert kind is not None
-    assert kind.has_functions
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    assert signature.has_functions
     plan = offload.plan
     assert plan is not None
     assert plan.bytes_by_decision["replay"] > 0
+
+
+def around_others(net: nn.Module, context: object, counts: list[int]) -> list[torch.Tensor]:
+    """Train steps in each of which other blocks, all of them unlike, are entered and left."""
+    found, x = [], torch.linspace(-1, 1, 64 * 256).view(256, 64)
+    for count in counts:
+        net.zero_grad()
+        with context:  # type: ignore[attr-defined]
+            y = net(x)
+            losses = [y.square().mean()]
+            for depth in range(count):
+                with context:  # type: ignore[attr-defined]
+                    z = y.exp()
+                    for _ in range(depth):
+                        z = z.sin() * z
+                    losses.append(z.mean())
+        loss = sum(losses[1:], losses[0])
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("min_bytes", [1024, 4096])
+def test_a_step_around_more_others_than_are_remembered_is_known_in_the_end(
+    client: storm.Client, min_bytes: int
+) -> None:
+    """Also where they show that smaller tensors are to be handled, and all is learned anew."""
+    net = network()
+    offload = client.offload(net, min_bytes=min_bytes)
+    counts = [0] * 4 + [KNOWN_KINDS + 1] * 3 + [0] * 3
+    plain = around_others(network(), nullcontext(), counts)
+    assert all(map(torch.equal, plain, around_others(net, offload, counts)))
 
 
 def test_blocks_that_save_nothing_are_no_new_steps(client: storm.Client) -> None:

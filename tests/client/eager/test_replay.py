@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import native
-from storm_client.eager import controller as planning
+from storm_client.eager import plan_maker
+from storm_client.eager.recognition import StepRecord
 from storm_client.eager.recorder import Recorder
-from storm_client.eager.signature import Kind, StepRecord
+from storm_client.eager.signature import StepSignature
 from storm_client.planner import Decision
 from storm_client.planner.machine import CPU
 from storm_client.policy import Policy
@@ -87,12 +88,13 @@ def assert_steps_are_identical(
         assert_identical(train(lambda: offload), expected)
 
 
-def kinds(offload: storm.Offload) -> list[Kind]:
-    return list(offload._planning._kinds._known.values())
+def signatures(offload: storm.Offload) -> list[StepSignature]:
+    return list(offload._planning._signatures._known.values())
 
 
 def rejected(offload: storm.Offload) -> dict[int, str]:
-    return {number: why for kind in kinds(offload) for number, why in kind.rejected.items()}
+    found = (signature.evidence.rejected.items() for signature in signatures(offload))
+    return dict(chain.from_iterable(found))
 
 
 def test_steps_are_identical_before_while_and_after_they_are_planned(
@@ -160,8 +162,8 @@ def test_kinds_of_steps_that_take_turns(device: str, client: storm.Client) -> No
     for number in range(14):
         found = step(net, inputs[number % 2], lambda: offload)
         assert_identical(found, expected[number % 2])
-    assert len(kinds(offload)) == 1, "sizes are no part of it"
-    assert all(kind.proofs.version for kind in kinds(offload))
+    assert len(signatures(offload)) == 1, "sizes are no part of it"
+    assert all(signature.evidence.recomputed.version for signature in signatures(offload))
 
 
 def test_a_branch_that_no_step_took_before(device: str, client: storm.Client) -> None:
@@ -395,7 +397,7 @@ def test_casts_that_autocast_has_kept(
     changes: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are of what parameters were when they were made, which they may not be any more."""
-    monkeypatch.setattr(planning, "machine_of", lambda _: CPU)  # so no products are recomputed
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: CPU)  # so no products are recomputed
     net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
     offload = client.offload(net, min_bytes=1)
 
@@ -609,9 +611,9 @@ def test_what_lies_otherwise_than_pytorchs_own_memory_is_not_recorded(
     assert decisions.get("mul") != "replay"
 
 
-@pytest.mark.parametrize("kind", ["around a block", "below autograd", "in the backward pass"])
+@pytest.mark.parametrize("where", ["around a block", "below autograd", "in the backward pass"])
 def test_modes_that_alter_functions_later_alter_no_replay(
-    kind: str, device: str, client: storm.Client
+    where: str, device: str, client: storm.Client
 ) -> None:
     """The step in which one is on is like those in which replays were tried."""
     weight = nn.Parameter(seeded(device, 32, WIDTH))
@@ -620,13 +622,15 @@ def test_modes_that_alter_functions_later_alter_no_replay(
     def train(context: Context, is_altered: bool) -> list[Tensor]:
         weight.grad = None
         with ExitStack() as stack:
-            if is_altered and kind == "around a block":
+            if is_altered and where == "around a block":
                 stack.enter_context(SteeperSlopes())
             stack.enter_context(context())
-            if is_altered and kind == "below autograd":
+            if is_altered and where == "below autograd":
                 stack.enter_context(ScaledBelow())
             loss = silu(leaky_relu(weight * 2).add(1)).square().sum()
-        backward = ScaledBelow() if is_altered and kind == "in the backward pass" else nullcontext()
+        backward = (
+            ScaledBelow() if is_altered and where == "in the backward pass" else nullcontext()
+        )
         with backward:
             loss.backward()
         assert weight.grad is not None
@@ -711,7 +715,7 @@ def test_threads_that_share_an_offload(device: str, client: storm.Client) -> Non
 def test_a_block_around_a_loop_is_watched_only_so_far(
     device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storm_client.eager.signature.MOST_EVENTS", 100)
+    monkeypatch.setattr("storm_client.eager.recognition.MOST_EVENTS", 100)
     net, x = blocks(device), seeded(device, 32, WIDTH)
     expected = step(net, x, nullcontext)
     offload = client.offload(net, min_bytes=1)
@@ -724,7 +728,7 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
         assert watched is not None
         assert watched.step.count <= 100
         assert not watched.pins.storages
-    assert not kinds(offload)
+    assert not signatures(offload)
 
 
 def test_what_stays_by_plan_is_told_from_parameters_of_its_size(
@@ -738,9 +742,9 @@ def test_what_stays_by_plan_is_told_from_parameters_of_its_size(
     asked: list[bool] = []
     decide, leave = Policy.decide, StepRecord.leave_script
 
-    def noted(self: Policy, tensor: Tensor) -> Decision:
+    def noted(self: Policy, tensor: Tensor, least: int) -> Decision:
         asked.append(tensor.grad_fn is not None and not isinstance(tensor._base, nn.Parameter))
-        return decide(self, tensor)
+        return decide(self, tensor, least)
 
     counts, left = [], []
     monkeypatch.setattr(Policy, "decide", noted)
@@ -884,6 +888,7 @@ def test_a_budget_that_cannot_be_kept(device: str, client: storm.Client) -> None
         ({"budget": 1.5}, "budget is 1.5"),
         ({"verify": "never"}, "verify is 'never'; choose learn or always"),
         ({"replay": [3]}, "replay has int 3"),
+        ({"replay": "no"}, "replay has str 'no'"),
     ],
 )
 def test_options_that_mean_nothing(

@@ -25,11 +25,13 @@ RECOMPUTABLE = {
     "Mixtral": 0.94,
     "Gemma": 0.95,
     "Mamba": 0.95,
+    "U-Net": 0.94,
+    "ResNet": 0.85,
 }
-"""Shares of what a step saves, of models without dropout and without changes in place."""
+"""Shares of what a step saves, of models whose attention drops nothing out."""
 
 
-@pytest.mark.parametrize("name", [*RECOMPUTABLE, "U-Net", "LSTM", "encoder", "T5"])
+@pytest.mark.parametrize("name", [*RECOMPUTABLE, "LSTM", "encoder", "T5"])
 def test_what_steps_of_models_save_can_leave_or_be_recomputed(
     name: str, client: storm.Client
 ) -> None:

@@ -174,7 +174,8 @@ NOT_DECIDING = {
     # how PyTorch tells of things, checks, traces or allocates
     "autograd_fallback_mode", "backcompat_broadcast_warn", "backcompat_keepdim_warn",
     "check_sparse_tensor_invariants", "deterministic_fill_uninitialized_memory",
-    "dtensor_allow_implicit_replication", "fwd_grad_enabled", "generator_metaclass",
+    "dtensor_allow_implicit_replication", "fake_constant", "fwd_grad_enabled",
+    "generator_metaclass",
     "grad_layout_enforcement_enabled", "graph_exec_group", "graph_executor_optimize",
     "meta_in_tls_dispatch_include", "multithreading_enabled", "only_lift_cpu_tensors",
     "override_stale_capture_stream", "print_stack_traces_on_fatal_signal",
@@ -200,6 +201,7 @@ NOT_DECIDING = {
 ITS_OWN_NAME = {
     "sdp_use_cudnn": "cudnn_sdp_enabled",
     "sdp_use_fa3": "fa3_sdp_enabled",
+    "sdp_use_fa4": "fa4_sdp_enabled",
     "sdp_use_flash": "flash_sdp_enabled",
     "sdp_use_math": "math_sdp_enabled",
     "sdp_use_mem_efficient": "mem_efficient_sdp_enabled",

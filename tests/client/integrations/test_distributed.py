@@ -41,7 +41,7 @@ def run_ranks(program: ModuleType, file: Path, daemon: DaemonProcess) -> list[An
     found = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=240)
+            out, err = process.communicate(timeout=400)
             assert process.returncode == 0, err
             found.append(json.loads(out.splitlines()[-1]))
     finally:
@@ -83,6 +83,20 @@ def test_parameters_stay_though_they_come_and_go(name: str, results: list[Any]) 
     for of_rank in results:
         same = "data_parallel_static" if name == "sharded_and_recomputed" else "data_parallel"
         assert of_rank[name]["skipped"]["parameter"] >= of_rank[same]["skipped"]["parameter"]
+
+
+@pytest.mark.parametrize("name", ["sharded", "sharded_with_parameters_on_the_host"])
+def test_gradients_of_what_is_gathered_for_a_layer_do_not_stay(
+    name: str, results: list[Any]
+) -> None:
+    """Those of the outermost module do, which keeps its parameters until the backward pass."""
+    layers = ranks.LAYERS * 2 * ranks.WIDTH * 2 * ranks.WIDTH * 4
+    for of_rank in results:
+        assert layers <= of_rank[name]["gathered_bytes"] < 1.1 * layers
+        assert of_rank[name]["parameter_bytes"] >= ranks.WIDTH * ranks.WIDTH * 4
+        for other in ("data_parallel", "data_parallel_buckets", "sharded_and_kept_whole"):
+            assert not of_rank[other]["gathered_bytes"]
+            assert of_rank[other]["parameter_bytes"] > layers
 
 
 def test_layers_of_accelerates_policy_leave_from_a_sharded_model(

@@ -12,7 +12,6 @@ import storm_client as storm
 from storm_client.connect import _SHARED, Connected
 
 EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
-TWICE = ["transformers_trainer", "lightning_fit"]
 
 
 def printed(

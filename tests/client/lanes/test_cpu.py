@@ -59,19 +59,6 @@ def lane(memory: int, page: int) -> Iterator[CpuLane]:
     lane.close()
 
 
-def test_bytes_go_out_and_come_back(lane: CpuLane, memory: int) -> None:
-    source = torch.randint(0, 256, (1000,), dtype=torch.uint8)
-    slot = Slot(64, 1000)
-    lane.stage(source.untyped_storage(), 0, slot)
-    assert os.pread(memory, 1000, slot.offset) == bytes(source.tolist())
-    os.pwrite(memory, bytes(reversed(source.tolist())), slot.offset)
-    destination = torch.zeros(1100, dtype=torch.uint8)
-    lane.unstage(slot, destination.untyped_storage(), 50)
-    assert torch.equal(destination[50:1050], source.flip(0))
-    assert not destination[:50].any()
-    assert not destination[1050:].any()
-
-
 @pytest.mark.parametrize("nbytes", [1, 4097, HUGE_BYTES, HUGE_BYTES + 4097])
 def test_memory_to_restore_into(lane: CpuLane, nbytes: int) -> None:
     memory = lane.allocate(nbytes)

@@ -15,10 +15,6 @@ UNKNOWN_TO_THE_CODEC = [
 ]
 
 
-def test_names() -> None:
-    assert dtype_name(torch.float8_e4m3fn) == codec_name(torch.float8_e4m3fn) == "float8_e4m3fn"
-
-
 class SavesBytes(torch.autograd.Function):
     """Saves `x`'s bits as another type."""
 

@@ -121,19 +121,6 @@ def assert_seen(
     assert daemon.read(place, nbytes) == data
 
 
-def test_a_tensor_that_spans_pieces_is_in_one_place(
-    segment: ExpandableSegment, segments: Segments, daemon: Daemon
-) -> None:
-    address, nbytes = segment.address + PIECE // 2, 2 * PIECE
-    assert segments.find(address, nbytes) is None
-    daemon.answer()
-    place = segments.find(address, nbytes)
-    assert place == Mapped(1, PIECE // 2)
-    assert_seen(daemon, place, segment, PIECE // 2, nbytes)
-    kinds = [type(message) for message in daemon.posted]
-    assert kinds == [ReserveRange, MapPiece, MapPiece, MapPiece]
-
-
 def test_a_piece_that_comes_later_is_mapped_beside_the_others(
     segment: ExpandableSegment, segments: Segments, daemon: Daemon
 ) -> None:

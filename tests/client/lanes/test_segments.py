@@ -132,19 +132,6 @@ def test_an_address_used_again_is_another_allocation(
     assert segments.find(MIB, 64) == Mapped(2, 0)
 
 
-def test_what_was_freed_is_unmapped_once(
-    device: Device, segments: Segments, daemon: Daemon
-) -> None:
-    segments.find(MIB, 64)
-    daemon.answer()
-    assert not segments.sweep()
-    del device.allocations[MIB]
-    assert segments.sweep()
-    assert not segments.sweep()
-    assert daemon.posted[1:] == [UnmapSegment(1)]
-    assert len(segments) == 0
-
-
 def test_what_is_freed_before_the_answer_is_unmapped_after_it(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:

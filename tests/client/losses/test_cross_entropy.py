@@ -271,8 +271,10 @@ def test_errors_are_pytorchs(target: Tensor, options: dict[str, Any]) -> None:
 
 
 def test_a_type_that_is_no_number_of_a_loss_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"dtype is torch\.int32"):
-        storm.cross_entropy(*make(4, 5), dtype=torch.int32)
+    other: Any
+    for other, told in ((torch.int32, r"torch\.int32"), ("float32", "'float32'")):
+        with pytest.raises(UsageError, match=f"dtype is {told}; .* as torch.float32"):
+            storm.cross_entropy(*make(4, 5), dtype=other)
 
 
 def test_deprecated_arguments_mean_what_they_mean_to_pytorch() -> None:

@@ -178,6 +178,9 @@ def test_autocast_casts_as_it_does_for_a_linear_layer(device: str) -> None:
         ({"label_smoothing": 1.5}, "label_smoothing must be"),
         ({"reduction": "average"}, "reduction must be"),
         ({"hidden": torch.ones(5, 16, dtype=torch.long)}, "hidden must be"),
+        ({"hidden": torch.ones(16)}, r"got hidden \(16,\) torch.float32 cpu, weight \(9, 16\)"),
+        ({"hidden": 5}, "got 5 as hidden: pass a tensor"),
+        ({"bias": "none"}, "got 'none' as bias: pass a tensor"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(change: dict[str, Any], said: str) -> None:

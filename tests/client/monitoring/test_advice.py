@@ -119,11 +119,6 @@ def test_a_model_that_ran_unseen() -> None:
     assert advised(skips(1, MIB, "in_use"), *model) is None
 
 
-def test_one_step_looks_back() -> None:
-    steps = FirstSteps()
-    assert [steps.is_due() for _ in range(5)] == [False, False, True, False, False]
-
-
 def test_a_look_that_found_nothing_is_repeated_later() -> None:
     steps = FirstSteps()
     assert [steps.is_due() for _ in range(3)][-1]

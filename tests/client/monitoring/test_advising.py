@@ -11,6 +11,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.monitoring.advising import BUDGETS, answers
+from storm_client.planner.plan import Plan
 from torch import nn
 
 from stormd.protocol.variables import ADVISE_VARIABLE
@@ -59,3 +60,13 @@ def test_a_command_that_has_gone_stops_no_training(
 def test_steps_that_save_nothing_are_told_of_too() -> None:
     told = answers([], 1.0, 0.5, [])
     assert (told["saved_bytes"], told["budgets"], told["step_seconds"]) == (0, [], 0.5)
+
+
+@pytest.mark.parametrize(("step_seconds", "forward_seconds"), [(2.0, 0.5), (0.25, 0.25)])
+def test_a_forward_pass_is_no_longer_than_the_step_it_is_part_of(
+    step_seconds: float, forward_seconds: float
+) -> None:
+    plan = Plan((), 0, link_seconds=1.0, replay_seconds=0.0, forward_seconds=0.5)
+    told = answers([plan], 1.0, step_seconds, [torch.device("cuda")])
+    assert told["forward_seconds"] == forward_seconds
+    assert told["budgets"][0]["wait_seconds"] == 1.0 - forward_seconds

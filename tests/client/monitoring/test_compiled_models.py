@@ -126,12 +126,6 @@ def test_losses_and_gradients_are_identical(
     assert "stormd" not in capfd.readouterr().err
 
 
-def test_what_compiled_blocks_save_leaves(device: str, client: storm.Client) -> None:
-    offload = client.offload(min_bytes=1)
-    blocks(lambda: offload, device)
-    assert offload.stats().offloaded_bytes > 0
-
-
 class Break:
     """A context manager that torch.compile leaves as it is, and that does nothing."""
 
@@ -208,16 +202,6 @@ def test_a_model_that_is_compiled_after_it_was_given_is_warned_of_once(
     (text,) = steps(call, offload, seeded(device, 16, 32))
     assert text.startswith("one compiled graph saves ")
     assert "storm_client.compile(model)" in text
-
-
-def test_compiled_blocks_of_a_model_are_not_warned_of_by_what_they_save(
-    device: str, client: storm.Client
-) -> None:
-    net = nn.Sequential(*(perceptron(device) for _ in range(4)))
-    offload = client.offload(net, min_bytes=1)
-    for block in net:
-        block.compile()
-    assert steps(net, offload, seeded(device, 16, 32)) == []
 
 
 def test_what_the_backend_handles_is_not_warned_of(device: str, client: storm.Client) -> None:
@@ -377,7 +361,7 @@ def test_dynamo_may_be_loaded_in_a_block(client: storm.Client) -> None:
     subprocess.run(
         [sys.executable, str(Path(compiling_first.__file__)), client.address],
         check=True,
-        timeout=120.0,
+        timeout=300.0,
     )
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from storm_client.monitoring.layers import MODEL, Layers, layer_name, parts_of
+from storm_client.monitoring.layers import MODEL, NOWHERE, Layers, layer_name, parts_of
 from torch import Tensor, nn
 
 
@@ -42,7 +42,7 @@ class Asking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.layers is not None
-        self.answers.append(self.layers.current())
+        self.answers.append(self.layers.current().layer)
         return x
 
 
@@ -63,8 +63,8 @@ def test_the_innermost_layer_whose_forward_runs_is_named() -> None:
 
 
 def test_nothing_is_named_outside_or_without_modules() -> None:
-    assert Layers([nn.Linear(1, 1)]).current() == ""
-    assert Layers([]).current() == ""
+    assert Layers([nn.Linear(1, 1)]).current() is NOWHERE
+    assert Layers([]).current() is NOWHERE
 
 
 def test_each_of_several_models_has_its_own_names() -> None:
@@ -81,7 +81,7 @@ def test_a_thread_is_in_its_own_layer() -> None:
     inside: list[str] = []
 
     def ask(module: nn.Module, arguments: object) -> None:
-        thread = threading.Thread(target=lambda: inside.append(asked.layers.current()))
+        thread = threading.Thread(target=lambda: inside.append(asked.layers.current().path))
         thread.start()
         thread.join(30)
 

@@ -13,10 +13,6 @@ from storm_client.monitoring.profiler_ranges import span
 from torch.profiler import ProfilerActivity, profile
 
 
-def test_without_a_profiler_it_is_nothing() -> None:
-    assert span("pack", 1) is span("unpack", 2)
-
-
 def test_torchs_profiler_shows_it_in_every_thread_of_a_backward() -> None:
     class Save(torch.autograd.Function):
         @staticmethod

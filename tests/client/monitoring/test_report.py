@@ -64,7 +64,7 @@ def test_printed_it_is_a_table_of_layers(client: storm.Client) -> None:
     lines = str(trained(client).report()).splitlines()
     assert lines[0] == "3 steps together"
     assert lines[1].split() == [
-        *("layer", "saved", "duplicates", "offloaded", "replayed", "kept", "ratio")
+        *("layer", "saved", "duplicates", "offloaded", "recomputed", "kept", "ratio")
     ]
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "everything"]
     assert len({len(line) for line in lines[1:5]}) == 1

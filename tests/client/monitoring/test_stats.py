@@ -12,40 +12,6 @@ import torch
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder
 
 
-def test_each_event_is_counted() -> None:
-    recorder = StatsRecorder()
-    recorder.skipped(10, "small")
-    recorder.skipped(30, "parameter")
-    recorder.deduplicated(100)
-    recorder.saved(1000, 0.5)
-    recorder.offloaded(800, torch.bfloat16)
-    recorder.stored(400, "window")
-    recorder.stored(100, "raw")
-    recorder.kept(200, "pool_full")
-    stats = recorder.snapshot()
-    assert stats.saved_bytes == 10 + 30 + 100 + 1000
-    assert (stats.skipped_bytes, stats.deduplicated_bytes) == (40, 100)
-    assert (stats.offloaded_bytes, stats.stored_bytes, stats.ratio) == (800, 500, 1.6)
-    assert stats.kept_bytes == 200
-    assert stats.skipped == {"small": 1, "parameter": 1}
-    assert stats.kept == {"pool_full": 1}
-    assert stats.offloaded_by_dtype == {"bfloat16": 800}
-    assert stats.stored_by_mode == {"window": 400, "raw": 100}
-
-
-def test_nothing_stored_is_a_ratio_of_one() -> None:
-    assert StatsRecorder().snapshot().ratio == 1.0
-
-
-def test_time_is_added_up() -> None:
-    recorder = StatsRecorder()
-    for seconds in (0.25, 0.5):
-        recorder.saved(1, seconds)
-        recorder.restored(4 * seconds)
-    stats = recorder.snapshot()
-    assert (stats.store_seconds, stats.restore_wait_seconds) == (0.75, 3.0)
-
-
 def test_a_snapshot_does_not_change() -> None:
     recorder = StatsRecorder()
     recorder.skipped(1, "small")
@@ -103,21 +69,6 @@ def test_it_can_be_copied_and_pickled(copied: Callable[[OffloadStats], OffloadSt
     assert repr(other) == repr(stats)
     with pytest.raises(TypeError):
         other.kept["pool_full"] = 2  # type: ignore[index]
-
-
-def test_what_stays_is_counted_by_reason() -> None:
-    recorder = StatsRecorder()
-    recorder.skipped(10, "small")
-    recorder.skipped(5, "small")
-    recorder.saved(100, 0.0)
-    recorder.stays_in_use(100)
-    recorder.leaves(100)
-    recorder.kept(100, "pool_full")
-    staying = recorder.staying()
-    assert (staying.saved_bytes, staying.offloaded_bytes) == (115, 0)
-    assert staying.skipped_bytes == {"small": 15}
-    assert staying.skipped["small"] == 2
-    assert staying.kept_bytes == {"pool_full": 100}
 
 
 def test_threads_count_together() -> None:

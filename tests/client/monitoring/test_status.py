@@ -30,6 +30,7 @@ def test_it_is_read_from_the_wire() -> None:
     )
     assert status.cache == CacheStatus(50, 20, items=1, hits=4, misses=3, evictions=2)
     assert status.details["more"] == 1
+    assert "more" not in repr(status)
 
 
 def test_a_daemon_without_a_cache_has_none() -> None:

@@ -23,15 +23,18 @@ def logger() -> Iterator[logging.Logger]:
 
 
 class Steps:
-    """Steps that last 2 s each, of which so much becomes of what they save."""
+    """Steps that last as long each, of which so much becomes of what they save."""
 
-    def __init__(self, *, device_peak: int | None = None, small_owned: int = 0) -> None:
+    def __init__(
+        self, *, device_peak: int | None = None, small_owned: int = 0, seconds: float = 2.0
+    ) -> None:
         self.recorder = StatsRecorder()
         self.lines: list[str] = []
         self._summary = Summary()
         self._clock = 100.0
         self._device_peak = device_peak
         self._small_owned = small_owned
+        self._seconds = seconds
 
     def step(
         self, *, offloaded: int = 0, replayed: int = 0, small: int = 0, budget: int = 0
@@ -40,7 +43,7 @@ class Steps:
             self._clock, self.recorder, lambda: self._small_owned, lambda: self._device_peak
         )
         self.lines += [] if line is None else [line]
-        self._clock += 2.0
+        self._clock += self._seconds
         self.recorder.skipped(7 * MIB, "parameter")
         self.recorder.skipped(small, "small")
         self.recorder.skipped(budget, "budget")
@@ -70,6 +73,14 @@ def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
     )
 
 
+def test_steps_of_minutes_last_whole_seconds() -> None:
+    steps = Steps(seconds=128.0)
+    for _ in range(7):
+        steps.step(offloaded=100 * MIB)
+    (line,) = steps.lines
+    assert "spent 0.38 s of a step's 128 s (0%)" in line
+
+
 def test_small_parameters_are_no_activations() -> None:
     steps = Steps(small_owned=2 * MIB)
     for _ in range(6):
@@ -77,36 +88,6 @@ def test_small_parameters_are_no_activations() -> None:
     (line,) = steps.lines
     assert "saves 41.0 MiB of activations: 40.0 MiB offloaded" in line
     assert "1.0 MiB kept; training threads" in line, "no peak is told of that nobody measures"
-
-
-def test_nothing_is_said_of_little() -> None:
-    steps = Steps()
-    for _ in range(8):
-        steps.step(offloaded=MIB)
-    assert steps.lines == []
-
-
-def test_steps_that_save_nothing_put_it_off() -> None:
-    summary, recorder, said = Summary(), StatsRecorder(), []
-    for step in range(12):
-        said.append(summary.step_begins(float(step), recorder, lambda: 0, lambda: None))
-        if step >= 6:
-            recorder.skipped(8 * MIB, "budget")
-    assert [step for step, line in enumerate(said) if line] == [8]
-
-
-def test_a_logger_that_is_set_up_gets_it(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "storm_client")
-    say("saved much")
-    assert caplog.messages == ["saved much"]
-
-
-def test_it_is_silenced_as_any_log_is(
-    caplog: pytest.LogCaptureFixture, logger: logging.Logger
-) -> None:
-    logger.setLevel(logging.WARNING)
-    say("saved much")
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("level", "shown"), [("NOTSET", "saved much\n"), ("WARNING", "")])

@@ -8,48 +8,17 @@ from storm_client.monitoring import trace as module
 from storm_client.monitoring.trace import EVERY, FIRST_STEPS, StepTrace, Traces
 
 
-def made(stored: int = 0) -> StepTrace:
-    return StepTrace(SimpleNamespace(arrived_bytes=stored))
-
-
-def test_what_is_saved_stays_until_it_is_used() -> None:
-    trace = made()
-    trace.saved(1, "stays", 10)
-    trace.saved(2, "offloaded", 20)
-    trace.saved(3, "replayed", 40)
-    trace.used(2)
-    trace.used(2)
-    trace.used(4)
-    sums = [moment[1:4] for moment in trace.timeline().moments]
-    assert sums == [(0, 0, 0), (10, 0, 0), (10, 20, 0), (10, 20, 40), (10, 0, 40)]
-
-
-def test_moments_go_forward_from_the_beginning() -> None:
-    trace = made()
-    for key in range(5):
-        trace.saved(key, "stays", 1)
-    seconds = [moment.seconds for moment in trace.timeline().moments]
-    assert seconds == sorted(seconds)
-    assert seconds[0] == 0.0
+def made(traces: Traces | None = None) -> StepTrace:
+    return StepTrace(SimpleNamespace(arrived_bytes=0), traces or Traces())
 
 
 def test_what_reached_the_pool_counts_from_the_first_that_was_saved() -> None:
     pool = SimpleNamespace(arrived_bytes=100)
-    trace = StepTrace(pool)
+    trace = StepTrace(pool, Traces())
     trace.saved(1, "offloaded", 50)
     pool.arrived_bytes = 130
     trace.used(1)
     assert [moment.stored for moment in trace.timeline().moments] == [0, 0, 30]
-
-
-def test_a_pause_is_from_its_beginning_to_now() -> None:
-    trace = made()
-    began = perf_counter()
-    seconds = trace.paused("wait", began)
-    (pause,) = trace.timeline().pauses
-    assert pause.kind == "wait"
-    assert pause.end - pause.begin == pytest.approx(seconds, abs=1e-6)
-    assert 0 <= pause.begin <= pause.end
 
 
 def test_a_block_without_end_is_followed_so_far_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,16 +33,16 @@ def test_a_block_without_end_is_followed_so_far_alone(monkeypatch: pytest.Monkey
 
 
 def test_the_step_that_a_backward_pass_used_last_is_shown() -> None:
-    traces, first, second, validation = Traces(), made(), made(), made()
+    traces = Traces()
+    first, second, validation = made(traces), made(traces), made(traces)
     assert traces.timeline() is None
     for trace, nbytes in ((first, 1), (second, 2), (validation, 3)):
         trace.saved(0, "stays", nbytes)
-    traces.used(first)
-    traces.used(second)
-    traces.used(first)  # a graph that is kept
+    for trace in (first, second, first):  # a graph that is kept
+        trace.used(0)
     timeline = traces.timeline()
     assert timeline is not None
-    assert timeline.moments[-1].stays == 2
+    assert timeline.moments[1].stays == 2
 
 
 def test_after_the_first_steps_one_in_some_is_followed() -> None:
@@ -82,6 +51,6 @@ def test_after_the_first_steps_one_in_some_is_followed() -> None:
     followed = [number for number, trace in enumerate(begun, 1) if isinstance(trace, StepTrace)]
     assert followed == [*range(1, FIRST_STEPS + 1), EVERY, 2 * EVERY]
     began = perf_counter()
-    traces.used(begun[FIRST_STEPS])
+    begun[FIRST_STEPS].used(0)
     assert traces.timeline() is None
     assert begun[FIRST_STEPS].paused("wait", began) > 0

@@ -87,6 +87,7 @@ def test_steps_go_on_in_python_where_nothing_can_be_built(
     loader: native._Loader,
     client: storm.Client,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("CXX", compiler(cache, "exit 1"))
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
@@ -105,6 +106,19 @@ def test_steps_go_on_in_python_where_nothing_can_be_built(
     for _ in range(4):
         assert_identical([step()], [expected])
     assert native.module() is None
+    warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert ["followed by Python, which is slower" in one for one in warned] == [True]
+
+
+def test_only_a_build_beside_training_leaves_processors_to_others(
+    cache: Path, loader: native._Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(cache, f"nice >>{cache}/levels; exit 1"))
+    subprocess.run([sys.executable, "-m", "storm_client.native"], check=False, capture_output=True)
+    shutil.rmtree(build.module_path().parent)
+    wait_until(lambda: [native.module(), native.reason()][1], 60.0)
+    own = os.nice(0)
+    assert (cache / "levels").read_text().split() == [str(own), str(min(own + 10, 19))]
 
 
 def test_it_can_be_switched_off(loader: native._Loader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import storm_client as storm
 import torch
 from storm_client import native
 from storm_client.eager import recompute
-from storm_client.eager.operations import bound
+from storm_client.eager.operations import bound, byproduct_of
+from storm_client.eager.sources import Blank, OtherNumbers
 from storm_client.errors import ActivationLost
 from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
@@ -81,6 +82,28 @@ def test_the_same_is_drawn_again_and_the_generator_is_as_it_was(
             assert_identical([draw.again(function, [x.to(dtype), *options], {})], [made])
         found = torch.randn(3, device=x.device), torch.rand(4, device=x.device)
         assert_identical(found, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_dropout_keeps_does_not_depend_on_what_is_in_its_input(
+    dtype: torch.dtype, transposed: bool, x: Tensor
+) -> None:
+    given = x.to(dtype).requires_grad_()
+    given = given.t() if transposed else given
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        draw, _ = drawn(torch.dropout, given, 0.3, True)
+    (expected,) = saved
+    noise, blank = byproduct_of(torch.dropout), Blank.like(given)
+    for fill in (0.0, float("nan")):
+        assert noise is not None
+        state = generator(x).get_state()
+        made = draw.again(noise, [blank.tensor().fill_(fill), 0.3, True], {})
+        assert_identical([made], [expected])
+        assert made.stride() == expected.stride()
+        assert not made.requires_grad
+        assert torch.equal(generator(x).get_state(), state)
 
 
 def generator(x: Tensor) -> torch.Generator:
@@ -256,7 +279,7 @@ def test_steps_with_another_thread_that_draws_are_right_or_raise(
     assert offload.stats().replayed_bytes > 0
     assert followed[-1] == (path == "compiled")
     for _ in range(40):
-        with suppress(recompute.OtherNumbers):
+        with suppress(OtherNumbers):
             *found, _ = step(net, x, lambda: offload, lambda: drawing_beside(device))
             assert_identical(found, expected)
     found = step(net, x, lambda: offload)
@@ -360,18 +383,6 @@ def gpu() -> str:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     return "cuda"
-
-
-@pytest.mark.gpu
-def test_nothing_is_noted_while_a_graph_is_captured(gpu: str) -> None:
-    x = seeded(gpu, 64, WIDTH)
-    drawn(torch.dropout, x, 0.3, True)
-    module, noted = native.module(), []
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        noted.append(module.note_draw(x))
-        torch.dropout(x, 0.3, train=True)
-    assert noted == [None]
 
 
 @pytest.mark.gpu

@@ -68,3 +68,14 @@ def test_what_stays_is_what_is_saved_and_kept() -> None:
     problem = replace(PROBLEM, values=(*PROBLEM.values, value(5, 70, saved=False)))
     choice = choose_alternative(PREDICTED, problem, MACHINE, room=250)
     assert staying_bytes(problem, choice) == choice.kept_bytes == 200
+
+
+def test_what_stays_below_checkpointing_is_as_much_as_that_keeps() -> None:
+    values = (*PROBLEM.values, value(5, 900, "silu", 4, seconds=1.0))
+    used = {n: (n + 1, n + 1) for n in range(6)}
+    problem = Problem(values, forward_seconds=0.0, block_ends=frozenset({1, 5}), used_between=used)
+    choice = choose_alternative(AS_BLOCKS[0], problem, MACHINE, room=None)
+    assert choice.kept_bytes == 1400
+    assert staying_bytes(problem, choice) == problem.checkpointed_bytes == 1000
+    fuller = replace(problem, block_ends=frozenset({1}))
+    assert staying_bytes(fuller, choice) == 1400

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storm_client.planner.exchange import choices
-from storm_client.planner.groups import alike_groups
+from storm_client.planner.groups import Part, alike_groups
 from storm_client.planner.machine import CPU
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
@@ -17,14 +18,18 @@ from support.planning import alike_blocks, value
 MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0, unmeasured=0.05)
 
 
-def priced(values: list[Value], ends: frozenset[int], room: int, window: float) -> Priced:
+def priced(values: list[Value], ends: frozenset[int], window: float = 0.0) -> Priced:
     problem = Problem(tuple(values), forward_seconds=window, block_ends=ends)
-    return Priced(problem, MACHINE, operation_seconds(values, MACHINE), room, window)
+    return Priced(problem, MACHINE, operation_seconds(values, MACHINE), window)
+
+
+def parts_of(priced: Priced, room: int) -> Iterator[list[Part]]:
+    return choices(priced, alike_groups(priced, frozenset()), room)
 
 
 def test_blocks_are_groups_of_which_one_is_chosen_for() -> None:
     values, ends = alike_blocks(5)
-    found = alike_groups(priced(values, ends, 0, 0.0), frozenset())
+    found = alike_groups(priced(values, ends), frozenset())
     assert sorted(len(one.groups) for one in found) == [1, 1, 4]
     # The first is given what is saved; others what the one before has made, if it is asked for.
     assert [len(one.nodes) for one in found if len(one.groups) > 1] == [4]
@@ -32,13 +37,13 @@ def test_blocks_are_groups_of_which_one_is_chosen_for() -> None:
 
 def test_what_is_there_anyway_is_of_no_group() -> None:
     values, ends = alike_blocks(2)
-    found = alike_groups(priced(values, ends, 0, 0.0), {0, 1})
+    found = alike_groups(priced(values, ends), {0, 1})
     assert not {0, 1}.intersection(n for one in found for group in one.groups for n in group)
 
 
 def test_of_blocks_that_are_alike_some_keep_more_and_the_last_most() -> None:
     values, ends = alike_blocks(6)
-    parts = next(choices(priced(values, ends, 220, 0.0), frozenset(), 220))
+    parts = next(parts_of(priced(values, ends), 220))
     kept = {number for part in parts for number in part.kept}
     assert sum(values[number].nbytes for number in kept) <= 220
     assert {(number - 1) // 4 for number in kept - {0}} == {2, 3, 4, 5}
@@ -47,7 +52,7 @@ def test_of_blocks_that_are_alike_some_keep_more_and_the_last_most() -> None:
 def test_what_is_made_from_a_later_value_is_behind_it_and_nothing_is_made_from_itself() -> None:
     values = [value(0, 100, "to", 1), value(1, 40, saved=False)]
     values += [value(2, 100, "add", 3, saved=False), value(3, 100, "add", 2)]
-    first, second = alike_groups(priced(values, frozenset(), 0, 0.0), frozenset())
+    first, second = alike_groups(priced(values, frozenset()), frozenset())
     assert (first.groups, second.groups) == ([[1, 0]], [[3, 2]])
     assert first.nodes[1].sources == (0,)
     assert [node.sources for node in second.nodes] == [(), (0,)]
@@ -60,7 +65,7 @@ def test_each_saved_value_is_had_and_no_more_kept_than_may_be(
     count: int, room: int, window: float
 ) -> None:
     values, ends = alike_blocks(count)
-    for parts in choices(priced(values, ends, room, window), frozenset(), room):
+    for parts in parts_of(priced(values, ends, window), room):
         kept, stored, recomputed = (
             {number for part in parts for number in part[which]} for which in range(3)
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from storm_client.planner.decisions import OFFLOAD, REPLAY
+from storm_client.planner.joints import repeated_ends
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import choose
@@ -93,6 +94,20 @@ def test_a_step_takes_hardly_longer_than_with_the_best_choice(
     fixed = [replace(one, operation="") if one.number in ends else one for one in values]
     best, _ = optimum(fixed, machine, room, window * whole, SOLVER_SECONDS)
     assert STEP * whole + found <= WORST * (STEP * whole + best)
+
+
+@pytest.mark.parametrize("link", [1.0, 4.6], ids=["55 GB/s", "12 GB/s"])
+def test_where_no_layer_has_a_name_blocks_are_found(link: float) -> None:
+    """The best choice may recompute what they end with."""
+    values, ends = step()
+    whole = sum(one.seconds for one in values)
+    found = repeated_ends(values)
+    assert len(found) >= len(ends) - 1
+    problem = Problem(tuple(values), forward_seconds=whole, block_ends=found)
+    machine = replace(MACHINE, link=link * MACHINE.link)
+    taken = cost_of(choose(problem, machine), values, machine, whole)
+    best, _ = optimum(values, machine, 0, whole, SOLVER_SECONDS)
+    assert STEP * whole + taken <= 1.02 * (STEP * whole + best)
 
 
 def test_no_chain_goes_on_behind_a_block() -> None:

@@ -31,12 +31,12 @@ PLAN = Plan(
 def test_what_stays_is_said_beside_what_checkpointing_would_keep() -> None:
     assert "checkpointing each block would keep 4.0 MiB, the plan 4.0 MiB" in str(PLAN)
     assert "would recompute" not in str(PLAN)
-    assert "at its fullest" not in str(PLAN)
+    assert "predicted peak" not in str(PLAN)
 
 
 def test_the_fullest_moment_is_said_beside_that_with_checkpointing() -> None:
     plan = replace(PLAN, fullest_bytes=5 * MIB, checkpointed_fullest_bytes=7 * MIB)
-    assert "at its fullest: 5.0 MiB, with each block checkpointed 7.0 MiB" in str(plan)
+    assert "predicted peak: 5.0 MiB; with each block checkpointed: 7.0 MiB" in str(plan)
 
 
 def test_where_more_stays_it_is_said_of_what() -> None:

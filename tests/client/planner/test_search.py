@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from storm_client.planner.search import (
     LADDER,
     LATEST,
     MEASURED,
+    MOST_AGAIN,
     MOST_STEPS,
     OFFLOAD_ALONE,
     PREDICTED,
@@ -40,6 +42,53 @@ def settled(
         if search.is_settled:
             return search
     raise AssertionError(f"not settled: {search}")
+
+
+def settled_in_turn(search: PlanSearch, seconds: Seconds) -> int:
+    """Follow plans as ranks do, four steps each and one after another; return the steps."""
+    count = 0
+    for _ in range(LONGEST):
+        turns = [search.current, *search.coming()]
+        assert len(set(turns)) == len(turns)
+        count += len(turns) * (SKIPPED + MEASURED)
+        search.took_in_turn((one, 0, [9.0, *[seconds(one)] * 2]) for one in turns)
+        if search.is_settled:
+            return count
+    raise AssertionError(f"not settled: {search}")
+
+
+@pytest.mark.parametrize("best", [NOTHING, TWO_THIRDS, PREDICTED, *AS_BLOCKS, OFFLOAD_ALONE])
+def test_plans_that_are_followed_in_turn_end_the_search_in_few_rounds(best: Alternative) -> None:
+    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
+    assert search.coming() == [NOTHING, TWO_THIRDS, *AS_BLOCKS]
+    seconds = lambda one: 0.1 if one == best else 0.2  # noqa: E731
+    assert settled_in_turn(search, seconds) <= LONGEST
+    assert search.current == best
+    assert not search.coming()
+
+
+def test_more_on_the_link_is_followed_once_the_others_have_shown_that_it_may_pay() -> None:
+    search = PlanSearch()
+    assert settled_in_turn(search, by_share(MORE.link_share)) <= LONGEST
+    assert search.current == MORE
+
+
+def test_of_plans_in_turn_those_that_take_as_long_are_looked_at_once_more() -> None:
+    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
+    close = {PREDICTED: 0.100, AS_BLOCKS[0]: 0.101}
+    assert settled_in_turn(search, lambda one: close.get(one, 0.2)) <= LONGEST
+    assert search.seen_again == close.keys()
+    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
+    assert settled_in_turn(search, lambda one: 0.2 if one == PREDICTED else 0.201) <= LONGEST
+    assert PREDICTED in search.seen_again
+    assert len(search.seen_again) == MOST_AGAIN
+
+
+def test_a_plan_of_too_few_steps_is_followed_again() -> None:
+    search = PlanSearch()
+    search.took_in_turn([(PREDICTED, 0, [0.1, 0.1, 0.1]), (NOTHING, 0, [0.1, 0.1, None])])
+    assert set(search.results) == {PREDICTED}
+    assert search.current == NOTHING
 
 
 def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
@@ -162,6 +211,26 @@ def test_a_delay_decides_nothing() -> None:
     assert search.results[PREDICTED].seconds == pytest.approx(0.1)
 
 
+def test_what_delays_all_steps_of_a_plan_once_decides_nothing() -> None:
+    """As of another process, for as long as the plan is measured: what is close is seen again."""
+    followed: Counter[Alternative] = Counter()
+
+    def seconds(alternative: Alternative) -> float:
+        followed[alternative] += 1
+        is_delayed = alternative is NOTHING and followed[alternative] <= SKIPPED + MEASURED
+        return 1.04 if is_delayed else 1.0 if alternative is NOTHING else 1.02
+
+    search = settled(PlanSearch(), seconds)
+    assert search.current is NOTHING
+    assert search.steps <= MOST_STEPS
+    assert set(followed.values()) == {2 * (SKIPPED + MEASURED)}
+
+
+def test_what_is_clear_is_looked_at_once() -> None:
+    search = settled(PlanSearch(), lambda one: 1.0 if one is NOTHING else 1.1)
+    assert search.steps == (SKIPPED + MEASURED) * len(search.results)
+
+
 def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
@@ -242,7 +311,9 @@ def test_what_stays_is_never_worse_than_what_was_followed(
     others: tuple[Alternative, ...],
     allowance: float,
 ) -> None:
-    search = PlanSearch(others, allowance)
+    # Plans that fill blocks keep no more than checkpointing, which may stay for nothing.
+    slack = max(staying[one] for one in others) if others == AS_BLOCKS else 0
+    search = PlanSearch(others, allowance, slack)
     settled(search, seconds.__getitem__, staying.__getitem__)
     fastest = min(seconds[one] for one in search.results)
     assert seconds[search.current] <= max(1.01 * fastest, fastest + allowance) * (1 + 1e-9)

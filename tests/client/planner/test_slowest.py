@@ -10,7 +10,7 @@ from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.planner.machine import CUDA, LinkFigures
 from storm_client.planner.problem import Problem, Value
 from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED, PlanSearch
-from storm_client.planner.slowest import Agreed, Figures
+from storm_client.planner.slowest import Agreed, Figures, Turn
 from storm_client.planner.solver import Choice
 
 VALUES = tuple(
@@ -18,7 +18,7 @@ VALUES = tuple(
     for number in range(2)
 )
 PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100)
-ONE = Figures.of(PROBLEM, CUDA, 1 << 30, [0.1, 0.2, 0.3])
+ONE = Figures.of(PROBLEM, CUDA, 1 << 30, [[0.1, 0.2, 0.3], [0.5]])
 OTHER = replace(
     ONE,
     nbytes=(1 << 19, 1 << 21),
@@ -29,7 +29,7 @@ OTHER = replace(
     rejected={0: "its bits differ"},
     machine=replace(CUDA.with_link(LinkFigures(limit=1.0)), bandwidth=1.0, hides=False),
     room=1 << 20,
-    steps=(0.2, 0.1, None, None),
+    steps=((0.2, 0.1, None, None),),
 )
 
 
@@ -48,7 +48,9 @@ def test_the_slowest_of_each_figure_is_taken_in_any_order() -> None:
         assert slowest.last_bytes == 50
         assert slowest.rejected == {0: "its bits differ", 1: "it draws"}
         assert slowest.room == 1 << 20
-        assert slowest.steps == (0.2, 0.2, 0.3, None), "None is of a smaller step"
+        first, second = slowest.steps
+        assert first == (0.2, 0.2, 0.3, None), "None is of a smaller step"
+        assert second == (0.5,), "of a plan that one rank has not followed yet"
         assert slowest.machine.link == 1.0
         assert slowest.machine.bandwidth == 1.0
         assert not slowest.machine.hides
@@ -75,9 +77,10 @@ def test_what_is_agreed_on_crosses_the_store_unchanged() -> None:
     search.follows(11)
     for seconds in (3.0, 1.0, 1.0, 1.0):
         search.took(PREDICTED, seconds)
+    turns = (Turn(PREDICTED, choice), Turn(OFFLOAD_ALONE, choice._replace(kept_bytes=5)))
     for one in (search, None):
-        agreed = Agreed.from_text(Agreed(choice, one, frozenset({"link"})).to_text())
-        assert agreed.choice == choice
+        agreed = Agreed.from_text(Agreed(turns, one, frozenset({"link"})).to_text())
+        assert agreed.turns == turns
         assert agreed.measured == {"link"}
         assert str(agreed.search) == str(one)
         assert agreed.search is None or agreed.search.ruled_out == {OFFLOAD_ALONE}

@@ -29,19 +29,6 @@ def decided(values: Sequence[Value], budget_bytes: int = 0, **more: Any) -> list
     return chosen(values, budget_bytes, **more).decisions
 
 
-def test_what_nothing_is_known_of_is_offloaded() -> None:
-    assert decided([value(0)]) == [OFFLOAD]
-
-
-def test_what_is_cheap_is_recomputed() -> None:
-    assert decided([value(0), value(1, 100, "silu", 0)]) == [OFFLOAD, REPLAY]
-
-
-def test_what_takes_longer_than_shipping_is_not() -> None:
-    values = [value(0), value(1, 100, "silu", 0, seconds=11.0)]
-    assert decided(values, forward_seconds=1000.0) == [OFFLOAD, OFFLOAD]
-
-
 def test_what_was_found_to_differ_is_not() -> None:
     values = [value(0), value(1, 100, "silu", 0)]
     choice = chosen(values, rejected={1: "recomputed it had other bits"})
@@ -57,33 +44,6 @@ def test_a_chain_is_recomputed_from_its_beginning() -> None:
         value(3, 100, "to", 2, seconds=1.0),
     ]
     assert decided(values) == [OFFLOAD, REPLAY, REPLAY, REPLAY]
-
-
-def test_a_smaller_input_is_stored_in_its_place() -> None:
-    """As a norm in float32 saves its input in float32, which was bfloat16."""
-    values = [value(0, 50, saved=False), value(1, 100, "to", 0)]
-    assert decided(values) == [OFFLOAD, REPLAY]
-    assert chosen(values).reasons[0] == "others are recomputed from it"
-
-
-def test_an_input_as_large_as_the_result_is_not_stored_for_it() -> None:
-    values = [value(0, 100, saved=False), value(1, 100, "exp", 0)]
-    assert chosen(values).reasons == ["not saved", "cheaper to transfer than to recompute"]
-
-
-def test_products_are_recomputed_only_for_a_link_that_is_behind() -> None:
-    values = [value(0), value(1, 100, "linear", 0, seconds=20.0, expensive=True)]
-    assert decided(values, forward_seconds=1000.0) == [OFFLOAD, OFFLOAD]
-    assert decided(values, forward_seconds=150.0) == [OFFLOAD, REPLAY]
-
-
-def test_what_relieves_the_link_most_for_its_time_comes_first() -> None:
-    values = [
-        value(0),
-        value(1, 100, "linear", 0, seconds=50.0, expensive=True),
-        value(2, 101, "linear", 0, seconds=20.0, expensive=True),
-    ]
-    assert decided(values, forward_seconds=210.0) == [OFFLOAD, OFFLOAD, REPLAY]
 
 
 LAST = Keep("last")
@@ -253,18 +213,6 @@ def test_it_is_close_to_the_best_of_all_choices(window: float, room: int) -> Non
             best = min(best, shipped * MACHINE.codec + spent + waits)
     choice = chosen(values, budget_bytes=room, forward_seconds=window)
     assert step_seconds(values, choice, window) <= 1.05 * best
-
-
-def test_what_a_chain_rests_on_is_weighed_once() -> None:
-    """As of a rotary embedding, whose two products rest on one projection."""
-    values = [
-        value(0),
-        value(1, 100, "linear", 0, saved=False, seconds=4.0),
-        value(2, 100, "mul", 1, saved=False, seconds=1.0),
-        value(3, 100, "mul", 1, saved=False, seconds=1.0),
-        value(4, 100, "add", 2, 3, seconds=1.0),
-    ]
-    assert decided(values, forward_seconds=1000.0) == [OFFLOAD, *[REPLAY] * 4]
 
 
 def test_what_stays_spares_what_others_would_be_recomputed_from() -> None:

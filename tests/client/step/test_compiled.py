@@ -22,7 +22,7 @@ from support.training import assert_identical, seeded
 from support.waiting import wait_until
 from torch import Tensor, nn
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compile.layout import Block
 from storm_client.errors import UsageError
 from storm_client.step.compiled import CompiledStep
-from storm_client.step.explain import ALIGNMENT_BYTES
 from support.compiled_programs import blocks
 from support.training import seeded
 from torch import Tensor
@@ -30,15 +28,12 @@ def transformer(client: storm.Client, layers: int, **options: object) -> Compile
     return storm.compile_step(step, client=client, codegen="eager", min_bytes=1, **options)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_packed_temporaries_save_seven_tenths(client: storm.Client, layers: int) -> None:
-    step = transformer(client, layers, budget=1.0)
+def test_packed_temporaries_save_seven_tenths(client: storm.Client) -> None:
+    step = transformer(client, 2, budget=1.0)
     for _ in range(2):
         step(seeded("cpu", 2, 64, 32))
     found = step.explain()
-    found.layout.assert_invariants(
-        [Block(one.begin, one.end, one.nbytes, ALIGNMENT_BYTES) for one in found.temporaries]
-    )
+    found.layout.assert_invariants(found.temporaries)
     assert found.share < 0.3
     assert found.packed_bytes <= 1.02 * found.layout.bound
     text = str(found)
@@ -64,7 +59,7 @@ def test_a_picture_is_drawn(client: storm.Client, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="before the first call"):
         step.explain()
     step(seeded("cpu", 2, 8, 32))
-    step.explain(seconds=0.5).draw(tmp_path / "layout.svg")
+    step.explain().draw(tmp_path / "layout.svg")
     assert (tmp_path / "layout.svg").read_text().startswith("<?xml")
     with pytest.raises(UsageError, match="cannot draw"):
         step.explain().draw(tmp_path / "layout.nothing")

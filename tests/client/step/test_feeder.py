@@ -12,7 +12,7 @@ from storm_client.errors import UsageError
 from support.forking import status_of_child
 from support.waiting import wait_until
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def feeders() -> int:

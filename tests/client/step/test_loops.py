@@ -56,12 +56,12 @@ def train(
     return [*found, *everything(net, update, device)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_loop_gives_the_bits_of_all_its_parts(count: int, device: str, wrap: Wrap) -> None:
     assert_identical(train(wrap, device, count), train(lambda step: step, device, count))
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw_foreach", "adamw_fused"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw_fused"])
 def test_other_updates_follow_the_loop(optimizer: str, device: str, wrap: Wrap) -> None:
     expected = train(lambda step: step, device, 4, optimizer)
     assert_identical(train(wrap, device, 4, optimizer), expected)

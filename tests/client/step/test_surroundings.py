@@ -534,8 +534,10 @@ CHANGES_OF_MODULES: dict[str, Callable[[Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES_OF_MODULES)
-@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_called"),
+    [*((name, True) for name in CHANGES_OF_MODULES), ("a function", False), ("a tuple", False)],
+)
 def test_what_changes_in_a_module_takes_effect(
     name: str, is_called: bool, wrap: Callable[..., CompiledStep]
 ) -> None:

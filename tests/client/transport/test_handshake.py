@@ -5,18 +5,8 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client.transport.handshake import is_listening, socket_path
 from support.daemon_process import DaemonProcess
 from support.other_user import ANOTHER_UID, impostor_in, root_only
-
-
-def test_the_path_of_an_address() -> None:
-    assert socket_path("ipc:///run/a/b.sock") == Path("/run/a/b.sock")
-
-
-def test_whether_somebody_listens(daemon: DaemonProcess, tmp_path: Path) -> None:
-    assert is_listening(daemon.address)
-    assert not is_listening(f"ipc://{tmp_path}/none")
 
 
 def test_a_socket_that_nobody_accepts_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
@@ -15,6 +16,7 @@ from support.daemon_thread import DaemonThread
 from support.following import PATHS, Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 CPU = torch.device("cpu")
 SIDE = 128
@@ -67,7 +69,7 @@ def test_a_backward_pass_finds_what_was_offloaded_in_its_midst(
         with offload:
             loss = forward(weight).sum()
         kept = kept_bytes(CPU)
-        moved = session.offload_kept() if step % 2 else 0
+        moved = session.memory.offload_kept() if step % 2 else 0
         if step > 3:
             assert kept >= 3 * NBYTES
         assert moved <= kept
@@ -82,6 +84,21 @@ def test_a_backward_pass_finds_what_was_offloaded_in_its_midst(
     assert any(followed) is followed.may_be_compiled
 
 
+def test_what_wraps_tensors_is_left_alone(client: storm.Client, weight: Tensor) -> None:
+    """Its own storage has a size and no memory."""
+    gradients = []
+    for context in (nullcontext(), client.offload(min_bytes=1024)):
+        wrapped = TwoTensor(weight.detach(), weight.detach() + 1).requires_grad_()
+        with context:
+            loss = (wrapped * 2).tanh().sum()
+        assert kept_bytes(CPU) == 0
+        assert session_of(client).memory.offload_kept() == 0
+        loss.backward()
+        gradients.append(wrapped.grad)
+    assert torch.equal(gradients[0].a, gradients[1].a)
+    assert torch.equal(gradients[0].b, gradients[1].b)
+
+
 def test_what_somebody_holds_is_left_alone(
     client: storm.Client, weight: Tensor, followed: Followed
 ) -> None:
@@ -90,7 +107,7 @@ def test_what_somebody_holds_is_left_alone(
         with offload:
             result = forward(weight)
             loss = result.sum() + result.square().sum()
-        before = session_of(client).offload_kept()
+        before = session_of(client).memory.offload_kept()
         address = result.data_ptr()
         loss.backward()
         assert result.data_ptr() == address
@@ -109,7 +126,7 @@ def test_a_change_in_place_is_noticed_of_what_was_moved(
                 with torch.no_grad():
                     hidden.mul_(2)
             del hidden
-        session_of(client).offload_kept()
+        session_of(client).memory.offload_kept()
         if not changes:
             loss.backward()
             continue
@@ -126,7 +143,7 @@ def test_a_thread_may_unpack_what_another_moves(
 
     def move() -> None:
         while not ends.is_set():
-            session.offload_kept()
+            session.memory.offload_kept()
 
     thread = threading.Thread(target=move)
     thread.start()
@@ -153,9 +170,9 @@ def test_room_is_made_of_what_is_held_back(
         for _ in range(3):
             with offload:
                 loss = forward(weight).sum()
-            session.make_room()
+            session.memory.make_room()
             with session.connection.lock:
-                assert session.transfers.held_bytes == 0
+                assert session.transfers.held.nbytes == 0
                 assert session.transfers.early_bytes == 0
                 session.transfers.assert_invariants()
             assert torch.equal(gradient_of(loss, weight), expected)

@@ -10,14 +10,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.lanes import cpu
 from storm_client.lanes.cpu import CpuLane
-from storm_client.transport import restore as inbound
 from storm_client.transport.session import Session
 from storm_client.transport.transfers import AHEAD_SHARE
 from support.daemon_thread import DaemonThread
@@ -264,7 +262,6 @@ def test_stored_parts_that_a_lane_keeps_need_no_restore(
 def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of its four parts lie in an area of four with what is free on both sides of them."""
     monkeypatch.setattr(CpuLane, "keeps_stored", True)
-    monkeypatch.setattr(inbound, "STALL_SECONDS", 5.0)
     with (
         inner_daemons(staging_bytes=256 << 10, part_bytes=64 << 10) as daemon,
         storm.connect(daemon.address, timeout=30) as client,
@@ -289,7 +286,6 @@ def test_threads_share_a_small_area_that_keeps_parts(
 ) -> None:
     """Whatever lies where, and whoever waits: each thread's next part finds room."""
     monkeypatch.setattr(CpuLane, "keeps_stored", True)
-    monkeypatch.setattr(inbound, "STALL_SECONDS", 10.0)
     choice = random.Random(seed)
     sizes = [64, 300, 12 << 10, 16 << 10, 20 << 10, 64 << 10, 70 << 10, 100 << 10]
     with (
@@ -311,38 +307,3 @@ def test_threads_share_a_small_area_that_keeps_parts(
             count = choice.randint(1, 3)
             plans = [choice.choices(sizes, k=choice.randint(1, 10)) for _ in range(count)]
             assert all(threads.map(train, plans))
-
-
-class Clock:
-    """A clock, and a connection at which nothing comes: each wait lasts until its deadline."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wait(self, deadline: float) -> bool:
-        self.now = deadline
-        return False
-
-
-def test_a_daemon_that_answers_others_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, transfers = Clock(), SimpleNamespace(answered=3)
-    monkeypatch.setattr(inbound, "time", clock)
-    patience = inbound._Patience(clock, transfers)  # type: ignore[arg-type]
-    transfers.answered += 1
-    assert patience.wait()
-    transfers.answered += 2
-    assert patience.wait()
-    assert not patience.wait(), "nothing has been answered since"
-    assert clock.now == 3 * inbound.STALL_SECONDS
-
-
-def test_it_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, transfers = Clock(), SimpleNamespace(answered=0)
-    monkeypatch.setattr(inbound, "time", clock)
-    patience = inbound._Patience(clock, transfers)  # type: ignore[arg-type]
-    transfers.answered += 1
-    while patience.wait():
-        transfers.answered += 1
-    assert clock.now == inbound.LONGEST_SECONDS

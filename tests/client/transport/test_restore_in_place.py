@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import storm_client as storm
 import torch
-from storm_client.transport import restore as inbound
+from storm_client.transport import patience as patience_module
 from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
@@ -210,7 +210,7 @@ def test_a_daemon_that_does_not_deliver_is_an_error(
             reply(request, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(inbound, "STALL_SECONDS", 0.2)
+        patch.setattr(patience_module, "STALL_SECONDS", 0.2)
         patch.setattr(transfers, "reply", without_restores)
         with pytest.raises(storm.ActivationLost, match="did not restore entry"):
             loss.backward(retain_graph=True)
@@ -328,7 +328,7 @@ def test_a_pass_whose_daemon_does_not_answer_ends_in_an_error(
             reply(request, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(inbound, "STALL_SECONDS", 0.2)
+        patch.setattr(patience_module, "STALL_SECONDS", 0.2)
         patch.setattr(transfers, "reply", without_restores)
         patch.setattr(way, "release", lambda ticket: (released.append(ticket), release(ticket)))
         with pytest.raises(storm.ActivationLost, match="answered nothing"):
@@ -346,7 +346,7 @@ def test_a_pass_whose_daemon_does_not_answer_ends_in_an_error(
 def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     thread, loss = paused(client.offload(min_bytes=1), x)
-    client._supply.sessions.of(torch.device("cpu")).connection._fail(
+    client._supply.sessions.of(torch.device("cpu")).connection.fail(
         storm.DaemonLost("the daemon ended")
     )
     failures: list[str] = []

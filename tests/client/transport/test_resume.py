@@ -16,7 +16,7 @@ import torch
 from storm_bench.child_daemon import ChildDaemon
 from storm_client.errors import DaemonLost
 from storm_client.transport import resume
-from storm_client.transport.connection import Phase
+from storm_client.transport.io_thread import Phase
 from support.waiting import wait_until
 
 from stormd.protocol import Entries, Mapped, MapPiece, Message, StatusRequest

@@ -99,7 +99,9 @@ def train(address: str, is_over: threading.Event) -> int:
     return steps
 
 
-def end_daemons(daemon: ChildDaemon, kills: int, restarts: int, seed: int) -> int:
+def end_daemons(
+    daemon: ChildDaemon, kills: int, restarts: int, seed: int, longest: float = LONGEST_PAUSE
+) -> int:
     """End the daemon of two trainers, so many times; return how many steps were right."""
     moments, is_over = random.Random(seed), threading.Event()
     ends = [signal.SIGKILL] * kills + [signal.SIGUSR2] * restarts
@@ -109,7 +111,7 @@ def end_daemons(daemon: ChildDaemon, kills: int, restarts: int, seed: int) -> in
         try:
             for number in ends:
                 pid = served_by(daemon)
-                time.sleep(moments.random() * LONGEST_PAUSE)
+                time.sleep(moments.random() * longest)
                 end(pid, number)
         finally:
             is_over.set()
@@ -131,7 +133,8 @@ def test_steps_go_on_whenever_the_daemon_ends(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_steps_go_on_for_long(daemon: ChildDaemon, lanes: list[DeviceClientLane]) -> None:
-    end_daemons(daemon, 200, 50, seed=2)
+    # After 20 in a row that have served for less than half a second none is started any more.
+    end_daemons(daemon, 200, 50, seed=2, longest=2 * LONGEST_PAUSE)
     assert not any(lane.done_twice for lane in lanes)
     outcomes = [said for lane in lanes if lane.in_place for said in lane.in_place.outcomes]
     assert {0, None} <= set(outcomes)  # some were done already, and some were not

@@ -13,7 +13,7 @@ import storm_client as storm
 import torch
 from storm_client import offloading
 from storm_client.transport import store as outbound
-from support.daemon_process import DaemonProcess
+from support.daemon_process import DaemonProcess, daemons
 from support.waiting import wait_until
 from torch import Tensor
 
@@ -38,6 +38,20 @@ def assert_same(context: AbstractContextManager[object], device: str, mib: int =
         assert torch.equal(found, expected)
 
 
+@pytest.fixture(scope="module")
+def small() -> Iterator[DaemonProcess]:
+    """A daemon whose pool holds 12 parts of a tensor."""
+    with daemons() as make:
+        yield make("--pool-bytes", "12MiB", "--part-bytes-cpu", "1MiB")
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[DaemonProcess]:
+    """A daemon whose staging areas hold 4 parts, and no tensor."""
+    with daemons() as make:
+        yield make("--staging-bytes-cpu", "256KiB", "--part-bytes-cpu", "64KiB")
+
+
 @contextmanager
 def connected(daemon: DaemonProcess) -> Iterator[storm.Client]:
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
@@ -46,22 +60,20 @@ def connected(daemon: DaemonProcess) -> Iterator[storm.Client]:
         assert client.status().pool.used_bytes == 0
 
 
-def test_pool_full(device: str, make_daemon: Callable[..., DaemonProcess]) -> None:
-    with connected(make_daemon("--pool-bytes", "4MiB")) as client:
+def test_pool_full(device: str, small: DaemonProcess) -> None:
+    with connected(small) as client:
         offload = client.offload(min_bytes=1, codec="raw")
         for _ in range(2):
-            assert_same(offload, device)
+            assert_same(offload, device, mib=2)
         stats = offload.stats()
     assert stats.kept["pool_full"] > 0
     assert stats.kept_bytes > 0
     assert stats.offloaded_bytes > 0
 
 
-def test_a_tensor_larger_than_the_pool(
-    device: str, make_daemon: Callable[..., DaemonProcess]
-) -> None:
+def test_a_tensor_larger_than_the_pool(device: str, small: DaemonProcess) -> None:
     """Its first parts are admitted, a later one is not: nothing of it stays with the daemon."""
-    with connected(make_daemon("--pool-bytes", "12MiB", "--part-bytes-cpu", "1MiB")) as client:
+    with connected(small) as client:
         offload = client.offload(min_bytes=1, codec="raw")
         x = torch.ones(16 << 18, device=device, requires_grad=True)
         with offload:
@@ -74,11 +86,11 @@ def test_a_tensor_larger_than_the_pool(
 
 
 def test_a_tensor_that_stayed_and_was_resized_is_an_error(
-    device: str, make_daemon: Callable[..., DaemonProcess]
+    device: str, small: DaemonProcess
 ) -> None:
-    with connected(make_daemon("--pool-bytes", "1MiB")) as client:
-        offload = client.offload(min_bytes=1)
-        x = torch.ones(1 << 20, device=device, requires_grad=True)
+    with connected(small) as client:
+        offload = client.offload(min_bytes=1, codec="raw")
+        x = torch.ones(16 << 18, device=device, requires_grad=True)
         with offload:
             h = x * 2
             loss = h.cos().sum()
@@ -89,15 +101,12 @@ def test_a_tensor_that_stayed_and_was_resized_is_an_error(
         del h, loss
 
 
-def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(
-    make_daemon: Callable[..., DaemonProcess],
-) -> None:
+def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(small: DaemonProcess) -> None:
     """Its first parts are admitted and can be had, which makes no tensor of the others."""
-    daemon = make_daemon("--pool-bytes", "12MiB", "--part-bytes-cpu", "1MiB")
-    with connected(daemon) as client:
+    with connected(small) as client:
         offload = client.offload(min_bytes=1, codec="raw")
         x = torch.ones(16 << 18, requires_grad=True)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        os.kill(small.pid, signal.SIGSTOP)
         try:
             with offload:
                 h = x * 2
@@ -109,7 +118,7 @@ def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(
             connection = client._supply.sessions.of(torch.device("cpu")).connection
             wait_until(lambda: connection.waiting == 1, 30)
         finally:
-            os.kill(daemon.pid, signal.SIGCONT)
+            os.kill(small.pid, signal.SIGCONT)
         thread.join(30)
         assert [type(error) for error in errors] == [storm.ActivationLost]
         assert offload.stats().kept == {"pool_full": 1}
@@ -117,20 +126,17 @@ def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(
         del h, loss, errors
 
 
-def test_a_tensor_that_was_resized_before_it_was_admitted_comes_back(
-    make_daemon: Callable[..., DaemonProcess],
-) -> None:
-    daemon = make_daemon("--pool-bytes", "64MiB", "--part-bytes-cpu", "1MiB")
-    with connected(daemon) as client:
+def test_a_tensor_that_was_resized_before_it_was_admitted_comes_back(small: DaemonProcess) -> None:
+    with connected(small) as client:
         x = torch.ones(4 << 18, requires_grad=True)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        os.kill(small.pid, signal.SIGSTOP)
         try:
             with client.offload(min_bytes=1):
                 h = x * 2
                 loss = h.cos().sum()
             h.untyped_storage().resize_(0)
         finally:
-            os.kill(daemon.pid, signal.SIGCONT)
+            os.kill(small.pid, signal.SIGCONT)
         loss.backward()
         assert torch.equal(x.grad, torch.full_like(x, 2.0).sin() * -2)
         del h, loss
@@ -144,29 +150,17 @@ def collect(errors: list[BaseException], call: Callable[[], object]) -> None:
         errors.append(error)
 
 
-def test_a_session_at_its_quota(device: str, make_daemon: Callable[..., DaemonProcess]) -> None:
-    options = ("--pool-bytes", "64MiB", "--session-quota-bytes", "3MiB")
-    with connected(make_daemon(*options)) as client:
-        offload = client.offload(min_bytes=1, codec="raw")
-        assert_same(offload, device)
-        assert offload.stats().kept["quota"] > 0
-
-
-def test_a_staging_area_smaller_than_a_tensor(make_daemon: Callable[..., DaemonProcess]) -> None:
-    options = ("--staging-bytes-cpu", "256KiB", "--part-bytes-cpu", "64KiB")
-    with connected(make_daemon(*options)) as client:
+def test_a_staging_area_smaller_than_a_tensor(narrow: DaemonProcess) -> None:
+    with connected(narrow) as client:
         offload = client.offload(min_bytes=1)
         for _ in range(2):
             assert_same(offload, "cpu", mib=4)
         assert not offload.stats().kept
 
 
-def test_several_threads_share_a_small_staging_area(
-    make_daemon: Callable[..., DaemonProcess],
-) -> None:
+def test_several_threads_share_a_small_staging_area(narrow: DaemonProcess) -> None:
     """Each forward and backward needs more than the whole area, and all go on at once."""
-    options = ("--staging-bytes-cpu", "256KiB", "--part-bytes-cpu", "128KiB")
-    with connected(make_daemon(*options)) as client:
+    with connected(narrow) as client:
         offload = client.offload(min_bytes=1)
         expected = step(nullcontext(), "cpu")
         found: dict[int, list[Tensor]] = {}

@@ -126,18 +126,6 @@ def looks_again(session: Session) -> None:
         session.connection.notify()
 
 
-def test_a_leaf_stays(client: storm.Client, way: FakeInPlace) -> None:
-    """Its graph holds it, and would see what it is given by `x.data`."""
-    x = leaf()
-    offload = client.offload(min_bytes=1)
-    with offload:
-        loss = x.cos().sum()
-    assert not way.found
-    assert offload.stats().skipped == {"leaf": 1}
-    assert offload.stats().offloaded_bytes == 0
-    del loss
-
-
 def test_a_full_pool_keeps_the_sources(full: storm.Client, lanes: list[InPlaceCpuLane]) -> None:
     x = leaf()
     expected = gradient(chain(x), x)
@@ -242,12 +230,12 @@ def test_closing_while_another_thread_sweeps_or_gives_memory_back(
     monkeypatch.setattr(way, "sweep", sweep)
     monkeypatch.setattr(way, "barrier", lambda: MapSegment(segment=1, handle=b"", nbytes=1))
     with ThreadPoolExecutor(2) as threads:
-        sweeping = threads.submit(session.give_back_memory)
+        sweeping = threads.submit(session.memory.give_back_memory)
         assert swept.wait(30)
         closing = threads.submit(session.close)
         go_on.set()
         sweeping.result(30)
         closing.result(30)
     session.sweep()
-    session.give_back_memory()
+    session.memory.give_back_memory()
     other.close()

@@ -19,7 +19,7 @@ from support.checked_training import LEAST_BYTES, Training
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 
 class Place:

@@ -139,7 +139,10 @@ def samples(dtype: DType, count: int) -> dict[str, np.ndarray]:
         "narrow": normal.bfloat16().double(),
         "steep": normal.relu() * torch.from_numpy(2.0 ** rng.integers(-12, 1, count)),
     }
-    found = {name: values.to(kind).view(torch.uint8).numpy() for name, values in made.items()}
+    found = {
+        name: torch.empty(count, dtype=kind).copy_(values).view(torch.uint8).numpy()
+        for name, values in made.items()
+    }
     found["noise"] = rng.integers(0, 256, count * dtype.element_bytes, dtype=np.uint8)
     return found
 

@@ -25,7 +25,7 @@ class Compiler:
 
     def __call__(self, which: Wanted, _device: int) -> object:
         self.asked[which] += 1
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.broken:
             raise BackendUnavailable("no compiler today")
         return which

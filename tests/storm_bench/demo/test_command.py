@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 import pytest
 from storm_bench.demo.command import _print_report
@@ -17,7 +18,7 @@ PLAIN = Trained(steps=[Step(2.0, "aa", 1.0)], peak_bytes=900 * MIB)
 def test_memory_that_did_not_fall_is_said_in_words(
     peak: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stats = {"offloaded_bytes": 800 * MIB, "ratio": 2.0}
+    stats = defaultdict(int, {"offloaded_bytes": 800 * MIB, "ratio": 2.0})
     offload = dataclasses.replace(PLAIN, peak_bytes=peak, stats=stats)
     _print_report(Report("cpu", "float32", [compare(PLAIN, offload, device="cpu")], 1, 1, 0))
     printed = capsys.readouterr().out

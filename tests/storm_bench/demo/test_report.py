@@ -22,6 +22,8 @@ def _offload(**stats: int) -> Trained:
         "deduplicated_bytes": 100 * MIB,
         "offloaded_bytes": 800 * MIB,
         "stored_bytes": 400 * MIB,
+        "replayed_bytes": 60 * MIB,
+        "skipped_bytes": 30 * MIB,
         "kept_bytes": 10 * MIB,
         "ratio": 2.0,
         **stats,
@@ -41,6 +43,8 @@ def test_bytes_are_of_one_step() -> None:
     figures = compare(_plain(), _offload(), device="cpu")
     assert figures.offloaded_bytes == 400 * MIB
     assert figures.stored_bytes == 200 * MIB
+    parts = (figures.deduplicated_bytes, figures.recomputed_bytes, figures.kept_bytes)
+    assert sum(parts, figures.offloaded_bytes) == figures.saved_bytes
     assert figures.step_seconds_plain == 1.5
     assert figures.peak_drop == 0.8
 

@@ -19,19 +19,6 @@ def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def test_trainers_report_every_step_and_one_seed_gives_the_same_bits() -> None:
-    seen: list[tuple[int, int]] = []
-    commands = [TINY.arguments(seed, None) for seed in (0, 0, 1)]
-    trained = run_trainers(commands, lambda index, done, _loss: seen.append((index, done)), SECONDS)
-    assert sorted(seen) == [(index, done) for index in range(3) for done in (1, 2)]
-    assert all(len(one.steps) == 2 and one.peak_bytes > 1 << 20 for one in trained)
-    one, same, other = ([(step.loss, step.gradients) for step in by.steps] for by in trained)
-    assert one == same
-    assert one[0] != other[0]
-    assert one[0][1] != one[1][1]  # gradients of two steps
-    assert all(by.stats is None for by in trained)
-
-
 def test_a_failing_trainer_ends_the_others_and_tells_why() -> None:
     before = _children()
     commands = [TINY.arguments(0, None), TINY.arguments(1, "ipc:///no/such/stormd.sock")]

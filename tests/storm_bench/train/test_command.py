@@ -108,7 +108,7 @@ def test_an_interrupt_right_behind_the_timers_start_leaves_none(
         bench_train._answer(Mock(), Mock())
     (timer,) = started
     assert timer.daemon
-    timer.join(10)
+    timer.join(60)
     assert not timer.is_alive()
 
 
@@ -126,7 +126,7 @@ def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
     ) as process:
         assert process.stderr.readline().startswith("W0 none: ")
         process.send_signal(ending)
-        result = json.loads(process.communicate(timeout=60)[0])
+        result = json.loads(process.communicate(timeout=300)[0])
         assert process.returncode == 130
     assert result["figures"]["interrupted"]
     rows = result["figures"]["workloads"]["W0"]
@@ -135,9 +135,8 @@ def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
 
 
 def test_a_run() -> None:
-    """Three methods, one of which cannot run without a GPU."""
     command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
-    small = ["--workloads=W0", "--methods", "none", "trl", "storm", "--steps=1", "--warm-ups=1"]
+    small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
     done = subprocess.run(
         [*command, *small, "--pool-bytes=256MiB", "--together"],
         check=False,
@@ -146,11 +145,9 @@ def test_a_run() -> None:
         timeout=550,
     )
     assert done.returncode == 0, done.stderr
-    assert "W0 trl: left out" in done.stderr
     result = json.loads(done.stdout)
     assert result["benchmark"] == "train"
     rows = result["figures"]["workloads"]["W0"]
-    assert list(rows["trl"]) == ["skipped"]
     assert rows["none"]["step_seconds"] > 0
     assert rows["none"]["again_seconds"] > 0  # behind storm
     assert rows["storm"]["offload"]["offloaded_bytes"] > 64 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -130,31 +129,30 @@ def test_a_run(tmp_path: Path) -> None:
     results, picture = tmp_path / "zoo.json", tmp_path / "zoo.png"
     files = ["--json", str(results), "--picture", str(picture)]
     done = subprocess.run(
-        [*COMMAND, *files, "--methods", "none", "trl", "storm"],
+        [*COMMAND, *files, "--methods", "none", "storm"],
         capture_output=True,
         text=True,
         timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "llama trl: left out: " in done.stderr
     table = done.stdout.splitlines()
     assert table[0] == f"llama: {MODELS['llama']}, cpu"
-    assert [line.split()[0] for line in table[2:5]] == ["none", "trl", "storm"]
+    assert [line.split()[0] for line in table[2:4]] == ["none", "storm"]
     figures = json.loads(results.read_text())
     assert not figures["interrupted"]
     assert figures["machine"]["command"].startswith("stormd bench zoo --small")
     assert {"torch", "transformers"} <= figures["machine"]["versions"].keys()
-    none, trl, storm = figures["rows"]
+    none, storm = figures["rows"]
     assert "skipped" not in none | storm
     assert none["loss"] == storm["loss"]
-    assert list(trl) == ["model", "method", "skipped"]
     assert storm["budget"] == "least"
     assert "offloaded_gib" in storm
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_every_method_runs_on_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -173,23 +171,3 @@ def test_every_method_runs_on_a_gpu(tmp_path: Path) -> None:
             continue
         assert "skipped" not in rows[method], rows[method]
         assert rows[method]["held_gib"] > rows[method]["peak_gib"] + rows[method]["beyond_gib"]
-
-
-def test_an_interrupted_run_gives_what_it_has(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    results = tmp_path / "zoo.json"
-    with subprocess.Popen(
-        [*COMMAND, "--methods", "trl", "none", "--json", str(results)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("llama trl: ")
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 130
-    assert "trl" in out
-    figures = json.loads(results.read_text())
-    assert figures["interrupted"]
-    assert [row["method"] for row in figures["rows"]] == ["trl"]

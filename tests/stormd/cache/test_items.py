@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stormd.cache import items as cache_module
 from stormd.cache.items import FREED_AT_ONCE, Cache, CachePart, Caller, Item, Label, Loan
-from stormd.ledger.records import NoRecords
+from stormd.ledger.records import Records
 from stormd.memory.arena import GRANULE, Space
 from stormd.monitoring.counters import CacheCounts
 
@@ -26,7 +26,7 @@ class Fixture:
     def __init__(self) -> None:
         self.space = Space(CAPACITY, base=4 * GRANULE)
         self.counts = CacheCounts()
-        self.cache = Cache(self.space, self.counts, NoRecords())
+        self.cache = Cache(self.space, self.counts, Records())
         self.now = 0.0
 
     def put(

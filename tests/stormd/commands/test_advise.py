@@ -39,7 +39,7 @@ def test_a_script_is_run_until_its_budgets_are_known(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     (trainer,) = told["trainers"]
     assert trainer["saved_bytes"] == 9 << 20
-    assert trainer["step_seconds"] > trainer["forward_seconds"] > 0
+    assert trainer["step_seconds"] >= trainer["forward_seconds"] > 0
     least, *_, all_kept = trainer["budgets"]
     assert least["budget"] == "least"
     # What is asked for at once may stay: that depends on the machine's speed.
@@ -52,7 +52,10 @@ def test_a_script_is_run_until_its_budgets_are_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("print('trained')", "with status 0 before eight steps were seen: put `offload = storm."),
+        (
+            "print('trained')",
+            "with status 0 before eight steps were seen: it has to train that many",
+        ),
         ("raise SystemExit(7)", "with status 7 before eight steps were seen\n"),
     ],
 )
@@ -93,8 +96,11 @@ def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[
         "at a peak of 3.0 GiB",
         "link 55.0 GB/s",
         "least 1.0 GiB 1.0 GiB 1.0 GiB 250.0 250.0 250.0 1.0 GiB",
+        "what the link needs beyond the forward pass. Take the largest budget that fits",
         "stormd run --pool-bytes 25GiB --budget least -- python train.py",
     ):
         assert part in printed
+    _print(["python", "train.py"], [{**trainer, "device": "cpu"}])
+    assert "what the link needs both ways" in " ".join(capsys.readouterr().out.split())
     _print(["python", "train.py"], [{**trainer, "saved_bytes": 0, "budgets": []}])
     assert "no saved tensor is large enough" in capsys.readouterr().out

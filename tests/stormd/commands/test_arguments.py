@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from stormd.commands.arguments import (
-    add_daemon_arguments,
     check_picture,
     positive_int,
     positive_seconds,
@@ -56,10 +55,3 @@ def test_pictures_that_cannot_be_written(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_picture(image)
-
-
-def test_a_daemon_may_be_named() -> None:
-    parser = argparse.ArgumentParser()
-    add_daemon_arguments(parser)
-    chosen = parser.parse_args(["--address", "ipc:///x", "--timeout", "3"])
-    assert (chosen.address, chosen.timeout) == ("ipc:///x", 3.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,6 @@ from stormd.cli import parser
 from stormd.commands.parsing import Parser, all_commands
 
 COMMANDS = list(all_commands(parser()))
-
-
-def _options() -> Iterator[tuple[str, str, argparse.Action]]:
-    for command in COMMANDS:
-        for action in command._actions:
-            if action.option_strings:
-                yield command.prog, command.format_help(), action
 
 
 def test_all_commands_are_there_with_those_below_them() -> None:
@@ -55,8 +47,29 @@ def test_the_default_that_is_said_is_the_one_that_is_taken() -> None:
     assert text.count("default: ") == 2
 
 
-def test_arguments_are_added_when_they_are_needed() -> None:
-    made = Parser(prog="p")
-    made.add_later(lambda parser: parser.add_argument("--late", type=int))  # type: ignore[arg-type,return-value]
-    assert "--late" not in made.format_help()
-    assert made.parse_args(["--late", "3"]).late == 3
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "serve --pool-byte 1GiB",
+            "stormd serve: unknown argument --pool-byte: did you mean --pool",
+        ),
+        ("serve --uid 4", "stormd serve: unknown argument --uid: stormd serve --help has all"),
+        ("bench codec --mebibytes=1", "stormd bench codec: unknown argument --mebibytes: "),
+        ("--verbose status", "stormd: unknown argument --verbose: "),
+    ],
+)
+def test_an_unknown_argument_is_told_by_its_command(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(line.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert error.count("\n") == 1
+
+
+def test_what_a_command_runs_keeps_its_own_options() -> None:
+    chosen = parser().parse_args(["run", "--", "python", "train.py", "--pool", "7"])
+    assert chosen.argv == ["--", "python", "train.py", "--pool", "7"]

@@ -12,7 +12,6 @@ import pytest
 from stormd import cli
 from stormd.commands.run import add_arguments, request_of
 from stormd.errors import ConfigError
-from stormd.protocol import default_addresses
 from stormd.supervise.request import Request
 
 ENVIRON = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": "/run/user/17"}
@@ -22,27 +21,6 @@ def _request(*arguments: str, **variables: str) -> Request:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return request_of(parser.parse_args(arguments), ENVIRON | variables)
-
-
-@pytest.mark.parametrize("separator", [[], ["--"]])
-def test_the_command_is_taken_as_it_is(separator: list[str]) -> None:
-    command = ["sh", "--pool-bytes", "-x", "--", "--mps=off"]
-    request = _request("--pool-bytes=1GiB", "--mps", "on", *separator, *command)
-    assert request.command == tuple(command)
-    assert (request.pool_bytes, request.mps) == (1 << 30, "on")
-
-
-def test_by_default_daemons_are_looked_for_where_clients_look() -> None:
-    request = _request("--", "sh")
-    assert request == Request(
-        command=("sh",), addresses=tuple(default_addresses(ENVIRON, os.getuid()))
-    )
-
-
-def test_an_address_that_is_named_is_the_only_one() -> None:
-    request = _request("--", "sh", STORMD_ADDRESS="ipc:///tmp/a.sock")
-    assert request.addresses == ("ipc:///tmp/a.sock",)
-    assert request.own_address == "ipc:///tmp/a.sock"
 
 
 def test_without_a_lane_on_the_gpu_mps_is_asked_for_alone() -> None:
@@ -87,7 +65,7 @@ def test_what_cannot_be_used_is_refused(
     [
         ([], 2, "stormd: there is no command to run"),
         (["--mps=maybe", "--", "sh"], 2, "invalid choice: 'maybe'"),
-        (["--no-such-flag", "--", "sh"], 2, "unrecognized arguments: --no-such-flag"),
+        (["--no-such-flag", "--", "sh"], 2, "unknown argument --no-such-flag"),
         (["--", "no-such-program"], 127, "stormd: there is no command 'no-such-program' on PATH"),
         (["--", "/etc/passwd"], 126, "stormd: /etc/passwd is not executable"),
     ],

@@ -156,13 +156,6 @@ def test_between_two_states_the_links_rates_are_those_of_the_time_between() -> N
     assert appeared.links == {}
 
 
-def test_shows_pool_ratio_and_uptime() -> None:
-    shown = _shown(_state())
-    for part in ("stormd 1.2.3 at ipc:///x, up 1:02:05", "1.0 GiB of 4.0 GiB", "peak 2.0 GiB"):
-        assert part in shown
-    assert "ratio 1.50" in shown
-
-
 def test_shows_a_cache_that_is_used() -> None:
     shown = _shown(_state())
     assert "1.0 MiB of 3.0 MiB" in shown
@@ -182,29 +175,6 @@ def test_a_terminal_of_80_columns_shows_a_large_node_without_a_break() -> None:
         assert part in pool
 
 
-def test_shows_sessions_largest_first() -> None:
-    shown = _shown(_state())
-    assert shown.index("0000000000000100") < shown.index("00000000000000ff")
-
-
-def test_shows_only_troubles_that_happened() -> None:
-    shown = _shown(_state())
-    assert "rejected pool_full 3, deaths 2" in shown
-    assert "corrupt" not in shown
-
-
-def test_an_empty_pool_has_no_ratio() -> None:
-    shown = _shown({**_state(), "ratio": None, "sessions": []})
-    assert "ratio " not in shown
-    assert "no sessions" in shown
-
-
-def test_rates_come_from_two_states() -> None:
-    rates = rates_between(_state(10.0, 0), _state(12.0, 1 << 30))
-    assert rates == Rates(store=float(1 << 29), restore=float(1 << 29))
-    assert "512.0 MiB/s" in _shown(_state(), rates)
-
-
 def test_a_restarted_daemon_has_no_rates() -> None:
     assert rates_between(_state(100.0), _state(1.0)) is None
 
@@ -212,17 +182,10 @@ def test_a_restarted_daemon_has_no_rates() -> None:
 def test_shows_the_plan_of_each_trainer_that_has_one() -> None:
     lines = _shown(_state()).splitlines()
     at = next(number for number, line in enumerate(lines) if "plan of a step" in line)
-    assert lines[at].split()[4:] == ["pid", "kept", "offloaded", "replayed", "budget"]
+    assert lines[at].split()[4:] == ["pid", "kept", "offloaded", "recomputed", "budget"]
     plan = ["11", "1.5", "GiB", "5.0", "GiB", "7.0", "MiB", "0.5"]
     assert lines[at + 1].split() == ["0000000000000100", *plan]
     assert "00000000000000ff" not in lines[at + 2]
-
-
-def test_without_plans_there_is_no_table_of_them() -> None:
-    state = _state()
-    for session in state["sessions"]:
-        del session["plan"]  # as an older daemon of the same protocol
-    assert "plan of a step" not in _shown(state)
 
 
 def test_shows_the_workers_where_there_are_some() -> None:

@@ -15,7 +15,6 @@ from support.waiting import wait_until
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
-    Admitted,
     CacheCommit,
     CacheFound,
     CacheGet,
@@ -76,21 +75,6 @@ def test_a_session_that_stores_no_activations_has_no_plan(
     assert (type(refused), refused.kind) == (Refused, "UsageError")
     assert plans(client) == [None]
     client.send(Goodbye())  # it has no lifeline, whose end would tell
-
-
-def test_a_request_of_one_batch_is_answered_in_one_frame(client: RawClient) -> None:
-    client.send(Ping(), Ping(), Ping())
-    assert client.socket.poll(10_000)
-    client.wait_for(Pong)
-    assert len(client.received) == 2
-
-
-def test_a_quota_holds_for_each_session(make_daemon: MakeDaemon, connect: Connect) -> None:
-    daemon = make_daemon(session_quota_bytes=2 * MIB)
-    first, second = connect(daemon).open(), connect(daemon).open()
-    first.stored(os.urandom(MIB))
-    assert first.wait_for(Rejected, entry=first.store(os.urandom(MIB))).reason == "quota"
-    second.stored(os.urandom(MIB))
 
 
 @pytest.mark.parametrize(
@@ -293,19 +277,6 @@ def test_a_client_that_reads_nothing_is_cut_off(
     neighbour.stored(b"served")
 
 
-KILLED_CLIENT = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[2])
-from support.raw_client import RawClient
-client = RawClient(sys.argv[1]).open()
-client.stored(os.urandom(1 << 20))
-for _ in range(8):
-    client.store(os.urandom(1 << 20), codec="ancf", dtype="bfloat16")
-print("holding", flush=True)
-signal.pause()
-"""
-
-
 def test_a_session_without_a_lifeline_ends(
     daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,9 +304,3 @@ def test_a_client_without_its_control_connection_ends(
     client.socket.close()
     assert client.is_cut_off()
     assert daemon.status()["counters"]["ended"]["unreachable"] == 1
-
-
-def test_answers_keep_the_order_of_requests(client: RawClient) -> None:
-    first, second = client.store(b"1"), client.store(b"2")
-    assert client.wait_for(Admitted).entry == first
-    assert client.wait_for(Admitted).entry == second

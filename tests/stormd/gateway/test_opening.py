@@ -58,14 +58,6 @@ def test_no_names_of_clients_are_too_long_for_a_status(
     assert len(encode([Envelope(1, Status(full))])) < MAX_FRAME_BYTES
 
 
-def test_sessions_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None:
-    daemon = make_daemon(max_sessions=1)
-    connect(daemon).open()
-    refused = connect(daemon).hello()
-    assert refused.kind == "QuotaExceeded"
-    assert "max_sessions" in refused.detail
-
-
 def test_a_session_for_control_takes_nobodys_place(
     make_daemon: MakeDaemon, connect: Connect
 ) -> None:
@@ -184,13 +176,6 @@ def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connec
     assert isinstance(client.wait_for(Welcome), Welcome)
     assert isinstance(client.wait_for(Pong), Pong)
     wait_until(lambda: daemon.status()["counters"]["ended"]["goodbye"] == 1)
-
-
-def test_the_session_shows_the_kernels_process_id(daemon: DaemonThread, connect: Connect) -> None:
-    client = connect(daemon)
-    client.hello(pid=1)
-    assert daemon.status()["sessions"][0]["pid"] == os.getpid()
-    client.send(Goodbye())
 
 
 def test_a_lane_without_room_for_a_session_refuses_it(

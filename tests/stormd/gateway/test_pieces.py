@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from storm_client import lanes
 from storm_client.lanes.segments import Segments, tell
-from storm_client.transport.connection import Connection, Listener
+from storm_client.transport.connection import Connection
+from storm_client.transport.io_thread import Listener
 from support import fake_cuda
 from support.daemon_thread import DaemonThread
 from support.fake_virtual_memory import ExpandableSegment

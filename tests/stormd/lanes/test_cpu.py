@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
 from stormd.lanes import Attachment, cpu
@@ -103,7 +102,7 @@ class Bench:
         self.post(*self.lane.begin(session, jobs))
 
     def next(self) -> Result:
-        return self.results.get(timeout=10)
+        return self.results.get(timeout=60)
 
     def close(self) -> None:
         for memory in self.memories.values():
@@ -195,7 +194,7 @@ def test_what_is_small_waits_its_turn_behind_what_is_large(
     perform = bench.lane._perform
 
     def slow(codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
-        assert held.wait(10)
+        assert held.wait(60)
         return perform(codec, job)
 
     monkeypatch.setattr(bench.lane, "_perform", slow)
@@ -206,15 +205,6 @@ def test_what_is_small_waits_its_turn_behind_what_is_large(
     assert {type(bench.next()) for _ in range(2)} == {RestoreDone, StoreDone}
     end(bench, 1)
     bench.close()
-
-
-def test_staging_is_granted_within_bounds(bench: Bench) -> None:
-    assert bench.attach(1).staging_bytes == 2 * MIB
-    assert bench.attach(2, staging=1).staging_bytes == 64 * KIB
-    assert bench.attach(3, staging=100 * KIB + 1).staging_bytes == 104 * KIB
-    assert bench.attach(4, staging=1 << 62).staging_bytes == 2 * MIB
-    assert bench.attach(5, staging=100 * KIB).part_bytes == 50 * KIB
-    end(bench, 1, 2, 3, 4, 5)
 
 
 def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
@@ -419,27 +409,3 @@ def test_a_session_without_memory_is_refused_with_what_is_short(
     hello = hello_of("test")
     with pytest.raises(LaneUnavailable, match=told):
         bench.lane.attach(1, hello)
-
-
-def test_workers_are_alive_and_idle(bench: Bench) -> None:
-    bench.attach(1)
-    stored(bench, 1, b"work", "raw")
-    wait_until(lambda: all(not heartbeat.trouble(0.0) for heartbeat in bench.lane.heartbeats))
-    end(bench, 1)
-
-
-def test_results_of_small_jobs_come_together_and_before_the_end() -> None:
-    """A worker with more to do holds what it has done, but for long, and not past Detached."""
-    bench = Bench(threads=1)
-    batches: list[tuple[Result, ...]] = []
-    bench.lane._post = lambda *results: (batches.append(results), bench.post(*results))[0]
-    bench.attach(1)
-    count = 100
-    for entry in range(1, count + 1):
-        bench.store(1, entry, bytes(512))
-    done = [bench.next() for _ in range(count)]
-    assert [one.entry for one in done if isinstance(one, StoreDone)] == list(range(1, count + 1))
-    assert len(batches) < count
-    bench.lane.detach(1)
-    assert isinstance(bench.next(), Detached)
-    bench.close()

@@ -23,15 +23,6 @@ def take_all(queue: FairQueue[Job], count: int) -> list[tuple[int, Job]]:
     return taken
 
 
-def test_sessions_take_turns_and_keep_their_order() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for job in ("a1", "a2", "a3"):
-        queue.put(1, [(job, 1)])
-    queue.put(2, [("b1", 1)])
-    queue.put(3, [("c1", 1)])
-    assert [job for _, job in take_all(queue, 5)] == ["a1", "b1", "c1", "a2", "a3"]
-
-
 def test_sessions_move_as_many_bytes_whatever_their_jobs_are() -> None:
     queue: FairQueue[int] = FairQueue()
     large, small = 4 << 20, 256 << 10
@@ -64,26 +55,6 @@ def test_nothing_is_kept_of_a_session_that_has_retired() -> None:
     assert len(queue._shares) == 0
 
 
-def test_a_session_retires_after_its_last_job() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.put(1, [("runs", 1)])
-    queue.put(1, [("waits", 1)])
-    assert queue.take() == (1, "runs")
-    assert queue.remove(1) == ["waits"]
-    queue.retire(1)
-    queue.put(2, [("another", 1)])
-    assert queue.take() == (2, "another")
-    queue.done(1)
-    assert queue.take() == (1, None)
-
-
-def test_an_idle_session_retires_at_once() -> None:
-    queue: FairQueue[str] = FairQueue()
-    assert queue.remove(9) == []
-    queue.retire(9)
-    assert queue.take() == (9, None)
-
-
 def test_close_ends_every_worker_after_what_waits() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.put(1, [("last", 1)])
@@ -99,7 +70,7 @@ def test_close_ends_every_worker_after_what_waits() -> None:
         worker.start()
     queue.close()
     for worker in workers:
-        worker.join(10)
+        worker.join(60)
     assert taken == [(1, "last")]
 
 
@@ -127,7 +98,7 @@ def test_many_workers_take_each_job_once() -> None:
         queue.retire(session)
     queue.close()
     for worker in workers:
-        worker.join(10)
+        worker.join(60)
     assert sorted(job for _, job in taken) == list(range(500))
     assert sorted(retired) == list(range(7))
 

@@ -29,14 +29,6 @@ def test_whatever_their_sizes_all_move_as_much(sizes: dict[int, int]) -> None:
     assert max(found.values()) - min(found[session] for session in sizes) <= max(sizes.values())
 
 
-def test_who_comes_later_makes_up_for_nothing() -> None:
-    shares = FairShares()
-    shares.enter(1)
-    moved(shares, {1: 10}, 1000)
-    shares.enter(2)
-    assert moved(shares, {1: 10, 2: 10}, 100) == {1: 50, 2: 50}
-
-
 def test_who_pauses_makes_up_for_nothing_either() -> None:
     shares = FairShares()
     shares.enter(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stormd.lanes import link_limit
-from stormd.lanes.link_limit import LinkLimit
+from stormd.monitoring import link_meter
+from stormd.monitoring.link_meter import LinkLimit
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(link_limit.time, "sleep", made.sleep)
+    monkeypatch.setattr(link_meter.time, "sleep", made.sleep)
     return made
 
 
@@ -61,3 +61,12 @@ def test_without_a_limit_nothing_waits(clock: Clock) -> None:
     assert limit.is_over(0.0)
     limit.wait("store", 1 << 40)
     assert not clock.slept
+
+
+def test_a_limit_that_changes_holds_for_what_begins_then(clock: Clock) -> None:
+    limit = LinkLimit(1, clock=clock)
+    assert limit.over_at("store", 1000) == 1100.0
+    limit.change(100)
+    assert limit.over_at("store", 1000) == 110.0, "an idle link"
+    limit.change(0)
+    assert limit.over_at("store", 1000) == 0.0

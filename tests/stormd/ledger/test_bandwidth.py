@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormd.ledger.bandwidth import Bandwidth
+from stormd.ledger.spill_moves import Bandwidth
 
 
 def test_before_anything_was_moved_nothing_is_known() -> None:

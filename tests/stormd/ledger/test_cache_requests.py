@@ -13,7 +13,7 @@ from support.fake_lane import FakeLane
 from stormd.cache.items import Cache, Caller
 from stormd.ledger.cache_requests import PUT_SECONDS
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.records import NoRecords
+from stormd.ledger.records import Records
 from stormd.ledger.sessions import Limits, SessionInfo
 from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
@@ -55,7 +55,7 @@ class Fixture:
         self.pool = Space(POOL)
         self.space = Space(CACHE, base=POOL)
         self.counters = Counters()
-        self.cache = Cache(self.space, self.counters.cache, NoRecords())
+        self.cache = Cache(self.space, self.counters.cache, Records())
         self.ledger = Ledger(self.pool, LIMITS, self.counters, self.cache)
         self.lane = FakeLane(self.ledger)
         self.now = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
+from support.ledger_bench import KIB, LIMITS, SHARE, LedgerBench
 
 from stormd.ledger import restores
 from stormd.ledger.events import Detach, Probe, Skip, Unmap, Wait
@@ -26,7 +26,6 @@ from stormd.protocol import (
     Restored,
     RestoredParts,
     Store,
-    Stored,
     UnmapSegment,
     pack,
 )
@@ -40,16 +39,6 @@ def made() -> LedgerBench:
 
 
 # --- an entry's life ----------------------------------------------------------------------------
-
-
-def test_a_store_is_admitted_promised_placed_and_said(made: LedgerBench) -> None:
-    made.store(1)
-    assert made.lane.replies == [(1, 7, Admitted(1))]
-    assert (made.used, made.promised) == (0, 1280)
-    made.lane.finish(share=0.5)
-    assert made.lane.replies[1:] == [(1, 0, Stored(1, 640, "raw"))]
-    assert (made.used, made.promised) == (768, 0)
-    made.ledger.assert_invariants()
 
 
 def test_a_restore_waits_for_its_store(made: LedgerBench) -> None:
@@ -194,23 +183,6 @@ def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> Non
     assert made.lane.others == [Skip(session=1, sequence=4)]
 
 
-def test_a_full_pool_rejects_until_there_is_room(made: LedgerBench) -> None:
-    made.open(2)
-    for entry in range(1, 5):
-        made.store(entry, 8 * KIB)
-    for entry in range(1, 4):
-        made.store(entry, 8 * KIB, session=2)
-    made.store(4, 8 * KIB, session=2)
-    rejected = made.lane.last()
-    assert isinstance(rejected, Rejected)
-    assert rejected.reason == "pool_full"
-    assert made.counters.rejected["pool_full"] == 1
-    made.lane.finish(share=0.1)
-    made.store(5, 8 * KIB, session=2)
-    assert isinstance(made.lane.last(), Admitted)
-    made.ledger.assert_invariants()
-
-
 # --- a pool that grows ----------------------------------------------------------------------
 
 
@@ -242,20 +214,6 @@ def test_where_no_more_memory_can_be_had_a_full_pool_is_told_of_as_it_is() -> No
 
 
 # --- sessions -----------------------------------------------------------------------------------
-
-
-def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: LedgerBench) -> None:
-    for entry in (1, 2, 3):
-        made.store(entry)
-    made.lane.finish()
-    made.restore(1)
-    made.end()
-    assert made.used == 1280, "entry 1 is being read"
-    made.ledger.assert_invariants()
-    made.lane.detach(1)
-    assert (made.used, made.promised, made.ledger.entries) == (0, 0, 0)
-    assert made.lane.ended == [1]
-    assert made.counters.ended["died"] == 1
 
 
 def test_what_a_session_held_is_freed_in_slices() -> None:
@@ -469,16 +427,6 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
     assert made.ledger.entries == 1
 
 
-def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
-    made.lane.take(made.ask(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB)))
-    made.lane.finish(fail=True)
-    assert made.lane.replies[-1] == (1, 3, Refused("UsageError", "no such handle"))
-    made.lane.take(made.ask(1, 3, MapSegment(segment=0, handle=b"handle", nbytes=KIB)))
-    assert isinstance(made.lane.last(), Refused)
-    made.lane.take(made.ask(1, 3, UnmapSegment(9)))
-    assert isinstance(made.lane.last(), Refused)
-
-
 def test_of_a_range_only_what_is_mapped_may_be_named(made: LedgerBench) -> None:
     def store(entry: int, offset: int, nbytes: int) -> type[Message]:
         message = Store(
@@ -549,32 +497,6 @@ def test_a_restore_that_waits_fails_with_the_piece_that_it_is_to_go_to(made: Led
 
 
 # --- shares and users' quotas -------------------------------------------------------------------
-
-
-def test_a_share_is_there_however_full_the_pool_is() -> None:
-    made = LedgerBench(replace(LIMITS, quota_bytes=0, share_bytes=SHARE, max_entries=99))
-    greedy, modest = made.open(1), made.open(2)
-    for entry in range(1, 20):
-        made.store(entry, 4 * KIB, session=greedy)
-    last = made.lane.last()
-    assert isinstance(last, Rejected)
-    assert (last.reason, "session_share_bytes" in last.detail) == ("pool_full", True)
-    assert made.ledger.sessions[greedy].used_bytes <= CAPACITY - 2 * SHARE
-    for entry in range(1, 4):
-        made.store(entry, 4 * KIB, session=modest)
-        assert isinstance(made.lane.last(), Admitted)
-
-
-def test_a_users_sessions_share_a_quota() -> None:
-    made = LedgerBench(replace(LIMITS, user_quota_bytes=12 * KIB))
-    made.open(1), made.open(2), made.open(3)
-    made.store(1, 8 * KIB, session=1)
-    made.store(1, 8 * KIB, session=3)  # of the same user
-    last = made.lane.last()
-    assert isinstance(last, Rejected)
-    assert (last.reason, "uid_quota_bytes" in last.detail) == ("quota", True)
-    made.store(1, 8 * KIB, session=2)
-    assert isinstance(made.lane.last(), Admitted)
 
 
 def test_shares_may_change_while_sessions_hold_more() -> None:

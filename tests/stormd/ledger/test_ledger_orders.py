@@ -55,10 +55,10 @@ class GrowingShareMachine(ShareMachine):
 
 
 TestGrowingMachine = GrowingMachine.TestCase
-TestGrowingMachine.settings = settings(max_examples=120, stateful_step_count=60)
+TestGrowingMachine.settings = settings(max_examples=60, stateful_step_count=60)
 TestGrowingShareMachine = GrowingShareMachine.TestCase
-TestGrowingShareMachine.settings = settings(max_examples=60, stateful_step_count=60)
+TestGrowingShareMachine.settings = settings(max_examples=30, stateful_step_count=60)
 TestShareMachine = ShareMachine.TestCase
-TestShareMachine.settings = settings(max_examples=80, stateful_step_count=60)
+TestShareMachine.settings = settings(max_examples=40, stateful_step_count=60)
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=60)
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=60)

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from stormd.ledger.places import Places
-from stormd.ledger.sessions import Phase, Session, SessionInfo
-from stormd.protocol import NO_LANE
+from stormd.ledger.leases import Places
+from stormd.ledger.sessions import Session, SessionInfo
 
 
 def session(number: int, uid: int = 0, device: str = "cpu") -> Session:
     info = SessionInfo(session=number, device=device, uid=uid, pid=1, name="x")
     return Session(info=info, part_bytes=1, seen=0.0, segments={})
-
-
-def test_a_place_is_taken_until_it_is_left_once() -> None:
-    places = Places()
-    one, other, control = session(1), session(2, uid=7), session(3, uid=7, device=NO_LANE)
-    for record in (one, other, control):
-        places.take(record)
-    assert places.taken(0, has_lane=True) == (1, 2)
-    assert places.taken(7, has_lane=False) == (1, 1)
-    places.assert_invariants([one, other, control])
-    places.leave(other)
-    places.leave(other)
-    other.phase = Phase.ENDING
-    assert places.taken(7, has_lane=True) == (0, 1)
-    places.assert_invariants([one, other, control])
 
 
 def test_the_stalest_is_of_the_user_who_has_most_of_them() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -137,6 +141,93 @@ class CrashingMachine(LedgerMachine):
         assert left(self.journal).is_empty
         self.journal.assert_invariants()
         self.journal.close()
+
+
+class _KilledError(BaseException):
+    """The process has ended; nothing of it does anything more."""
+
+
+EVENTS: list[Callable[[LedgerBench], object]] = [
+    lambda made: made.open(1),
+    lambda made: made.open(2),
+    lambda made: made.store(1, 5 * KIB),
+    lambda made: made.lane.finish(),
+    lambda made: made.store(2, 3 * KIB, session=2),
+    lambda made: made.store(3, 5 * KIB),
+    lambda made: made.lane.finish(share=0.5),
+    lambda made: made.lane.finish(fail=True),
+    lambda made: made.store(4, 5 * KIB, session=2),
+    lambda made: made.release(1),
+    lambda made: made.store(5, 5 * KIB),
+    lambda made: made.lane.finish(),
+    lambda made: made.lane.finish(),
+    lambda made: made.end(2),
+    lambda made: made.lane.detach(2),
+]
+
+
+class _Dying:
+    """Has the process end where its journal would be changed once more than `changes` times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.changes = math.inf
+        for name in ("write", "erase"):
+            monkeypatch.setattr(Journal, name, self._counted(getattr(Journal, name)))
+
+    def _counted(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            if not self.changes:
+                raise _KilledError
+            self.changes -= 1
+            return change(*args)
+
+        return counted
+
+
+def entries(journal: Journal) -> dict[tuple[int, int], Block | None]:
+    """Return the block of each entry that is written down; None of one that is promised room."""
+    sessions = left(journal).sessions
+    return {(s.info.session, n): entry.block for s in sessions for n, entry in s.entries.items()}
+
+
+def lived(journal: Journal, changes: float, dying: _Dying) -> tuple[LedgerBench, list[Any]]:
+    """Return a ledger that has lived through all events, or has died, and what was there when."""
+    made, there = bench(journal), [entries(journal)]
+    dying.changes = changes
+    with suppress(_KilledError):
+        for event in EVENTS:
+            event(made)
+            there.append(entries(journal))
+    dying.changes = math.inf
+    return made, there
+
+
+def test_whatever_record_was_the_last_all_that_was_answered_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process ends behind each record that is written or taken away, one after another."""
+    dying, journal = _Dying(monkeypatch), Journal.make()
+    _, whole = lived(journal, math.inf, dying)
+    journal.close()
+    for changes in itertools.count():
+        journal = Journal.make()
+        made, there = lived(journal, changes, dying)
+        assert there == whole[: len(there)]
+        found, before = entries(journal), there[-1]
+        made, journal = successor(made, journal)
+        made.ledger.assert_invariants()
+        for session in list(made.ledger.sessions):
+            come_back(made, session)
+            made.end(session)
+            made.lane.detach(session)
+        assert left(journal).is_empty
+        journal.close()
+        if there == whole:
+            break
+        kept = before.keys() & whole[len(there)].keys()
+        assert kept <= found.keys()
+        assert all(before[one] in (None, found[one]) for one in kept)
+    assert changes > len(EVENTS)
 
 
 TestCrashingMachine = CrashingMachine.TestCase

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from support.ledger_bench import KIB, LIMITS, LedgerBench
 
-from stormd.ledger import spill_order
-from stormd.ledger.events import Wait
+from stormd.ledger import spill_order, spills
+from stormd.ledger.events import ReadJob, Reply, SpillDone, Wait, WriteJob
 from stormd.ledger.on_disk import DiskPhase
 from stormd.ledger.parts import blob_bound
-from stormd.ledger.spill_events import ReadJob, SpillDone, WriteJob
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 from stormd.protocol import Admitted, Failed, Rejected, Restored, Store
@@ -80,13 +79,6 @@ def _away(made: LedgerBench, count: int = 14) -> None:
 # --- writing --------------------------------------------------------------------------------
 
 
-def test_of_a_pool_that_is_large_enough_nothing_is_written() -> None:
-    made = _bench()
-    _store(made, *range(1, 8))  # seven eighths of what stores may take
-    made.tier.move()
-    assert not made.tier.jobs
-
-
 def test_the_oldest_is_written_first_and_given_back_when_room_is_wanted() -> None:
     made = _bench()
     _store(made, *range(1, 9))
@@ -101,14 +93,6 @@ def test_the_oldest_is_written_first_and_given_back_when_room_is_wanted() -> Non
     assert made.ledger.sessions[1].used_bytes <= CAPACITY - RESERVE
 
 
-def test_whoever_holds_most_gives_first() -> None:
-    made = _bench(sessions=2)
-    _store(made, 1, 2, session=2)
-    _store(made, *range(1, 7))
-    made.tier.move()
-    assert [(job.session, job.entry) for job in made.tier.jobs] == [(1, 1)]
-
-
 def test_what_is_restored_or_waited_for_is_not_written() -> None:
     made = _bench()
     made.store(1, NBYTES)  # is encoded all the time
@@ -121,18 +105,6 @@ def test_what_is_restored_or_waited_for_is_not_written() -> None:
     made.lane.finish(1)
     made.tier.move()
     assert [job.entry for job in made.tier.jobs] == [3]
-
-
-def test_small_blobs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_order, "LEAST_BYTES", ROOM + 1)
-    made = _bench()
-    _store(made, *range(1, 9))
-    made.tier.move()
-    assert not made.tier.jobs
-    _ask(made, 9)
-    answer = made.lane.last()
-    assert isinstance(answer, Rejected)
-    assert answer.reason == "pool_full"
 
 
 def test_a_block_is_kept_until_its_write_is_whole() -> None:
@@ -190,7 +162,7 @@ def test_what_a_slow_disk_cannot_take_in_time_stays_with_the_trainer() -> None:
     made.tier.move(now=0.0)
     made.ledger.on_results[SpillDone](
         made.ledger.sessions[1],
-        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry, seconds=60.0)],
+        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry)],
         60.0,
     )
     _store(made, 9)
@@ -320,13 +292,69 @@ def test_what_was_asked_for_while_a_read_was_to_fail_is_answered() -> None:
     made.ledger.assert_invariants()
 
 
-def test_status_tells_bytes_age_and_speed() -> None:
+def _fill(made: LedgerBench) -> int:
+    """Return how many entries are admitted until one is rejected."""
+    for entry in range(1, 100):
+        made.store(entry, NBYTES)
+        if isinstance(made.lane.last(), Rejected):
+            return entry - 1
+        made.lane.finish()
+    raise AssertionError("all were admitted")
+
+
+@pytest.mark.parametrize("share", [0, 2 * ROOM])
+def test_a_pool_whose_tier_has_ended_holds_and_refuses_as_one_without(share: int) -> None:
+    limits = replace(LIMITS, max_entries=100, quota_bytes=0, max_sessions=2, share_bytes=share)
+    made = LedgerBench(limits, CAPACITY, disk_bytes=LARGE, reserve=RESERVE)
+    without = LedgerBench(limits, CAPACITY)
+    for one in (made, without):
+        one.open(1)
+    assert made.ledger.spills is not None
+    made.lane.take(made.ledger.spills.end("a write failed"))
+    assert _fill(made) == _fill(without)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == "pool_full"
+    assert "the tier on disk has ended (a write failed): restart the daemon" in answer.detail
+    made.release(1)
+    assert isinstance(_ask(made, 50), Reply)
+    assert made.lane.last() == Admitted(50)
+    made.ledger.assert_invariants()
+
+
+def test_who_waits_for_a_disk_that_ends_is_answered_at_once() -> None:
+    """The first finds what was kept for reading, as in a pool without a tier; then it is full."""
+    made = _bench()
+    _store(made, *range(1, 9))
+    assert isinstance(_ask(made, 9), Wait)
+    assert made.ledger.spills is not None
+    made.lane.take(made.ledger.spills.end("the disk stands still"))
+    assert not made.ledger.is_waited_for
+    for entry in (9, 10):
+        assert not isinstance(_ask(made, entry), Wait)
+        assert made.lane.last() == Admitted(entry)
+    assert not isinstance(_ask(made, 11), Wait)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == "pool_full"
+    made.tier.move()
+    made.tier.finish(fail=True)  # the write that the first has had begun
+    while made.lane.jobs:
+        made.lane.finish()
+    for entry in range(1, 11):
+        made.restore(entry, NBYTES, ticket=entry)
+        made.lane.finish()
+        assert made.lane.last() == Restored(entry)
+    made.ledger.assert_invariants()
+
+
+def test_status_tells_bytes_age_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _bench()
     _store(made, *range(1, 9))
     made.tier.move(now=1.0)
     made.ledger.on_results[SpillDone](
         made.ledger.sessions[1],
-        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry, seconds=2.0)],
+        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry)],
         3.0,
     )
     assert made.ledger.spills is not None
@@ -341,3 +369,8 @@ def test_status_tells_bytes_age_and_speed() -> None:
     }
     (session,) = made.ledger.sessions_status()
     assert session["spilled_bytes"] == ON_DISK
+    assert made.ledger.spills.bytes_per_second == 0, "too little to tell"
+    monkeypatch.setattr(spills, "LEAST_MOVED", 1)
+    assert made.ledger.spills.bytes_per_second == 8 * nbytes // 2, "of which it has moved one"
+    made.ledger.spills.end("a test has ended it")
+    assert made.ledger.spills.bytes_per_second == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -26,53 +26,6 @@ def placed(space: Space, nbytes: int) -> Block:
     return space.place(nbytes, nbytes)
 
 
-def test_a_block_takes_its_exact_size_in_granules() -> None:
-    space = Space(CAPACITY)
-    assert space.promise(10 * GRANULE)
-    block = space.place(10 * GRANULE, GRANULE + 1)
-    assert block.nbytes == GRANULE + 1
-    assert space.use().used == 2 * GRANULE
-    assert space.use().promised == 0
-
-
-def test_promises_are_refused_when_their_sum_would_not_fit() -> None:
-    space = Space(CAPACITY)
-    assert space.promise(CAPACITY - GRANULE)
-    assert not space.promise(GRANULE + 1)
-    assert space.promise(GRANULE)
-    space.withdraw(CAPACITY - GRANULE)
-    assert space.promise(2 * GRANULE)
-    space.assert_invariants()
-
-
-def test_a_promise_is_placed_in_pieces_where_no_hole_is_large_enough() -> None:
-    space = Space(8 * GRANULE)
-    blocks = [placed(space, GRANULE) for _ in range(8)]
-    for block in blocks[::2]:
-        space.release(block)
-    assert space.use().largest_free == GRANULE
-    scattered = placed(space, 3 * GRANULE - 10)
-    assert scattered.offset is None
-    assert [piece.nbytes for piece in scattered.pieces()] == [GRANULE, GRANULE, GRANULE - 10]
-    space.assert_invariants()
-
-
-def test_the_smallest_hole_that_fits_is_taken() -> None:
-    space = Space(16 * GRANULE)
-    first, _, second, _ = (placed(space, n * GRANULE) for n in (4, 1, 2, 1))
-    space.release(first)
-    space.release(second)
-    assert placed(space, 2 * GRANULE).extents == second.extents
-
-
-def test_neighbours_become_one_hole_again() -> None:
-    space = Space(CAPACITY)
-    blocks = [placed(space, 5 * GRANULE) for _ in range(12)]
-    for block in [*blocks[1::2], *blocks[::2]]:
-        space.release(block)
-    assert space.use().largest_free == CAPACITY
-
-
 def test_unplacing_restores_the_promise() -> None:
     space = Space(CAPACITY)
     assert space.promise(CAPACITY)
@@ -81,13 +34,6 @@ def test_unplacing_restores_the_promise() -> None:
     assert (space.use().used, space.use().promised) == (0, CAPACITY)
     assert not space.promise(1)
     space.assert_invariants()
-
-
-def test_a_space_has_whole_granules_only() -> None:
-    assert Space(GRANULE + 7).capacity == GRANULE
-    empty = Space(GRANULE - 1)
-    assert not empty.promise(1)
-    empty.assert_invariants()
 
 
 def test_placing_more_than_was_promised_is_our_own_bug() -> None:
@@ -108,12 +54,6 @@ def test_95_percent_of_a_churned_pool_serve_large_requests() -> None:
     placed(space, free)
     assert space.use().used == use.capacity
     space.assert_invariants()
-
-
-@given(st.integers(1, 1 << 40))
-def test_granules_round_up(nbytes: int) -> None:
-    assert 0 <= granules(nbytes) - nbytes < GRANULE
-    assert granules(nbytes) % GRANULE == 0
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -175,29 +115,6 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArenaMachine = ArenaMachine.TestCase
 TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-def test_a_contiguous_block_says_where_it_is() -> None:
-    assert Block((Extent(512, 256),), 10).offset == 512
-    assert Block((Extent(512, 256), Extent(0, 256)), 300).offset is None
-
-
-def test_what_is_not_there_yet_is_neither_free_nor_promised() -> None:
-    space = Space(33 * GRANULE, base=GRANULE, slack=11 * GRANULE, committed=0)
-    assert not space.promise(1)
-    assert space.lacks(1)
-    assert space.is_growing
-    space.grow(4 * GRANULE)  # a quarter of which is slack, as of the whole
-    assert space.use().ready == 3 * GRANULE
-    assert space.use().capacity == 33 * GRANULE
-    assert placed(space, 3 * GRANULE).offset == GRANULE
-    assert space.lacks(1)
-    assert not space.promise(1)
-    space.grow(40 * GRANULE)
-    assert not space.is_growing
-    assert not space.lacks(1 << 40), "what cannot be had at all is waited for by nobody"
-    assert placed(space, 30 * GRANULE).offset == 4 * GRANULE
-    space.assert_invariants()
 
 
 def test_who_waits_for_more_is_known_until_it_has_come_or_cannot_be_had() -> None:

@@ -18,7 +18,7 @@ from stormd.memory.host_pool import HostPool
 
 MIB = 1 << 20
 GIB = 1 << 30
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def space_of(capacity: int, committed: int, used: int = 0) -> Space:

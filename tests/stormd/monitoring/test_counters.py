@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,11 +27,6 @@ def test_an_ordered_end_is_no_death() -> None:
     assert counters.deaths == len(counters.ended) - 2
 
 
-def test_the_status_is_json() -> None:
-    counters = Counters()
-    json.dumps([counters.as_status(), counters.throughput()])
-
-
 def test_a_bound_belongs_to_its_bucket() -> None:
     histogram = Histogram((0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 1.0, 7.0):
@@ -50,7 +43,3 @@ def test_cumulative_counts_are_counts_below(seconds: list[float]) -> None:
         histogram.observe(value)
     wanted = [float(sum(value <= bound for value in seconds)) for bound in WAIT_BOUNDS]
     assert [count for _, count in histogram.cumulative()] == [*wanted, float(len(seconds))]
-
-
-def test_bounds_ascend() -> None:
-    assert list(WAIT_BOUNDS) == sorted(set(WAIT_BOUNDS))

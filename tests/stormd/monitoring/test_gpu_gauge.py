@@ -1,4 +1,4 @@
-"""gpu_gauge.py with a library that is made up; the thread's end is checked by every test."""
+"""nvml.py with a library that is made up; the thread's end is checked by every test."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 from support.waiting import wait_until
 
-from stormd.monitoring import gpu_gauge
-from stormd.monitoring.gpu_gauge import GpuGauge
+from stormd.monitoring import nvml
+from stormd.monitoring.nvml import GpuGauge
 
 UUID = "6d0c9b2e-0000-4000-8000-000000000001"
 
@@ -22,7 +22,7 @@ class Nvml:
 
 
 def test_the_last_look_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_gauge, "open_nvml", Nvml)
+    monkeypatch.setattr(nvml, "open_nvml", Nvml)
     gauge = GpuGauge([UUID, "another"], seconds=0.001)
     try:
         wait_until(lambda: (gauge.busy_percent(UUID) or 0) > 3)
@@ -36,7 +36,7 @@ def test_the_last_look_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_devices_or_library_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, uuids: list[str]
 ) -> None:
-    monkeypatch.setattr(gpu_gauge, "open_nvml", lambda: None)
+    monkeypatch.setattr(nvml, "open_nvml", lambda: None)
     gauge = GpuGauge(uuids)
     assert gauge.busy_percent(UUID) is None
     gauge.close()

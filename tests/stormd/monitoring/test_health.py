@@ -70,7 +70,7 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
 
     def hang(self: HostCodec, *arguments: Any) -> Any:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return store(self, *arguments)
 
     def named() -> list[str]:
@@ -81,7 +81,7 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
 
     monkeypatch.setattr(HostCodec, "store", hang)
     entry = client.store(b"x" * (AT_ONCE_BYTES + 1))
-    assert entered.wait(10)
+    assert entered.wait(60)
     try:
         (trouble,) = named()
         assert re.match(r"stormd-cpu-[01] has been at one job", trouble)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stormd.monitoring.link_meter import DIRECTIONS, LinkMeter
+from stormd.monitoring.link_meter import DIRECTIONS, LEAST_COPIED, LinkMeter
 
 GB = 10**9
 
@@ -65,6 +65,30 @@ def test_a_busy_link_is_busy_whenever_one_looks(meter: LinkMeter, clock: Clock) 
         found = meter.as_status()["store"]
         assert found["busy_share"] == pytest.approx(1.0), step
         assert found["bytes_per_second"] == pytest.approx(20 * GB)
+
+
+def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copied(
+    meter: LinkMeter, clock: Clock
+) -> None:
+    """Another GPU on the same switch has copies take twice as long, until it rests."""
+    assert meter.bytes_per_second() == 0
+    meter.copied("store", LEAST_COPIED - 1, 1.0)
+    assert meter.bytes_per_second() == 0, "too little to tell"
+    for rate in (50 * GB, 25 * GB, 50 * GB):
+        for _ in range(80):
+            meter.copied("store", rate // 10, 0.1)
+            meter.copied("restore", rate // 5, 0.1)
+        assert meter.bytes_per_second() == pytest.approx(rate, rel=0.01)
+    clock.now += 3600
+    for _ in range(100):
+        meter.copied("store", 1 << 20, 1e-3)
+    assert meter.bytes_per_second() == pytest.approx(50 * GB, rel=0.01), "small ones say nothing"
+
+
+def test_where_no_copy_is_large_all_count(meter: LinkMeter) -> None:
+    for _ in range(LEAST_COPIED >> 20):
+        meter.copied("store", 1 << 20, 1e-3)
+    assert meter.bytes_per_second() == pytest.approx(1000 << 20)
 
 
 def test_no_copy_of_several_threads_is_lost(meter: LinkMeter) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import wait_until
 
-from stormd.monitoring.log_queue import LogQueue
+from stormd.monitoring.logs import LogQueue
 
-SECONDS = 20.0
+SECONDS = 60.0
 PIPE_BYTES = 4096
 
 

@@ -58,11 +58,6 @@ def test_json_lines_carry_the_same() -> None:
     assert line["time"].endswith("+00:00")
 
 
-def test_the_level_filters() -> None:
-    assert "quiet" not in _logged("text")
-    assert "quiet" in _logged("text", "debug")
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_exceptions_bring_their_traceback(log_format: str) -> None:
     stream = io.StringIO()
@@ -74,13 +69,6 @@ def test_exceptions_bring_their_traceback(log_format: str) -> None:
     assert "ValueError: invalid literal" in stream.getvalue()
     if log_format == "json":
         assert stream.getvalue().count("\n") == 1
-
-
-def test_setting_up_again_replaces() -> None:
-    first = io.StringIO()
-    setup_logging("text", "info", first)
-    _logged("text")
-    assert first.getvalue() == ""
 
 
 SPEAKING = """
@@ -106,7 +94,7 @@ assert threading.excepthook is threading.__excepthook__
 
 def test_all_that_a_process_says_goes_the_same_way() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SPEAKING], stderr=subprocess.PIPE, text=True, timeout=60, check=True
+        [sys.executable, "-c", SPEAKING], stderr=subprocess.PIPE, text=True, timeout=300, check=True
     )
     ours, theirs, warning, thread, destructor = map(json.loads, done.stderr.splitlines())
     assert (ours["event"], theirs["event"]) == ("ours", "a library's")

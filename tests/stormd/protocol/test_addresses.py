@@ -25,10 +25,6 @@ from stormd.protocol.addresses import (
 )
 
 
-def test_an_address_is_ipc_and_an_absolute_path() -> None:
-    assert parse_address("ipc:///run/stormd/stormd.sock") == Path("/run/stormd/stormd.sock")
-
-
 @pytest.mark.parametrize(
     "address",
     [
@@ -59,10 +55,6 @@ def test_a_path_must_fit_a_socket_with_its_lifeline() -> None:
     assert len(str(lifeline_path(parse_address(f"ipc://{longest}")))) == 107
     with pytest.raises(ProtocolError, match="at most 98"):
         parse_address(f"ipc://{longest}x")
-
-
-def test_the_lifeline_lies_beside_the_control_socket() -> None:
-    assert lifeline_path(Path("/run/a/s")) == Path("/run/a/s.lifeline")
 
 
 def test_the_systems_daemon_comes_before_the_users() -> None:

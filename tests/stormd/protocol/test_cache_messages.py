@@ -9,7 +9,6 @@ import pytest
 from stormd.gateway.dispatch import MESSAGES_A_FRAME
 from stormd.protocol import (
     NAMES_A_PAGE,
-    CacheFound,
     CacheGet,
     CacheNames,
     CachePut,
@@ -17,7 +16,6 @@ from stormd.protocol import (
     Envelope,
     ProtocolError,
     encode,
-    part_count,
 )
 from stormd.protocol.limits import (
     MAX_BATCH,
@@ -39,13 +37,6 @@ def put(**changes: Any) -> CachePut:
         "ttl_seconds": 0.0,
     }
     return CachePut(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "part_bytes", "parts"), [(0, 8, 0), (1, 8, 1), (8, 8, 1), (9, 8, 2)]
-)
-def test_a_tensor_has_full_parts_and_a_rest(nbytes: int, part_bytes: int, parts: int) -> None:
-    assert part_count(nbytes, part_bytes) == parts
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_NAME + 1), "a\nb", "\ud800", b"bytes", None])
@@ -72,11 +63,6 @@ def test_a_name_is_printable_and_of_limited_length(name: Any) -> None:
 def test_a_put_names_the_field_that_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         put(**changes)
-
-
-def test_an_answer_is_true_or_false() -> None:
-    with pytest.raises(ProtocolError, match="neither true nor false"):
-        CacheFound(1)  # type: ignore[arg-type]
 
 
 def test_the_longest_page_of_names_fits_into_a_frame() -> None:

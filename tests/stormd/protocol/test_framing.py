@@ -216,13 +216,6 @@ def test_what_follows_a_batch_is_refused() -> None:
         list(decode_each(encode([Envelope(1, Ping())]) + b"x"))
 
 
-def test_the_first_request_is_read_of_any_frame() -> None:
-    assert first_request(encode([Envelope(7, Ping()), Envelope(8, Ping())])) == 7
-    for value in ([], {}, 3, [[1]], [[1, "x"]], [[1, -5]], [[1, True]], [[1, 1 << 63]]):
-        assert first_request(msgpack.packb(value)) == 0
-    assert first_request(b"\xc1") == first_request(b"") == 0
-
-
 def test_a_frame_that_claims_to_be_huge_is_refused() -> None:
     with pytest.raises(ProtocolError):
         decode(b"\xdd\xff\xff\xff\xff")

@@ -43,20 +43,6 @@ def test_what_was_written_is_read(disk: Path) -> None:
     file.close()
 
 
-def test_it_has_no_name_and_all_of_its_room(disk: Path) -> None:
-    before = _taken(disk)
-    file = SpillFile(disk, 8 * MIB)
-    assert not list(disk.iterdir())
-    assert _taken(disk) - before >= 7 * MIB
-    file.close()
-    assert not list(disk.iterdir())
-
-
-def _taken(path: Path) -> int:
-    there = os.statvfs(path)
-    return (there.f_blocks - there.f_bfree) * there.f_frsize
-
-
 def test_a_file_system_without_nameless_files_has_its_name_removed(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 from support.failing_file import MemoryFile
@@ -68,16 +67,6 @@ def _pieces(nbytes: int, count: int, granule: int, begin: int) -> Block:
         extents.append(Extent(begin, size))
         begin += size + granule
     return Block(tuple(reversed(extents)), nbytes)
-
-
-def test_a_blob_takes_its_records() -> None:
-    for nbytes in SIZES:
-        found = list(records(nbytes))
-        assert sum(record.nbytes for record in found) == nbytes
-        assert sum(record.pages for record in found) == disk_bytes(nbytes)
-        for one, following in pairwise(found):
-            assert one.place + one.pages == following.place
-            assert one.begin + one.nbytes == following.begin
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

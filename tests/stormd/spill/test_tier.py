@@ -15,18 +15,18 @@ from support.spilling import ENCRYPT, ENCRYPTIONS
 from support.waiting import wait_until
 
 from stormd.errors import SpillUnavailable
-from stormd.ledger.spill_events import ReadJob, SpillDone, SpillFailed, WriteJob
+from stormd.ledger.events import ReadJob, SpillDone, SpillFailed, WriteJob
 from stormd.memory.arena import Block, Extent
 from stormd.memory.extents import PAGE
 from stormd.spill import tier as module
-from stormd.spill.file import BlockFile
+from stormd.spill.file import SpillFile
 from stormd.spill.records import BlobMover
 from stormd.spill.sealing import Checksums, Encryption, Sealer
 from stormd.spill.tier import SpillTier
 
 BLOB = 3 * PAGE
 POOL_BLOBS = 64
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 Answer = SpillDone | SpillFailed
 
@@ -34,7 +34,7 @@ Answer = SpillDone | SpillFailed
 class _Bench:
     """A tier over a pool, whose answers are kept; blob n lies at place n of pool and file."""
 
-    def __init__(self, file: BlockFile, threads: int = 1, sealer: Sealer | None = None) -> None:
+    def __init__(self, file: SpillFile, threads: int = 1, sealer: Sealer | None = None) -> None:
         self.pool = ctypes.create_string_buffer(POOL_BLOBS * BLOB)
         self.answers: queue.Queue[Answer] = queue.Queue()
         self.tier = SpillTier(
@@ -87,7 +87,7 @@ def _extent(number: int) -> Block:
 def made() -> Iterator[Callable[..., _Bench]]:
     benches: list[_Bench] = []
 
-    def make(file: BlockFile, threads: int = 1, sealer: Sealer | None = None) -> _Bench:
+    def make(file: SpillFile, threads: int = 1, sealer: Sealer | None = None) -> _Bench:
         benches.append(_Bench(file, threads, sealer))
         return benches[-1]
 

@@ -33,7 +33,7 @@ def test_the_exit_status_is_the_command_s(
 
 def test_the_command_has_the_streams(start_beside: Callable[..., Run]) -> None:
     run = start_beside("--", "sh", "-c", "cat; echo aside >&2", stdin=subprocess.PIPE)
-    out, err = run.process.communicate("through\n", timeout=120)
+    out, err = run.process.communicate("through\n", timeout=300)
     assert out == "through\n"
     assert err.startswith("aside\n")
 

@@ -50,8 +50,15 @@ def test_one_is_started_where_none_answers(start: Callable[..., Run]) -> None:
     assert status == 0, err
     assert '"capacity_bytes": 16777216' in out
     assert err == (
-        "stormd: nothing was offloaded: does the script run its forward pass in `with offload:`?\n"
+        "stormd: nothing was offloaded: if the script trained, does it run its forward pass in "
+        "`with offload:`?\n"
     )
+
+
+def test_a_command_that_fails_has_the_last_word(start: Callable[..., Run]) -> None:
+    run = start("--pool-bytes=16MiB", "--", "sh", "-c", "echo why >&2; exit 3")
+    status, _, err = run.end()
+    assert (status, err) == (3, "why\n")
 
 
 def test_one_is_started_at_the_address_that_is_named(
@@ -202,7 +209,7 @@ def test_what_mps_lacks_is_told_with_the_next_step(
     fake_mps.remove("nvidia-smi")
     status, _, err = start(*SHOW, variables=fake_mps.variables()).end()
     assert status == 0, err
-    assert err.startswith("stormd: without CUDA MPS: there is no nvidia-smi: install NVIDIA's")
+    assert err.startswith("stormd: without CUDA MPS: there is no nvidia-smi: on a machine")
 
 
 def test_mps_is_left_alone_where_it_is_not_wanted(

@@ -50,7 +50,7 @@ def test_hidden_gpus_are_none(fake: FakeMps, visible: str) -> None:
 )
 def test_a_driver_without_a_gpu(fake: FakeMps, script: str) -> None:
     fake.install("nvidia-smi", script)
-    with pytest.raises(MpsUnavailable, match="nvidia-smi lists no GPU: install"):
+    with pytest.raises(MpsUnavailable, match="nvidia-smi lists no GPU: on a machine"):
         mps.check_available(fake.variables(), daemon_runs=False)
 
 

@@ -47,7 +47,7 @@ time.sleep(1000)
 
 def test_orphans_are_found_and_told_from_services() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ORPHANS], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", ORPHANS], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.stdout == "all ended\n", done.stderr
 

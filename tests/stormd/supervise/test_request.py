@@ -10,13 +10,6 @@ from stormd.errors import CommandUnusable
 from stormd.supervise.request import find_program
 
 
-def test_a_program_is_found_on_the_path_and_by_its_path(tmp_path: Path) -> None:
-    program = tmp_path / "train"
-    program.touch(mode=0o755)
-    assert find_program("train", {"PATH": f"/nowhere:{tmp_path}"}) == str(program)
-    assert find_program(str(program), {"PATH": ""}) == str(program)
-
-
 @pytest.mark.parametrize("name", ["no-such-program", "/no/such/program", "", "train/"])
 def test_none_is_127(name: str, tmp_path: Path) -> None:
     with pytest.raises(CommandUnusable, match="no command") as caught:

@@ -41,3 +41,4 @@ def test_what_was_stored_before_a_restart_counts() -> None:
 
 def test_nothing_offloaded_asks_about_the_script() -> None:
     assert describe_savings(_state(5, 5), _state(5, 5)).startswith("nothing was offloaded: ")
+    assert not describe_savings(_state(5, 5), _state(5, 5), has_failed=True)

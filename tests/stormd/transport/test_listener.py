@@ -14,7 +14,7 @@ import pytest_asyncio
 from stormd.transport import listener as module
 from stormd.transport.listener import Credentials, Listener
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Bench:

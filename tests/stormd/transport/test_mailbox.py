@@ -34,21 +34,12 @@ async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> Non
     threads = [threading.Thread(target=post, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await complete.wait()
     for thread in threads:
         thread.join()
     for thread_number in range(4):
         assert [n for t, n in arrived if t == thread_number] == list(range(100))
-
-
-async def test_the_loop_is_woken_once_for_a_batch() -> None:
-    batches: list[list[int]] = []
-    mailbox = bound(batches.append)
-    for number in range(5):
-        mailbox.post(number)
-    await asyncio.sleep(0)
-    assert batches == [[0, 1, 2, 3, 4]]
 
 
 async def test_many_results_come_in_several_turns_and_in_their_order() -> None:

@@ -25,13 +25,6 @@ def planned(monkeypatch: pytest.MonkeyPatch, gpus: int, **settings: object) -> l
     return plan_workers(Config(**settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_one_device_or_none_needs_no_second_process(
-    monkeypatch: pytest.MonkeyPatch, gpus: int
-) -> None:
-    assert planned(monkeypatch, gpus) == []
-
-
 def test_two_gpus_or_more_have_a_worker_each(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(monkeypatch, 3)
     assert [one.ordinals for one in found] == [(0,), (1,), (2,)]

@@ -217,26 +217,6 @@ def test_parts_are_encoded_again_once_encoders_run(bench: Bench, clock: Clock) -
     assert_back(bench, before, stored)
 
 
-def test_an_encoder_that_passes_gives_the_next_one_its_time(bench: Bench, clock: Clock) -> None:
-    before = bench.memory.copy()
-    with held_back(bench) as first:
-        store(bench, 1)
-        wait_until(lambda: len(begun(bench)) == 1)
-        with held_back(bench):
-            store(bench, 2, 3)
-            wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
-            clock.pass_by()
-            first.set()
-            done(bench, 1)
-            store(bench, 4, 5)
-            wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
-            wait_for_looks(bench)
-            assert begun(bench) == [False] * ROOM_PARTS
-            clock.pass_by()
-            wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True])
-    assert_back(bench, before, done(bench, 5))
-
-
 def test_a_part_waits_while_anything_is_on_the_link(bench: Bench, clock: Clock) -> None:
     before = bench.memory.copy()
     with held_back(bench):
@@ -582,26 +562,6 @@ def job(nbytes: int, codec: str = "ancf") -> Any:
     return SimpleNamespace(nbytes=nbytes, part=SimpleNamespace(codec=codec))
 
 
-def test_an_encoder_is_late_from_its_turn_on(
-    scratch_of: Callable[[Ring], Any], clock: Clock
-) -> None:
-    """One that waits behind others which pass in time is not."""
-    scratch = scratch_of(Ring(3))
-    under_way = [taken(scratch, job(1000)) for _ in range(3)]
-    assert not scratch.has_for(job(1000))
-    for one in under_way[:2]:
-        clock.pass_by(0.6 * LATE_SECONDS)
-        assert not scratch.has_for(job(1000))
-        scratch.encoded(one)
-        scratch.give_back(one)
-        under_way.append(taken(scratch, job(1000)))
-    clock.pass_by(0.6 * LATE_SECONDS)
-    assert not scratch.has_for(job(1000))
-    clock.pass_by(0.6 * LATE_SECONDS)
-    assert not scratch.has_for(job(999))
-    assert scratch.has_for(job(1000))
-
-
 def test_a_part_waits_for_the_blobs_of_its_session(
     scratch_of: Callable[[Ring], Any], clock: Clock
 ) -> None:
@@ -642,28 +602,6 @@ def test_so_many_copies_wait_for_their_checksums(
     assert not scratch.has_for(job(1000))
     scratch.give_back(direct.pop())
     assert taken(scratch, job(1000)) not in direct
-
-
-def test_a_raw_part_does_not_keep_the_other_direction_from_the_ring(
-    scratch_of: Callable[[Ring], Any],
-) -> None:
-    """Who is told of room keeps the other direction from it until it is taken."""
-    ring = Ring(1)
-    scratch = scratch_of(ring)
-    assert scratch.has_for(job(1000, "raw"))
-    assert not ring.told
-    assert scratch.has_for(job(999, "raw"))
-    assert ring.told == 1
-
-
-def test_a_part_that_others_may_join_has_room_for_all(scratch_of: Callable[[Ring], Any]) -> None:
-    ring = Ring(1)
-    ring.bytes_together = 1200
-    scratch = scratch_of(ring)
-    assert scratch.has_for(job(1200, "raw"))  # an empty part would fit beside it
-    assert ring.told == 1
-    assert scratch.has_for(job(1202, "raw"))
-    assert ring.told == 1
 
 
 def taken(scratch: Any, one: Any) -> Any:

@@ -46,7 +46,7 @@ def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Benc
     bench.restore(2, block, 0, PART)
     session = bench.lane._sessions[SESSION]
     wait_until(lambda: session.restores._begun)
-    real = session._client._timelines
+    real = session._client.timelines
     poison: Callable[..., None] = real.poison
     undone = iter([True])
 

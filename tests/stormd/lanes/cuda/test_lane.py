@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from support.cuda_bench import (
 from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
-from stormd.lanes.link_limit import LinkLimit
+from stormd.lanes import LinkSpeed
 from stormd.ledger.events import (
     RestoreDone,
     RestoreFailed,
@@ -40,6 +40,7 @@ from stormd.ledger.events import (
     StoreJob,
 )
 from stormd.ledger.parts import blob_bound
+from stormd.monitoring.link_meter import LinkLimit
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import STORED
 
@@ -68,20 +69,6 @@ def test_what_was_stored_comes_back(bench: Bench, codec: str) -> None:
         assert (bench.memory[end : entry * PART] == 0xA5).all()
     for block in blocks.values():
         bench.space.release(block)
-
-
-def test_modes_and_sizes_are_reported(bench: Bench) -> None:
-    bench.map()
-    fill(bench)
-    bench.store(1, 0, PART, "raw")
-    bench.store(2, 0, PART, "ancf")
-    bench.publish(2)
-    raw, coded = bench.expect(StoreDone, 1), bench.expect(StoreDone, 2)
-    assert (raw.mode, raw.block.nbytes) == ("raw", blob_bound(PART))
-    assert coded.mode == "window"
-    assert coded.block.nbytes < PART / 1.3
-    bench.space.release(raw.block)
-    bench.space.release(coded.block)
 
 
 def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
@@ -410,28 +397,6 @@ def test_what_crosses_the_link_is_counted_by_direction(bench: Bench) -> None:
     bench.space.release(block)
 
 
-def test_a_profiler_is_told_of_each_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int, int]] = []
-
-    def nvtx_range(what: str, nbytes: int, number: int) -> nullcontext[None]:
-        told.append((what, nbytes, number))
-        return nullcontext()
-
-    for direction in ("stores", "restores"):
-        monkeypatch.setattr(sys.modules[f"stormd.lanes.cuda.{direction}"], "nvtx_range", nvtx_range)
-    bench.map()
-    fill(bench)
-    bench.store(7, 0, PART)
-    bench.publish(7)
-    block = bench.expect(StoreDone).block
-    bench.restore(8, block, PART, PART)
-    bench.publish(8)
-    bench.expect(RestoreDone)
-    assert told[:2] == [("encode", PART, 7), ("copy down", block.nbytes, 7)]
-    assert [one[0] for one in told[2:]] == ["copy up", "decode"]
-    bench.space.release(block)
-
-
 def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]) -> None:
     first = lanes([0, 1])
     second = Bench(first.lane, first.pool, first.space, first.results, SESSION + 1, ordinal=1)
@@ -449,6 +414,15 @@ def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]
         bench.space.release(block)
     assert [link.device for link in first.lane.links] == ["cuda:0", "cuda:1"]
     assert all(link.as_status()["store"]["bytes"] for link in first.lane.links)
+    first.lane.limit_link(12 * 10**9)
+    for link, rate in zip(first.lane.links, (50 * 10**9, 25 * 10**9), strict=True):
+        link.copied("store", 64 * rate, 64.0)
+    told = [first.lane.link_speed(bench.session) for bench in (first, second)]
+    assert [(one.measured / 1e9, one.limit / 1e9) for one in told] == [
+        (pytest.approx(50, rel=0.01), 12),
+        (pytest.approx(25, rel=0.01), 12),
+    ]
+    assert first.lane.link_speed(SESSION + 2) == LinkSpeed()
     second.end()
 
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pytest
 from support.waiting import wait_until
 
-from stormd.lanes.cuda import pipeline as module
 from stormd.lanes.cuda.pipeline import MOST_OVERTAKEN, Pipeline
-from stormd.lanes.cuda.ring import Ring
 
-WAIT = 10.0
+WAIT = 60.0
 BROKEN = (13, 17, 19)
 
 
@@ -159,33 +157,6 @@ def put_at_once(pipeline: Pipeline[int, str], jobs: list[int]) -> None:
     ready.set()
 
 
-def test_jobs_are_begun_and_finished_in_order(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
-    for job in range(10):
-        pipeline.put(job)
-    wait_until(stages.answered(10), WAIT, lambda: stages.events)
-    assert stages.kinds("begin") == stages.kinds("finish") == list(range(10))
-
-
-def test_no_more_are_under_way_than_there_is_scratch(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
-    for job in range(5):
-        pipeline.put(job)
-    wait_until(lambda: len(stages.kinds("begin")) == 2, WAIT, lambda: stages.events)
-    stages.hold.set()
-    wait_until(stages.answered(5), WAIT, lambda: stages.events)
-    under_way = most = 0
-    for name, _ in stages.events:
-        under_way += 1 if name == "begin" else -1
-        most = max(most, under_way)
-    assert most <= 2
-
-
 def test_a_job_waits_for_scratch_of_its_own_and_calls_do_not(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
@@ -203,27 +174,6 @@ def test_a_job_waits_for_scratch_of_its_own_and_calls_do_not(
     stages.hold.set()
     wait_until(stages.answered(3), WAIT, lambda: stages.events)
     assert stages.answers() == [("finish", 1), ("finish", 5), ("finish", 2)]
-
-
-def test_waiting_jobs_are_begun_before_the_first_wait(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
-    put_at_once(pipeline, [0, 1, 2])
-    wait_until(lambda: len(stages.kinds("begin")) == 3, WAIT, lambda: stages.events)
-    assert stages.answers() == []
-
-
-def test_a_job_that_comes_while_the_device_works_is_begun(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
-    for job in range(2):
-        pipeline.put(job)
-        wait_until(lambda: job in stages.kinds("begin"), WAIT)  # noqa: B023 - it is called now
-    assert stages.answers() == []
 
 
 def test_what_waits_together_is_done_together(
@@ -262,16 +212,6 @@ def test_jobs_that_are_not_due_are_overtaken_by_those_that_are(
     stages.due = 99
     wait_until(stages.answered(6), WAIT, lambda: stages.events)
     assert stages.kinds("begin") == stages.kinds("finish") == [1, 2, 3, 20, 21, 22]
-
-
-def test_what_overtakes_shares_with_those_right_behind_it(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    stages.due, stages.together = 10, 3
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
-    put_at_once(pipeline, [20, 1, 2, 21, 3])
-    wait_until(stages.answered(3), WAIT, lambda: stages.events)
-    assert stages.batches == [[1, 2], [3]]
 
 
 def test_a_call_and_what_waits_for_scratch_are_not_overtaken(
@@ -355,20 +295,6 @@ def test_the_end_waits_for_what_goes_beside(stages: Recorder) -> None:
     assert set(stages.answers()) == {("refuse", 0), ("finish", 3)}
 
 
-def test_what_needs_no_scratch_may_have_to_wait(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    stages.hold.clear()
-    source = ForOddOnes(["a"])
-    source.may_pass = False
-    pipeline.run(lambda: pipeline.provide(source))
-    put_at_once(pipeline, [0, 2, 3])
-    wait_until(lambda: stages.looks > 5, WAIT)
-    assert stages.kinds("begin") == [0]
-    source.may_pass = True
-    wait_until(lambda: stages.kinds("begin") == [0, 3], WAIT)
-
-
 def test_only_so_many_are_overtaken(pipeline: Pipeline[int, str], stages: Recorder) -> None:
     """Each is asked at every look."""
     stages.due = 10
@@ -392,19 +318,6 @@ def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
     pipeline.end()
     assert pipeline.join(WAIT)
     assert stages.answers() == [("finish", 0), ("refuse", 1), ("refuse", 2)]
-
-
-def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> None:
-    stages.together = 3
-    ready = threading.Event()
-    pipeline.run(lambda: pipeline.provide(Items(["a"])))
-    pipeline.run(lambda: ready.wait(WAIT) and None)
-    pipeline.put(0)
-    pipeline.run(lambda: None)
-    pipeline.put(1)
-    ready.set()
-    wait_until(stages.answered(2), WAIT, lambda: stages.events)
-    assert stages.batches == [[0], [1]]
 
 
 def test_a_failing_job_is_answered_and_the_next_one_done(
@@ -442,51 +355,6 @@ def test_a_job_that_cannot_be_begun_costs_no_other(
     assert stages.batches == [[1], [2], [3], [4, 5]]
 
 
-class Halves:
-    """Scratch for so many jobs, of which half must be free before there is any again."""
-
-    def __init__(self, jobs: int) -> None:
-        self._ring = Ring(range(jobs), jobs, by_halves=True)
-        self.give_back = self._ring.give_back
-
-    def has_for(self, job: int) -> bool:
-        return self._ring.has(1)
-
-    def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
-        return None
-
-    def take(self, batch: Sequence[int]) -> range:
-        return self._ring.take(1)
-
-
-def test_jobs_are_begun_together_once_scratch_ran_out(stages: Recorder) -> None:
-    pipeline: Pipeline[int, range] = Pipeline("pipeline-under-test", stages)
-    pipeline.run(lambda: pipeline.provide(Halves(4)))
-    stages.passing = 0
-    for job in range(6):
-        pipeline.put(job)
-    for passing, begun in ((0, 4), (1, 4), (2, 6)):
-        stages.passing = passing
-        wait_until(lambda: len(stages.kinds("finish")) == passing, WAIT)  # noqa: B023 - called now
-        looks = stages.looks
-        wait_until(lambda: stages.looks > looks + 3, WAIT)  # noqa: B023 - it is called now
-        assert stages.kinds("begin") == list(range(begun))
-    stages.passing = 99
-    pipeline.end()
-    assert pipeline.join(WAIT)
-
-
-def test_scratch_for_one_job_serves_all_of_them(stages: Recorder) -> None:
-    pipeline: Pipeline[int, range] = Pipeline("pipeline-under-test", stages)
-    pipeline.run(lambda: pipeline.provide(Halves(1)))
-    pipeline.put(1)
-    pipeline.put(2)
-    wait_until(stages.answered(2), WAIT, lambda: stages.events)
-    pipeline.end()
-    assert pipeline.join(WAIT)
-    assert stages.kinds("finish") == [1, 2]
-
-
 def seen_in_a_call(
     queue: Callable[[Callable[[], None]], None], look: Callable[[], list[int]]
 ) -> list[int]:
@@ -497,15 +365,6 @@ def seen_in_a_call(
     queue(called.set)
     assert called.wait(WAIT)
     return seen
-
-
-def test_a_call_is_made_when_nothing_is_under_way(
-    pipeline: Pipeline[int, str], stages: Recorder
-) -> None:
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
-    for job in range(3):
-        pipeline.put(job)
-    assert seen_in_a_call(pipeline.run, lambda: stages.kinds("finish")) == [0, 1, 2]
 
 
 def test_a_call_that_follows_is_made_while_those_before_are_under_way(
@@ -595,7 +454,7 @@ def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
     last = 13 if breaks == "settle" else 50  # 13 cannot be begun, and then the device is settled
     for job in (2, last, 3):
         pipeline.put(job)
-    wait_until(lambda: pipeline._items.empty() or broken.is_set(), WAIT)
+    wait_until(lambda: pipeline._items.is_empty or broken.is_set(), WAIT)
     stages.due = 99
     assert broken.wait(WAIT)
     called = threading.Event()
@@ -608,18 +467,3 @@ def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
     assert "has ended: SystemExit: no more" in pipeline.heartbeat.trouble()
     pipeline.end()
     assert pipeline.join(WAIT)
-
-
-def test_looks_are_rarer_once_nothing_has_happened_for_long(
-    pipeline: Pipeline[int, str], stages: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "IDLE_LOOKS", 20)
-    stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
-    pipeline.put(1)
-    wait_until(lambda: pipeline._pause == module.IDLE_LOOK_SECONDS, WAIT)
-    assert stages.looks >= 20
-    pipeline.put(2)
-    stages.hold.set()
-    wait_until(lambda: stages.kinds("finish") == [1, 2], WAIT)
-    wait_until(lambda: pipeline._pause < module.IDLE_LOOK_SECONDS, WAIT)

@@ -53,12 +53,16 @@ def stored_together(bench: Bench, published: int) -> list[Any]:
     return [one.block for one in done]
 
 
-def restore_at_once(bench: Bench, blocks: Sequence[Any], sizes: Sequence[int]) -> list[int]:
-    """Ask for parts back that are found together, numbered behind as many; see waiting_together."""
+def restore_at_once(
+    bench: Bench, blocks: Sequence[Any], sizes: Sequence[int], *, by_one_number: bool = True
+) -> list[int]:
+    """Ask for parts back that are found together, by the last of the numbers that they may have."""
     bench.memory[:] = 0xA5
+    last = 2 * len(sizes) if by_one_number else None
     with waiting_together(bench.lane._sessions[SESSION].restores) as batches:
         for index, (block, nbytes) in enumerate(zip(blocks, sizes, strict=True)):
-            bench.restore(len(sizes) + 1 + index, block, index * PART, nbytes)
+            ticket = len(sizes) + 1 + index
+            bench.restore(ticket, block, index * PART, nbytes, sequence=last)
     return batches
 
 
@@ -123,6 +127,25 @@ def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) 
     bench.publish(2)
     bench.space.release(bench.expect(StoreDone, 2).block)
     assert batches == [1, 1]
+
+
+@pytest.mark.parametrize("published", range(4))
+def test_a_client_may_wait_for_what_comes_first_before_more_may_be_written(
+    bench: Bench, published: int
+) -> None:
+    """Its stream waits for each, and only then comes to the number of the next."""
+    bench.map()
+    before = fill(bench)
+    blocks = stored_together(bench, len(SMALL))
+    bench.publish(len(SMALL) + published)
+    batches = restore_at_once(bench, blocks, SMALL, by_one_number=False)
+    for count in range(max(published, 1), len(SMALL) + 1):
+        bench.publish(len(SMALL) + count)
+        bench.expect(RestoreDone, count)
+    assert batches[0] == max(published, 1)
+    assert_back(bench, before, SMALL)
+    for block in blocks:
+        bench.space.release(block)
 
 
 def test_what_is_too_large_together_goes_one_by_one(bench: Bench) -> None:
@@ -203,7 +226,7 @@ def test_without_mps_parts_are_begun_again_when_half_of_the_scratch_is_free(
         bench.store(entry, (entry - 1) * PART, PART, "raw")
     bench.expect(StoreDone, len(sizes))
     blocks = [result.block for result in bench.results if isinstance(result, StoreDone)]
-    batches = restore_at_once(bench, blocks, sizes)
+    batches = restore_at_once(bench, blocks, sizes, by_one_number=False)
     for back, count in enumerate(begun):
         bench.publish(len(sizes) + back)
         wait_until(lambda: results_of(bench, RestoreDone) == back)  # noqa: B023 - it is called now

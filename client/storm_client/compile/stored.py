@@ -1,0 +1,147 @@
+"""Values that compiled graphs have stored, and in which order a backward pass fetches them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from storm_client.errors import DaemonLost, lost_in_backward
+
+if TYPE_CHECKING:
+    import torch
+
+    from storm_client.compile.target import Graph, Target
+    from storm_client.saved.ranges import Handle, Holder
+    from storm_client.transport.session import Session
+
+__all__ = ["LATEST", "Stored", "Trail"]
+
+
+class Stored:
+    """A value that is with the daemon, or in flight."""
+
+    __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
+
+    def __init__(
+        self, handle: Handle, target: Target, number: int, trail: Trail | None = None
+    ) -> None:
+        self._handle = handle
+        self._target = target
+        self._number = number
+        self._trail = trail
+        if trail is not None:
+            trail.note(number, self)
+
+    def fetch(self) -> None:
+        """Announce it, and begin to fetch what is announced, in this order."""
+        session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
+        if self._trail is not None and not session.has_in_place:
+            self._trail.announce(session)
+        self.announce()
+        session.look_ahead(self._target.announced(session))
+        if self._trail is not None:
+            self._trail.has_begun(self._number)
+
+    @property
+    def holder(self) -> Holder:
+        """Who has its bytes."""
+        return self._handle.record.session
+
+    def announce(self) -> None:
+        """Expect that it is waited for after all that was announced before."""
+        record = self._handle.record
+        self._target.announced(record.session).add(record)  # type: ignore[arg-type]
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        handle, target = self._handle, self._target
+        handle.version.check()
+        replaced = handle.version.replaced()
+        if replaced is not None:
+            return replaced
+        began = perf_counter()
+        record = handle.record
+        try:
+            located = record.session.load(handle, is_first=target.goes_back())
+        except DaemonLost as loss:
+            raise lost_in_backward(loss, keeps=target.supply.keeps) from loss
+        target.announced(record.session).remove(record)  # type: ignore[arg-type]
+        if not located.is_original:
+            target.recorder.restored(perf_counter() - began)
+        if self._trail is not None:
+            self._trail.has_brought(self._number)
+        return handle.view.rebuild(located.storage)
+
+
+class Trail:
+    """What a run stored, in the order in which its backward pass needs it.
+
+    Where what is fetched takes room that is there anyway, in a staging area, all is announced when
+    the first is fetched: then one message asks for as much as there is room for. Else each is when
+    its graph says so; but what a backward pass needs as soon as it begins is fetched before.
+    Backward passes mostly run in the reverse order of the forward passes, so when one has begun its
+    last restore, what the run before stored is next: at once if that fits below the peak, else when
+    it does, or when all of this one is back. Where it is not next, that was fetched for nothing.
+    What is stored holds its run's trail, and nothing else does.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_graph", "_has_begun", "_is_announced", "_stored")
+
+    def __init__(self, graph: Graph, before: weakref.ref[Trail] | None) -> None:
+        self._graph, self._before = graph, before
+        self._stored: dict[int, weakref.ref[Stored]] = {}
+        self._is_announced = False
+        self._has_begun = False
+        """Whether all its restores have begun, and the run before is still to follow."""
+
+    def note(self, number: int, stored: Stored) -> None:
+        """Note that the run stored its value `number`."""
+        self._stored[number] = weakref.ref(stored)
+        LATEST.trail = weakref.ref(self)
+
+    def announce(self, session: Holder) -> None:
+        """Announce all that the run has in a session, unless that was done."""
+        if not self._is_announced:
+            self._is_announced = True
+            for number in self._graph.order:
+                stored = self._living(number)
+                if stored is not None and stored.holder is session:
+                    stored.announce()
+
+    def has_begun(self, number: int) -> None:
+        """Note that the restore of a value has begun; behind the last the run before follows."""
+        if number == self._graph.last_fetched:
+            self._has_begun = True
+            self._go_on(self._graph.room)
+
+    def has_brought(self, number: int) -> None:
+        """Note that a value is back; behind the last the run before follows in any case."""
+        if self._has_begun:
+            self._go_on(None if number == self._graph.last else self._graph.rooms[number])
+
+    def _go_on(self, room: int | None) -> None:
+        """Begin with what the run before stored, if there is room for it."""
+        before = None if self._before is None else self._before()
+        if before is not None and (room is None or before._graph.early_bytes <= room):
+            self._has_begun = False
+            before._fetch_early()
+
+    def _fetch_early(self) -> None:
+        for number in self._graph.early:
+            stored = self._living(number)
+            if stored is not None:
+                stored.fetch()
+
+    def _living(self, number: int) -> Stored | None:
+        reference = self._stored.get(number)
+        return None if reference is None else reference()
+
+
+class _Latest(threading.local):
+    trail: weakref.ref[Trail] | None = None
+
+
+LATEST = _Latest()
+"""The trail of the run that has stored something last, in this thread."""

@@ -1,0 +1,160 @@
+"""Where compiled graphs hand their values, and what their runs have to know of each pair of graphs.
+
+Where a budget is one of bytes, what a run may keep depends on what others keep meanwhile
+(`shared_budget.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from storm_client.compile.announced import Announced
+from storm_client.compile.shared_budget import Room, room_for
+from storm_client.connect import shared_supply
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.policy import Policy
+from stormd.protocol import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from storm_client.compile.schedule import Schedule
+    from storm_client.planner.plan import Plan
+    from storm_client.transport.session import Session
+    from storm_client.transport.supply import Supply
+
+__all__ = ["Graph", "Target", "shared_target"]
+
+SETTLE_SECONDS = 1.0
+"""How long statistics wait for the daemon to have encoded what was stored last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One pair of graphs, as far as its runs have to know it."""
+
+    plan: Plan
+    schedule: Schedule
+    ranks: dict[int, int]
+    """Of the values that may be kept by choice in a run: their places in the schedule's order."""
+    early: tuple[int, ...] = ()
+    """Offloaded values whose fetches would be in time only if they began before the backward graph,
+    in the order of use."""
+    order: tuple[int, ...] = ()
+    """All offloaded values, in the order in which the backward graph waits for them."""
+    early_bytes: int = 0
+    """Of the values whose fetches are early."""
+    last_fetched: int | None = None
+    """The value whose fetch begins last."""
+    room: int = 0
+    """Bytes below the backward graph's peak that are free from then on."""
+    rooms: Mapping[int, int] = field(default_factory=dict)
+    """The same from when it waits for each offloaded value on."""
+    planned: int | None = None
+    """Bytes that a run may keep of a budget of bytes that others share; None if nobody does."""
+
+    @property
+    def last(self) -> int | None:
+        """The offloaded value that the backward graph waits for last."""
+        return self.order[-1] if self.order else None
+
+
+class Target:
+    """Where the values of compiled graphs go: the daemon of one client. Threads may share it."""
+
+    def __init__(
+        self,
+        supply: Callable[[], Supply],
+        budget: Budget,
+        codec: str,
+        min_bytes: int,
+        room: Room | None = None,
+    ) -> None:
+        """Use the sessions of `supply()`, which is called when the first value leaves.
+
+        What runs keep by choice is taken of `room`, by default of one of its own.
+        """
+        self.budget = budget
+        self.room = Room(budget) if room is None else room
+        """What runs may keep by choice, where they decide that."""
+        self.codec = codec
+        self.min_bytes = min_bytes
+        self.recorder = StatsRecorder()
+        self.graphs: list[Graph] = []
+        """Those compiled so far."""
+        self.room.share(self)
+        self.policy = Policy((), min_bytes)
+        self._supply = supply
+        self._lock = threading.Lock()  # protects all below
+        self._is_used = False
+        self._announced: dict[int, tuple[weakref.ref[Session], Announced]] = {}
+        """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Target:
+        """Return itself: copies of a compiled model use the same client."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what was asked for; elsewhere it is for the client that the process shares."""
+        return shared_target, (self.budget, self.codec, self.min_bytes)
+
+    @property
+    def supply(self) -> Supply:
+        """Where sessions come from.
+
+        Raises:
+            StormError: there is no client yet, and none can be had.
+        """
+        return self._supply()
+
+    @property
+    def least(self) -> int:
+        """Bytes that one of the backward graphs needs at the most, with nothing kept by choice."""
+        return max((graph.schedule.least for graph in self.graphs), default=0)
+
+    @property
+    def planned(self) -> int | None:
+        """Bytes that a run may keep by its plan, the most of any; None where none is compiled."""
+        return max((graph.planned or 0 for graph in self.graphs), default=None)
+
+    def settle(self) -> None:
+        """Wait up to a second for stores in flight to end."""
+        if self._is_used:
+            self.supply.sessions.settle(SETTLE_SECONDS)
+
+    def announced(self, session: Session) -> Announced:
+        """Return what graphs have announced of what a session holds."""
+        with self._lock:
+            known = self._announced.get(id(session))
+            if known is None or known[0]() is not session:
+                known = self._announced[id(session)] = (weakref.ref(session), Announced())
+            return known[1]
+
+    def goes_forward(self) -> None:
+        """Note that a value is saved."""
+        self.is_going_back, self._is_used = False, True
+
+    def goes_back(self) -> bool:
+        """Note that a value is waited for; tell whether it is the first since one was saved."""
+        is_first, self.is_going_back = not self.is_going_back, True
+        self.room.goes_back()
+        return is_first
+
+    is_going_back = False
+    """Whether a value was waited for since one was saved, in any thread: a hint."""
+
+
+def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
+    """Return the target of the client that the process shares for what was asked for."""
+    key = (budget, codec, min_bytes)
+    found = _SHARED.get(key)
+    if found is None:
+        found = _SHARED.setdefault(key, Target(shared_supply, *key, room_for(None, budget)))
+    return found
+
+
+_SHARED: dict[tuple[Budget, str, int], Target] = {}

@@ -1,0 +1,211 @@
+"""One step of an Offload that has plans: by what it is followed, and what is learned from it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from storm_client.eager.launches import LaunchWatch
+from storm_client.eager.proofs import Trial
+from storm_client.eager.recorder import Mark, Recorder
+from storm_client.eager.recording import Recording
+from storm_client.eager.signature import StepSignature
+
+if TYPE_CHECKING:
+    from storm_client.eager.controller import Planning
+    from storm_client.native import _follow
+    from storm_client.planner.plan import Plan
+    from storm_client.saved.snapshots import ReadyTrial
+
+__all__ = ["PlannedStep"]
+
+_HOST: Final = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class PlannedStep:
+    """One step, in the thread of its block."""
+
+    planning: Planning
+    recording: Recording | None
+    """What says what becomes of a saved tensor; None once the block has ended."""
+    begun: Mark
+    """When its device begins it."""
+    fills: bool
+    """Whether the device's queue is kept full in its forward pass."""
+    counts: bool
+    """Whether later steps by the same plan will take as long."""
+    script: _follow.Script | None
+    """What compiled code may follow from the step's begin on; None where Python has to."""
+    watcher: _follow.CallLog | None
+    """What notes the calls of a step that Python follows, for compiled code to follow it."""
+    mode: Recorder | None
+    """What sees PyTorch's functions in a step that Python watches."""
+    launches: LaunchWatch | None
+    """What tells of the launches of such a step."""
+
+    def __post_init__(self) -> None:
+        """Begin it."""
+        assert self.recording is not None
+        self.record = self.recording.step
+        self.verifies = self.planning.options.verifies
+        self.budget = self.planning.options.budget
+        self._began = perf_counter()
+        self._tries = False
+        self._proofs: deque[Trial | ReadyTrial] = deque()
+        self._followed = None if self.script is None else self.record.script
+        """What the script for compiled code was made from."""
+        signature = self.record.signature
+        self.record.is_followed = (
+            self.script is not None and signature is not None and signature.may_replay
+        )
+
+    # --- what is expected of it -------------------------------------------------------------
+
+    @property
+    def has_launches(self) -> bool:
+        """Whether steps of its signature launch kernels that compiled code is to be told of."""
+        signature = self.record.signature
+        return signature is not None and signature.may_replay and signature.has_launches
+
+    @property
+    def device(self) -> torch.device:
+        """On which most values of its expected signature lie."""
+        signature = self.record.signature
+        return _HOST if signature is None else signature.clock or _HOST
+
+    @property
+    def is_news(self) -> bool:
+        """Whether no session has been told of the plan that the step is expected to follow."""
+        plan = self.record.plan
+        return plan is not None and (plan.told is None or plan.told() is None)
+
+    def news_for(self, session: object) -> Plan | None:
+        """Return the plan that the step follows, unless it was asked for by this session before."""
+        plan = self.record.plan
+        return None if plan is None else plan.news_for(session)
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether the step did in its middle what was not expected of its signature."""
+        return self.record.has_parted
+
+    # --- for compiled code ------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """How many events of the script that compiled code follows have happened.
+
+        -1 where the step has left that.
+        """
+        return self.record.count if self.record.script is self._followed else -1
+
+    def stand_at(self, position: int) -> None:
+        """Note that so many events of the script have happened, as compiled code has seen."""
+        if self.record.script is self._followed:
+            self.record.stand_at(position)
+
+    def leave(self) -> None:
+        """Note that the step is no more what compiled code has followed it as.
+
+        Nobody has watched its functions: if that was to be done, nothing is learned from it.
+        """
+        signature = self.record.signature
+        if self._followed is not None and signature is not None and signature.may_replay:
+            self.record.stop()
+            signature.rest.begin()
+
+    def layer_of(self, position: int) -> str:
+        """Return in which layer the value of an event of the script is made."""
+        return "" if self._followed is None else self._followed[position].value.layer
+
+    def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
+        """Hold a value that others are to be made from; see Recording."""
+        return None if self.recording is None else self.recording.pack_input(tensor, number)
+
+    def note_made(self, number: int, tensor: torch.Tensor) -> None:
+        """Note from when on the bytes are there of a value that will leave; see Recording."""
+        if self.recording is not None:
+            self.recording.note_made(number, tensor)
+
+    def note_sizes(self, handed_over: int, larger: Iterable[tuple[int, int]]) -> None:
+        """Note what compiled code has seen of sizes; see `StepRecord`."""
+        self.record.handed_over += handed_over
+        self.record.larger.update(larger)
+
+    # --- trials -----------------------------------------------------------------------------
+
+    def trial(self, number: int, nbytes: int) -> Trial | None:
+        """Return what is to be noted of a value that has not proved itself; None if it has."""
+        signature, plan = self.record.signature, self.record.plan
+        if signature is None or plan is None:
+            return None
+        way, evidence = plan.ways[number], signature.evidence
+        if evidence.recomputed.holds(way, nbytes):
+            return None
+        self._tries |= evidence.goes_on_trying(number)
+        return Trial(signature, number, way, nbytes)
+
+    def trial_at(self, position: int, nbytes: int) -> Trial | None:
+        """Return the same of an event of the script that compiled code follows."""
+        followed = self._followed
+        return None if followed is None else self.trial(followed[position].value.number, nbytes)
+
+    def prove(self, trial: Trial | ReadyTrial) -> None:
+        """Note that a trial has found the same bits, once the step has ended as its signature does.
+
+        One that does something else may write uncounted where that signature does not, or the
+        reverse.
+        """
+        self._proofs.append(trial)
+        if self.recording is None:
+            self._note_proofs()
+
+    def _note_proofs(self) -> None:
+        with suppress(IndexError):  # several backward threads may be at it
+            while True:
+                trial = self._proofs.popleft()
+                if trial.signature is self.record.ended_as:
+                    trial.succeed()
+
+    # --- its end ----------------------------------------------------------------------------
+
+    def end(self) -> StepSignature | None:
+        """Learn from the step; nothing runs or is saved in it any more.
+
+        Returns the signature whose plan the forward pass has followed to its end.
+        """
+        followed = None
+        if self.recording is not None:
+            self._note_calls(self.recording)
+            followed = self.planning.ended(
+                self,
+                least=self.recording.least,
+                pass_seconds=perf_counter() - self._began,
+                tries=self._tries or self.recording.tries,
+            )
+        self.abandon()
+        return followed
+
+    def _note_calls(self, recording: Recording) -> None:
+        """Note of its plan what the step has called, for compiled code to follow others."""
+        noted, plan = recording.noted(), self.record.plan
+        if noted is not None and plan is not None and plan.script is self.record.script:
+            plan.noted[:] = noted
+
+    def abandon(self) -> None:
+        """Forget what the step has done so far; nothing runs or is saved in it any more."""
+        recording, self.recording = self.recording, None
+        self._note_proofs()
+        if self.mode is not None:
+            self.mode.end()
+            if self.mode.meets_compiled_code:
+                self.planning.maker.met_compiled_code()
+        if recording is not None:
+            recording.end()

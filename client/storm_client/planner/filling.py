@@ -1,0 +1,112 @@
+"""Keeps as much of a step as lies below what checkpointing its blocks takes at its fullest moment.
+
+A kept value lies there from its making to its first use, so each moment of the backward pass has
+its own room: the last blocks are gone when gradients of parameters fill it. What is in flight has
+its part of that room.
+
+Everything here is pure: no tensor, device or clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from storm_client.planner.decisions import Keep, Offload
+from storm_client.planner.in_flight import in_flight_bytes
+from storm_client.planner.machine import Machine
+from storm_client.planner.problem import Problem
+from storm_client.planner.solver import Choice, Solver
+from storm_client.planner.timeline import Timeline, checkpointed, planned
+
+__all__ = ["choose_below_checkpointing", "is_below_checkpointing"]
+
+TRIES: Final = 4
+"""Budgets that are looked at, of which each is less by what the one before it lacked; and then how
+often it is looked at what else fits."""
+
+LOSS_COPIES: Final = 7
+"""Times the bytes of logits in half precision that a loss takes for them in single precision: twice
+as many for themselves, their softmax and its gradient, and once for the gradient of the logits."""
+
+
+def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
+    """Return a choice that keeps what pays most, so much that the step is as full as checkpointed.
+
+    It keeps as many bytes as checkpointing its blocks in any case, and no more if it is not known
+    what there is at each moment.
+    """
+    solver = Solver(problem, machine)
+    best = solver.choose(problem.checkpointed_bytes)
+    if not _is_known(problem):
+        return best
+    most = checkpointed(problem)
+    budget = best.kept_bytes + _room(problem, best, most)[-1]
+    for _ in range(TRIES):
+        if budget <= best.kept_bytes:
+            break
+        tried = solver.choose(budget)
+        lacking = -min(_room(problem, tried, most))
+        if lacking <= 0:
+            best = tried
+            break
+        budget = tried.kept_bytes - lacking
+    return _keeping_what_fits(solver, problem, best, most)
+
+
+def is_below_checkpointing(problem: Problem, choice: Choice) -> bool:
+    """Tell whether a step is known to be never fuller than with its blocks checkpointed."""
+    return _is_known(problem) and min(_room(problem, choice, checkpointed(problem))) >= 0
+
+
+def _is_known(problem: Problem) -> bool:
+    """Tell whether it is known what there is at each moment."""
+    return bool(problem.block_ends and problem.recomputes and problem.used_between)
+
+
+def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
+    """Return how many bytes more may be kept at each moment, to be never fuller than `most`."""
+    decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
+    stored = [value.nbytes for value, one, cost in decided if cost and isinstance(one, Offload)]
+    flying = in_flight_bytes(stored)
+    room = planned(problem, choice.decisions).room_below(most)
+    room[-1] -= _outside_bytes(problem)
+    return [nbytes - flying for nbytes in room]
+
+
+def _outside_bytes(problem: Problem) -> int:
+    """Return what a loss outside of the block may take: of a result that nothing inside needs."""
+    made = [value for value in problem.values if not value.is_given]
+    return 0 if not made or made[-1].is_saved else LOSS_COPIES * made[-1].nbytes
+
+
+def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: Timeline) -> Choice:
+    """Return a choice that keeps besides what there is room for until it is used.
+
+    With that less is recomputed or in flight, so there may be room for more.
+    """
+    for _ in range(TRIES):
+        more = _fitting(problem, choice, _room(problem, choice, most))
+        kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
+        found = solver.choose(0, stays=kept | more) if more else choice
+        if not more or min(_room(problem, found, most)) < 0:
+            break
+        choice = found
+    return choice
+
+
+def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> set[int]:
+    """Return what fits of what is not kept, first what costs most for its bytes."""
+    left, found = list(room), set()
+
+    def order(number: int) -> tuple[float, int]:
+        return choice.costs[number] / problem.values[number].nbytes, number
+
+    numbers = (value.number for value in problem.saved if choice.costs[value.number])
+    for number in sorted(numbers, key=order, reverse=True):
+        begin = problem.used_between[number][0] + 1
+        nbytes = problem.values[number].nbytes
+        if min(left[begin:], default=nbytes) >= nbytes:
+            left[begin:] = [one - nbytes for one in left[begin:]]
+            found.add(number)
+    return found

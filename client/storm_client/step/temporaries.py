@@ -1,0 +1,138 @@
+"""The storages that a step's operations make: when each is needed, and what they take at once.
+
+A storage is needed from the operation that makes it, or begins to fetch it, to the last that uses
+it. Time is counted in operations, from 1 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from storm_client.compile.operators import FETCH, STORE, WAIT
+from storm_client.step.nodes import memories
+
+__all__ = ["Lifetimes", "Temporary", "most_at_once", "peak_of"]
+
+
+@dataclass(slots=True)
+class Temporary:
+    """A storage, made by `operation`: needed at the times from `begin` up to `end`."""
+
+    operation: str
+    memory: int
+    begin: int
+    end: int
+    nbytes: int = 0
+
+
+class Lifetimes:
+    """Goes through operations in their order."""
+
+    def __init__(self) -> None:
+        """Have seen none."""
+        self._time = 0
+        self._all: list[Temporary] = []
+        self._current: dict[int, Temporary] = {}
+        """What each memory is now: another graph may make it again."""
+
+    def run(self, nodes: Iterable[fx.Node]) -> None:
+        """Go through the nodes of one graph."""
+        made: set[int] = set()
+        for node in nodes:
+            if node.op == "call_function":
+                self._time += 1
+                made |= self._make(node, made)
+            if node.op != "placeholder":
+                self._use(_read_by(node) | _memory_of(node))
+
+    def keep(self, nodes: Iterable[fx.Node]) -> None:
+        """Have the storages of some nodes live to the end."""
+        for node in nodes:
+            self._use(memories(node))
+
+    def found(self) -> list[Temporary]:
+        """Return those that have bytes, in the order of being made."""
+        return [one for one in self._all if one.nbytes]
+
+    def _make(self, node: fx.Node, made: set[int]) -> frozenset[int]:
+        """Note what an operation makes that the graph had not; return it."""
+        if node.target is STORE:
+            return frozenset()
+        new = _memory_of(node) - made
+        if node.target not in _BRINGING:
+            new -= _read_by(node)
+        for memory in sorted(new):
+            one = Temporary(str(node.target), memory, self._time, self._time + 1)
+            self._all.append(one)
+            self._current[memory] = one
+        for memory, nbytes in _sizes(node):
+            if memory in self._current:
+                self._current[memory].nbytes = max(self._current[memory].nbytes, nbytes)
+        return new
+
+    def _use(self, memory: frozenset[int]) -> None:
+        for one in memory & self._current.keys():
+            self._current[one].end = self._time + 1
+
+
+_BRINGING = (FETCH, WAIT)
+"""What has the memory of the value whose token it is given."""
+
+
+def _memory_of(node: fx.Node) -> frozenset[int]:
+    token = node.args[0] if node.target in _BRINGING else node
+    assert isinstance(token, fx.Node)
+    return memories(token)
+
+
+def _read_by(node: fx.Node) -> frozenset[int]:
+    if node.target in _BRINGING:
+        return frozenset()
+    return frozenset().union(*map(_memory_of, node.all_input_nodes))
+
+
+def _sizes(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """Yield a node's storages with their bytes; of several results, unless each has a node."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor) and node.target is not FETCH:
+        for memory in _memory_of(node):
+            yield memory, val.untyped_storage().nbytes()
+    elif isinstance(val, (tuple, list)) and not any(
+        one.meta.get("val") is not None for one in node.users
+    ):
+        tensors = [one for one in pytree.tree_leaves(val) if isinstance(one, torch.Tensor)]
+        for memory, one in zip(sorted(memories(node)), tensors, strict=False):
+            yield memory, one.untyped_storage().nbytes()
+
+
+def peak_of(nodes: Sequence[fx.Node], results: Iterable[fx.Node] = ()) -> int:
+    """Return the position behind the node at which most bytes live, the first such.
+
+    What `results` lie in does not count: gradients are there from their making on, whatever a plan
+    does.
+    """
+    lifetimes = Lifetimes()
+    lifetimes.run(nodes)
+    stays = {memory for node in results for memory in memories(node)}
+    live = _live([one for one in lifetimes.found() if one.memory not in stays])
+    return max(1, live.index(max(live))) if nodes else 0
+
+
+def most_at_once(temporaries: Sequence[Temporary]) -> int:
+    """Return the most bytes that are needed at one time."""
+    return max(_live(temporaries))
+
+
+def _live(temporaries: Sequence[Temporary]) -> list[int]:
+    """Return the bytes that are needed at each time, from 0 on."""
+    changes = [0] * (1 + max((one.end for one in temporaries), default=0))
+    for one in temporaries:
+        changes[one.begin] += one.nbytes
+        changes[one.end] -= one.nbytes
+    return list(accumulate(changes))

@@ -1,0 +1,341 @@
+"""What is written to the disk and read from it, and when. Pure.
+
+Written is the oldest of whoever holds most, ahead of the need by two measures. Part of the pool is
+kept clean or free; and of a step as much is written from its beginning on as the step before had on
+the disk alone, so that the disk works all through a forward pass.
+
+Read is what restores wait for, then ahead what they will want next: the newest, in a backward pass,
+where there is room to spare. For what is waited for clean blocks are given back; for what holds up
+all other restores of a session also those that are waited for and have not begun. So it can always
+be read: at least the reserve is for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from stormd.ledger.events import ReadJob, SpillJob, WriteJob
+from stormd.ledger.holdings import State
+from stormd.ledger.on_disk import Disk, DiskPhase, OnDisk
+from stormd.ledger.sessions import Entry, Session
+from stormd.ledger.spill_order import Numbered, SpillOrder, SpillOrders
+from stormd.memory.extents import disk_bytes
+
+__all__ = ["Bandwidth", "Direction", "Reads", "Writes"]
+
+MOVING_BYTES: Final = 64 << 20
+MOVING_MOST: Final = 64
+"""Handed to the tier at one time in each direction, in bytes and blobs: enough for every thread to
+find the next, little enough that what is asked for does not wait long behind it."""
+
+_HALVED_SECONDS: Final = 2.0
+"""Of busy time, after which what was before counts half."""
+
+AHEAD_PART: Final = 8
+"""This part of the pool is kept clean or free by writing ahead of the need."""
+
+OVER_PART: Final = 4
+"""A step is over when less than this part is left on the disk of what it had there at most."""
+
+
+class Bandwidth:
+    """How fast the disk was lately in one direction; `now` is of a clock that does not step back.
+
+    Counted is the time in which something was under way, also what has not ended yet: a disk that
+    stands still is slow before it has answered.
+    """
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.busy_seconds = 0.0
+        self._under_way = 0
+        self._marked = 0.0
+        self._nbytes = 0.0
+        self._seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        """Note that a transfer begins."""
+        self._mark(now)
+        self._under_way += 1
+
+    def end(self, now: float, nbytes: int) -> None:
+        """Note that a transfer has ended, and what it has moved: 0 where it failed."""
+        self._mark(now)
+        self._under_way -= 1
+        self.total_bytes += nbytes
+        self._nbytes += nbytes
+        if self._seconds > _HALVED_SECONDS:
+            self._seconds /= 2
+            self._nbytes /= 2
+
+    def a_second(self, now: float) -> float | None:
+        """Return the bytes a second of busy time; None before anything was moved."""
+        if not self.total_bytes:
+            return None
+        waiting = now - self._marked if self._under_way else 0.0
+        return self._nbytes / max(self._seconds + waiting, 1e-9)
+
+    def _mark(self, now: float) -> None:
+        if self._under_way:
+            self._seconds += now - self._marked
+            self.busy_seconds += now - self._marked
+        self._marked = now
+
+
+@dataclass(slots=True)
+class Direction:
+    """What the tier has been handed of one direction, and how fast that went."""
+
+    count: int = 0
+    nbytes: int = 0
+    by_session: Counter[int] = field(default_factory=Counter)
+    speed: Bandwidth = field(default_factory=Bandwidth)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the tier may be handed more."""
+        return self.nbytes < MOVING_BYTES and self.count < MOVING_MOST
+
+    def begin(self, place: OnDisk, now: float) -> None:
+        """Note that a blob is handed to it."""
+        self.count += 1
+        self.nbytes += place.room
+        self.by_session[place.session] += place.room
+        self.speed.begin(now)
+
+    def end(self, place: OnDisk, now: float, moved: int) -> None:
+        """Note that it is done with it, and how much it has moved: 0 where that failed."""
+        self.count -= 1
+        self.nbytes -= place.room
+        self.by_session[place.session] -= place.room
+        if not self.by_session[place.session]:
+            del self.by_session[place.session]
+        self.speed.end(now, moved)
+
+    def as_status(self, now: float) -> dict[str, Any]:
+        """Return bytes and speed, as JSON values."""
+        return {
+            "bytes": self.speed.total_bytes,
+            "busy_seconds": self.speed.busy_seconds,
+            "bytes_per_second": self.speed.a_second(now) or 0.0,
+        }
+
+
+class _Need:
+    """How much of a step does not fit into the pool, as the step before has shown."""
+
+    def __init__(self) -> None:
+        self._expected = 0
+        self._begun = 0
+        self._most = 0
+        self._most_away = 0
+
+    def look(self, on_disk: int, away: int) -> None:
+        """Take in how much of the pool's bytes is on the disk, and how much is there alone."""
+        self._most = max(self._most, on_disk)
+        self._most_away = max(self._most_away, away)
+        if self._most and on_disk * OVER_PART < self._most:
+            self._expected = self._most_away
+            self._begun = self._most = self._most_away = 0
+
+    def begin(self, nbytes: int) -> None:
+        """Note that so much is being written."""
+        self._begun += nbytes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step had something on the disk and has not been seen to end."""
+        return self._most > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more will have to be written than has been."""
+        return self._begun < self._expected
+
+
+class Writes:
+    """Chooses what is written. `capacity` is the pool's for what must be written to be free.
+
+    `wanted` are the bytes that the largest store which waits for the disk asks for; 0 for none.
+    """
+
+    def __init__(self, state: State, disk: Disk, orders: SpillOrders, capacity: int) -> None:
+        self._state = state
+        self._disk = disk
+        self._orders = orders
+        self._capacity = capacity
+        self._generations = itertools.count(1)
+        self._need = _Need()
+        self._begun: list[SpillJob] = []
+        self.direction: Final = Direction()
+        self.wanted = 0
+
+    @property
+    def dirty_bytes(self) -> int:
+        """Bytes of the pool that are promised, or that must be written to be free."""
+        return self._state.space.taken - self._disk.held_bytes
+
+    def is_writing(self, now: float) -> bool:
+        """Tell whether something is being written; begin where something can be."""
+        if not self.direction.count:
+            self._orders.look()
+            self._write_of(self._orders.living(), now)
+        return self.direction.count > 0
+
+    def begin(self, now: float) -> list[SpillJob]:
+        """Return what is to be written now."""
+        if self._disk.written or self._need.has_begun:
+            away = self._disk.rooms[DiskPhase.AWAY] + self._disk.rooms[DiskPhase.READING]
+            self._need.look(self._disk.kept_bytes, away)
+        while self.direction.has_room and (orders := self._due()) and self._write_of(orders, now):
+            pass
+        return self.take_begun()
+
+    def take_begun(self) -> list[SpillJob]:
+        """Return what was begun and has not been handed over: it needs its answer, too."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _due(self) -> list[SpillOrder]:
+        """Return those of whom something is to be written now."""
+        spare = self._capacity // AHEAD_PART + self.wanted
+        if self.dirty_bytes - self.direction.nbytes > self._capacity - spare:
+            return self._orders.living()
+        if not self._need.is_open:
+            return []
+        return [one for one in self._orders.living() if not one.record.is_restoring]
+
+    def _write_of(self, orders: Sequence[SpillOrder], now: float) -> bool:
+        """Begin to write the oldest entry of whoever of these holds most; False for none."""
+        for order in sorted(orders, key=lambda one: -one.record.used_bytes):
+            found = order.next_dirty()
+            if found is None:
+                continue
+            number, entry = found
+            assert entry.block is not None
+            wanted = disk_bytes(entry.block.nbytes)
+            if not self._disk.space.promise(wanted):
+                order.note(number, entry)
+                return False
+            self._begun.append(self._write(order.record, number, entry, wanted, now))
+            return True
+        return False
+
+    def _write(
+        self, record: Session, number: int, entry: Entry, wanted: int, now: float
+    ) -> WriteJob:
+        assert entry.block is not None
+        place = OnDisk(
+            disk=self._disk,
+            session=record.info.session,
+            generation=next(self._generations),
+            extent=self._disk.space.place(wanted, wanted),
+            nbytes=entry.block.nbytes,
+            since=now,
+        )
+        entry.disk = place
+        self._need.begin(place.room)
+        self.direction.begin(place, now)
+        return WriteJob(
+            session=place.session,
+            entry=number,
+            generation=place.generation,
+            block=entry.block,
+            extent=place.extent,
+        )
+
+
+class Reads:
+    """Chooses what is read. `reserve` are bytes of the pool that no store is promised."""
+
+    def __init__(self, state: State, disk: Disk, orders: SpillOrders, reserve: int) -> None:
+        self._state = state
+        self._disk = disk
+        self._orders = orders
+        self._reserve = reserve
+        self.direction: Final = Direction()
+
+    def begin(self, now: float, *, ahead: bool) -> list[SpillJob]:
+        """Return what is to be read now; `ahead` where nobody else wants the pool's room."""
+        jobs: list[SpillJob] = []
+        while self.direction.has_room:
+            found = self._next(ahead=ahead)
+            if found is None:
+                break
+            jobs.append(self._read(*found, now))
+        return jobs
+
+    def _next(self, *, ahead: bool) -> Numbered | None:
+        """Return what is read next, for which room is promised; None where nothing is.
+
+        Of those whose turn it is the one of whom least is being read. While what holds up others
+        finds no room, nothing else begins: else it would be taken by what can wait, for ever.
+        """
+        orders = sorted(self._orders.living(), key=self._read_of)
+        for order in orders:
+            found = order.head()
+            if found is not None:
+                return found if self._make_room(found[1], is_first=True) else None
+        for order in orders:
+            found = order.first_asked()
+            if found is not None and self._make_room(found[1], is_first=False):
+                return found
+        return self._ahead(orders) if ahead else None
+
+    def _ahead(self, orders: Sequence[SpillOrder]) -> Numbered | None:
+        """Return what a backward pass will want next, where there is room to spare for it."""
+        for order in orders:
+            found = order.last_away() if order.record.is_restoring else None
+            if found is not None and order.first_asked() is None:
+                place = found[1].disk
+                assert place is not None
+                if self._state.space.promise(place.room, keep=self._reserve):
+                    return found
+        return None
+
+    def _read_of(self, order: SpillOrder) -> int:
+        return self.direction.by_session[order.record.info.session]
+
+    def _read(self, number: int, entry: Entry, now: float) -> ReadJob:
+        place = entry.disk
+        assert place is not None
+        place.into = self._state.space.place(place.room, place.nbytes)
+        place.enter(DiskPhase.READING)
+        self.direction.begin(place, now)
+        return ReadJob(
+            session=place.session,
+            entry=number,
+            generation=place.generation,
+            block=place.into,
+            extent=place.extent,
+        )
+
+    def _make_room(self, entry: Entry, *, is_first: bool) -> bool:
+        """Have the pool promise room for what is to be read, giving clean blocks back for it.
+
+        For what holds up others, also those that are waited for.
+        """
+        assert entry.disk is not None
+        room = entry.disk.room
+        while not self._state.space.promise(room, keep=self._kept_for_shares(room)):
+            if not self._orders.drop_idle() and not (is_first and self._orders.drop_waiting()):
+                wanted = room + self._kept_for_shares(room)
+                if self._state.space.lacks(wanted):
+                    self._state.space.want(wanted)
+                    self._state.holdings.has_changed = True
+                return False
+        return True
+
+    def _kept_for_shares(self, nbytes: int) -> int:
+        """Return what must stay free for those who have not taken their shares.
+
+        Nothing, where what is read fits into the reserve, which is nobody's share.
+        """
+        limits, shares = self._state.limits, self._state.holdings.shares
+        if not limits.share_bytes or self._disk.held_bytes + nbytes <= self._reserve:
+            return 0
+        return limits.max_sessions * limits.share_bytes - shares.within_bytes

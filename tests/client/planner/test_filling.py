@@ -1,0 +1,102 @@
+"""What is kept up to the fullest moment of a step whose blocks are checkpointed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storm_client.planner.decisions import Keep
+from storm_client.planner.filling import choose_below_checkpointing, is_below_checkpointing
+from storm_client.planner.machine import CUDA
+from storm_client.planner.problem import Problem
+from storm_client.planner.solver import Choice, choose
+from storm_client.planner.timeline import checkpointed, planned
+from support.planning import alike_blocks, value
+
+MIB = 1 << 20
+
+
+def step(count: int, *, wide: int = 1, loss: int = 90, weights: int = 0) -> Problem:
+    """Return a step of blocks of some hundred MiB, of which the first are `wide`, and a loss.
+
+    Each product has `weights` MiB of parameters.
+    """
+    values, ends = alike_blocks(count)
+    values.append(value(len(values), loss, "log_softmax", len(values) - 1, seconds=1.0))
+    values = [
+        replace(
+            one,
+            nbytes=one.nbytes * MIB * (wide if 0 < one.number <= 4 else 1),
+            seconds=one.seconds * 1e-5,
+            parameter_bytes=weights * MIB if one.is_expensive else 0,
+        )
+        for one in values
+    ]
+    used = {n: (n + 1, n + 1) for n in range(len(values))}
+    saved = tuple(replace(one, uses=1) for one in values)
+    return Problem(saved, forward_seconds=0.0, block_ends=ends, used_between=used)
+
+
+def kept_bytes(problem: Problem, choice: Choice) -> int:
+    return problem.nbytes(n for n, one in enumerate(choice.decisions) if isinstance(one, Keep))
+
+
+def test_what_fits_below_checkpointing_is_kept() -> None:
+    problem = step(12)
+    found = choose_below_checkpointing(problem, CUDA)
+    assert is_below_checkpointing(problem, found)
+    assert kept_bytes(problem, found) > problem.checkpointed_bytes
+    before = choose(problem, CUDA, budget_bytes=problem.checkpointed_bytes)
+    assert found.replay_seconds < before.replay_seconds
+
+
+def test_room_is_left_for_parameters_that_are_gathered() -> None:
+    """A loss may be the fullest moment only because nothing is gathered beside it."""
+    problem = step(6, loss=400)
+    values = [replace(one, gathered_bytes=100 * MIB * one.is_expensive) for one in problem.values]
+    gathered = replace(problem, values=tuple(values))
+    assert not is_below_checkpointing(gathered, choose_below_checkpointing(problem, CUDA))
+    found = choose_below_checkpointing(gathered, CUDA)
+    assert is_below_checkpointing(gathered, found)
+    assert kept_bytes(gathered, found) > gathered.checkpointed_bytes
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(10, 900), st.integers(0, 100))
+def test_nothing_is_given_up_that_could_stay(
+    count: int, wide: int, loss: int, weights: int
+) -> None:
+    """Below what checkpointing takes: with any other value kept, some moment would be fuller."""
+    problem = step(count, wide=wide, loss=loss, weights=weights)
+    most, found = checkpointed(problem), choose_below_checkpointing(problem, CUDA)
+    if not is_below_checkpointing(problem, found):
+        assert kept_bytes(problem, found) <= problem.checkpointed_bytes + problem.values[-1].nbytes
+        return
+    assert planned(problem, found.decisions).fullest <= most.fullest
+    for one in problem.saved:
+        if not isinstance(found.decisions[one.number], Keep):
+            decisions = list(found.decisions)
+            decisions[one.number] = Keep("budget")
+            other = found._replace(decisions=decisions)
+            assert not is_below_checkpointing(problem, other), one
+
+
+@pytest.mark.parametrize("unknown", [{"used_between": {}}, {"block_ends": frozenset()}])
+def test_where_moments_are_not_known_as_much_as_of_blocks_is_kept(
+    unknown: dict[str, object],
+) -> None:
+    problem = replace(step(4), **unknown)  # type: ignore[arg-type]
+    found = choose_below_checkpointing(problem, CUDA)
+    assert found == choose(problem, CUDA, budget_bytes=problem.checkpointed_bytes)
+    assert not is_below_checkpointing(problem, found)
+
+
+def test_room_is_left_for_a_loss_outside_of_the_block() -> None:
+    problem = step(12)
+    logits = replace(problem.values[-1], uses=0)
+    used = {n: moments for n, moments in problem.used_between.items() if n != logits.number}
+    outside = replace(problem, values=(*problem.values[:-1], logits), used_between=used)
+    kept = [kept_bytes(one, choose_below_checkpointing(one, CUDA)) for one in (problem, outside)]
+    assert kept[1] < kept[0]

@@ -1,0 +1,242 @@
+"""What a step takes at each of its moments: of values made by hand, and beside recorded steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from operator import sub
+
+import pytest
+import storm_client as storm
+import torch
+from bench.saved_models import MODELS
+from storm_bench.zoo.models import Workload
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
+from storm_client.planner.machine import CPU
+from storm_client.planner.problem import Problem
+from storm_client.planner.solver import choose
+from storm_client.planner.timeline import Timeline, checkpointed, kept_by_checkpointing, planned
+from support.peak_memory import peak_bytes
+from support.planning import alike_blocks, value
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+KEEP = Keep("budget")
+MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0)
+
+CHAIN = Problem(
+    (
+        value(0, 10),
+        value(1, 20, "norm", 0, seconds=1.0),
+        value(2, 40, "linear", 1, saved=False, seconds=1.0),
+        value(3, 80, "silu", 2, seconds=1.0),
+    ),
+    # The norm and the silu have saved what they were given and made, the loss the last value.
+    used_between={0: (1, 1), 1: (2, 2), 3: (4, 3)},
+)
+GRADIENTS = [0, 20, 60, 120, 0]
+"""Of values 1 to 3, each from its reader's moment to its own; the loss knows none of its own."""
+
+
+def saved_bytes(*decisions: Decision) -> list[int]:
+    found = planned(CHAIN, decisions).backward
+    return [own - others for own, others in zip(found, GRADIENTS, strict=True)]
+
+
+def test_what_is_kept_lies_there_until_its_last_use() -> None:
+    assert saved_bytes(KEEP, KEEP, OFFLOAD, KEEP) == [0, 10, 30, 110, 110]
+
+
+def test_what_was_offloaded_lies_there_from_its_first_use() -> None:
+    assert saved_bytes(OFFLOAD, OFFLOAD, OFFLOAD, OFFLOAD) == [0, 10, 20, 80, 80]
+
+
+def test_what_is_recomputed_has_what_it_is_made_from_there() -> None:
+    """Value 2 only while value 3 is recomputed; the others until their own uses."""
+    assert saved_bytes(OFFLOAD, REPLAY, REPLAY, REPLAY) == [0, 10, 30, 110, 10 + 20 + 40 + 80]
+
+
+def blocks(count: int) -> Problem:
+    """Return a step of blocks with a loss behind them."""
+    values, ends = alike_blocks(count)
+    used = {n: (n + 1, n + 1) for n in range(len(values)) if n not in ends}
+    values.append(value(len(values), 90, "log_softmax", len(values) - 1, seconds=1.0))
+    used[len(values) - 1] = (len(values),) * 2
+    return Problem(tuple(values), block_ends=ends, used_between=used)
+
+
+def test_in_the_forward_pass_there_is_what_is_kept_and_what_is_read() -> None:
+    assert planned(CHAIN, [OFFLOAD] * 4).forward == [10, 10 + 20, 20 + 40, 40 + 80]
+    assert planned(CHAIN, [KEEP, OFFLOAD, KEEP, KEEP]).forward == [10, 30, 10 + 60, 10 + 120]
+
+
+def test_gradients_of_parameters_come_to_be_and_stay() -> None:
+    values = list(CHAIN.values)
+    values[1], values[3] = (replace(values[n], parameter_bytes=2 * n + 3) for n in (1, 3))
+    found = planned(replace(CHAIN, values=tuple(values)), [OFFLOAD] * 4)
+    assert found.gradients == [14, 14, 9, 9, 0]
+    assert found.backward == [0, 10 + 20, 20 + 60, 80 + 120, 80]
+    assert found.fullest == 80 + 120 + 9  # while value 3 is undone
+    assert found.fullest_beside_gradients == found.fullest  # one is added to what was there
+    values[1] = replace(values[1], parameter_bytes=1000)
+    found = planned(replace(CHAIN, values=tuple(values)), [OFFLOAD] * 4)
+    assert (found.fullest, found.fullest_beside_gradients) == (1000 + 9 + 20 + 10, 1030)
+
+
+def test_parameters_that_are_gathered_lie_beside_those_of_the_next_block() -> None:
+    """In the backward pass with their gradients, and with those of the block before."""
+    problem = blocks(3)
+    size = {n: 10 ** (n // 4) for n in (1, 5, 9)}  # of each block
+    values = [replace(one, gathered_bytes=size.get(one.number, 0)) for one in problem.values]
+    gathered = replace(problem, values=tuple(values))
+    for own, other in (
+        (planned(gathered, [KEEP] * 14), planned(problem, [KEEP] * 14)),
+        (checkpointed(gathered), checkpointed(problem)),
+    ):
+        forward = list(map(sub, own.forward, other.forward))
+        assert (forward[1], forward[5], forward[9], forward[13]) == (11, 110, 100, 0)
+        backward = list(map(sub, own.backward, other.backward))
+        assert (backward[14], backward[9], backward[5], backward[1]) == (100, 210, 121, 12)
+        assert not any(own.gradients)
+
+
+def test_there_is_room_up_to_another_step_s_fullest_moment() -> None:
+    """Whether gradients of parameters come to be in the step, or are there before."""
+    other = Timeline([10, 20], [35, 50, 40], [30, 5, 0])
+    own = Timeline([10, 20], [10, 20, 30], [30, 5, 0])
+    assert (other.fullest, other.fullest_beside_gradients) == (65, 60)
+    assert own.room_below(other) == [25, 35, 30]
+    assert min(other.room_below(other)) == 0
+    assert min(other.room_below(own)) < 0
+
+
+def test_checkpointing_recomputes_a_block_where_its_backward_pass_begins() -> None:
+    problem = blocks(3)
+    assert kept_by_checkpointing(problem) == {4, 8, 12, 13}
+    found = checkpointed(problem).backward
+    gradients = planned(replace(problem, used_between={}), [OFFLOAD] * 14).backward
+    saved = [own - others for own, others in zip(found, gradients, strict=True)]
+    given = 2 * 40  # the ends of two blocks; nothing is made from that of the third
+    assert saved[14] == given + 90
+    assert saved[12] == given + 40 + 110 + 110
+    assert saved[4] == 40 + 40 + 110 + 110
+
+
+@pytest.mark.parametrize("window", [0.0, 300.0, 2000.0])
+def test_as_little_as_possible_is_at_no_moment_more_than_with_checkpointing(window: float) -> None:
+    problem = replace(blocks(5), forward_seconds=window)
+    least = planned(problem, choose(problem, MACHINE).decisions).backward
+    most = checkpointed(problem).backward
+    assert all(own <= others for own, others in zip(least, most, strict=True))
+
+
+def test_checkpointing_keeps_what_one_block_saves_of_another_or_of_none() -> None:
+    values, ends = alike_blocks(3)
+    given = replace(value(len(values)), is_given=True)
+    used = {1: (2, 2), 2: (7, 3), given.number: (7, 6)}
+    problem = Problem((*values, given), block_ends=ends, used_between=used)
+    assert kept_by_checkpointing(problem) - ends - {0} == {2}  # one block alone saves what is given
+    used[given.number] = (11, 6)
+    assert kept_by_checkpointing(problem) - ends - {0} == {2, given.number}
+
+
+# --- beside recorded steps ----------------------------------------------------------------------
+
+NEAR = 0.15
+"""Of the recorded bytes: what operations need while they run, and tensors that are small."""
+
+
+def train(work: Workload, offload: storm.Offload | None = None) -> None:
+    enabled = work.autocast is not None
+    with torch.autocast("cpu", work.autocast, enabled=enabled, cache_enabled=False):
+        if offload is None:
+            loss = work.loss(work.model)
+        else:
+            with offload:
+                loss = work.loss(work.model)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", ["vit", "diffusion transformer", "encoder"])
+def test_it_is_what_steps_take(client: storm.Client, name: str) -> None:
+    torch.manual_seed(0)
+    work = MODELS[name]()
+    offload = client.offload(work.model, min_bytes=2048)
+    train(work, offload)
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    problem = offload._planning.maker.problem(signature)
+    work.model.zero_grad()
+    everything = planned(problem, [KEEP] * len(problem.values))
+    assert_near(everything, work)
+    blocks = {value.layer for value in signature.values if value.number in problem.block_ends}
+    for layer in blocks:
+        block = work.model.get_submodule(layer)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    work.model.zero_grad()
+    assert_near(checkpointed(problem), work)
+
+
+def test_a_gradient_comes_to_be_where_a_parameter_was_read_last(client: storm.Client) -> None:
+    """Once, though two operations read it; and none of what is frozen."""
+    shared, frozen = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    frozen.requires_grad_(requires_grad=False)
+    offload = client.offload(nn.ModuleList([shared, frozen]), min_bytes=1024)
+    with offload:
+        loss = frozen(shared(torch.tanh(shared(torch.ones(64, 64))))).square().sum()
+    loss.backward()
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    found = [value.parameter_bytes for value in signature.values if value.operation == "linear"]
+    assert found == [0, shared.weight.nbytes, 0]
+
+
+class Wrapping(torch.Tensor):
+    """What PyTorch's functions are not told of, as collectives return it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        added = super().forward(x.tanh().sigmoid()).as_subclass(Wrapping)
+        return (x + added) + added
+
+
+def test_nothing_is_asked_for_after_its_making_was_undone(client: storm.Client) -> None:
+    """Though of what came before it, as of the last block's end, no event tells."""
+    model = nn.Sequential(*(Residual(64, 64) for _ in range(3)))
+    offload = client.offload(model, min_bytes=1024)
+    with offload:
+        loss = (model(torch.ones(64, 64)) * torch.full((64, 64), 2.0)).sum()
+    loss.backward()
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    problem = offload._planning.maker.problem(signature)
+    last = problem.saved[-1]
+    assert max(problem.block_ends) == last.number - 1
+    assert not problem.values[last.number - 1].is_saved
+    assert problem.used_between[last.number] == (last.number, last.number)
+    assert last.number in kept_by_checkpointing(problem)
+    assert offload.plan is not None
+
+
+def test_gradients_of_what_is_freed_with_the_block_do_not_stay(client: storm.Client) -> None:
+    """As FSDP frees what it has gathered for a layer, though somebody holds it."""
+    gathered, own = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    offload = client.offload(nn.ModuleList([gathered, own]), min_bytes=1024)
+    with offload:
+        own(torch.tanh(gathered(torch.ones(64, 64)))).square().sum()
+        gathered.weight.untyped_storage().resize_(0)
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    values = [value.planned() for value in signature.values if value.operation == "linear"]
+    found = [(value.gathered_bytes, value.parameter_bytes) for value in values]
+    assert found == [(own.weight.nbytes, 0), (0, own.weight.nbytes)]
+
+
+def assert_near(predicted: Timeline, work: Workload) -> None:
+    """Compare with what a step takes that finds no gradients, and then with one that does."""
+    for nbytes in (predicted.fullest, predicted.fullest_beside_gradients):
+        recorded = peak_bytes(lambda: train(work))
+        assert abs(nbytes - recorded) < NEAR * recorded, (nbytes, recorded)
