@@ -215,7 +215,9 @@ def has_whole_staging_area(client: storm.Client) -> bool:
 def test_layers_that_are_named_are_right_behind_interrupts(
     seed: int, daemon: DaemonProcess
 ) -> None:
-    """PyTorch's own checkpoint may lose one, in a weak reference's callback, or leave hooks on."""
+    """PyTorch's own checkpoint may lose one, in a weak reference's callback, leave hooks on, or
+    leave this thread in an `autocast` that has ended, so that casts of weights are never dropped.
+    """
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         interrupt_named_layers(seed, client)
 
@@ -248,6 +250,8 @@ def interrupt_named_layers(seed: int, client: storm.Client) -> None:
     finally:
         while hooks_are_on():
             torch._C._autograd._pop_saved_tensors_default_hooks()
+        for _ in range(torch.autocast_increment_nesting()):
+            torch.autocast_decrement_nesting()
     gc.collect()
     step()
     assert not any("forward" in vars(module) for module in net.modules())
