@@ -15,7 +15,7 @@ from torch import Tensor
 
 from storm_client.losses.deferred import ADVICE, USE, Deferred, Root, Watch
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
-from storm_client.losses.sole_holder import are_kept, is_held_by_graph_alone
+from storm_client.losses.sole_holder import is_held_by_graph_alone, keeper_of
 
 __all__ = ["TILE_BYTES", "log_probabilities", "rows_that_fill"]
 
@@ -134,9 +134,9 @@ class _LogProbabilities(torch.autograd.Function):
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
     ) -> tuple[Tensor | None, None]:
         USE.differentiates_twice |= torch.is_grad_enabled()
-        kept = are_kept(ctx)
+        keeper = keeper_of(ctx)
         saved = list(ctx.saved_tensors)
-        own = is_held_by_graph_alone(saved, kept=kept, aliased=ctx.watch is not None)
+        own = is_held_by_graph_alone(saved, keeper, aliased=ctx.watch is not None)
         logits, index, weight, *statistics = saved
         tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import nullcontext
+from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
 from sys import getrefcount
@@ -22,27 +23,39 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from storm_client.saved.versions import KeptTensor
 
-__all__ = ["are_kept", "is_held_by_graph_alone"]
+__all__ = ["Keeper", "is_held_by_graph_alone", "keeper_of"]
 
-_COMPILED = "Kept"
-"""What a KeptTensor is called where compiled code keeps it, which counts for as much."""
+
+class Keeper(Enum):
+    """What holds a tensor for autograd, as far as that decides what is counted."""
+
+    GRAPH = "autograd itself"
+    """Or hooks that nobody knows, which hold something that is never counted so."""
+    PYTHON = "KeptTensor"
+    COMPILED = "Kept"
+
 
 _use_count = torch._C._storage_Use_Count
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
-def are_kept(ctx: Any) -> bool:
-    """Tell, in a backward pass, whether an offload block keeps what was saved first, as it is.
+def keeper_of(ctx: Any) -> Keeper:
+    """Return, in a backward pass, what holds what was saved first.
 
-    Versions of PyTorch that do not say what hooks have made of it are answered for with no.
+    Of versions of PyTorch that do not say what hooks have made of it that is the graph.
     """
     saved = ctx._raw_saved_tensors[0]
     if getattr(saved, "unpack_hook", None) is None:
-        return False
-    return isinstance(saved.data, KeptTensor) or type(saved.data).__qualname__ == _COMPILED
+        return Keeper.GRAPH
+    if isinstance(saved.data, KeptTensor):
+        return Keeper.PYTHON
+    is_compiled = type(saved.data).__qualname__ == Keeper.COMPILED.value
+    return Keeper.COMPILED if is_compiled else Keeper.GRAPH
 
 
-def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False, aliased: bool = False) -> bool:
+def is_held_by_graph_alone(
+    saved: list[Any], keeper: Keeper = Keeper.GRAPH, *, aliased: bool = False
+) -> bool:
     """Tell, in a backward pass, whether the first tensor it has saved may be written to.
 
     That is so of a contiguous result of an operation, or a view of one, which nobody can read
@@ -52,7 +65,7 @@ def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False, aliased: boo
 
     Args:
         saved: `list(ctx.saved_tensors)`, which alone holds them; hooks may allow but one look.
-        kept: whether an offload block keeps it; other hooks may hold what nobody can count.
+        keeper: what holds it for the graph.
         aliased: whether not the result is saved but what `detach` has made of it.
     """
     if _keeps_graph is None or _keeps_graph():
@@ -63,7 +76,10 @@ def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False, aliased: boo
         or _is_lent(saved[0].untyped_storage())
     ):
         return False
-    return _counts(saved) in _counts_of_nobody_else(kept, aliased)
+    # Of a result compiled code makes a new alias at each look, as Python does. What no operation has
+    # made it holds as autograd itself does, Python by its object.
+    by_python = keeper is Keeper.PYTHON or (keeper is Keeper.COMPILED and not aliased)
+    return _counts(saved) in _counts_of_nobody_else(by_python, aliased)
 
 
 def _is_lent(storage: torch.UntypedStorage) -> bool:
@@ -104,7 +120,7 @@ class _Example(torch.autograd.Function):
 
 
 @lru_cache(maxsize=4)
-def _counts_of_nobody_else(kept: bool, aliased: bool) -> frozenset[tuple[int, ...]]:
+def _counts_of_nobody_else(by_python: bool, aliased: bool) -> frozenset[tuple[int, ...]]:
     """Return what is counted of a result, and of a view of one, that only the graph holds.
 
     Counted once, by example, since it differs among versions of PyTorch and Python; by a thread of
@@ -115,7 +131,7 @@ def _counts_of_nobody_else(kept: bool, aliased: bool) -> frozenset[tuple[int, ..
     def count() -> None:
         leaf = torch.ones(4, requires_grad=True)
         apply: Any = _Example.apply
-        with saved_tensors_hooks(KeptTensor.keeping, _token) if kept else nullcontext():
+        with saved_tensors_hooks(KeptTensor.keeping, _token) if by_python else nullcontext():
             for shape in ((4,), (2, 2)):
                 result = leaf * 2
                 alias = [result.detach()] if aliased else []

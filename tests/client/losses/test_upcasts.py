@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from storm_client.losses import in_blocks, upcasts
 from storm_client.losses.deferred import USE, Deferred
+from support.following import PATHS, follow_by
 from support.peak_memory import peak_bytes
 from support.same_bits import same, set_tiles
 from torch import Tensor, nn
@@ -423,3 +424,24 @@ def test_nothing_is_left_of_a_copy(offload: storm.Offload) -> None:
         assert not left
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_gradient_takes_the_memory_of_logits_that_a_block_keeps(
+    path: str, holds: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed, offload = follow_by(path, monkeypatch), client.offload(min_bytes=1024, budget=1.0)
+    places: list[int] = []
+    for _ in range(8):
+        x, target = make()
+        with offload:
+            logits = x * 2
+            loss = F.cross_entropy(logits.float(), target)
+        places = [logits.data_ptr()]
+        logits.register_hook(lambda gradient, found=places: found.append(gradient.data_ptr()))
+        if not holds:
+            del logits
+        loss.backward()
+    assert followed[-1] is (path == "compiled")
+    assert (places[0] == places[1]) is not holds
