@@ -106,8 +106,8 @@ std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
-  const bool is_subclass = watched.depth == 0 && is_of_subclass(call);
-  if (is_subclass || !is_of_operator(call)) return std::make_unique<PassedOver>(is_subclass);
+  if (!is_of_operator(call)) return std::make_unique<PassedOver>(false);
+  if (watched.depth == 0 && is_of_subclass(call)) return std::make_unique<PassedOver>(true);
   const int depth = ++watched.depth;
   if (depth == 1) {
     watched.casts = autocasting();
