@@ -112,6 +112,10 @@ class StepHooks:
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
         self._unpacking.begin(self._planned, self._trace)
 
+    def note_loss(self, plain_bytes: int) -> None:
+        """Note that a loss is computed in tiles which would have taken so much without them."""
+        self._planned.note_loss(plain_bytes)
+
     @property
     def mode(self) -> TorchFunctionMode | None:
         """What has to see PyTorch's functions in the block."""

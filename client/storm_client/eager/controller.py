@@ -235,6 +235,7 @@ class Planning:
         if record.count:  # not of a validation, which saves nothing
             self._recurrence.saw(is_new=signature is None or signature.seen == 1)
         if signature is not None:
+            signature.note_loss(record.plain_loss_bytes)
             self._ranks.ended(signature)
             if signature.seen == 1 and self._finer < FINEST:
                 self._look_finer(signature, least)

@@ -210,6 +210,7 @@ class PlanMaker:
             last_bytes=max(0, last - self.lacked_bytes),
             block_ends=signature.block_ends,
             used_between=_used_between(signature),
+            plain_loss_bytes=signature.root.plain_loss_bytes,
         )
 
     def _machine(self, signature: StepSignature) -> Machine:

@@ -139,6 +139,10 @@ class PlannedStep:
         self.record.handed_over += handed_over
         self.record.larger.update(larger)
 
+    def note_loss(self, plain_bytes: int) -> None:
+        """Note that a loss is computed in tiles which would have taken so much without them."""
+        self.record.plain_loss_bytes = max(self.record.plain_loss_bytes, plain_bytes)
+
     # --- trials -----------------------------------------------------------------------------
 
     def trial(self, number: int, nbytes: int) -> Trial | None:

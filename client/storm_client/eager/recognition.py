@@ -84,6 +84,8 @@ class StepRecord:
     """Bytes of what it has saved, each value as often as it was."""
     larger: dict[int, int] = field(default_factory=dict)
     """Bytes of the values that have more than is known."""
+    plain_loss_bytes: int = 0
+    """What a loss that it computes in tiles would take beyond that without."""
     _left: StepSignature | None = None
     """Whose script was left in the middle, so that some values were not looked at."""
     _position: int = 0

@@ -94,6 +94,8 @@ class StepSignature:
         """What its steps took."""
         self.link: LinkWatch = LinkWatch() if root is None else root.link
         """What its plan takes the link for."""
+        self.plain_loss_bytes = 0
+        """What the largest loss that its steps compute in tiles would take without these."""
         self._comparison: Comparison | None = None
         self._is_outdated = True
 
@@ -197,6 +199,13 @@ class StepSignature:
         self.times.grow(growth)
         if self._comparison is not None and growth * NEAR_LARGEST > 1.0:
             self._comparison.search.forget()
+
+    def note_loss(self, plain_bytes: int) -> None:
+        """Note what the loss of a step that was computed in tiles would have taken without."""
+        root = self.root
+        if plain_bytes > root.plain_loss_bytes:
+            root.plain_loss_bytes = plain_bytes
+            root.outdate()
 
     # --- plans ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from storm_client.hook_stack import untraced
+from storm_client.hook_stack import innermost, untraced
 from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.kernels import have_same_bits
@@ -153,8 +153,10 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
             loss = in_tiles(logits, target, options, None) if _PROVED.trusts(call) else None
     except (IndexError, TypeError, ValueError):
         return None
-    if loss is not None and halves is None:
-        learn(logits)
+    if loss is not None:
+        innermost().note_loss(call.plain_bytes(loss.dtype))
+        if halves is None:
+            learn(logits)
     return loss
 
 
@@ -180,6 +182,16 @@ class _Call(NamedTuple):
             reduction=reduction,
             label_smoothing=smoothing,
         )
+
+    def plain_bytes(self, computed: torch.dtype) -> int:
+        """Return what PyTorch's own loss takes at its fullest, less the logits that tiles save.
+
+        That is when its backward pass begins: what the softmax has made, its gradient, and that of
+        what it was given. A GPU's softmax casts by itself what autocast has it cast.
+        """
+        logits = self.logits
+        given = logits.dtype if logits.is_cuda and self.dtype is None else computed
+        return logits.numel() * (2 * computed.itemsize + given.itemsize) - logits.nbytes
 
     def first(self, rows: int) -> _Call:
         """Return the call with so many rows."""

@@ -70,6 +70,8 @@ class Problem:
     the number of the value whose making is undone. Empty where that is not known."""
     block_ends: frozenset[int] = frozenset()
     """Values that checkpointing would keep: others are recomputed from them, and not they."""
+    plain_loss_bytes: int = 0
+    """What PyTorch's own loss would take beyond what the step saves, where tiles compute it."""
 
     def may_recompute(self, value: Value) -> bool:
         """Tell whether a value may be recomputed, as far as its own operation goes."""

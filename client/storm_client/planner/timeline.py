@@ -14,7 +14,8 @@ other begins, is one more than the last. At each there are:
   backward pass their gradients, and those of the block before, which are reduced.
 
 Checkpointing keeps what its blocks are given and what no block makes, and recomputes all else that
-a block saves where its backward pass begins.
+a block saves where its backward pass begins. Its loss is PyTorch's own, where a plan's is computed
+in tiles.
 
 Memory that an operation needs while it runs is not counted, nor what is in flight: no plan decides
 about the one, and of the other `in_flight.py` knows the limit.
@@ -93,7 +94,9 @@ def checkpointed(problem: Problem) -> Timeline:
     ends = sorted(problem.block_ends)
     kept = kept_by_checkpointing(problem)
     recomputed = set(range(len(problem.values))) - kept
-    return _timeline(problem, kept, recomputed, lambda number: ends[bisect_left(ends, number)])
+    found = _timeline(problem, kept, recomputed, lambda number: ends[bisect_left(ends, number)])
+    found.backward[-1] += problem.plain_loss_bytes
+    return found
 
 
 def kept_by_checkpointing(problem: Problem) -> frozenset[int]:

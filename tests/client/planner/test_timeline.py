@@ -11,6 +11,7 @@ import storm_client as storm
 import torch
 from bench.saved_models import MODELS
 from storm_bench.zoo.models import Workload
+from storm_client.losses.deferred import USE
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Problem
@@ -18,7 +19,9 @@ from storm_client.planner.solver import choose
 from storm_client.planner.timeline import Timeline, checkpointed, kept_by_checkpointing, planned
 from support.peak_memory import peak_bytes
 from support.planning import alike_blocks, value
+from support.same_bits import set_tiles
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 KEEP = Keep("budget")
@@ -174,6 +177,34 @@ def test_it_is_what_steps_take(client: storm.Client, name: str) -> None:
         block = work.model.get_submodule(layer)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     work.model.zero_grad()
+    assert_near(checkpointed(problem), work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_checkpointing_a_loss_takes_what_pytorchs_own_does(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The recorded step computes it in tiles, of logits that models cast to float32."""
+    set_tiles(monkeypatch, 1 << 16)
+    monkeypatch.setattr(USE, "differentiates_twice", False)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(64, 64) for _ in range(4)), nn.Linear(64, 4096)).to(dtype)
+    x, target = torch.randn(256, 64, dtype=dtype), torch.randint(4096, (256,))
+
+    def loss(net: nn.Module) -> Tensor:
+        return functional.cross_entropy(net(x).float(), target)
+
+    work = Workload(model, loss, None)
+    offload = client.offload(model, min_bytes=1024)
+    for _ in range(5):
+        train(work, offload)
+    signature = offload._planning._signatures.latest
+    assert signature is not None
+    problem = offload._planning.maker.problem(signature)
+    assert problem.plain_loss_bytes == 256 * 4096 * (3 * 4 - dtype.itemsize)
+    model.zero_grad()
+    for block in model[:4]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     assert_near(checkpointed(problem), work)
 
 
