@@ -76,8 +76,8 @@ def is_held_by_graph_alone(
         or _is_lent(saved[0].untyped_storage())
     ):
         return False
-    # Of a result compiled code makes a new alias at each look, as Python does. What no operation has
-    # made it holds as autograd itself does, Python by its object.
+    # Of a result compiled code makes a new alias at each look, as Python does. What no operation
+    # has made it holds as autograd itself does, Python by its object.
     by_python = keeper is Keeper.PYTHON or (keeper is Keeper.COMPILED and not aliased)
     return _counts(saved) in _counts_of_nobody_else(by_python, aliased)
 

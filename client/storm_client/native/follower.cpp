@@ -433,6 +433,19 @@ bool is_known(Follower& follower, const at::Tensor& tensor) {
   return !follower.next().is_new && follower.values.look_up(follower.next(), tensor) != nullptr;
 }
 
+// Whether a tensor is a parameter or a view of one.
+bool is_of_parameter(PyObject* object, const at::Tensor& tensor) {
+  const auto is_one = [](PyObject* one) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(one)) == parameter_type();
+  };
+  const at::Tensor& base = base_of(tensor);
+  if (&base == &tensor || !base.is_leaf()) return is_one(object);
+  return is_one(expected(THPVariable_Wrap(base)).get());
+}
+
+// Whether the graph holds a tensor for another reason than to add up its gradient.
+bool is_no_leaf(const at::Tensor& tensor) { return !tensor.requires_grad() || tensor.grad_fn(); }
+
 // The order of questions is that of `StepHooks._pack` and `Policy.decide`.
 Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
@@ -449,9 +462,11 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
   if (fits && (is_kept || is_result(tensor)) && !follower.owned->has(storage)) {
     return pack_result(follower, object, tensor);
   }
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_type() ||
-      follower.owned->has(storage)) {
+  if (follower.owned->has(storage) || is_of_parameter(object, tensor)) {
     return stay(follower, tensor, follower.parameter_row);
+  }
+  if (stored < follower.least && is_no_leaf(tensor) && !c10::isQIntType(tensor.scalar_type())) {
+    return stay(follower, tensor, follower.small_row);  // a view of what is small
   }
   if (fits && event.what == What::KEEP && !event.matters && stored <= event.most &&
       !tensor.requires_grad()) {

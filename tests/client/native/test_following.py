@@ -998,7 +998,7 @@ def test_steps_with_recomputation_are_followed_by_compiled_code(
 ) -> None:
     replay_all(monkeypatch)
     offload = client.offload(min_bytes=256)
-    for _ in range(SETTLED_STEPS):
+    for _ in range(2 * SETTLED_STEPS):  # a GPU times no pass while a value is tried
         CASES[name](lambda: offload, device)
     assert compiled[-1]
     assert not compiled.left, offload.plan
