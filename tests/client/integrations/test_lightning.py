@@ -153,7 +153,7 @@ def test_evaluation_is_left_alone(client: storm.Client, tmp_path: Path) -> None:
     counted = []
     for batches in (0, 4):
         net = Net()
-        callback = OffloadCallback(client=client, min_bytes=MIN_BYTES)
+        callback = OffloadCallback(client=client, min_bytes=MIN_BYTES, replay=False)
         trainer = fit(net, tmp_path, callback, limit_val_batches=batches, max_epochs=1)
         assert len(net.grad_in_validation) == (0 if not batches else batches + 2)
         trainer.validate(net, rows(), verbose=False)

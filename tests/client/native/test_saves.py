@@ -43,6 +43,6 @@ def test_views_of_what_is_small_and_of_parameters_stay_without_python(
             loss = (y @ weight.t()).sin().square().sum()
         loss.backward()
     assert followed[-1]
-    assert handed_over == []
+    assert not {angles.unsqueeze(0).shape, weight.t().shape} & set(handed_over)
     assert offload.stats().skipped["parameter"] >= STEPS
     assert offload.stats().skipped["small"] >= STEPS
