@@ -120,7 +120,11 @@ class PlanMaker:
         comparison, device = signature.comparison, signature.clock or _HOST
         if signature.followed is None or (comparison and not comparison.search.is_settled):
             return False
-        return signature.link.calls(machine_of(device).link_by(self._link_of_late(device)))
+        plan = signature.followed.shown
+        return signature.link.calls(
+            machine_of(device).link_by(self._link_of_late(device)),
+            is_used=plan is None or plan.link_seconds > 0.0,
+        )
 
     # --- with other ranks -------------------------------------------------------------------
 

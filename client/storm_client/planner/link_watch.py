@@ -42,12 +42,15 @@ class LinkWatch:
         """Note that a plan is made for a link that takes so many seconds a byte."""
         self._planned = link
 
-    def calls(self, link: float) -> bool:
-        """Count a step that follows the plan; tell whether another is to be made for that link."""
+    def calls(self, link: float, *, is_used: bool) -> bool:
+        """Count a step that follows the plan; tell whether another is to be made for that link.
+
+        A plan that sends nothing is not made anew for a link that has become slower.
+        """
         self._steps += 1
         if self._planned is None or self._steps < self._least_steps:
             return False
-        if not has_changed(self._planned, link):
+        if not has_changed(self._planned, link) or not (is_used or link < self._planned):
             return False
         self._planned, self._steps = link, 0
         self._least_steps = min(2 * self._least_steps, MOST_STEPS)

@@ -14,7 +14,8 @@ def watch() -> LinkWatch:
 
 
 def steps_until_called(watch: LinkWatch, link: float, most: int = 2 * MOST_STEPS) -> int | None:
-    return next((step for step in range(1, most) if watch.calls(link)), None)
+    calls = (step for step in range(1, most) if watch.calls(link, is_used=True))
+    return next(calls, None)
 
 
 @pytest.mark.parametrize("link", [0.81, 1.0, 1.24])
@@ -36,3 +37,9 @@ def test_a_link_that_never_rests_has_few_plans_made(watch: LinkWatch) -> None:
 
 def test_without_a_plan_there_is_none_to_be_made_anew() -> None:
     assert steps_until_called(LinkWatch(), 1.0) is None
+
+
+def test_what_sends_nothing_minds_no_slower_link(watch: LinkWatch) -> None:
+    calls = [watch.calls(2.0, is_used=False) for _ in range(2 * FIRST_STEPS)]
+    assert not any(calls)
+    assert watch.calls(0.5, is_used=False)
