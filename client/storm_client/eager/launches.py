@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -37,12 +38,13 @@ _TRITON: Final = "triton.runtime.jit"
 _CONSTANT: Final = "constexpr"
 """What Triton says in the place of a type of what it has compiled into a kernel."""
 
-_NUMBERS: Final = (bool, int, float)
+_NUMBERS: Final = frozenset((bool, int, float))
 
 _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides in elements, dtype and device of a tensor in memory of its own."""
 
 _current_node = torch._C._current_autograd_node
+_device_of = attrgetter("device")
 
 
 class Kernel:
@@ -172,19 +174,17 @@ class LaunchWatch:
     def _tell(self, kernel: Kernel, bound: Mapping[str, Any], grid: Sequence[int]) -> None:
         if not kernel.is_known:
             return
-        arguments = list(bound.values())
-        tensors, made, numbers = (
-            [arguments[at] for at in places]
-            for places in (kernel.reads, kernel.writes, kernel.numbers)
-        )
+        at = list(bound.values()).__getitem__
+        tensors, made = list(map(at, kernel.reads)), list(map(at, kernel.writes))
+        numbers = tuple(map(at, kernel.numbers))
         memory = [getattr(one, "base", one) for one in made]  # Triton's `reinterpret` wraps tensors
         written = [one for one in memory if isinstance(one, torch.Tensor)]
-        are_new = [self.watcher.take(tensor) for tensor in written]
-        are_values = all(type(number) in _NUMBERS for number in numbers)
+        are_new = list(map(self.watcher.take, written))
+        are_values = _NUMBERS.issuperset(map(type, numbers))
         if kernel.is_pure and made and all(are_new) and are_values and _are_together(tensors, made):
             layouts = tuple(map(_layout, made))
             size = (*map(int, grid), 1, 1)[:3]
-            how = {"grid": size, "numbers": tuple(numbers), "layouts": layouts}
+            how = {"grid": size, "numbers": numbers, "layouts": layouts}
             self._sink.launched(Launch(kernel, tensors, how, made))
             return
         for tensor, is_new in zip(written, are_new, strict=True):
@@ -260,9 +260,8 @@ def _are_together(tensors: Sequence[Any], made: Sequence[Any]) -> bool:
     Triton takes any object that has a pointer to memory.
     """
     all_of_them = (*tensors, *made)
-    if not tensors or not all(isinstance(one, torch.Tensor) for one in all_of_them):
-        return False
-    return len({one.device for one in all_of_them}) == 1
+    are_tensors = [isinstance(one, torch.Tensor) for one in all_of_them]
+    return bool(tensors) and all(are_tensors) and len(set(map(_device_of, all_of_them))) == 1
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:

@@ -215,6 +215,7 @@ class PlanMaker:
             block_ends=signature.block_ends,
             used_between=_used_between(signature),
             plain_loss_bytes=signature.root.plain_loss_bytes,
+            lacked_bytes=self.lacked_bytes,
         )
 
     def _machine(self, signature: StepSignature) -> Machine:

@@ -33,11 +33,11 @@ as many for themselves, their softmax and its gradient, and once for the gradien
 def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     """Return a choice that keeps what pays most, so much that the step is as full as checkpointed.
 
-    It keeps as many bytes as checkpointing its blocks in any case, and no more if it is not known
-    what there is at each moment.
+    It keeps as many bytes as checkpointing its blocks in any case, less what devices have lacked,
+    and no more if it is not known what there is at each moment.
     """
     solver = Solver(problem, machine)
-    best = solver.choose(problem.checkpointed_bytes)
+    best = solver.choose(max(0, problem.checkpointed_bytes - problem.lacked_bytes))
     if not _is_known(problem):
         return best
     most = checkpointed(problem)
@@ -68,10 +68,10 @@ def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
     """Return how many bytes more may be kept at each moment, to be never fuller than `most`."""
     decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
     stored = [value.nbytes for value, one, cost in decided if cost and isinstance(one, Offload)]
-    flying = in_flight_bytes(stored)
+    left = in_flight_bytes(stored) + problem.lacked_bytes
     room = planned(problem, choice.decisions).room_below(most)
     room[-1] -= _outside_bytes(problem)
-    return [nbytes - flying for nbytes in room]
+    return [nbytes - left for nbytes in room]
 
 
 def _outside_bytes(problem: Problem) -> int:

@@ -72,6 +72,8 @@ class Problem:
     """Values that checkpointing would keep: others are recomputed from them, and not they."""
     plain_loss_bytes: int = 0
     """What PyTorch's own loss would take beyond what the step saves, where tiles compute it."""
+    lacked_bytes: int = 0
+    """What devices have lacked so far, and is left free."""
 
     def may_recompute(self, value: Value) -> bool:
         """Tell whether a value may be recomputed, as far as its own operation goes."""

@@ -44,6 +44,9 @@ class Figures:
     """Bytes that may be kept; None where as few as possible are to."""
     steps: tuple[Seconds, ...] = ()
     """What steps took, by each of the plans that were followed since the latest decision."""
+    plain_loss_bytes: int = 0
+    lacked_bytes: int = 0
+    """As a problem has them: the least and the most."""
 
     @classmethod
     def of(
@@ -64,6 +67,8 @@ class Figures:
             machine,
             room,
             tuple(map(tuple, steps)),
+            problem.plain_loss_bytes,
+            problem.lacked_bytes,
         )
 
     @classmethod
@@ -87,6 +92,8 @@ class Figures:
             _slowest_machine([one.machine for one in ranks]),
             min(rooms, default=None),
             tuple(map(_slowest_steps, plans)),
+            min(one.plain_loss_bytes for one in ranks),
+            max(one.lacked_bytes for one in ranks),
         )
 
     def put_into(self, problem: Problem) -> Problem:
@@ -99,6 +106,8 @@ class Figures:
             forward_seconds=self.forward_seconds,
             turn_seconds=self.turn_seconds,
             last_bytes=self.last_bytes,
+            plain_loss_bytes=self.plain_loss_bytes,
+            lacked_bytes=self.lacked_bytes,
         )
 
     def to_text(self) -> str:

@@ -103,6 +103,17 @@ def test_what_pytorchs_own_loss_would_take_is_room_for_a_step_with_a_loss_in_til
     assert before < kept_bytes(tiled, found) <= before + 300 * MIB
 
 
+@pytest.mark.parametrize("lacked", [100, 500, 5000])
+def test_what_devices_have_lacked_is_left_free(lacked: int) -> None:
+    problem = replace(step(12), plain_loss_bytes=600 * MIB)
+    before = choose_below_checkpointing(problem, CUDA)
+    found = choose_below_checkpointing(replace(problem, lacked_bytes=lacked * MIB), CUDA)
+    least = choose(problem, CUDA, budget_bytes=0)
+    full, less, lowest = (planned(problem, one.decisions).fullest for one in (before, found, least))
+    assert less <= max(full - lacked * MIB, lowest)
+    assert less < full
+
+
 def test_room_is_left_for_a_loss_outside_of_the_block() -> None:
     problem = step(12)
     logits = replace(problem.values[-1], uses=0)

@@ -17,7 +17,7 @@ VALUES = tuple(
     Value(number, 1 << 20, torch.float32, (512, 512), "gelu", seconds=0.25, uses=1)
     for number in range(2)
 )
-PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100)
+PROBLEM = Problem(VALUES, {1: "it draws"}, forward_seconds=0.5, last_bytes=100, plain_loss_bytes=20)
 ONE = Figures.of(PROBLEM, CUDA, 1 << 30, [[0.1, 0.2, 0.3], [0.5]])
 OTHER = replace(
     ONE,
@@ -29,7 +29,9 @@ OTHER = replace(
     rejected={0: "its bits differ"},
     machine=replace(CUDA.with_link(LinkFigures(limit=1.0)), bandwidth=1.0, hides=False),
     room=1 << 20,
+    plain_loss_bytes=10,
     steps=((0.2, 0.1, None, None),),
+    lacked_bytes=30,
 )
 
 
@@ -48,6 +50,7 @@ def test_the_slowest_of_each_figure_is_taken_in_any_order() -> None:
         assert slowest.last_bytes == 50
         assert slowest.rejected == {0: "its bits differ", 1: "it draws"}
         assert slowest.room == 1 << 20
+        assert (slowest.plain_loss_bytes, slowest.lacked_bytes) == (10, 30)
         first, second = slowest.steps
         assert first == (0.2, 0.2, 0.3, None), "None is of a smaller step"
         assert second == (0.5,), "of a plan that one rank has not followed yet"
@@ -68,6 +71,7 @@ def test_a_problem_has_the_slowest_figures() -> None:
     assert [value.seconds for value in problem.values] == [0.5, 0.125]
     assert [value.nbytes for value in problem.values] == [1 << 19, 1 << 21]
     assert (problem.forward_seconds, problem.last_bytes) == (0.75, 50)
+    assert (problem.plain_loss_bytes, problem.lacked_bytes) == (10, 30)
     assert problem.rejected == {0: "its bits differ"}
 
 
