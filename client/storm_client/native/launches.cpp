@@ -162,6 +162,8 @@ PyTypeObject launches_type() {
 
 PyTypeObject LaunchesType = launches::launches_type();
 
+bool looks_for_new_memory() { return !launches::thread.on.empty(); }
+
 PyObject* launch_listener() {
   const auto& on = launches::thread.on;
   PyObject* listener = on.empty() ? nullptr : on.back()->launches.listener;

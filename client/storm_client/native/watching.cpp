@@ -1,5 +1,7 @@
 #include "watching.h"
 
+#include "launches.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/core/ivalue_inl.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -67,9 +69,10 @@ bool is_of_subclass(const at::RecordFunction& call) {
 
 constexpr int SEVERAL = 3;
 
-// Whether nobody else is told of this thread's calls, as a profiler would be.
+// Whether nobody but this module is told of this thread's calls, as a profiler would be.
 bool are_alone() {
-  return at::get_record_function_tls_().sorted_tls_callbacks_.size() == 1 &&
+  const size_t own = looks_for_new_memory() ? 2 : 1;
+  return at::get_record_function_tls_().sorted_tls_callbacks_.size() == own &&
          !at::hasGlobalCallbacks();
 }
 
