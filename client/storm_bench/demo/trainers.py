@@ -1,17 +1,23 @@
 """Runs the demo's trainers as processes, all at once, and follows their steps.
 
-When `run_trainers` returns or raises, none of its processes is left.
+When `run_trainers` returns or raises, none of its processes is left. A thread reads what each says:
+asyncio waits for ever for a process whose start it was interrupted in, before Python 3.12.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from queue import Empty, Queue
+from tempfile import TemporaryFile
+from threading import Thread
+from time import monotonic
+from typing import IO, Any, Final
 
 from storm_bench.child_daemon import tail
 from stormd.errors import ChildFailed
@@ -22,8 +28,6 @@ OnStep = Callable[[int, int, float], None]
 """Called with a trainer's index, the number of its steps done and the last loss."""
 
 _MODULE: Final = "storm_bench.demo.trainer"
-_LINE_BYTES: Final = 1 << 20
-
 _MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
 """Every large tensor gets a mapping of its own, of huge pages, which free returns at once.
 
@@ -58,57 +62,89 @@ def run_trainers(commands: list[list[str]], on_step: OnStep, timeout: float) -> 
     Raises:
         ChildFailed: a trainer failed or the time is over; the others have been ended.
     """
-    return asyncio.run(_run_all(commands, on_step, timeout))
+    end, lines = monotonic() + timeout, Queue[_Line]()
+    with ExitStack() as ended:
+        trainers = [
+            ended.enter_context(_running(index, arguments, lines))
+            for index, arguments in enumerate(commands)
+        ]
+        running = len(trainers)
+        while running:
+            try:
+                index, line = lines.get(timeout=max(0.0, end - monotonic()))
+            except Empty:
+                raise ChildFailed(f"the trainers took longer than {timeout:g} s") from None
+            if line is None:
+                trainers[index].check()
+                running -= 1
+            else:
+                trainers[index].reports(line, on_step)
+        return [one.trained for one in trainers]
 
 
-async def _run_all(commands: list[list[str]], on_step: OnStep, seconds: float) -> list[Trained]:
-    try:
-        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_run_one(index, command, on_step))
-                for index, command in enumerate(commands)
-            ]
-    except TimeoutError:
-        raise ChildFailed(f"the trainers took longer than {seconds:g} s") from None
-    except BaseExceptionGroup as group_error:
-        raise group_error.exceptions[0] from None
-    return [task.result() for task in tasks]
+_Line = tuple[int, str | None]
+"""A trainer's index and what it has said; None is its end."""
 
 
-async def _run_one(index: int, arguments: list[str], on_step: OnStep) -> Trained:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", _MODULE, *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        limit=_LINE_BYTES,
-        env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
-    )
-    try:
-        assert process.stderr is not None
-        complaints = asyncio.ensure_future(process.stderr.read())
-        trained = await _follow(index, process, on_step)
-        if await process.wait() != 0:
-            text = tail((await complaints).decode(errors="replace"))
-            raise ChildFailed(f"trainer {index} ended with status {process.returncode}: {text}")
-        return trained
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+@dataclass(frozen=True)
+class _Trainer:
+    index: int
+    process: subprocess.Popen[str]
+    complaints: IO[str]
+    """Its standard error."""
+    trained: Trained = field(default_factory=Trained)
 
-
-async def _follow(index: int, process: asyncio.subprocess.Process, on_step: OnStep) -> Trained:
-    assert process.stdout is not None
-    trained = Trained()
-    async for line in process.stdout:
-        report = json.loads(line)
+    def reports(self, line: str, on_step: OnStep) -> None:
+        """Take down what it has said."""
+        report, trained = json.loads(line), self.trained
         if report.pop("event") == "step":
             step = Step(report["loss"], report["gradients"], report["seconds"])
             trained.steps.append(step)
-            on_step(index, len(trained.steps), step.loss)
+            on_step(self.index, len(trained.steps), step.loss)
         else:
             trained.peak_bytes = report["peak_bytes"]
             trained.device_peak_bytes = report["device_peak_bytes"]
             trained.stats = report["stats"]
-    return trained
+
+    def check(self) -> None:
+        """Wait for its end, which it has begun.
+
+        Raises:
+            ChildFailed: it has failed.
+        """
+        status = self.process.wait()
+        if status != 0:
+            self.complaints.seek(0)
+            text = tail(self.complaints.read())
+            raise ChildFailed(f"trainer {self.index} ended with status {status}: {text}")
+
+
+@contextmanager
+def _running(index: int, arguments: list[str], lines: Queue[_Line]) -> Iterator[_Trainer]:
+    """Have a trainer run, whose lines come to the queue, and end it."""
+    with (
+        TemporaryFile("w+", errors="replace") as complaints,
+        subprocess.Popen(  # noqa: S603 - our own module and flags
+            [sys.executable, "-m", _MODULE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
+            text=True,
+        ) as process,
+    ):
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.put((index, line))
+            lines.put((index, None))
+
+        reader = Thread(target=read, name=f"trainer-{index}", daemon=True)
+        try:
+            reader.start()
+            yield _Trainer(index, process, complaints)
+        finally:
+            process.kill()
+            if reader.ident is not None:  # else its start was interrupted
+                reader.join()
