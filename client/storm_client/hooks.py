@@ -113,7 +113,7 @@ class StepHooks:
         self._unpacking.begin(self._planned, self._trace)
 
     def note_loss(self, plain_bytes: int) -> None:
-        """Note that a loss is computed in tiles which would have taken so much without them."""
+        """Note what PyTorch's own loss would take beyond one that is computed in tiles."""
         self._planned.note_loss(plain_bytes)
 
     @property

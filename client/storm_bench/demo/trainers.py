@@ -1,7 +1,7 @@
 """Runs the demo's trainers as processes, all at once, and follows their steps.
 
 When `run_trainers` returns or raises, none of its processes is left. A thread reads what each says:
-asyncio waits for ever for a process whose start it was interrupted in, before Python 3.12.
+the asyncio of Python 3.11 may wait for ever for a process whose start was interrupted.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class PlannedStep:
         self.record.larger.update(larger)
 
     def note_loss(self, plain_bytes: int) -> None:
-        """Note that a loss is computed in tiles which would have taken so much without them."""
+        """Note what PyTorch's own loss would take beyond one that is computed in tiles."""
         self.record.plain_loss_bytes = max(self.record.plain_loss_bytes, plain_bytes)
 
     # --- trials -----------------------------------------------------------------------------

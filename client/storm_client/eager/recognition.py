@@ -85,7 +85,7 @@ class StepRecord:
     larger: dict[int, int] = field(default_factory=dict)
     """Bytes of the values that have more than is known."""
     plain_loss_bytes: int = 0
-    """What a loss that it computes in tiles would take beyond that without."""
+    """What PyTorch's own loss would take beyond the one that it computes in tiles; see Problem."""
     _left: StepSignature | None = None
     """Whose script was left in the middle, so that some values were not looked at."""
     _position: int = 0

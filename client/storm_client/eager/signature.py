@@ -95,7 +95,7 @@ class StepSignature:
         self.link: LinkWatch = LinkWatch() if root is None else root.link
         """What its plan takes the link for."""
         self.plain_loss_bytes = 0
-        """What the largest loss that its steps compute in tiles would take without these."""
+        """The most of what its steps have noted of that; see Problem."""
         self._comparison: Comparison | None = None
         self._is_outdated = True
 
@@ -201,7 +201,7 @@ class StepSignature:
             self._comparison.search.forget()
 
     def note_loss(self, plain_bytes: int) -> None:
-        """Note what the loss of a step that was computed in tiles would have taken without."""
+        """Note what PyTorch's own loss would take beyond the one that a step computes in tiles."""
         root = self.root
         if plain_bytes > root.plain_loss_bytes:
             root.plain_loss_bytes = plain_bytes

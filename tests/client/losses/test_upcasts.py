@@ -427,14 +427,20 @@ def test_nothing_is_left_of_a_copy(offload: storm.Offload) -> None:
 
 
 @pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_gradient_takes_the_memory_of_logits_that_a_block_keeps(
-    path: str, holds: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    dtype: torch.dtype,
+    holds: bool,
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of those in float32 `float()` is no copy."""
     followed, offload = follow_by(path, monkeypatch), client.offload(min_bytes=1024, budget=1.0)
     places: list[int] = []
     for _ in range(8):
-        x, target = make()
+        x, target = make(dtype)
         with offload:
             logits = x * 2
             loss = F.cross_entropy(logits.float(), target)
