@@ -47,7 +47,6 @@ _HEADER: Final = struct.Struct("<8sIIQ")  # magic, format, checksum of the rest,
 _EPOCH: Final = struct.Struct("<IQ")  # format and epoch, as the checksum covers them
 _HEAD: Final = struct.Struct("<QIIIHxx")  # sequence, checksum, next cell, bytes in all, kind
 _COVERED: Final = struct.Struct("<QIIH")  # the same without the checksum, as it covers them
-_SEQUENCE: Final = struct.Struct("<Q")
 _NEXT: Final = struct.Struct("<I")
 _NEXT_AT: Final = 12
 _ROOM: Final = CELL_BYTES - _HEAD.size
@@ -55,7 +54,9 @@ _FIRST: Final = PAGE_BYTES // CELL_BYTES
 _MOST_BYTES: Final = 1 << 24
 """Of one record: a cached tensor in half a million parts."""
 
-_ERASED: Final = _SEQUENCE.pack(0)
+_ERASED: Final = bytes(_NEXT_AT)
+"""In the place of sequence and checksum: with the checksum alone a later record that is cut off
+could be taken for the one that was here, if it has the same sequence."""
 
 
 class JournalUnusable(Exception):
@@ -145,7 +146,7 @@ class Journal:
     def erase(self, cell: int) -> None:
         """Take a record away. Each once; what it told of may be used for other things then."""
         at = cell * CELL_BYTES
-        self._memory[at : at + _SEQUENCE.size] = _ERASED
+        self._memory[at : at + len(_ERASED)] = _ERASED
         if cell in self._chains:
             self._free += self._chains.pop(cell)
         self._free.append(cell)
@@ -207,6 +208,9 @@ class Journal:
                 self._chains[one.cell] = cells
                 taken.update(cells)
         self._free = [cell for cell in range(self._fresh - 1, _FIRST - 1, -1) if cell not in taken]
+        for cell in self._free:  # of what was cut off by the end of another process
+            at = cell * CELL_BYTES
+            self._memory[at : at + len(_ERASED)] = _ERASED
         self._sequence = found[-1].sequence if found else 0
         return found
 

@@ -115,6 +115,29 @@ def test_a_damaged_header_is_refused(journal: Journal) -> None:
         Journal.open(journal.descriptor)
 
 
+@pytest.mark.parametrize("erased", [8, 12, None])
+def test_an_erased_record_is_not_taken_for_one_that_is_cut_off(
+    journal: Journal, erased: int | None
+) -> None:
+    """Another process counts from what it finds, so both have one sequence. `erased` bytes of the
+    first record's begin were erased when its process ended; all of it for None."""
+    cell = journal.write(1, b"")
+    begin = cell * CELL_BYTES
+    if erased is None:
+        journal.erase(cell)
+    else:
+        os.pwrite(journal.descriptor, bytes(erased), begin)
+    other, found = reopened(journal)
+    assert found == []
+    before = os.pread(journal.descriptor, begin + CELL_BYTES, 0)
+    assert other.write(1, b"\0") == cell
+    after = os.pread(journal.descriptor, begin + CELL_BYTES, 0)
+    other.close()
+    for split in range(begin, begin + CELL_BYTES + 1):
+        for mixed in (after[:split] + before[split:], before[:split] + after[split:]):
+            assert found_in(mixed) in ([], [(1, b"\0")])
+
+
 class Crashes(RuleBasedStateMachine):
     """After each operation another process reads; and what one finds that was cut off in its midst.
 
