@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from stormd.config import Config
 from stormd.handover import Handover
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import Space, slack_of
+from stormd.memory.numa import near_gpus, prefer_node
 from stormd.spill.records import WORKER_BYTES
+from stormd.workers.plan import served_uuids
 
 __all__ = [
     "adopted_spaces",
@@ -18,7 +21,10 @@ __all__ = [
     "bytes_beside_pool",
     "cache_part_bytes",
     "limits_of",
+    "near_gpu",
 ]
+
+_T = TypeVar("_T")
 
 REST_BYTES: Final = 32 << 20
 """What the process grows by from there on: buffers of sockets, its own state, libraries that load
@@ -30,6 +36,16 @@ def bytes_beside_pool(config: Config) -> int:
     scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
     movers = config.spill_threads * WORKER_BYTES if config.spill_path else 0
     return REST_BYTES + scratch + movers + config.staging_bytes_cpu + config.message_bytes
+
+
+def near_gpu(config: Config, make: Callable[[], _T]) -> _T:
+    """Return what `make` makes, of memory near the GPU that these settings have be served.
+
+    This thread and those it starts take memory from there from now on. Of GPUs that are near
+    different nodes none is preferred.
+    """
+    prefer_node(near_gpus(range(len(served_uuids(config)))))
+    return make()
 
 
 def _spaces(config: Config) -> list[Space]:

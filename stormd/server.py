@@ -44,6 +44,7 @@ from stormd.provision import (
     bytes_beside_pool,
     cache_part_bytes,
     limits_of,
+    near_gpu,
 )
 from stormd.settings import reloaded
 from stormd.spill.opening import OpenTier, open_tier
@@ -337,7 +338,7 @@ class Server:
             first = budget.first
             granted = budget.claim(first)
             assert granted == first, "others leave the first bytes"
-        self._pool = await asyncio.to_thread(
+        make = partial(
             HostPool,
             config.host_bytes,
             first=first,
@@ -347,6 +348,9 @@ class Server:
             on_progress=self._on_progress,
             is_stopped=self._stopping.is_set,
         )
+        if self._worker is None:  # its process is there already
+            make = partial(near_gpu, config, make)
+        self._pool = await asyncio.to_thread(make)
         self._cleanup.callback(self._pool.close)
         if not kept:
             for space in spaces:

@@ -79,13 +79,13 @@ def plan_workers(config: Config) -> list[Plan]:
         return []
     is_alone = config.resumable or config.exit_with_last_client
     if config.workers == "auto" and is_alone:
-        if config.resumable and len(_uuids(config)) > 1:
+        if config.resumable and len(served_uuids(config)) > 1:
             log.warning(
                 "one process serves all devices: what is stored can outlive no worker; set "
                 "resumable off for a worker each"
             )
         return []
-    uuids = _uuids(config)
+    uuids = served_uuids(config)
     count = len(uuids) if config.workers == "auto" else int(config.workers)
     if count < 2:
         return []
@@ -155,7 +155,8 @@ def fields_of(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
-def _uuids(config: Config) -> list[str]:
+def served_uuids(config: Config) -> list[str]:
+    """Return the UUIDs of the GPUs that these settings have be served, by ordinal."""
     if config.device == "cpu":
         return []
     try:

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from stormd import provision
+from stormd.config import Config
 from stormd.memory import numa
 from stormd.memory.numa import NO_NODE, near_gpus, nodes_cpus, prefer_node
 
@@ -67,3 +71,21 @@ def test_where_the_policy_is_refused_the_process_stays_near_the_node(
     monkeypatch.setattr(numa, "nodes_cpus", lambda node: {10_000})
     assert prefer_node(1) == NO_NODE
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_pool_is_made_near_the_gpu_that_is_served(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that touches its memory."""
+    chosen: list[tuple[int, int]] = []
+    driver = SimpleNamespace(device_uuids=lambda: ["one"])
+    monkeypatch.setitem(sys.modules, "storm_kernels.cuda_driver", driver)
+    monkeypatch.setattr(provision, "near_gpus", lambda gpus: 3 if list(gpus) == [0] else NO_NODE)
+    monkeypatch.setattr(
+        provision, "prefer_node", lambda node: chosen.append((node, threading.get_ident()))
+    )
+    config = Config(device=device)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(provision.near_gpu, config, threading.get_ident).result()
+    assert chosen == [(3 if device == "cuda" else NO_NODE, made)]

@@ -21,7 +21,9 @@ MIB = 1 << 20
 
 def planned(monkeypatch: pytest.MonkeyPatch, gpus: int, **settings: object) -> list[Plan]:
     uuids = [f"gpu-{n}" for n in range(gpus)]
-    monkeypatch.setattr(plan, "_uuids", lambda config: [] if config.device == "cpu" else uuids)
+    monkeypatch.setattr(
+        plan, "served_uuids", lambda config: [] if config.device == "cpu" else uuids
+    )
     return plan_workers(Config(**settings))  # type: ignore[arg-type]
 
 
