@@ -28,6 +28,7 @@ MODELS: Final = {
     "bert": "BERT, width 1024, 16 layers",
     "convnext": "ConvNeXt-B, 96 images",
     "ranks": "Llama 8B, 6 layers, 8,192 tokens a rank",
+    "split": "Llama, half of its layers on each of two GPUs",
 }
 """What is trained, as tables name it."""
 

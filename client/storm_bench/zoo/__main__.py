@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument("--warm-ups", type=int, default=70, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=10, help="those behind them, which do")
     parser.add_argument("--ranks", choices=("ddp", "fsdp"), default="", help="under torchrun")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="of a rank's batch, of the model named ranks"
+    )
     parser.add_argument("--plan", action="store_true", help="print the plan to standard error")
     parser.add_argument("--small", action="store_true", help="narrow and short, to try it")
     args = parser.parse_args()
@@ -42,7 +45,7 @@ def main() -> None:
         model=args.model,
         method=args.method,
         budget=args.budget,
-        size=Size(device, args.small),
+        size=Size(device, args.small, args.tokens),
         warm_ups=args.warm_ups,
         steps=args.steps,
         ranks=args.ranks,

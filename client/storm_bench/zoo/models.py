@@ -27,6 +27,8 @@ class Size:
 
     device: torch.device
     is_small: bool
+    tokens: int = 8192
+    """Of the batch of a rank."""
 
     def of(self, whole: int, small: int) -> int:
         """Return one of them."""
@@ -174,13 +176,27 @@ def _make_ranks(size: Size) -> Workload:
     """Return layers in the proportions of Llama 8B, with a batch a rank."""
     model = _llama(
         size,
+        max_position_embeddings=max(8192, size.tokens),
         hidden_size=size.of(4096, 256),
         intermediate_size=size.of(14336, 896),
         num_hidden_layers=size.of(6, 2),
         num_attention_heads=32,
         num_key_value_heads=8,
     )
-    return _of_tokens(size, model.bfloat16(), 1, 8192)
+    return _of_tokens(size, model.bfloat16(), 1, size.tokens)
+
+
+def _make_split(size: Size) -> Workload:
+    """Return a Llama whose first layers are on one GPU and whose last ones are on another."""
+    model = _llama(size).bfloat16()
+    if not size.is_small:
+        if torch.cuda.device_count() < 2:
+            raise Unavailable(f"it needs two GPUs, and here are {torch.cuda.device_count()}")
+        half = len(model.model.layers) // 2
+        places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+        places |= {f"model.layers.{n}": int(n >= half) for n in range(2 * half)}
+        model = import_module("accelerate").dispatch_model(model, device_map=places)
+    return _of_tokens(size, model, 2, 4096)
 
 
 WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
@@ -196,5 +212,6 @@ WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
     "bert": _make_bert,
     "convnext": lambda size: _of_images(size, "convnext_base", "convnext_atto", 96),
     "ranks": _make_ranks,
+    "split": _make_split,
 }
 """Each raises ImportError or Unavailable where it cannot be made here."""

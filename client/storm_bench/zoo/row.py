@@ -79,6 +79,7 @@ class _Training:
         method.change(model)
         self._model = _of_ranks(trial.ranks, model) if trial.ranks else model
         self._context = method.enter(self._model, trial.budget)
+        self._devices = {one.device for one in self._model.parameters()}
         trained = [one for one in self._model.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=self._is_on_gpu)
         is_scaled = self._workload.autocast == torch.float16
@@ -92,7 +93,8 @@ class _Training:
         """Train, and return the figures of the steps that count."""
         trial = self._trial
         on_the_way = [self._step(number)[0] for number in range(trial.warm_ups)]
-        reset_peak(self._device)
+        for device in self._devices:
+            reset_peak(device)
         before = self._counts()
         found = [self._step(trial.warm_ups + number) for number in range(trial.steps)]
         counted = [seconds for seconds, _ in found]
@@ -122,7 +124,8 @@ class _Training:
 
     def _now(self) -> float:
         if self._is_on_gpu:
-            torch.cuda.synchronize(self._device)
+            for device in self._devices:
+                torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -130,16 +133,18 @@ class _Training:
         return torch.autocast(self._device.type, dtype) if dtype else nullcontext()
 
     def _memory(self) -> dict[str, Any]:
-        peak = peak_bytes(self._device)
+        """Return figures of the device whose peak is highest."""
+        device = max(self._devices, key=peak_bytes)
+        peak = peak_bytes(device)
         if not self._is_on_gpu:
             return {"peak_gib": round(peak / _GIB, 2)}
-        beyond = torch.cuda.max_memory_reserved(self._device) - peak
-        free, total = torch.cuda.mem_get_info(self._device)
+        beyond = torch.cuda.max_memory_reserved(device) - peak
+        free, total = torch.cuda.mem_get_info(device)
         return {
             "peak_gib": round(peak / _GIB, 2),
             "beyond_gib": round(beyond / _GIB, 2),
             "held_gib": round((total - free) / _GIB, 2),
-            "device": torch.cuda.get_device_name(self._device),
+            "device": torch.cuda.get_device_name(device),
         }
 
     def _counts(self) -> tuple[int, int]:
