@@ -340,7 +340,10 @@ def main() -> None:
             bench.add("failed", error=str(error))
     print(*table(devices, bench.rates), sep="\n")
     versions = package_versions(("torch", "cupy-cuda13x", "cuda-bindings", "pyzmq", "uvloop"))
-    machine = describe() | {"command": " ".join(["python tests/bench/node.py", *sys.argv[1:]]), "versions": versions}
+    machine = describe() | {
+        "command": " ".join(["python tests/bench/node.py", *sys.argv[1:]]),
+        "versions": versions,
+    }
     result = {"machine": machine, "mps": mps_is_on(options.device), "rows": bench.rows}
     options.json.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(any("error" in row for row in bench.rows))
