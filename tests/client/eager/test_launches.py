@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import sub
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,9 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 ROWS, WIDTH = 16, 64
 STEPS = 8
+
+MOST_CALLS = 15
+"""Of Python's, for a launch that is watched, beside those without."""
 
 
 @jit("*fp32 *fp32 *fp32 *fp32 i32 fp32 constexpr", reads="x w", writes="y scale")
@@ -218,6 +222,10 @@ def saved_before(x: Tensor, w: Tensor) -> Tensor:
     return before + turned(y).square()
 
 
+def roped_layer(x: Tensor, w: Tensor) -> Tensor:
+    return a_layer(roped(x, w), w)
+
+
 def several(x: Tensor, w: Tensor) -> Tensor:
     for _ in range(3):
         y = torch.tanh(x @ w)
@@ -240,8 +248,8 @@ def followed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return followed
 
 
-def step(context: Context, forward: Forward) -> list[Tensor]:
-    x, w = seeded("cpu", ROWS, WIDTH, seed=1), seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
+def step(context: Context, forward: Forward, rows: int = ROWS) -> list[Tensor]:
+    x, w = seeded("cpu", rows, WIDTH, seed=1), seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
     with context():
         loss = forward(x, w).mean()
     loss.backward()
@@ -249,9 +257,9 @@ def step(context: Context, forward: Forward) -> list[Tensor]:
     return [loss.detach(), w.grad]
 
 
-def trained(client: storm.Client, forward: Forward) -> storm.Offload:
+def trained(client: storm.Client, forward: Forward, **options: Any) -> storm.Offload:
     """Train for some steps, and compare each with one without offload."""
-    offload = client.offload(min_bytes=256)
+    offload = client.offload(min_bytes=256, **options)
     expected = step(nullcontext, forward)
     for _ in range(STEPS):
         assert_identical(step(lambda: offload, forward), expected)
@@ -323,10 +331,10 @@ def test_what_was_in_memory_before_is_not_made_again(
         "fresh",
         "read",
         "two",
-        "a-single",
+        "half",
         "mixed",
-        "filled",
-        "several",
+        "put",
+        "many",
     ],
 )
 def test_what_is_written_in_place_is_recomputed_by_both_operations(
@@ -342,6 +350,145 @@ def test_what_is_written_in_place_is_recomputed_by_both_operations(
     assert "other bits" not in str(offload.plan)
     assert followed[-1] == followed.may_be_compiled
     assert not followed.left
+
+
+def test_one_launch_makes_all_that_it_has_written_to_again(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    offload = trained(client, roped_layer)
+    before = rope.compiled.launches
+    step(lambda: offload, roped_layer)
+    assert rope.compiled.launches == before + 2
+
+
+def turned_parameter(x: Tensor, w: Tensor) -> Tensor:
+    turn[(1,)](w.detach(), seeded("cpu", *w.shape), WIDTH)
+    return x @ w
+
+
+def turned_input(x: Tensor, w: Tensor) -> Tensor:
+    turn[(1,)](x, seeded("cpu", *x.shape), WIDTH)
+    return (x @ w).square()
+
+
+def roped_together(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    q, k = Roped.apply(y, y, seeded("cpu", *y.shape))
+    return q * k  # type: ignore[no-any-return]
+
+
+def roped_with_given(x: Tensor, w: Tensor) -> Tensor:
+    given = seeded("cpu", *x.shape, seed=3)
+    return Roped.apply(x @ w, given, seeded("cpu", *x.shape))[0].square()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        turned_parameter,
+        turned_input,
+        saved_before,
+        roped_together,
+        roped_with_given,
+        lambda x, w: turned((x @ w)[:4]).square(),
+        lambda x, w: turned(turned((x @ w)[:4])).square(),
+    ],
+    ids=["parameter", "input", "saved", "same", "given", "part", "parts"],
+)
+@pytest.mark.parametrize("behind", [lambda y, _: y, a_layer], ids=["alone", "layer"])
+def test_what_is_written_in_place_to_other_memory_is_another_value(
+    forward: Forward,
+    behind: Forward,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    offload = trained(client, lambda x, w: behind(forward(x, w), w))
+    assert not decisions(offload, "turn") | decisions(offload, "rope")
+    assert not followed.left
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"verify": "always"}, {"budget": 0.5}, {"budget": "least"}, {"replay": False}],
+    ids=["verified", "half", "least", "without"],
+)
+@pytest.mark.parametrize("is_free", [True, False], ids=["all", "planned"])
+def test_what_is_written_in_place_has_the_same_bits_by_any_plan(
+    options: dict[str, Any],
+    is_free: bool,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_free:
+        replay_all(monkeypatch)
+    trained(client, several, **options)
+
+
+def test_batches_of_any_length_are_written_to_in_place(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256)
+    for rows in (16, 24, 8, 16, 12, 20, 24, 16, 10, 22):
+        expected = step(nullcontext, several, rows)
+        assert_identical(step(lambda: offload, several, rows), expected)
+    assert decisions(offload, "rope") == {"replay"}, offload.plan
+    assert any(followed) == followed.may_be_compiled
+    assert not followed.left
+
+
+def test_steps_that_write_in_place_elsewhere_have_their_own_bits(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is known to be done, others may do it to more, to less, or to what is saved."""
+    replay_all(monkeypatch)
+
+    def more(x: Tensor, w: Tensor) -> Tensor:
+        return a_layer(turned(turned(roped(x, w) + 1)), w)
+
+    def saved(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        before = y.square()
+        return a_layer(Roped.apply(y, x @ w.t(), seeded("cpu", *x.shape))[1] * before, w)
+
+    offload, less = trained(client, roped_layer), a_layer
+    for one in (more, roped_layer, less, saved, roped_layer, more, several, saved, saved, less):
+        assert_identical(step(lambda: offload, one), step(nullcontext, one))
+
+
+def test_a_watched_launch_takes_the_training_thread_few_calls(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = follow_by("compiled", monkeypatch)
+    replay_all(monkeypatch)
+    offload = trained(client, roped_layer)
+    launch = JITFunction.__getitem__
+    counts: list[int] = []
+
+    def counted(self: JITFunction, grid: Any) -> Callable[..., Any]:
+        def launched(*arguments: Any, **options: Any) -> None:
+            events: list[str] = []
+            sys.setprofile(lambda _, event, __: events.append(event))
+            try:
+                launch(self, grid)(*arguments, **options)
+            finally:
+                sys.setprofile(None)
+            counts.append(events.count("call") + events.count("c_call"))
+
+        return launched
+
+    monkeypatch.setattr(JITFunction, "__getitem__", counted)
+    step(nullcontext, roped_layer)
+    count = len(counts)
+    step(lambda: offload, roped_layer)
+    assert followed[-1]
+    plain, watched = counts[:count], counts[count : 2 * count]  # what follows is recomputed
+    assert count == 5
+    assert max(map(sub, watched, plain)) <= MOST_CALLS
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["written", "read"])
