@@ -51,7 +51,7 @@ class RecordedValue:
     inputs: tuple[int, ...] = ()
     """Numbers of the large values among its arguments."""
     over: tuple[int, ...] = ()
-    """Numbers of those that its operation has written over, first that in whose memory it is: gone
+    """Numbers of those that its operation has written over, first of what was in its memory: gone
     since, they can only be recomputed."""
     uses: int = 0
     """How often it was saved."""

@@ -145,9 +145,7 @@ class Recorder(Watching):
         if recording is None:
             return
         if self._is_watching() and not _is_captured(launch.made):
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # what is done for the note is no part of the step
+            with torch._C.DisableTorchFunction():  # what the note takes is no part of the step
                 self._launched(recording, launch)
             return
         for tensor in launch.tensors[: launch.over]:

@@ -557,7 +557,7 @@ def _is_like(expected: Expected, function: Function, output: torch.Tensor) -> bo
 
 
 def _over(call: Call, output: torch.Tensor, inputs: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of what a call has written over, first that of which the output is."""
+    """Return the numbers of what a call has written over, first of what was the output before."""
     over = inputs[: len(call.former) or 1]
     own = [n for n, one in zip(over, call.tensors(), strict=False) if one is output]
     return tuple(dict.fromkeys((*own, *over)))
