@@ -383,6 +383,12 @@ def roped_with_given(x: Tensor, w: Tensor) -> Tensor:
     return Roped.apply(x @ w, given, seeded("cpu", *x.shape))[0].square()  # type: ignore[no-any-return]
 
 
+def split_given(x: Tensor, w: Tensor) -> Tensor:
+    y = (x @ w).tanh()
+    made, _ = Split.apply(seeded("cpu", *x.shape, seed=3), x)
+    return (y * made).square()
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -391,10 +397,11 @@ def roped_with_given(x: Tensor, w: Tensor) -> Tensor:
         saved_before,
         roped_together,
         roped_with_given,
+        split_given,
         lambda x, w: turned((x @ w)[:4]).square(),
         lambda x, w: turned(turned((x @ w)[:4])).square(),
     ],
-    ids=["parameter", "input", "saved", "same", "given", "part", "parts"],
+    ids=["parameter", "input", "saved", "same", "given", "mixed", "part", "parts"],
 )
 @pytest.mark.parametrize("behind", [lambda y, _: y, a_layer], ids=["alone", "layer"])
 def test_what_is_written_in_place_to_other_memory_is_another_value(
@@ -406,7 +413,9 @@ def test_what_is_written_in_place_to_other_memory_is_another_value(
 ) -> None:
     replay_all(monkeypatch)
     offload = trained(client, lambda x, w: behind(forward(x, w), w))
-    assert not decisions(offload, "turn") | decisions(offload, "rope")
+    for kernel in ("turn", "rope", "split"):
+        assert not decisions(offload, kernel)
+    assert followed[-1] == followed.may_be_compiled
     assert not followed.left
 
 
