@@ -196,6 +196,14 @@ bool is_number(PyObject* one) {
   return PyBool_Check(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one);
 }
 
+// What a kernel is called with besides tensors to make the same again.
+Ref options_of(PyObject* grid, const Ref& numbers, const Ref& layouts) {
+  Ref size = size_of(grid);
+  Ref fixed = expected(PyList_AsTuple(numbers.get())), lies = expected(PyList_AsTuple(layouts.get()));
+  return expected(Py_BuildValue("{sOsOsO}", "grid", size.get(), "numbers", fixed.get(), "layouts",
+                                lies.get()));
+}
+
 void call(PyObject* sink, const char* method, const Ref& arguments) {
   Ref bound = expected(PyObject_GetAttrString(sink, method));
   expected(PyObject_Call(bound.get(), arguments.get(), nullptr));
@@ -243,10 +251,7 @@ PyObject* tell(PyObject* self, PyObject* arguments) {
     append(numbers, one);
   });
   if (is_operation && PyList_GET_SIZE(made.get()) > 0 && PyList_GET_SIZE(tensors.get()) > 0) {
-    Ref size = size_of(grid);
-    Ref fixed = expected(PyList_AsTuple(numbers.get())), lies = expected(PyList_AsTuple(layouts.get()));
-    Ref options = expected(Py_BuildValue("{sOsOsO}", "grid", size.get(), "numbers", fixed.get(),
-                                         "layouts", lies.get()));
+    Ref options = options_of(grid, numbers, layouts);
     call(sink.get(), "launched", expected(Py_BuildValue("OOOOn", kernel, tensors.get(), options.get(),
                                                         made.get(), over)));
     Py_RETURN_NONE;
