@@ -62,6 +62,7 @@ class JITFunction:
     def __init__(
         self, function: Callable[..., None], types: dict[str, str], reads: str, writes: str
     ) -> None:
+        self.of = function
         self.compiled = Compiled(function, types, ttir(types, reads, writes))
         self._signature = inspect.signature(function)
 

@@ -15,6 +15,7 @@ from storm_client.eager.recompute import Input, Recipe
 from storm_client.eager.sources import Source
 
 if TYPE_CHECKING:
+    from storm_client.eager.values import Seen
     from storm_client.native import _follow
 
 __all__ = ["Call", "is_plain", "name_of", "outputs_of", "replaced", "tensors_among"]
@@ -31,7 +32,7 @@ _VALUES = (
 class Call:
     """A function that has been run on its arguments."""
 
-    __slots__ = ("_draw", "_tensors", "arguments", "function", "options", "recipe")
+    __slots__ = ("_draw", "_tensors", "arguments", "former", "function", "options", "recipe")
 
     def __init__(
         self,
@@ -39,9 +40,14 @@ class Call:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         draw: _follow.Draw | None = None,
+        former: Sequence[Seen | None] = (),
     ) -> None:
-        """`draw` is what it has drawn of random numbers; None for none."""
+        """`draw` is what it has drawn of random numbers; None for none.
+
+        `former` is what a launch has written over, its first tensors: None where that is not known.
+        """
         self._draw = draw
+        self.former = former
         self.function = function
         self.arguments = arguments
         self.options = options

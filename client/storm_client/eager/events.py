@@ -50,8 +50,9 @@ class RecordedValue:
     is_expensive: bool = False
     inputs: tuple[int, ...] = ()
     """Numbers of the large values among its arguments."""
-    over: int = -1
-    """Number of the one that it was written over: gone since, it can only be recomputed."""
+    over: tuple[int, ...] = ()
+    """Numbers of those that its operation has written over, first of what was in its memory: gone
+    since, they can only be recomputed."""
     uses: int = 0
     """How often it was saved."""
     parameter_bytes: int = 0
@@ -122,7 +123,7 @@ def values_of(events: list[Event], known: list[RecordedValue]) -> list[RecordedV
     numbers = chain.from_iterable((number, *inputs) for _, number, _, inputs in events)
     count = max(numbers, default=-1) + 1
     values = [
-        replace(value, operation="", is_expensive=False, inputs=(), over=-1, uses=0)
+        replace(value, operation="", is_expensive=False, inputs=(), over=(), uses=0)
         for value in known[:count]
     ]
     for what, number, *_ in events:

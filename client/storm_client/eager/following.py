@@ -206,5 +206,5 @@ def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
     dtype = expected.value.dtype
     random = may_draw(expected.what)
     depends = expected.what.depends if isinstance(expected.what, Byproduct) else 0
-    overwrites = expected.value.over >= 0 and not depends
+    overwrites = bool(expected.value.over) and not depends
     return (*head, does, dtype, simple, random, expected.leaves, overwrites, depends, inputs)

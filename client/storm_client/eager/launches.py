@@ -2,12 +2,16 @@
 
 What such a function reads is open-ended, so it is not run again. A launch of a kernel reads nothing
 but what it is given: memory, numbers, a grid, and what was compiled. So it is an operation like
-PyTorch's, where it writes to nothing but memory that was allocated in this step, and that nobody
-has written to before. To run it again is to allocate as much and to launch the same compiled kernel
-with the same grid and numbers: nothing is chosen or compiled anew.
+PyTorch's, where all that it writes to is one of these:
 
-A launch that writes to other memory gives that other bytes, which no version counts. It is told,
-so that nothing is recomputed from what was there before.
+- memory that was allocated in this step, and that nobody has written to before;
+- all of the memory of a tensor, in place: that is one of its inputs, as it was before.
+
+To run it again is to allocate as much, or to make the inputs again in memory of their own, and to
+launch the same compiled kernel with the same grid and numbers: nothing is chosen or compiled anew.
+
+No version counts what a launch writes. So one in place is told even where it is no operation:
+nothing is recomputed from what was there before.
 
 Launches are seen in `JITFunction.run`, below heuristics and autotuning, which is exchanged while a
 block is on that wants to know of them. Which memory is new only compiled code can tell, which sees
@@ -20,7 +24,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -38,13 +41,10 @@ _TRITON: Final = "triton.runtime.jit"
 _CONSTANT: Final = "constexpr"
 """What Triton says in the place of a type of what it has compiled into a kernel."""
 
-_NUMBERS: Final = frozenset((bool, int, float))
-
 _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides in elements, dtype and device of a tensor in memory of its own."""
 
 _current_node = torch._C._current_autograd_node
-_device_of = attrgetter("device")
 
 
 class Kernel:
@@ -58,50 +58,50 @@ class Kernel:
         """What was compiled into it, in the order of its parameters, and None for all others."""
         self.reads: tuple[int, ...] = ()
         self.writes: tuple[int, ...] = ()
+        """None of them where it is not known what it writes to."""
+        self.updates: tuple[int, ...] = ()
+        """Which of those it writes to it may read as well."""
         self.numbers: tuple[int, ...] = ()
-        """Places among its arguments."""
-        self.is_known = self._find_accesses(bound)
-        """Whether it is known which of its arguments it writes to."""
-        self.is_pure = self.is_known and not set(self.reads) & set(self.writes)
-        """Whether it reads none of what it writes."""
+        """All are places among its arguments, of which each has one."""
+        self._find_accesses(bound)
 
-    def _find_accesses(self, bound: Mapping[str, Any]) -> bool:
+    def _find_accesses(self, bound: Mapping[str, Any]) -> None:
         compiled, names = self._compiled, list(bound)
         types: Mapping[str, str] = getattr(getattr(compiled, "src", None), "signature", {})
         text = getattr(compiled, "asm", {}).get("ttir")
         if list(types) != names or not isinstance(text, str) or _has_scratch(compiled):
-            return False
+            return
         given = [at for at, name in enumerate(names) if types[name] != _CONSTANT]
         accesses = accesses_of(text)
         if accesses is None or accesses.taken != len(given):
-            return False
+            return
         pointers = {given[at] for at in accesses.pointers}
         if pointers != {at for at in given if types[names[at]].startswith("*")}:
-            return False
+            return
+        self.reads = tuple(given[at] for at in sorted(accesses.pointers - accesses.written))
         self.writes = tuple(given[at] for at in sorted(accesses.written))
-        only_written = accesses.written - accesses.read
-        self.reads = tuple(given[at] for at in sorted(accesses.pointers - only_written))
+        self.updates = tuple(given[at] for at in sorted(accesses.written & accesses.read))
         self.numbers = tuple(at for at in given if at not in pointers)
         self._arguments = [one if types[name] == _CONSTANT else None for name, one in bound.items()]
-        return True
 
     def __call__(
         self,
         *tensors: torch.Tensor,
         grid: tuple[int, int, int],
         numbers: Sequence[float],
-        layouts: Sequence[_Layout],
+        layouts: Sequence[_Layout | None],
     ) -> list[torch.Tensor]:
-        """Launch it; return what it writes, in new memory with these layouts."""
+        """Launch it; return what it writes: new memory with a layout each, or one of the `tensors`.
+
+        They are those that it writes to in place, which have no layout, and then those it reads.
+        """
+        rest = iter(tensors)
         with torch._C.DisableTorchFunction():
-            made = [
-                torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                for shape, strides, dtype, device in layouts
-            ]
+            made = [next(rest) if one is None else _allocated(*one) for one in layouts]
         arguments = self._arguments.copy()
-        for places, values in (self.reads, tensors), (self.numbers, numbers), (self.writes, made):
-            for at, value in zip(places, values, strict=True):
-                arguments[at] = value
+        places = *self.writes, *self.reads, *self.numbers
+        for at, value in zip(places, (*made, *rest, *numbers), strict=True):
+            arguments[at] = value
         with _on(made[0].device):
             self._compiled[grid](*arguments)
         return made
@@ -112,17 +112,20 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     tensors: list[torch.Tensor]
-    """What it has read."""
+    """What it has written to in place, and then what it has read."""
     options: dict[str, Any]
     """What else the kernel is called with to make the same again."""
     made: list[torch.Tensor]
+    over: int
+    """How many it has written to in place."""
 
 
 class LaunchSink(Protocol):
     """Who is told of the launches of a thread."""
 
-    def launched(self, launch: Launch) -> None:
-        """Note what a launch has made."""
+    @property
+    def launched(self) -> Callable[..., None]:
+        """Notes what a launch has made, of which it is given all that a `Launch` has."""
         ...
 
     def overwritten(self, tensor: torch.Tensor) -> None:
@@ -135,10 +138,9 @@ class LaunchWatch:
 
     def __init__(self, follow: Native, sink: LaunchSink) -> None:
         """`follow` is the compiled module."""
-        self.watcher: _follow.Launches = follow.Launches(self._run)
+        self.watcher: _follow.Launches = follow.Launches(self._run, sink)
         """Knows new memory, and is to be on while the block is."""
         self._listener = follow.launch_listener
-        self._sink = sink
 
     def begin(self) -> None:
         """Have launches be told to who listens in their thread."""
@@ -168,28 +170,8 @@ class LaunchWatch:
 
         compiled = run(function, *arguments, **{**options, "grid": note})
         if len(noted) == 1 and compiled is not None and _current_node() is None:
-            self._tell(_kernel_of(compiled, noted[0][0]), *noted[0])
+            self.watcher.tell(_kernel_of(compiled, noted[0][0]), *noted[0])
         return compiled
-
-    def _tell(self, kernel: Kernel, bound: Mapping[str, Any], grid: Sequence[int]) -> None:
-        if not kernel.is_known:
-            return
-        at = list(bound.values()).__getitem__
-        tensors, made = list(map(at, kernel.reads)), list(map(at, kernel.writes))
-        numbers = tuple(map(at, kernel.numbers))
-        memory = [getattr(one, "base", one) for one in made]  # Triton's `reinterpret` wraps tensors
-        written = [one for one in memory if isinstance(one, torch.Tensor)]
-        are_new = list(map(self.watcher.take, written))
-        are_values = _NUMBERS.issuperset(map(type, numbers))
-        if kernel.is_pure and made and all(are_new) and are_values and _are_together(tensors, made):
-            layouts = tuple(map(_layout, made))
-            size = (*map(int, grid), 1, 1)[:3]
-            how = {"grid": size, "numbers": numbers, "layouts": layouts}
-            self._sink.launched(Launch(kernel, tensors, how, made))
-            return
-        for tensor, is_new in zip(written, are_new, strict=True):
-            if not is_new:
-                self._sink.overwritten(tensor)
 
 
 def watch_launches(follow: Native | None, sink: LaunchSink) -> LaunchWatch | None:
@@ -254,18 +236,10 @@ def _has_scratch(compiled: Any) -> bool:
     return any(getattr(compiled.metadata, size, 0) for size in sizes)
 
 
-def _are_together(tensors: Sequence[Any], made: Sequence[Any]) -> bool:
-    """Tell whether all are tensors of one device, of which one is read at least.
-
-    Triton takes any object that has a pointer to memory.
-    """
-    all_of_them = (*tensors, *made)
-    are_tensors = [isinstance(one, torch.Tensor) for one in all_of_them]
-    return bool(tensors) and all(are_tensors) and len(set(map(_device_of, all_of_them))) == 1
-
-
-def _layout(tensor: torch.Tensor) -> _Layout:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+def _allocated(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -304,18 +305,20 @@ class PlanMaker:
 def planned_values(values: Iterable[RecordedValue]) -> tuple[Value, ...]:
     """Return what the planner is told of a step's values.
 
-    One that was written over another is made from the other's inputs, by both operations.
+    One that was written over another is made from the other's inputs, by both operations. What else
+    its operation has written over is recomputed for another result, and takes no time here.
     """
     found: list[Value] = []
     for recorded in values:
         value = recorded.planned()
-        if recorded.over >= 0:
-            before = found[recorded.over]
+        if recorded.over:
+            former = [found[number] for number in recorded.over]
+            before, others = former[0], (n for n in value.inputs if n not in recorded.over)
             are_timed = before.seconds and value.seconds
             value = replace(
                 value,
-                inputs=(*before.inputs, *value.inputs[1:]),
-                is_expensive=before.is_expensive,
+                inputs=(*chain.from_iterable(one.inputs for one in former), *others),
+                is_expensive=value.is_expensive or before.is_expensive,
                 seconds=before.seconds + value.seconds if are_timed else 0.0,
             )
         found.append(value)

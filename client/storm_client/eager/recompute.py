@@ -9,6 +9,7 @@ What is made is held for as long as somebody is expected to ask for it once more
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -54,6 +55,7 @@ class Recipe:
         "_function",
         "_options",
         "_settings",
+        "results",
     )
 
     def __init__(
@@ -68,6 +70,8 @@ class Recipe:
 
         `draw` is what it has drawn of random numbers; None for none.
         """
+        self.results: list[tuple[weakref.ref[Result], int]] = []
+        """Those that are one of several that it makes, with their places."""
         self._draw = draw
         self._function = function
         self._arguments = arguments
@@ -191,6 +195,7 @@ class Result:
     """One storage that a recipe makes. The lock of its step protects it."""
 
     __slots__ = (
+        "__weakref__",
         "_device",
         "_given",
         "_left",
@@ -231,6 +236,8 @@ class Result:
         """Give the tensor up: it is the output `index` of `recipe`, or all of it."""
         self._recipe = recipe, index
         self.original = None
+        if index is not None:
+            recipe.results.append((weakref.ref(self), index))
 
     def expect_use(self) -> None:
         """Note that somebody else will ask for it."""
@@ -309,11 +316,21 @@ class Result:
 
     def _run(self, recipe: Recipe, index: int | None) -> torch.Tensor:
         made = recipe.run()
+        for known, place in recipe.results:
+            other = known()
+            if other is not None and other is not self:
+                other._offered(made[place])
         tensor: torch.Tensor = made if index is None else made[index]
         nbytes = tensor.untyped_storage().nbytes()
         if not self._view.describes(tensor) or nbytes != self.nbytes:
             raise lost("layout", (tensor, nbytes, self.nbytes))
         return tensor
+
+    def _offered(self, made: torch.Tensor) -> None:
+        """Remember what was made with another result, if somebody will ask for it."""
+        if self._left > 0 and self._memo is None and self._view.describes(made):
+            self._memo = made, _stream(self._device)
+            self._given.clear()
 
 
 class Replayed:

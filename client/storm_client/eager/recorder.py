@@ -139,13 +139,17 @@ class Recorder(Watching):
             timing = self._operations.of(byproduct, arguments, options, kept, draw=draw)
         recording.ran(byproduct, arguments, options, kept, timing, draw=draw)
 
-    def launched(self, launch: Launch) -> None:
+    def launched(self, *told: Any) -> None:
         """Note what a launch of a kernel has made, unless it is part of another function's call."""
-        recording = self._recording
-        if recording is None or not self._is_watching() or _is_captured(launch.made):
+        recording, launch = self._recording, Launch(*told)
+        if recording is None:
             return
-        with torch._C.DisableTorchFunction():  # what is done for the note is no part of the step
-            self._launched(recording, launch)
+        if self._is_watching() and not _is_captured(launch.made):
+            with torch._C.DisableTorchFunction():  # what the note takes is no part of the step
+                self._launched(recording, launch)
+            return
+        for tensor in launch.tensors[: launch.over]:
+            self.overwritten(tensor)
 
     def _launched(self, recording: Recording, launch: Launch) -> None:
         timing: Callable[[], float] | None = None

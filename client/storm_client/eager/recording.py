@@ -241,7 +241,7 @@ class Recording:
             seen.result = Result(made, seen.pin, self.pins)
             seen.result.original = made.detach()  # its recipe is not known yet
         node = made.grad_fn
-        if is_first and node is not None and node.name() == _CAST:
+        if is_first and node is not None and node.name() == _CAST and not seen.value.over:
             is_new = node._sequence_nr() >= self._first_number
             self._casts.append(_Cast(seen, node, is_new, made.dtype))
 
@@ -303,7 +303,8 @@ class Recording:
         self.step.has_launches = True
         if self._calls is not None:
             self._calls.launched(launch)
-        call = Call(launch.kernel, launch.tensors, launch.options)
+        former = list(map(self.overwritten, launch.tensors[: launch.over]))
+        call = Call(launch.kernel, launch.tensors, launch.options, former=former)
         self._happened(call, launch.made, timing)
 
     def _note_hidden(self, returned: Any = None) -> None:
@@ -327,13 +328,16 @@ class Recording:
                 timing = self._times.of(function, arguments, {}, made)
             self._happened(Call(function, arguments, {}), made, timing)
 
-    def overwritten(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor's memory has got other bytes, which no version tells."""
-        if is_plain(tensor):
-            storage = tensor.untyped_storage()
-            self.step.has_launches = True
-            self._values.overwritten(storage)
-            self.ready.pop(storage._cdata, None)
+    def overwritten(self, tensor: torch.Tensor) -> Seen | None:
+        """Note that a tensor's memory has got other bytes, which no version tells.
+
+        Returns what it was, if a launch may have made another value of that.
+        """
+        if not is_plain(tensor):
+            return None
+        self.step.has_launches = True
+        self.ready.pop(tensor.untyped_storage()._cdata, None)
+        return self._values.overwritten(tensor)
 
     def _happened(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
         """Go along the script if that expects what a call has made, or note it."""
@@ -368,7 +372,7 @@ class Recording:
             value.is_expensive = call.function in EXPENSIVE or call.is_launch
             value.is_result |= call.is_launch or is_in_function()
             value.inputs, value.timing = numbers_of(found), timing
-            value.over = value.inputs[0] if found is not inputs else -1
+            value.over = () if found is inputs else _over(call, output, value.inputs)
             self._values.reads_parameters(value, call.tensors())
             event = (call.function, seen.number, value.dtype, value.inputs)
             if isinstance(step.happened(event, storage.nbytes()), Replay):
@@ -513,10 +517,10 @@ class Recording:
         Where that is not known to be a value, the call was no event when the script was learned.
         """
         expected = self.step.expected
-        if not isinstance(expected.decision, Replay) or not call.overwrites(output):
+        if not isinstance(expected.decision, Replay):
             return False
-        before = self._values.before(call.arguments[0])
-        return before is None or before.number != expected.value.over
+        former, over = self._values.former(call, output), expected.value.over
+        return any(before is None or before.number not in over for before in former)
 
     def _walks_by_cast(self, expected: Expected, call: Call) -> bool:
         """Tell whether autocast has made the value that the script expects."""
@@ -537,7 +541,8 @@ class Recording:
     def _could_make_again(self, storage: torch.UntypedStorage, call: Call) -> bool:
         """Tell whether a call has made memory of its own, of what changes are counted of."""
         is_sound = call.is_fixed() and all(map(self._values.is_sound, call.tensors()))
-        return is_sound and not call.takes(storage)
+        are_made = all(before is not None and before.value.operation for before in call.former)
+        return is_sound and are_made and not call.takes(storage)
 
     def _leave_script(self) -> None:
         """Go on by looking at everything: the step has left its script."""
@@ -549,6 +554,13 @@ def _is_like(expected: Expected, function: Function, output: torch.Tensor) -> bo
     """Tell whether what a function has made can be the value that a script expects."""
     value = expected.value
     return expected.what is function and value.dtype is output.dtype
+
+
+def _over(call: Call, output: torch.Tensor, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of what a call has written over, first of what was the output before."""
+    over = inputs[: len(call.former) or 1]
+    own = [n for n, one in zip(over, call.tensors(), strict=False) if one is output]
+    return tuple(dict.fromkeys((*own, *over)))
 
 
 def _is_node_of(node: object, tensor: torch.Tensor) -> bool:

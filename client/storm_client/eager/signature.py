@@ -286,7 +286,7 @@ class StepSignature:
             saved = (event for event in self.events if event[0] is SAVED)
             events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
             values = [
-                replace(self.values[old], number=new, inputs=(), over=-1)
+                replace(self.values[old], number=new, inputs=(), over=())
                 for old, new in numbers.items()
             ]
             self._without_functions = StepSignature(events, values, root=self)
@@ -316,8 +316,9 @@ def _with_overwritten(values: list[RecordedValue], decisions: list[Decision]) ->
     """Return decisions by which is recomputed, too, what the recomputed were written over."""
     decisions = list(decisions)
     for value in reversed(values):
-        if value.over >= 0 and isinstance(decisions[value.number], Replay):
-            decisions[value.over] = REPLAY
+        if isinstance(decisions[value.number], Replay):
+            for number in value.over:
+                decisions[number] = REPLAY
     return decisions
 
 

@@ -166,13 +166,24 @@ class Values:
             seen = seen.before  # what was made was saved within the call
         return seen if seen is not None and seen.version + 1 == tensor._version else None
 
-    def overwritten(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has another value from now on, which no version tells."""
-        seen = self._seen.pop(storage._cdata, None)
-        if seen is not None:
-            seen.is_overwritten = True
-            if seen.result is not None:
-                seen.result.is_overwritten = True
+    def overwritten(self, tensor: torch.Tensor) -> Seen | None:
+        """Note that a tensor's storage has another value from now on, which no version tells.
+
+        Returns what it was; None if that is not known, or saved: autograd reads it as it is now.
+        """
+        seen = self._seen.pop(tensor.untyped_storage()._cdata, None)
+        if seen is None:
+            return None
+        seen.is_overwritten = True
+        if seen.result is not None:
+            seen.result.is_overwritten = True
+        return seen if seen.version == tensor._version and not seen.value.is_saved else None
+
+    def former(self, call: Call, output: torch.Tensor) -> Sequence[Seen | None]:
+        """Return what a call has written over to make an output, its first tensors."""
+        if call.former or not call.overwrites(output):
+            return call.former
+        return [self.before(call.arguments[0])]
 
     def leave_script(self) -> None:
         """Know the storages by the step's own values from now on, no more by its script's."""
@@ -187,14 +198,14 @@ class Values:
         tensors = call.tensors()
         if call.reads_layout:
             return self.inputs(call)
-        if not call.overwrites(output):
-            is_new = not call.takes(output.untyped_storage())
-            return self.meet_among(tensors, numbers) if is_new else None
-        before = self.before(call.arguments[0])
-        if before is None or before.result is None:
+        former = self.former(call, output)
+        if not former and call.takes(output.untyped_storage()):
             return None
-        others = self.meet_among(tensors[1:], numbers[1:])
-        return None if others is None else [before, *others]
+        for before, number in zip(former, numbers, strict=False):
+            if before is None or before.result is None or before.number != number:
+                return None
+        others = self.meet_among(tensors[len(former) :], numbers[len(former) :])
+        return None if others is None else [*former, *others]
 
     def meet_among(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Inputs | None:
         """Return what the inputs of a recipe are; None if they cannot be the expected values."""
@@ -229,18 +240,25 @@ class Values:
         tensors = call.tensors()
         if call.reads_layout:
             return [None] * len(tensors) if all(map(self.is_sound, tensors)) else None
-        return self.inputs_among(tensors)
+        others = self.inputs_among(tensors[len(call.former) :])
+        return None if others is None else [*call.former, *others]
 
     def read_for(self, call: Call, output: torch.Tensor, inputs: Inputs) -> Inputs | None:
         """Return what a call has read for an output; None if that is no value of its own.
 
         What it has written over has to have been made by an operation.
         """
-        if not call.overwrites(output):
+        former, values = self.former(call, output), self._step.values
+        if not former:
             return None if call.takes(output.untyped_storage()) else inputs
-        before = self.before(call.arguments[0])
-        is_made = before is not None and bool(before.value.operation)
-        return [before, *inputs[1:]] if is_made else None
+        for before in former:  # if the script was left by this call, that may have no event yet
+            if (
+                before is None
+                or before.number >= len(values)
+                or not values[before.number].operation
+            ):
+                return None
+        return [*former, *inputs[len(former) :]]
 
     def inputs_among(self, tensors: Sequence[torch.Tensor]) -> Inputs | None:
         """Return what the inputs of a recipe are; None where one could change uncounted."""
@@ -293,13 +311,12 @@ class Values:
         tensors = call.tensors()
         if call.reads_layout:
             return [Blank.like(tensor) for tensor in tensors]
-        if not call.overwrites(output):
-            return self.hold(tensors, inputs)
-        first = inputs[0]
-        if first is None or first.result is None:
+        count = len(self.former(call, output))
+        results = [seen.result for seen in inputs[:count] if seen is not None and seen.result]
+        if len(results) < count:
             return None
-        written = Written.over(first.result, tensors[0])
-        return [written, *self.hold(tensors[1:], inputs[1:])]
+        written = map(Written.over, results, tensors)
+        return [*written, *self.hold(tensors[count:], inputs[count:])]
 
     def hold(self, tensors: Sequence[torch.Tensor], inputs: Inputs) -> list[Source]:
         """Hold the inputs of a recipe."""

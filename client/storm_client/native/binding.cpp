@@ -64,6 +64,21 @@ std::optional<Source> recomputed_cast(const std::vector<Cast>& casts, const at::
   return {};
 }
 
+// How an input is held that has been written over; none if that cannot be made again.
+std::optional<Source> former_of(const Begun& begun, size_t place, const Call& call,
+                                const at::Tensor& input, const at::Tensor& output,
+                                const Values& values) {
+  const int number = call.inputs[place];
+  std::shared_ptr<Result> before;
+  if (begun.launch != nullptr) {
+    const Before& former = begun.former[place];
+    if (former.number == number && former.result && former.result->has_recipe()) before = former.result;
+  } else if (input.is_same(output) && !is_view(input)) {
+    before = values.before(number, input);
+  }
+  return before == nullptr ? std::nullopt : std::optional<Source>(Written(std::move(before), input));
+}
+
 // How an input is held that is the value of a number; none if it cannot be that.
 std::optional<Source> source_of(const Script& script, int number, const Begun& begun,
                                 const at::Tensor& input, Values& values, const Owned& owned,
@@ -148,12 +163,15 @@ std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) con
   return is_it && before.result->has_recipe() ? before.result : nullptr;
 }
 
-void Values::overwritten(const at::Tensor& tensor) {
+Before Values::overwritten(const at::Tensor& tensor) {
   const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
-  if (found == seen_.end()) return;
-  if (found->second.is_overwritten != nullptr) *found->second.is_overwritten = true;
-  if (found->second.result != nullptr) found->second.result->overwritten();
+  if (found == seen_.end()) return {};
+  Seen seen = std::move(found->second);
   seen_.erase(found);
+  if (seen.is_overwritten != nullptr) *seen.is_overwritten = true;
+  if (seen.result != nullptr) seen.result->overwritten();
+  const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  return seen.version == version ? Before{seen.number, version, seen.result} : Before{};
 }
 
 std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
@@ -164,12 +182,17 @@ std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
   return result != nullptr && result->has_recipe() ? result : nullptr;
 }
 
-bool bind(const Script& script, const Call& call, const Begun& begun, const at::Tensor& output,
-          Seen& made, Values& values, const Owned& owned, int64_t least,
-          std::vector<Unpacked>& unpacked) {
+bool bind(const Script& script, const Call& call, Begun& begun, const at::Tensor& output, Seen& made,
+          Values& values, const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked) {
   const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
-  if (measures || binding::count_in(output, begun.inputs) != call.overwrites) return false;
+  const size_t over = begun.launch ? begun.former.size() : binding::count_in(output, begun.inputs);
+  if (measures || (!begun.launch && over != call.overwrites)) return false;
   if (begun.draw == nullptr && draws_numbers(call, begun.inputs)) return false;
+  if (begun.recipe != nullptr) {
+    if (made.result == nullptr) made.result = std::make_shared<Result>(output);
+    made.result->made_by(begun.recipe, call.place);
+    return true;
+  }
   const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
   if (!circumstances) return false;
   std::vector<Source> sources;
@@ -181,14 +204,10 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
     fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
            !binding::lies_elsewhere(one);
     if (!fits) return;
-    std::optional<Source> source;
-    if (call.overwrites && next == 0) {
-      auto before = one.is_same(output) && !is_view(one) ? values.before(call.inputs[0], one) : nullptr;
-      if (before != nullptr) source = Written(std::move(before), one);
-    } else {
-      source = binding::source_of(script, call.inputs[next], begun, one, values, owned, least,
-                                  unpacked);
-    }
+    std::optional<Source> source =
+        next < over ? binding::former_of(begun, next, call, one, output, values)
+                    : binding::source_of(script, call.inputs[next], begun, one, values, owned, least,
+                                         unpacked);
     fits = source.has_value();
     if (fits) sources.push_back(*std::move(source));
   });
@@ -196,11 +215,12 @@ bool bind(const Script& script, const Call& call, const Begun& begun, const at::
     unpacked.erase(unpacked.begin() + known, unpacked.end());
     return false;
   }
-  if (made.result == nullptr) made.result = std::make_shared<Result>(output);
   Operation operation = begun.launch ? Operation(begun.launch) : Operation(*call.op);
-  made.result->made_by(std::make_shared<Recipe>(std::move(operation), begun.inputs,
-                                                std::move(sources), *circumstances, begun.draw),
-                       call.place);
+  auto recipe = std::make_shared<Recipe>(std::move(operation), begun.inputs, std::move(sources),
+                                         *circumstances, begun.draw);
+  if (begun.launch) begun.recipe = recipe;
+  if (made.result == nullptr) made.result = std::make_shared<Result>(output);
+  made.result->made_by(std::move(recipe), call.place);
   return true;
 }
 
@@ -232,7 +252,7 @@ std::optional<Recipe> of_former(const Call& call, const Begun& begun, const Valu
 
 }  // namespace binding
 
-bool bind_byproduct(const Script& script, const Call& call, const Begun& begun,
+bool bind_byproduct(const Script& script, const Call& call, Begun& begun,
                     const at::Tensor& byproduct, Seen& made, Values& values, const Owned& owned,
                     int64_t least, std::vector<Unpacked>& unpacked) {
   if (made.result == nullptr) return false;

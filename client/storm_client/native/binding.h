@@ -10,7 +10,7 @@
 
 namespace storm {
 
-// What a storage of the step at hand was when it was last looked at.
+// What a storage of the step at hand was before: when it was last looked at, or till a launch.
 struct Before {
   int number = CONSTANT;
   uint32_t version = 0;
@@ -44,8 +44,8 @@ class Values {
   // is not known to have found that.
   std::shared_ptr<Result> before(int number, const at::Tensor& tensor) const;
 
-  // A tensor's memory has got other bytes, which no version counts.
-  void overwritten(const at::Tensor& tensor);
+  // A tensor's memory has got other bytes, which no version counts. Returns what it was.
+  Before overwritten(const at::Tensor& tensor);
 
   void clear() { seen_.clear(); }
 
@@ -76,24 +76,27 @@ struct Begun {
     casts.clear();
     draw.reset();
     launch.reset();
+    former.clear();
+    recipe.reset();
   }
 
   std::vector<c10::IValue> inputs;
   std::vector<Cast> casts;     // of those inputs
   std::shared_ptr<Draw> draw;  // of one that draws random numbers, if that can be noted
   std::shared_ptr<Launch> launch;  // of a kernel, which is no operator's call
+  std::vector<Before> former;      // what a launch has written over: its first inputs
+  std::shared_ptr<Recipe> recipe;  // of a launch, of which several outputs may be recomputed
 };
 
 // Makes the recipe of a call's output, whose value is `made`, and has that be recomputed. Tells
 // whether the call's inputs are what its script expects, and nothing else decides what it makes.
 //
 // An argument whose cast is recomputed by itself is taken from there: it would be cast again.
-bool bind(const Script& script, const Call& call, const Begun& begun, const at::Tensor& output,
-          Seen& made, Values& values, const Owned& owned, int64_t least,
-          std::vector<Unpacked>& unpacked);
+bool bind(const Script& script, const Call& call, Begun& begun, const at::Tensor& output, Seen& made,
+          Values& values, const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked);
 
 // The same of a call's byproduct, whose value has a result.
-bool bind_byproduct(const Script& script, const Call& call, const Begun& begun,
+bool bind_byproduct(const Script& script, const Call& call, Begun& begun,
                     const at::Tensor& byproduct, Seen& made, Values& values, const Owned& owned,
                     int64_t least, std::vector<Unpacked>& unpacked);
 

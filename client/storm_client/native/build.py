@@ -38,6 +38,7 @@ FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-g0", 
 
 _TRY = """
 import sys, torch, importlib.machinery as m, importlib.util as u
+from types import SimpleNamespace as S
 spec = u.spec_from_file_location("_follow", sys.argv[1])
 follow = u.module_from_spec(spec); spec.loader.exec_module(follow)
 follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"), lambda *_: None, None, (),
@@ -57,8 +58,11 @@ hooks.unwatch()
 y.sum().backward()
 assert hooks.end() == 1 and hooks.sizes == (256, []) and torch.equal(x.grad, 2 * y.detach())
 assert tallies.drain()[0] == [(1, 1, 256), (2, 1, 256)]
-new = follow.Launches(print); new.watch(); e = torch.empty(4); z = torch.zeros(4)
-assert follow.launch_listener() is print and new.take(e) and not new.take(e) and not new.take(z)
+told = []; sink = S(launched=lambda *one: told.append(one[3:]), overwritten=told.append)
+new = follow.Launches(print, sink); new.watch(); e = torch.empty(4); assert not told
+kernel = S(updates=(), writes=(0,), reads=(1,), numbers=(2,))
+for number in 1, 1, "": new.tell(kernel, {"made": e, "read": w, "number": number}, (1,))
+assert follow.launch_listener() is print and told[2] is e and [one[1] for one in told[:2]] == [0, 1]
 new.unwatch()
 draw = follow.note_draw(w); drawn = torch.rand(4); draw.end(); after = torch.get_rng_state()
 assert torch.equal(draw.again(torch.rand, [4], {}), drawn)

@@ -203,8 +203,9 @@ PyObject* saved(PyObject* self, PyObject* argument) {
 PyObject* launched(PyObject* self, PyObject* tuple) {
   HANDLE_TH_ERRORS
   PyObject *kernel, *tensors, *options, *made;
-  expect(PyArg_ParseTuple(tuple, "OO!OO!", &kernel, &PyList_Type, &tensors, &options, &PyList_Type,
-                          &made));
+  Py_ssize_t over = 0;
+  expect(PyArg_ParseTuple(tuple, "OO!OO!n", &kernel, &PyList_Type, &tensors, &options, &PyList_Type,
+                          &made, &over));
   auto& log = log_of(self);
   log.begun = log.entries.size();
   log.calls = 1;

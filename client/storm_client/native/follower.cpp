@@ -74,8 +74,8 @@ struct Follower : public Watcher {
   }
   void begins(const at::RecordFunction& call, Told told) override;
   void ends(const at::RecordFunction& call, Told told) override;
-  bool advance_byproduct(const Called& called, const Begun& begun);
-  bool advance(const Called& called, uint32_t place, const at::Tensor& output, const Begun& begun);
+  bool advance_byproduct(const Called& called, Begun& begun);
+  bool advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun);
   // Whether an output is among those that scripts tell of.
   bool is_large(const at::TensorImpl* impl) const {
     return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
@@ -217,7 +217,7 @@ void Follower::ends(const at::RecordFunction& ended, Told told) {
 }
 
 // Goes past what a call keeps if the script expects that; tells whether it can be recomputed.
-bool Follower::advance_byproduct(const Called& called, const Begun& begun) {
+bool Follower::advance_byproduct(const Called& called, Begun& begun) {
   const Event& event = next();
   if (event.what != What::CALL) return true;
   const Call& expected = script->calls[event.call];
@@ -230,8 +230,7 @@ bool Follower::advance_byproduct(const Called& called, const Begun& begun) {
 }
 
 // Tells whether an output of a call is what the script expects, and does what becomes of it.
-bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& output,
-                       const Begun& begun) {
+bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun) {
   const Event& event = next();
   if (event.what != What::CALL) return false;
   const Call& expected = script->calls[event.call];
@@ -253,24 +252,29 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
   return true;
 }
 
-// launched(a Launch of eager/launches.py)
-PyObject* launched(PyObject* self, PyObject* tuple) {
+// launched(what a Launch of eager/launches.py has)
+PyObject* launched(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   PyObject *kernel, *tensors, *options, *made;
-  expect(PyArg_ParseTuple(tuple, "OO!O!O!", &kernel, &PyList_Type, &tensors, &PyDict_Type, &options,
-                          &PyList_Type, &made));
+  Py_ssize_t over = 0;
+  expect(PyArg_ParseTuple(arguments, "OO!O!O!n", &kernel, &PyList_Type, &tensors, &PyDict_Type,
+                          &options, &PyList_Type, &made, &over));
+  Locked locked(follower.lock);
+  Begun begun;
+  for (Py_ssize_t at = 0; at < over; ++at) {
+    const auto& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, at));
+    begun.former.push_back(follower.values.overwritten(tensor));
+  }
   const bool is_looked_at = follower.walks && !follower.parted &&
                             follower.script->kernels.count(kernel) > 0 &&
                             !c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (!is_looked_at) Py_RETURN_NONE;
   const Called called{nullptr, nullptr, kernel};
-  Begun begun;
   begun.launch = std::make_shared<Launch>(kernel, options);
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
     begun.inputs.emplace_back(THPVariable_Unpack(PyList_GET_ITEM(tensors, at)));
   }
-  Locked locked(follower.lock);
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made) && !follower.parted; ++at) {
     const auto& output = THPVariable_Unpack(PyList_GET_ITEM(made, at));
     const auto* impl = output.unsafeGetTensorImpl();
@@ -656,7 +660,7 @@ PyMethodDef METHODS[] = {
      "Return what the recipe of a Recomputed makes; None where it has none."},
     {"watch", watch, METH_NOARGS, "Look at what this thread calls from now on."},
     {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
-    {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
+    {"launched", launched, METH_VARARGS, "Note what a launch of a kernel has made."},
     {"overwritten", overwritten, METH_O, "Note that a launch has written to a tensor's memory."},
     {"go_on", go_on, METH_O, "Go on from a position among all events of the signature."},
     {"together", together, METH_VARARGS,

@@ -1,15 +1,21 @@
 // New is memory that an operator such as `empty` has allocated while this was on, that is no part of
 // another operator's work, and that no operator or launch has written to since. To know that all
 // calls of the thread are looked at by name, in the few steps and blocks that ask for it.
+//
+// What is told of a launch is put together here: in Python that took the training thread longer than
+// the launch.
 #include "launches.h"
 
 #include "tensors.h"
 
 #include <ATen/record_function.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/DynamicTypes.h>
 
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace storm {
 namespace launches {
@@ -18,6 +24,7 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 struct Launches {
   PyObject* listener = nullptr;
+  PyObject* sink = nullptr;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> fresh;  // whose addresses are not reused
 };
 
@@ -66,21 +73,25 @@ void end(const at::RecordFunction& call, at::ObserverContext*) {
 }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject* listener;
-  if (!PyArg_ParseTuple(arguments, "O", &listener)) return nullptr;
+  PyObject *listener, *sink;
+  if (!PyArg_ParseTuple(arguments, "OO", &listener, &sink)) return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
-  (new (&of(self)) Launches())->listener = Py_NewRef(listener);
+  auto& launches = *new (&of(self)) Launches();
+  launches.listener = Py_NewRef(listener);
+  launches.sink = Py_NewRef(sink);
   return self;
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(of(self).listener);
+  Py_VISIT(of(self).sink);
   return 0;
 }
 
 int clear(PyObject* self) {
   Py_CLEAR(of(self).listener);
+  Py_CLEAR(of(self).sink);
   return 0;
 }
 
@@ -117,30 +128,145 @@ PyObject* unwatch(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Whether its elements are all the memory that its storage has, and nobody has counted a change.
-bool is_untouched(const at::Tensor& tensor) {
+// Whether its elements are all the memory that its storage has.
+bool is_whole(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  return is_ordinary(impl) && impl->version_counter().current_version() == 0 &&
-         !tensor.requires_grad() && tensor.storage_offset() == 0 &&
-         tensor.is_non_overlapping_and_dense() &&
+  return is_ordinary(impl) && tensor.storage_offset() == 0 && tensor.is_non_overlapping_and_dense() &&
          nbytes_of(impl) == static_cast<int64_t>(storage_of(impl)->nbytes());
 }
 
-PyObject* take(PyObject* self, PyObject* object) {
+// Whether its memory is new, and nobody has counted a change. From now on it is not.
+bool take(Launches& launches, const at::Tensor& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  if (!tensor.has_storage() || launches.fresh.erase(storage_of(impl)) == 0) return false;
+  return is_whole(tensor) && impl->version_counter().current_version() == 0 && !tensor.requires_grad();
+}
+
+Ref list() { return expected(PyList_New(0)); }
+
+void append(const Ref& list, PyObject* one) { expect(PyList_Append(list.get(), one) == 0); }
+
+Ref tuple_of(at::IntArrayRef numbers) {
+  Ref tuple = expected(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t at = 0; at < numbers.size(); ++at) {
+    PyTuple_SET_ITEM(tuple.get(), at, expected(PyLong_FromLongLong(numbers[at])).release());
+  }
+  return tuple;
+}
+
+Ref layout_of(const at::Tensor& tensor) {
+  Ref sizes = tuple_of(tensor.sizes()), strides = tuple_of(tensor.strides());
+  Ref device = expected(THPDevice_New(tensor.device()));
+  auto* dtype = torch::getTHPDtype(tensor.scalar_type());
+  return expected(PyTuple_Pack(4, sizes.get(), strides.get(), dtype, device.get()));
+}
+
+// Three numbers, as a kernel is launched with.
+Ref size_of(PyObject* grid) {
+  Ref given = expected(PySequence_Tuple(grid)), size = expected(PyTuple_New(3));
+  for (Py_ssize_t at = 0; at < 3; ++at) {
+    const bool has = at < PyTuple_GET_SIZE(given.get());
+    PyObject* one = has ? PyNumber_Long(PyTuple_GET_ITEM(given.get(), at)) : PyLong_FromLong(1);
+    PyTuple_SET_ITEM(size.get(), at, expected(one).release());
+  }
+  return size;
+}
+
+// The tensor that an object is or, as what Triton's `reinterpret` returns, wraps; null for others.
+Ref memory_of(PyObject* object) {
+  if (THPVariable_Check(object)) return Ref::borrowed(object);
+  Ref base = Ref::stolen(PyObject_GetAttrString(object, "base"));
+  PyErr_Clear();
+  return base && THPVariable_Check(base.get()) ? std::move(base) : Ref();
+}
+
+// Calls `visit` with each argument whose place an attribute of a kernel names.
+template <typename Visit>
+void for_each_argument(PyObject* kernel, const char* which, const Ref& values, const Visit& visit) {
+  Ref places = expected(PyObject_GetAttrString(kernel, which));
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(places.get()); ++at) {
+    const auto place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places.get(), at));
+    Ref one = Ref::borrowed(PyList_GetItem(values.get(), place));
+    expect(static_cast<bool>(one));
+    visit(one.get());
+  }
+}
+
+bool is_number(PyObject* one) {
+  return PyBool_Check(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one);
+}
+
+// What a kernel is called with besides tensors to make the same again.
+Ref options_of(PyObject* grid, const Ref& numbers, const Ref& layouts) {
+  Ref size = size_of(grid);
+  Ref fixed = expected(PyList_AsTuple(numbers.get())), lies = expected(PyList_AsTuple(layouts.get()));
+  return expected(Py_BuildValue("{sOsOsO}", "grid", size.get(), "numbers", fixed.get(), "layouts",
+                                lies.get()));
+}
+
+void call(PyObject* sink, const char* method, const Ref& arguments) {
+  Ref bound = expected(PyObject_GetAttrString(sink, method));
+  expected(PyObject_Call(bound.get(), arguments.get(), nullptr));
+}
+
+// tell(a Kernel of eager/launches.py, its arguments by name, the grid): tells the sink of a launch, as
+// of an operation, or of what it has overwritten.
+PyObject* tell(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
-  if (!THPVariable_Check(object)) Py_RETURN_FALSE;
-  const auto& tensor = THPVariable_Unpack(object);
-  if (!tensor.has_storage()) Py_RETURN_FALSE;
-  const bool is_new = of(self).fresh.erase(storage_of(tensor.unsafeGetTensorImpl())) > 0;
-  return PyBool_FromLong(is_new && is_untouched(tensor));
+  PyObject *kernel, *bound, *grid;
+  expect(PyArg_ParseTuple(arguments, "OOO", &kernel, &bound, &grid));
+  Ref sink = Ref::borrowed(of(self).sink), values = expected(PyMapping_Values(bound));
+  Ref tensors = list(), made = list(), layouts = list(), numbers = list();
+  std::unordered_set<PyObject*> updated;
+  std::unordered_set<const c10::StorageImpl*> written;
+  std::optional<c10::Device> device;
+  bool is_operation = true;
+  const auto is_beside = [&](const at::Tensor& tensor) {  // on one device, in memory of its own
+    if (!device) device = tensor.device();
+    const auto* impl = tensor.unsafeGetTensorImpl();
+    return *device == tensor.device() && impl->has_storage() && written.count(storage_of(impl)) == 0;
+  };
+  for_each_argument(kernel, "updates", values, [&](PyObject* one) { updated.insert(one); });
+  for_each_argument(kernel, "writes", values, [&](PyObject* one) {
+    Ref memory = memory_of(one);
+    is_operation = is_operation && memory.get() == one;
+    if (!memory) return;
+    const auto& tensor = THPVariable_Unpack(memory.get());
+    const bool is_new = take(of(self), tensor);
+    if (!is_new) append(tensors, memory.get());
+    const bool is_known = is_new ? updated.count(one) == 0 : is_whole(tensor);
+    is_operation = is_operation && is_known && is_beside(tensor);
+    if (!is_operation) return;
+    written.insert(storage_of(tensor.unsafeGetTensorImpl()));
+    append(made, one);
+    append(layouts, is_new ? layout_of(tensor).get() : Py_None);
+  });
+  const Py_ssize_t over = PyList_GET_SIZE(tensors.get());
+  for_each_argument(kernel, "reads", values, [&](PyObject* one) {
+    is_operation = is_operation && THPVariable_Check(one) && is_beside(THPVariable_Unpack(one));
+    append(tensors, one);
+  });
+  for_each_argument(kernel, "numbers", values, [&](PyObject* one) {
+    is_operation = is_operation && is_number(one);
+    append(numbers, one);
+  });
+  if (is_operation && PyList_GET_SIZE(made.get()) > 0 && PyList_GET_SIZE(tensors.get()) > 0) {
+    Ref options = options_of(grid, numbers, layouts);
+    call(sink.get(), "launched", expected(Py_BuildValue("OOOOn", kernel, tensors.get(), options.get(),
+                                                        made.get(), over)));
+    Py_RETURN_NONE;
+  }
+  for (Py_ssize_t at = 0; at < over; ++at) {
+    call(sink.get(), "overwritten", expected(PyTuple_Pack(1, PyList_GET_ITEM(tensors.get(), at))));
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef METHODS[] = {
     {"watch", watch, METH_NOARGS, "Have the listener be this thread's; look at its allocations."},
     {"unwatch", unwatch, METH_NOARGS, "Do so no more, and forget what was new."},
-    {"take", take, METH_O,
-     "Tell whether a tensor is all of memory that is new; from now on it is not."},
+    {"tell", tell, METH_VARARGS, "Tell of a launch: of a kernel, by its arguments and its grid."},
     {nullptr, nullptr, 0, nullptr},
 };
 

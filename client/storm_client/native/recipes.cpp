@@ -308,15 +308,18 @@ Launch::~Launch() {
   Py_DECREF(options_);
 }
 
-at::Tensor Launch::run(const std::vector<c10::IValue>& tensors, size_t place) const {
+std::vector<at::Tensor> Launch::run(const std::vector<c10::IValue>& tensors) const {
   Ref arguments = expected(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   for (size_t at = 0; at < tensors.size(); ++at) {
     PyObject* wrapped = expected(THPVariable_Wrap(tensors[at].toTensor())).release();
     PyTuple_SET_ITEM(arguments.get(), static_cast<Py_ssize_t>(at), wrapped);
   }
   Ref made = expected(PyObject_Call(kernel_, arguments.get(), options_));
-  Ref one = expected(PySequence_GetItem(made.get(), static_cast<Py_ssize_t>(place)));
-  return THPVariable_Unpack(one.get());
+  std::vector<at::Tensor> outputs;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made.get()); ++at) {
+    outputs.push_back(THPVariable_Unpack(PyList_GET_ITEM(made.get(), at)));
+  }
+  return outputs;
 }
 
 Recipe::Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs,
@@ -400,7 +403,7 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
   c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
   Unwatched untold;
   if (const auto* launch = std::get_if<std::shared_ptr<Launch>>(&operation_)) {
-    return (*launch)->run(stack, place);
+    return run(**launch, stack, place);
   }
   const auto& op = std::get<c10::OperatorHandle>(operation_);
   if (keeps) return kept(op, stack);
@@ -408,6 +411,15 @@ at::Tensor Recipe::run(size_t place, Bringing& bring) {
   at::Tensor made = output_at(stack, place);
   TORCH_CHECK(made.defined(), op.operator_name(), " has no output ", place, " any more");
   return circumstances_.records ? made.detach() : made;
+}
+
+at::Tensor Recipe::run(const Launch& launch, const std::vector<c10::IValue>& tensors, size_t place) {
+  const auto outputs = launch.run(tensors);
+  for (const auto& [known, at] : results_) {
+    const auto result = known.lock();
+    if (result != nullptr && at != place) result->offered(outputs.at(at));
+  }
+  return outputs.at(place);
 }
 
 at::Tensor Recipe::kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {
@@ -436,6 +448,7 @@ std::shared_ptr<Result> Result::held(const at::Tensor& tensor) {
 
 void Result::made_by(std::shared_ptr<Recipe> recipe, size_t place) {
   recipe_ = std::move(recipe);
+  recipe_->makes(weak_from_this(), place);
   place_ = place;
   original_.reset();
 }
@@ -499,6 +512,13 @@ void Result::asked(at::Tensor made, uint64_t stream) {
     left_ = uses_;
     given_.clear();
   }
+}
+
+void Result::offered(const at::Tensor& made) {
+  if (left_ == 0 || memo_.defined() || !view_.describes(made)) return;
+  memo_ = made;
+  memo_stream_ = stream_of(device_);
+  given_.clear();
 }
 
 void Result::given(const c10::VariableVersion& counter) {

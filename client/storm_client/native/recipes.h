@@ -166,8 +166,8 @@ class Launch {
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
-  // Runs it again; returns the output at a place. The interpreter's lock is held.
-  at::Tensor run(const std::vector<c10::IValue>& tensors, size_t place) const;
+  // Runs it again; returns its outputs. The interpreter's lock is held.
+  std::vector<at::Tensor> run(const std::vector<c10::IValue>& tensors) const;
 
  private:
   PyObject* kernel_;
@@ -182,9 +182,10 @@ class Recipe {
   // one. `draw` is none where the call has drawn no random numbers.
   Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs, std::vector<Source> sources,
          Circumstances circumstances, std::shared_ptr<Draw> draw);
-  // The output at a place, or what the call keeps, as no part of any graph. The interpreter's lock is given up meanwhile, but
-  // for a launch.
+  // The output at a place, or what the call keeps, as no part of any graph. Other results of a launch
+  // are offered its other outputs. The interpreter's lock is given up meanwhile, but for a launch.
   at::Tensor run(size_t place, Bringing& bring);
+  void makes(std::weak_ptr<Result> result, size_t place) { results_.emplace_back(std::move(result), place); }
 
  private:
   struct Input {
@@ -194,6 +195,7 @@ class Recipe {
   };
 
   std::vector<c10::IValue> filled(Bringing& bring);
+  at::Tensor run(const Launch& launch, const std::vector<c10::IValue>& tensors, size_t place);
   // What a call of an operator keeps.
   at::Tensor kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
   // Calls an operator; tells whether it has drawn the same random numbers.
@@ -205,10 +207,11 @@ class Recipe {
   std::vector<Source> sources_;
   Circumstances circumstances_;
   std::shared_ptr<Draw> draw_;
+  std::vector<std::pair<std::weak_ptr<Result>, size_t>> results_;
 };
 
 // One storage that a recipe makes. The lock of its step protects it.
-class Result {
+class Result : public std::enable_shared_from_this<Result> {
  public:
   explicit Result(const at::Tensor& tensor);
   // One of which no recipe is known: the tensor is held.
@@ -225,6 +228,8 @@ class Result {
   at::Tensor viewed_anew(const View& view, Bringing& bring);
   // The same for one who writes to it: in memory that nobody else has.
   at::Tensor viewed_for_writing(const View& view, Bringing& bring);
+  // Remembers what was made with another result, if somebody will ask for it.
+  void offered(const at::Tensor& made);
   // Notes who has been handed the memory, and may change it under that version's counter.
   void given(const c10::VariableVersion& counter);
 

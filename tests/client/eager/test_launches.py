@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import sub
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,9 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 ROWS, WIDTH = 16, 64
 STEPS = 8
 
+MOST_CALLS = 15
+"""Of Python's, for a launch that is watched, beside those without."""
+
 
 @jit("*fp32 *fp32 *fp32 *fp32 i32 fp32 constexpr", reads="x w", writes="y scale")
 def norm(y: Any, x: Any, w: Any, scale: Any, n: int, eps: float, width: int) -> None:
@@ -48,6 +52,18 @@ def gate(c: Any, a: Any, b: Any, n: int) -> None:
 def turn(q: Any, angles: Any, n: int) -> None:
     assert q.shape[-1] == n
     q[:] = q * np.cos(angles) - np.roll(q, 1, -1) * np.sin(angles)
+
+
+@jit("*fp32 *fp32 *fp32 i32", reads="q k angles", writes="q k")
+def rope(q: Any, k: Any, angles: Any, n: int) -> None:
+    turn.of(q, angles, n)
+    turn.of(k, angles, n)
+
+
+@jit("*fp32 *fp32 *fp32 i32", reads="q x", writes="made q")
+def split(made: Any, q: Any, x: Any, n: int) -> None:
+    made[:] = q * x
+    q -= x
 
 
 @jit("*fp32 *fp32 i32", reads="x", writes="y")
@@ -103,7 +119,58 @@ class Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (angles,) = ctx.saved_tensors
-        return grad * angles.cos() - (grad * angles.sin()).roll(-1, -1), None
+        return unturned(grad, angles), None
+
+
+class Doubled(torch.autograd.Function):
+    """In place by an operation behind a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, angles: Tensor) -> Tensor:
+        turn[(1,)](q, angles, WIDTH)
+        q.mul_(2)
+        ctx.save_for_backward(angles)
+        return q.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (angles,) = ctx.saved_tensors
+        return 2 * unturned(grad, angles), None
+
+
+class Roped(torch.autograd.Function):
+    """As Liger's: in place on both, of which it returns views."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        rope[(1,)](q.t().t(), k.t().t(), angles, WIDTH)
+        ctx.save_for_backward(angles)
+        return q.t().t(), k.t().t()
+
+    @staticmethod
+    def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None]:
+        (angles,) = ctx.saved_tensors
+        return unturned(q, angles), unturned(k, angles), None
+
+
+class Split(torch.autograd.Function):
+    """Of new memory, and in place."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = torch.empty_like(q)
+        split[(1,)](made, q, x, WIDTH)
+        ctx.save_for_backward(x)
+        return made, q.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, made: Tensor, q: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return made * x + q, None
+
+
+def unturned(grad: Tensor, angles: Tensor) -> Tensor:
+    return grad * angles.cos() - (grad * angles.sin()).roll(-1, -1)
 
 
 def put_into(make: Callable[[Tensor], Tensor], *begins: int) -> Forward:
@@ -134,9 +201,36 @@ def a_layer(x: Tensor, w: Tensor) -> Tensor:
     return x.square()
 
 
-def turned(x: Tensor, w: Tensor) -> Tensor:
-    angles = seeded("cpu", ROWS, WIDTH, seed=7)
-    return Turned.apply(x @ w, angles).square()  # type: ignore[no-any-return]
+def turned(q: Tensor) -> Tensor:
+    return Turned.apply(q, seeded("cpu", *q.shape, seed=7))  # type: ignore[no-any-return]
+
+
+def roped(x: Tensor, w: Tensor) -> Tensor:
+    q, k = Roped.apply(x @ w, x @ w.t(), seeded("cpu", *x.shape, seed=7))
+    return q * k  # type: ignore[no-any-return]
+
+
+def read_before(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    before = torch.sin(y + 1)  # saves what is made of it
+    return (turned(y) * before).square()
+
+
+def saved_before(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    before = y.square()  # its backward pass reads what is there then
+    return before + turned(y).square()
+
+
+def roped_layer(x: Tensor, w: Tensor) -> Tensor:
+    return a_layer(roped(x, w), w)
+
+
+def several(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        y = torch.tanh(x @ w)
+        x = y + roped(y, w).tanh() + turned(turned(y + 1)).square()
+    return x.square()
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +248,8 @@ def followed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return followed
 
 
-def step(context: Context, forward: Forward) -> list[Tensor]:
-    x, w = seeded("cpu", ROWS, WIDTH, seed=1), seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
+def step(context: Context, forward: Forward, rows: int = ROWS) -> list[Tensor]:
+    x, w = seeded("cpu", rows, WIDTH, seed=1), seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
     with context():
         loss = forward(x, w).mean()
     loss.backward()
@@ -163,9 +257,9 @@ def step(context: Context, forward: Forward) -> list[Tensor]:
     return [loss.detach(), w.grad]
 
 
-def trained(client: storm.Client, forward: Forward) -> storm.Offload:
+def trained(client: storm.Client, forward: Forward, **options: Any) -> storm.Offload:
     """Train for some steps, and compare each with one without offload."""
-    offload = client.offload(min_bytes=256)
+    offload = client.offload(min_bytes=256, **options)
     expected = step(nullcontext, forward)
     for _ in range(STEPS):
         assert_identical(step(lambda: offload, forward), expected)
@@ -197,10 +291,9 @@ def test_what_kernels_make_is_recomputed(
     [
         (torch.zeros_like, (4,)),
         (lambda x: torch.empty_like(x).zero_(), (4,)),
-        (torch.empty_like, (4, 0)),
         (lambda x: torch.empty(2, *x.shape)[0], (0,)),
     ],
-    ids=["zeros", "zeroed", "twice", "a part"],
+    ids=["zeros", "zeroed", "a part"],
 )
 def test_what_was_in_memory_before_is_not_made_again(
     make: Callable[[Tensor], Tensor],
@@ -215,14 +308,196 @@ def test_what_was_in_memory_before_is_not_made_again(
     assert not decisions(offload, "put")
 
 
-def test_what_is_written_in_place_is_another_value(
+@pytest.mark.parametrize(
+    ("forward", "operation"),
+    [
+        (lambda x, w: turned(x @ w).square(), "turn"),
+        (lambda x, w: turned(turned(x @ w)).square(), "turn"),
+        (lambda x, w: Doubled.apply(x @ w, seeded("cpu", *x.shape)).square(), "mul_"),
+        (lambda x, w: turned((x @ w).mul_(2)).square(), "turn"),
+        (lambda x, w: turned(Normed.apply(x @ w, w[0])).square(), "turn"),
+        (read_before, "turn"),
+        (roped, "rope"),
+        (lambda x, w: Roped.apply(x @ w, x @ w, seeded("cpu", *x.shape))[1].square(), "rope"),
+        (lambda x, w: torch.mul(*Split.apply(x @ w, x)), "split"),
+        (put_into(torch.empty_like, 4, 0), "put"),
+        (several, "rope"),
+    ],
+    ids=[
+        "one",
+        "twice",
+        "changed",
+        "again",
+        "fresh",
+        "read",
+        "two",
+        "half",
+        "mixed",
+        "put",
+        "many",
+    ],
+)
+def test_what_is_written_in_place_is_recomputed_by_both_operations(
+    forward: Forward,
+    operation: str,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    offload = trained(client, lambda x, w: a_layer(forward(x, w), w))
+    assert decisions(offload, operation) == {"replay"}, offload.plan
+    assert "other bits" not in str(offload.plan)
+    assert followed[-1] == followed.may_be_compiled
+    assert not followed.left
+
+
+def test_one_launch_makes_all_that_it_has_written_to_again(
     client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay_all(monkeypatch)
-    offload = trained(client, turned)
-    assert "offload" in decisions(offload, "unknown")
-    assert offload.plan is not None
-    assert "other bits" not in str(offload.plan)  # nobody has tried
+    offload = trained(client, roped_layer)
+    before = rope.compiled.launches
+    step(lambda: offload, roped_layer)
+    assert rope.compiled.launches == before + 2
+
+
+def turned_parameter(x: Tensor, w: Tensor) -> Tensor:
+    turn[(1,)](w.detach(), seeded("cpu", *w.shape), WIDTH)
+    return x @ w
+
+
+def turned_input(x: Tensor, w: Tensor) -> Tensor:
+    turn[(1,)](x, seeded("cpu", *x.shape), WIDTH)
+    return (x @ w).square()
+
+
+def roped_together(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    q, k = Roped.apply(y, y, seeded("cpu", *y.shape))
+    return q * k  # type: ignore[no-any-return]
+
+
+def roped_with_given(x: Tensor, w: Tensor) -> Tensor:
+    given = seeded("cpu", *x.shape, seed=3)
+    return Roped.apply(x @ w, given, seeded("cpu", *x.shape))[0].square()  # type: ignore[no-any-return]
+
+
+def split_given(x: Tensor, w: Tensor) -> Tensor:
+    y = (x @ w).tanh()
+    made, _ = Split.apply(seeded("cpu", *x.shape, seed=3), x)
+    return (y * made).square()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        turned_parameter,
+        turned_input,
+        saved_before,
+        roped_together,
+        roped_with_given,
+        split_given,
+        lambda x, w: turned((x @ w)[:4]).square(),
+        lambda x, w: turned(turned((x @ w)[:4])).square(),
+    ],
+    ids=["parameter", "input", "saved", "same", "given", "mixed", "part", "parts"],
+)
+@pytest.mark.parametrize("behind", [lambda y, _: y, a_layer], ids=["alone", "layer"])
+def test_what_is_written_in_place_to_other_memory_is_another_value(
+    forward: Forward,
+    behind: Forward,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    offload = trained(client, lambda x, w: behind(forward(x, w), w))
+    for kernel in ("turn", "rope", "split"):
+        assert not decisions(offload, kernel)
+    assert followed[-1] == followed.may_be_compiled
+    assert not followed.left
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"verify": "always"}, {"budget": 0.5}, {"budget": "least"}, {"replay": False}],
+    ids=["verified", "half", "least", "without"],
+)
+@pytest.mark.parametrize("is_free", [True, False], ids=["all", "planned"])
+def test_what_is_written_in_place_has_the_same_bits_by_any_plan(
+    options: dict[str, Any],
+    is_free: bool,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_free:
+        replay_all(monkeypatch)
+    trained(client, several, **options)
+
+
+def test_batches_of_any_length_are_written_to_in_place(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256)
+    for rows in (16, 24, 8, 16, 12, 20, 24, 16, 10, 22):
+        expected = step(nullcontext, several, rows)
+        assert_identical(step(lambda: offload, several, rows), expected)
+    assert decisions(offload, "rope") == {"replay"}, offload.plan
+    assert any(followed) == followed.may_be_compiled
+    assert not followed.left
+
+
+def test_steps_that_write_in_place_elsewhere_have_their_own_bits(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is known to be done, others may do it to more, to less, or to what is saved."""
+    replay_all(monkeypatch)
+
+    def more(x: Tensor, w: Tensor) -> Tensor:
+        return a_layer(turned(turned(roped(x, w) + 1)), w)
+
+    def saved(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        before = y.square()
+        return a_layer(Roped.apply(y, x @ w.t(), seeded("cpu", *x.shape))[1] * before, w)
+
+    offload, less = trained(client, roped_layer), a_layer
+    for one in (more, roped_layer, less, saved, roped_layer, more, several, saved, saved, less):
+        assert_identical(step(lambda: offload, one), step(nullcontext, one))
+
+
+def test_a_watched_launch_takes_the_training_thread_few_calls(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = follow_by("compiled", monkeypatch)
+    replay_all(monkeypatch)
+    offload = trained(client, roped_layer)
+    launch = JITFunction.__getitem__
+    counts: list[int] = []
+
+    def counted(self: JITFunction, grid: Any) -> Callable[..., Any]:
+        def launched(*arguments: Any, **options: Any) -> None:
+            events: list[str] = []
+            sys.setprofile(lambda _, event, __: events.append(event))
+            try:
+                launch(self, grid)(*arguments, **options)
+            finally:
+                sys.setprofile(None)
+            counts.append(events.count("call") + events.count("c_call"))
+
+        return launched
+
+    monkeypatch.setattr(JITFunction, "__getitem__", counted)
+    step(nullcontext, roped_layer)
+    count = len(counts)
+    step(lambda: offload, roped_layer)
+    assert followed[-1]
+    plain, watched = counts[:count], counts[count : 2 * count]  # what follows is recomputed
+    assert count == 5
+    assert max(map(sub, watched, plain)) <= MOST_CALLS
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["written", "read"])

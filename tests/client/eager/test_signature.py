@@ -154,24 +154,30 @@ def test_a_signature_that_is_learned_later_knows_what_operations_took_before() -
 
 
 def test_what_was_written_over_is_planned_with_what_was_written() -> None:
-    """Nobody can offload or keep it: both are recomputed, or neither."""
+    """Nobody can offload or keep it: all of these operations are recomputed, or none."""
     values = [
         RecordedValue(number, 100, torch.float32, torch.Size((25,)), operation="conv2d" * number)
-        for number in range(3)
+        for number in range(5)
     ]
-    source, made, written = values
-    source.uses, written.uses = 1, 1
+    source, other, made, written, besides = values
+    source.uses, written.uses, besides.uses = 1, 1, 1
+    other.inputs, other.seconds = (source.number, -1), 4.0
     made.inputs, made.is_expensive, made.seconds = (source.number,), True, 2.0
-    written.inputs, written.over, written.seconds = (made.number, -1), made.number, 0.5
-    known = StepSignature(
-        ((SAVED, source.number, None, ()), (SAVED, written.number, None, ())), values
-    )
+    written.inputs, written.seconds = (made.number, other.number, -1), 0.5
+    besides.inputs, besides.seconds = written.inputs, 0.5
+    written.over, besides.over = (made.number, other.number), (other.number, made.number)
+    saved = (source, written, besides)
+    known = StepSignature(tuple((SAVED, value.number, None, ()) for value in saved), values)
 
-    told = planned_values(known.values)[written.number]
-    assert (told.inputs, told.is_expensive, told.seconds) == ((source.number, -1), True, 2.5)
+    told = planned_values(known.values)
+    assert (
+        set(told[written.number].inputs) == set(told[besides.number].inputs) == {source.number, -1}
+    )
+    assert told[written.number].is_expensive
+    assert (told[written.number].seconds, told[besides.number].seconds) == (2.5, 4.5)
     for replays, followed in (
-        ([OFFLOAD, OFFLOAD, REPLAY], [OFFLOAD, REPLAY, REPLAY]),
-        ([OFFLOAD] * 3, [OFFLOAD] * 3),
+        ([OFFLOAD] * 3 + [REPLAY, OFFLOAD], [OFFLOAD, REPLAY, REPLAY, REPLAY, OFFLOAD]),
+        ([OFFLOAD] * 5, [OFFLOAD] * 5),
     ):
         known.follow(replays)
         assert known.followed is not None

@@ -149,13 +149,13 @@ def of_compiler(name: str) -> str:
 
 @pytest.mark.slow
 def test_compiled_code_is_clean_under_the_address_sanitizer(cache: Path) -> None:
-    cases = Path(__file__).with_name("test_following.py")
+    cases = "native/test_following.py", "eager/test_launches.py"
     subprocess.run(
         [
             sys.executable,
             "-m",
             "pytest",
-            cases,
+            *(Path(__file__).parents[1] / one for one in cases),
             "-q",
             "-x",
             "-s",
