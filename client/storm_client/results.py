@@ -21,6 +21,8 @@ from storm_client.saved.snapshots import SnapshotProof
 from storm_client.transport.session import LOOK_BACK
 
 if TYPE_CHECKING:
+    import torch
+
     from storm_client.eager.planned_step import PlannedStep
     from storm_client.monitoring.stats import StatsRecorder
     from storm_client.native import _follow
@@ -115,6 +117,34 @@ class Results:
             record.stats.saved(members[0][1], seconds)
             seconds = 0.0
         return uses
+
+    @untraced
+    def leave_made(self, number: int, tensor: torch.Tensor) -> Use | None:
+        """Have the value of that number leave though somebody holds it; None where it may not.
+
+        It has been made on its device's default stream, and is all of its storage.
+        """
+        session, began, storage = self.session, perf_counter(), tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if session is None or not session.has_in_place:
+            return None
+        if session.saved.find(storage) is not None:  # of what Python has packed before it was made
+            return None
+        if not self._planned.leaves_as_made(number, nbytes):
+            return None
+        recorder = self._recorder.of_layer(self._planned.record.layer(number))
+        try:
+            record = session.record(storage, tensor.dtype, self._codec, recorder)
+            record.proof = SnapshotProof.of_base(tensor, tensor._version)
+            use = self._step.first_use(record)
+            session.saved.add_use(use)
+            session.send_results([record])
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return None
+        recorder.saved(nbytes, perf_counter() - began)
+        return use
 
     def _stay(self, loss: DaemonLost, sizes: Iterable[int]) -> None:
         """Count results of these bytes as kept, where the step goes on without the daemon.
