@@ -22,7 +22,7 @@ from storm_client.hook_stack import untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.planner import Step
 from storm_client.saved.distributed import Distributed
-from storm_client.saved.ranges import Handle, Use
+from storm_client.saved.ranges import Handle, Located, Use
 from storm_client.saved.versions import KeptTensor, SavedVersion
 from storm_client.transport.confirmation import acts_on_gradients_early
 
@@ -153,12 +153,14 @@ class Unpacking:
         is_first = use.step.unpacked(use)
         record = use.record
         began = perf_counter()
-        with ranges.span("unpack", record.nbytes, record.key):
-            try:
-                may_hand_out = record.session.has_in_place and self._may_hand_out
-                located = record.session.load(use, is_first=is_first, may_hand_out=may_hand_out)
-            except DaemonLost as loss:
-                raise lost_in_backward(loss, keeps=self._keeps) from loss
+        try:
+            if ranges.are_wanted():
+                with ranges.span("unpack", record.nbytes, record.key):
+                    located = self._located(use, is_first=is_first)
+            else:
+                located = self._located(use, is_first=is_first)
+        except DaemonLost as loss:
+            raise lost_in_backward(loss, keeps=self._keeps) from loss
         ready = record.ready
         if ready is not None and ready.trial is not None:
             record.ready = None
@@ -170,6 +172,11 @@ class Unpacking:
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
         return located.storage
+
+    def _located(self, use: Use, *, is_first: bool) -> Located:
+        session = use.record.session
+        may_hand_out = session.has_in_place and self._may_hand_out
+        return session.load(use, is_first=is_first, may_hand_out=may_hand_out)
 
     def bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
         """Return an input as it was when it was handed over."""
