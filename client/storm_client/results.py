@@ -124,13 +124,13 @@ class Results:
 
         It has been made on its device's default stream, and is all of its storage.
         """
-        session, began, storage = self.session, perf_counter(), tensor.untyped_storage()
-        nbytes = storage.nbytes()
+        session, began, nbytes = self.session, perf_counter(), tensor.nbytes
         if session is None or not session.has_in_place:
             return None
-        if session.saved.find(storage) is not None:  # of what Python has packed before it was made
-            return None
         if not self._planned.leaves_as_made(number, nbytes):
+            return None
+        storage = tensor.untyped_storage()  # Python's object counts as one who holds it
+        if session.saved.find(storage) is not None:  # of what Python has packed before it was made
             return None
         recorder = self._recorder.of_layer(self._planned.record.layer(number))
         try:

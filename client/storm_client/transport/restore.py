@@ -350,9 +350,10 @@ class Inbound:
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
         """Request what is used next; False where the rest has to take the staging area."""
         with self._connection.lock:
-            if self._taken_bytes() > self._allowed * REFILL_SHARE:
+            taken = self._taken_bytes()
+            if taken > self._allowed * REFILL_SHARE:
                 return True
-            wanted, seen = self._chosen(uses.unseen())
+            wanted, seen = self._chosen(uses.unseen(), taken)
         for records in _together(wanted):
             with span("fetch ahead", records[0].nbytes, records[0].key):
                 if not self._open(records, is_demanded=False):
@@ -419,10 +420,13 @@ class Inbound:
                 pass
         return self._lane.allocate(nbytes)
 
-    def _chosen(self, upcoming: Iterable[StoredRange | None]) -> tuple[list[StoredRange], int]:
+    def _chosen(
+        self, upcoming: Iterable[StoredRange | None], taken: int
+    ) -> tuple[list[StoredRange], int]:
         """Return the next records to fetch, as many as there is room for, and how far that was.
 
-        Measuring the room costs as much as all the rest of a hook, so it is done where it counts.
+        Measuring the room beside what is `taken` costs as much as all the rest of a hook, so it is
+        done where it counts.
         """
         incoming = self._transfers.incoming
         chosen: dict[int, StoredRange] = {}  # each once, however many handles it has
@@ -434,7 +438,7 @@ class Inbound:
             if not record.is_wanted:
                 continue
             if room is None:
-                room = self._room()
+                room = self._room() - taken
             room -= record.nbytes
             if room < 0:
                 return list(chosen.values()), count - 1
@@ -442,11 +446,11 @@ class Inbound:
         return list(chosen.values()), count
 
     def _room(self) -> int:
-        """Return how much more may be fetched early now."""
+        """Return how much may be fetched early now."""
         assert self._in_place is not None
         transfers = self._transfers
         self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held.nbytes)
-        return self._allowed - self._taken_bytes()
+        return self._allowed
 
     def _taken_bytes(self) -> int:
         """Return how much lies here that the daemon has not written, or that nobody has used."""
