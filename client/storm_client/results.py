@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from itertools import chain
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from storm_client.errors import DaemonLost, lost_in_forward
@@ -98,7 +98,7 @@ class Results:
 
         Nobody else holds them or their copies, so that nobody can find or write to either.
         """
-        session, began = self.session, perf_counter()
+        session, began, worked = self.session, perf_counter(), thread_time()
         assert session is not None, "what is kept for now is of its device"
         records, uses = [], []
         try:
@@ -113,6 +113,8 @@ class Results:
             self._stay(loss, (nbytes for _, nbytes, _ in members_of_all))
             return None
         seconds = perf_counter() - began
+        if session.has_in_place:  # otherwise the thread copies: bytes have a figure of their own
+            self._planned.costs.stored((thread_time() - worked) / len(units))
         for record, (_, _, members) in zip(records, units, strict=True):
             record.stats.saved(members[0][1], seconds)
             seconds = 0.0
@@ -124,7 +126,8 @@ class Results:
 
         It has been made on its device's default stream, and is all of its storage.
         """
-        session, began, nbytes = self.session, perf_counter(), tensor.nbytes
+        session, nbytes = self.session, tensor.nbytes
+        began, worked = perf_counter(), thread_time()
         if session is None or not session.has_in_place:
             return None
         if not self._planned.leaves_as_made(number, nbytes):
@@ -144,6 +147,7 @@ class Results:
                 raise lost_in_forward(loss) from loss
             return None
         recorder.saved(nbytes, perf_counter() - began)
+        self._planned.costs.stored(thread_time() - worked)
         return use
 
     def _stay(self, loss: DaemonLost, sizes: Iterable[int]) -> None:

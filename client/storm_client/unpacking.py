@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ class Unpacking:
         """Note what the step is, before anything is saved in it."""
         self._planned = planned
         self._trace = trace
+        self._notes_costs = planned.script is not None
+        """Whether compiled code follows the step: what learns takes longer."""
 
     @untraced
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -152,7 +154,7 @@ class Unpacking:
         assert isinstance(use.step, Step)  # this one, or that of what was moved
         is_first = use.step.unpacked(use)
         record = use.record
-        began = perf_counter()
+        began, worked = perf_counter(), thread_time()
         try:
             if ranges.are_wanted():
                 with ranges.span("unpack", record.nbytes, record.key):
@@ -171,6 +173,8 @@ class Unpacking:
         self._trace.used(id(record))
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
+            if self._notes_costs and record.session.has_in_place:
+                self._planned.costs.restored(thread_time() - worked)
         return located.storage
 
     def _located(self, use: Use, *, is_first: bool) -> Located:

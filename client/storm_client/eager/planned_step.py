@@ -56,6 +56,7 @@ class PlannedStep:
         self.record = self.recording.step
         self.verifies = self.planning.options.verifies
         self.budget = self.planning.options.budget
+        self.costs = self.planning.maker.costs
         self._began = perf_counter()
         self._tries = False
         self._proofs: deque[Trial | ReadyTrial] = deque()

@@ -466,7 +466,7 @@ def _unanswered() -> ActivationLost:
 
 
 def _together(records: list[StoredRange]) -> list[list[StoredRange]]:
-    """Return the records in groups: what a group costs is mostly the same for one and for several."""
+    """Return the records in groups: what one costs is mostly the same for however many."""
     groups: list[list[StoredRange]] = []
     room = 0
     for record in records:
