@@ -188,7 +188,8 @@ class CudaLane(Lane):
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""
-        numbers, stream = self._numbers(), self._current_stream()
+        numbers, stream = self._publisher, self._current_stream()
+        assert numbers is not None, "not attached"
         if numbers.is_only_stream(stream):
             return
         with self.entered():

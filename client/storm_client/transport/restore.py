@@ -130,10 +130,12 @@ class Inbound:
         """Begin to fetch what is used next, in this order, as far as there is room."""
         if not uses.is_due:
             return
-        with suppress(DaemonLost):
+        try:
             is_done = self._in_place is not None and self._allocate_ahead(uses)
             if not is_done and self._transfers.looks_ahead:
                 self._look_ahead_staged(uses, uses.unseen())
+        except DaemonLost:
+            pass  # who needs it is told
 
     def close(self) -> None:
         """Let all memory go; what a dead daemon was writing to is kept for its last writes."""

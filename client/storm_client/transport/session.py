@@ -28,6 +28,7 @@ from storm_client.monitoring.shared_counts import RangeRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.planner.plan import Plan
 from storm_client.saved.ranges import (
+    DeadRange,
     Located,
     RangePhase,
     SavedStorages,
@@ -61,6 +62,10 @@ is let go first. All are looked at where a block begins and ends."""
 
 RELEASE_BYTES = 1 << 20
 """What hooks give up of dead records travels together up to this, or until the next heartbeat."""
+
+DEATHS_TOGETHER = 4
+"""Dead records that a backward pass looks at together; fewer wait for a heartbeat. A use that died
+may have been what memory was kept for."""
 
 _ABOUT_SEGMENTS = (Mapped, Refused)
 
@@ -315,8 +320,9 @@ class Session(Listener):
         record = use.record
         if is_first and self._shared:
             self.send_unshared(but=[record, *use.step.upcoming()[:LOOK_BACK]])
+        deaths = self.saved.deaths
         with self.connection.lock:
-            if self.saved.deaths:
+            if deaths and (len(deaths) >= DEATHS_TOGETHER or not isinstance(deaths[-1], DeadRange)):
                 self._forget_dead()
             if self._shared.pop(record.key, None) is not None:
                 record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
