@@ -159,6 +159,7 @@ class StepHooks:
             self._planned.pack_input,
             self._unpacking.bring,
             self._planned.note_made,
+            self._results.leave_made,
             self._unpacking.note_asked,
         )
         return follow.Follower(  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from itertools import chain
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from storm_client.errors import DaemonLost, lost_in_forward
@@ -21,6 +21,8 @@ from storm_client.saved.snapshots import SnapshotProof
 from storm_client.transport.session import LOOK_BACK
 
 if TYPE_CHECKING:
+    import torch
+
     from storm_client.eager.planned_step import PlannedStep
     from storm_client.monitoring.stats import StatsRecorder
     from storm_client.native import _follow
@@ -96,7 +98,7 @@ class Results:
 
         Nobody else holds them or their copies, so that nobody can find or write to either.
         """
-        session, began = self.session, perf_counter()
+        session, began, worked = self.session, perf_counter(), thread_time()
         assert session is not None, "what is kept for now is of its device"
         records, uses = [], []
         try:
@@ -111,10 +113,42 @@ class Results:
             self._stay(loss, (nbytes for _, nbytes, _ in members_of_all))
             return None
         seconds = perf_counter() - began
+        if session.has_in_place:  # otherwise the thread copies: bytes have a figure of their own
+            self._planned.costs.stored((thread_time() - worked) / len(units))
         for record, (_, _, members) in zip(records, units, strict=True):
             record.stats.saved(members[0][1], seconds)
             seconds = 0.0
         return uses
+
+    @untraced
+    def leave_made(self, number: int, tensor: torch.Tensor) -> Use | None:
+        """Have the value of that number leave though somebody holds it; None where it may not.
+
+        It has been made on its device's default stream, and is all of its storage.
+        """
+        session, nbytes = self.session, tensor.nbytes
+        began, worked = perf_counter(), thread_time()
+        if session is None or not session.has_in_place:
+            return None
+        if not self._planned.leaves_as_made(number, nbytes):
+            return None
+        storage = tensor.untyped_storage()  # Python's object counts as one who holds it
+        if session.saved.find(storage) is not None:  # of what Python has packed before it was made
+            return None
+        recorder = self._recorder.of_layer(self._planned.record.layer(number))
+        try:
+            record = session.record(storage, tensor.dtype, self._codec, recorder)
+            record.proof = SnapshotProof.of_base(tensor, tensor._version)
+            use = self._step.first_use(record)
+            session.saved.add_use(use)
+            session.send_results([record])
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return None
+        recorder.saved(nbytes, perf_counter() - began)
+        self._planned.costs.stored(thread_time() - worked)
+        return use
 
     def _stay(self, loss: DaemonLost, sizes: Iterable[int]) -> None:
         """Count results of these bytes as kept, where the step goes on without the daemon.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from storm_client.hook_stack import untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.planner import Step
 from storm_client.saved.distributed import Distributed
-from storm_client.saved.ranges import Handle, Use
+from storm_client.saved.ranges import Handle, Located, Use
 from storm_client.saved.versions import KeptTensor, SavedVersion
 from storm_client.transport.confirmation import acts_on_gradients_early
 
@@ -79,6 +79,8 @@ class Unpacking:
         """Note what the step is, before anything is saved in it."""
         self._planned = planned
         self._trace = trace
+        self._notes_costs = planned.script is not None
+        """Whether compiled code follows the step: what learns takes longer."""
 
     @untraced
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -152,13 +154,15 @@ class Unpacking:
         assert isinstance(use.step, Step)  # this one, or that of what was moved
         is_first = use.step.unpacked(use)
         record = use.record
-        began = perf_counter()
-        with ranges.span("unpack", record.nbytes, record.key):
-            try:
-                may_hand_out = record.session.has_in_place and self._may_hand_out
-                located = record.session.load(use, is_first=is_first, may_hand_out=may_hand_out)
-            except DaemonLost as loss:
-                raise lost_in_backward(loss, keeps=self._keeps) from loss
+        began, worked = perf_counter(), thread_time()
+        try:
+            if ranges.are_wanted():
+                with ranges.span("unpack", record.nbytes, record.key):
+                    located = self._located(use, is_first=is_first)
+            else:
+                located = self._located(use, is_first=is_first)
+        except DaemonLost as loss:
+            raise lost_in_backward(loss, keeps=self._keeps) from loss
         ready = record.ready
         if ready is not None and ready.trial is not None:
             record.ready = None
@@ -169,7 +173,14 @@ class Unpacking:
         self._trace.used(id(record))
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
+            if self._notes_costs and record.session.has_in_place:
+                self._planned.costs.restored(thread_time() - worked)
         return located.storage
+
+    def _located(self, use: Use, *, is_first: bool) -> Located:
+        session = use.record.session
+        may_hand_out = session.has_in_place and self._may_hand_out
+        return session.load(use, is_first=is_first, may_hand_out=may_hand_out)
 
     def bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
         """Return an input as it was when it was handed over."""

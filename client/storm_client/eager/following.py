@@ -155,7 +155,8 @@ def _saved(
     is_new: bool,
 ) -> _Event:
     value, decision = expected.value, expected.decision
-    what, row, proved = _What.PYTHON, 0, evidence.recomputed.sizes(plan.ways[value.number])
+    proved = evidence.recomputed.sizes(plan.ways[value.number])
+    what, row = _What.PYTHON, counts.row(value.layer, "deduplicated")
     if isinstance(decision, Keep):
         what, row = _What.KEEP, counts.row(value.layer, "skipped", decision.reason)
     elif isinstance(decision, Replay) and (proved or not evidence.is_given_up(value.number)):

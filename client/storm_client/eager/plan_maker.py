@@ -23,6 +23,7 @@ from storm_client.planner.problem import Problem, Value
 from storm_client.planner.search import PREDICTED, Alternative
 from storm_client.planner.slowest import Agreed, Figures, Turn
 from storm_client.planner.solver import Choice, choose
+from storm_client.planner.thread_costs import ThreadCosts
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
 
@@ -74,6 +75,8 @@ class PlanMaker:
         """Held while a plan is made: operations are run again for it, by one thread at a time."""
         self.why_not = "" if options.replays else _SWITCHED_OFF
         """Why nothing may be recomputed; empty if it may."""
+        self.costs = ThreadCosts()
+        """What steps that follow a plan have their threads spend on what is offloaded in place."""
         self.lacked_bytes = 0
         """How much memory the devices have lacked, which plans leave free."""
 
@@ -233,7 +236,7 @@ class PlanMaker:
         device = signature.clock or _HOST
         machine = machine_of(device).with_link(self._link(device))
         signature.link.planned(machine.link)
-        return machine.compressing(self.ratio())
+        return machine.with_thread_store(self.costs.seconds()).compressing(self.ratio())
 
     def _asked_room(self, signature: StepSignature) -> int | None:
         """Return how many bytes may be kept of a step; None where as few as possible are to."""

@@ -56,6 +56,7 @@ class PlannedStep:
         self.record = self.recording.step
         self.verifies = self.planning.options.verifies
         self.budget = self.planning.options.budget
+        self.costs = self.planning.maker.costs
         self._began = perf_counter()
         self._tries = False
         self._proofs: deque[Trial | ReadyTrial] = deque()
@@ -129,10 +130,13 @@ class PlannedStep:
         """Hold a value that others are to be made from; see Recording."""
         return None if self.recording is None else self.recording.pack_input(tensor, number)
 
-    def note_made(self, number: int, tensor: torch.Tensor) -> None:
+    def leaves_as_made(self, number: int, nbytes: int) -> bool:
+        """Tell whether a value of so many bytes may leave before nobody holds it; see Recording."""
+        return self.recording is not None and self.recording.leaves_as_made(number, nbytes)
+
+    def note_made(self, number: int, tensor: torch.Tensor) -> bool:
         """Note from when on the bytes are there of a value that will leave; see Recording."""
-        if self.recording is not None:
-            self.recording.note_made(number, tensor)
+        return self.recording is not None and self.recording.note_made(number, tensor)
 
     def note_sizes(self, handed_over: int, larger: Iterable[tuple[int, int]]) -> None:
         """Note what compiled code has seen of sizes; see `StepRecord`."""

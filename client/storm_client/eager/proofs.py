@@ -53,7 +53,7 @@ class Proofs:
 
     def holds(self, what: Hashable, nbytes: int) -> bool:
         """Tell whether something is proved at a size."""
-        sizes = self.sizes(what)
+        sizes = self._sizes.get(what, ())
         if len(sizes) < ENOUGH_SIZES:
             return nbytes in sizes
         return sizes[0] <= nbytes <= sizes[-1]

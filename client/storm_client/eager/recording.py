@@ -469,31 +469,40 @@ class Recording:
             step.advance()
         return True
 
-    def note_made(self, number: int, output: torch.Tensor) -> None:
-        """Note from when on the bytes of a value that will leave are there.
+    def leaves_as_made(self, number: int, nbytes: int) -> bool:
+        """Tell whether a step has shown that nobody writes to so large a value, uncounted."""
+        signature = self.step.signature
+        if signature is None or not self._leaves_early:
+            return False
+        evidence = signature.evidence
+        return evidence.unchanged.holds(number, nbytes) and number not in evidence.changed
+
+    def note_made(self, number: int, output: torch.Tensor) -> bool:
+        """Note from when on the bytes of a value that will leave are there; tell if that counts.
 
         That may be read before it leaves. It is, once a step has shown that it is not written to
         until then, uncounted.
         """
         signature = self.step.signature
         if output.nbytes < LARGE_BYTES or signature is None or not self._leaves_early:
-            return
+            return False
         evidence = signature.evidence
         if number in evidence.changed:
-            return
+            return False
         sequence = self._hooks.publish(output)
         if not sequence:
-            return
+            return False
         storage, trial = output.untyped_storage(), None
         if not evidence.unchanged.holds(number, storage.nbytes()):
             if not evidence.goes_on_trying(number):
                 evidence.changed.add(number)
-                return
+                return False
             self.tries, sequence = True, 0
             trial = UnchangedTrial(signature, number, checksum(storage), storage.nbytes())
         self.pins.add(storage)
         ready = self.ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
         self._hooks.is_ready(output, ready)
+        return True
 
     def _walks_by_made(
         self, expected: Expected, call: Call, output: torch.Tensor, index: int | None

@@ -230,9 +230,9 @@ class Lane(ABC):
         """Tell whether work may be put on `stream` now, which the script may have destroyed."""
         return True
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Return a context in which `stream` is the current one."""
-        return NOTHING
+    def on(self, stream: Stream) -> AbstractContextManager[object] | None:  # noqa: ARG002
+        """Return a context in which `stream` is the current one, None where it is."""
+        return None
 
     def is_capturing(self) -> bool:
         """Tell whether this thread's work is being captured: then no copy may be ordered to it."""

@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import TypeVar, TypeVarTuple, cast
 
 import torch
 from storm_kernels.errors import KernelsError
@@ -34,6 +34,9 @@ except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
 
 __all__ = ["CudaLane"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +139,7 @@ class CudaLane(Lane):
 
     def publish(self) -> int:
         """Publish the next number, behind every copy that was staged or unstaged so far."""
-        with self.entered():
-            return self._numbers().publish(self._current_stream())
+        return self.within(self._numbers().publish, self._current_stream())
 
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
         """Put a copy of the bytes from `begin` on into the slot, on the current stream.
@@ -173,10 +175,10 @@ class CudaLane(Lane):
             return True
         return stream == torch.cuda.current_stream(self._ordinal)
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Return a context in which `stream` is the current one of this thread."""
+    def on(self, stream: Stream) -> AbstractContextManager[object] | None:
+        """Return a context in which `stream` is the current one, None where it is."""
         if stream is None and not self._current_stream():
-            return NOTHING
+            return None
         chosen = torch.cuda.default_stream(self._ordinal) if stream is None else stream
         return torch.cuda.stream(cast("torch.cuda.Stream", chosen))
 
@@ -186,7 +188,8 @@ class CudaLane(Lane):
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""
-        numbers, stream = self._numbers(), self._current_stream()
+        numbers, stream = self._publisher, self._current_stream()
+        assert numbers is not None, "not attached"
         if numbers.is_only_stream(stream):
             return
         with self.entered():
@@ -233,9 +236,14 @@ class CudaLane(Lane):
 
     def entered(self) -> AbstractContextManager[None]:
         """Make the driver's calls possible for a while; then the thread's device is as before."""
-        if hasattr(self._thread, "entered") and self._current_device() == self._ordinal:
-            return NOTHING  # as in nearly all calls
-        return _Entered(self, self._ordinal)
+        return NOTHING if self._is_entered() else _Entered(self, self._ordinal)
+
+    def within(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """Return what a function returns that makes the driver's calls, for what each save does."""
+        if self._is_entered():  # as in nearly all calls
+            return function(*arguments)
+        with _Entered(self, self._ordinal):
+            return function(*arguments)
 
     def offer(self) -> MapSegment:
         """Return the message that had the daemon map the staging area."""
@@ -297,10 +305,9 @@ class CudaLane(Lane):
         assert self._publisher is not None, "not attached"
         return self._publisher
 
-    @staticmethod
-    def _current_device() -> int:
-        """Return the ordinal of the thread's device, without the public call's initialisation."""
-        return int(torch._C._cuda_getDevice())
+    def _is_entered(self) -> bool:
+        # Without the public call, which looks whether CUDA is initialised.
+        return hasattr(self._thread, "entered") and torch._C._cuda_getDevice() == self._ordinal
 
     def _current_stream(self) -> int:
         """Return the handle of the thread's stream on the device, at a tenth of the public cost."""
@@ -354,12 +361,12 @@ class _InPlace:
         self.segments = Segments(cuda_driver, within=lane.entered)
         self.waits_on_device = shared_by_mps
         self._lane = lane
+        self._numbers = lane._numbers()
         self._freed: int | None = None
         """How often PyTorch had given memory back to the driver when it was last swept."""
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
-        with self._lane.entered():
-            return self.segments.find(address, nbytes)
+        return self._lane.within(self.segments.find, address, nbytes)
 
     def offers(self) -> list[Mappable]:
         with self._lane.entered():
@@ -375,16 +382,17 @@ class _InPlace:
         return is_given_back
 
     def produced(self, count: int) -> range:
-        lane = self._lane
-        with lane.entered():
-            return lane._numbers().produced(lane._current_stream(), count)
+        return self._lane.within(self._numbers.produced, self._lane._current_stream(), count)
 
     @property
     def last_number(self) -> int:
-        return self._lane._numbers().last
+        return self._numbers.last
 
     def is_read(self, sequence: int) -> bool:
-        return self._lane._open().timelines.read(STORED) >= sequence
+        shared = self._lane._shared
+        if shared is None:
+            raise closed()
+        return shared.timelines.read(STORED) >= sequence
 
     def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and whoever gets the memory of `source`, wait for that."""
@@ -396,14 +404,16 @@ class _InPlace:
             self._lane._view(source).record_stream(stream)
 
     def await_restored(self, tickets: Sequence[int]) -> None:
+        self._lane.within(self._await_restored, tickets)
+
+    def _await_restored(self, tickets: Sequence[int]) -> None:
         lane, shared = self._lane, self._lane._open()
-        with lane.entered():
-            stream = lane._current_stream()
-            for ticket in tickets:
-                slot = restored_slot(ticket)
-                if shared.timelines.read(slot) < ticket:
-                    wait_value(stream, shared.page_address + slot, ticket)
-            lane._note_wait(stream)
+        stream = lane._current_stream()
+        for ticket in tickets:
+            slot = restored_slot(ticket)
+            if shared.timelines.read(slot) < ticket:
+                wait_value(stream, shared.page_address + slot, ticket)
+        lane._note_wait(stream)
 
     def release(self, ticket: int) -> None:
         shared = self._lane._shared

@@ -118,7 +118,8 @@ class Publisher:
         """Return `count` numbers that are published behind the work of `stream` so far."""
         with self._lock:
             self._notice(stream)
-            self._precede(stream)
+            if not self._by_default_stream:
+                self._precede(stream)
             last = self._publish(count)
         return range(last - count + 1, last + 1)
 
@@ -134,7 +135,8 @@ class Publisher:
             if self._several_streams:
                 self._follow(stream)
             copy_async(target, source, nbytes, stream)
-            self._precede(stream)
+            if not self._by_default_stream:
+                self._precede(stream)
 
     def is_only_stream(self, stream: int) -> bool:
         """Tell whether all copies so far were made on `stream`, so that it need not follow them."""
@@ -161,13 +163,10 @@ class Publisher:
 
     # --- with the lock held -----------------------------------------------------------------
 
-    def _check(self) -> None:
-        if self._is_ended:
-            raise closed()
-
     def _notice(self, stream: int) -> None:
         """Remember what streams have come by, and have P go on where the default stream ends."""
-        self._check()
+        if self._is_ended:
+            raise closed()
         if self._by_default_stream and stream != DEFAULT_STREAM:
             self._shared.event.record(DEFAULT_STREAM)
             wait_event(self._shared.p.handle, self._shared.event)
@@ -183,10 +182,9 @@ class Publisher:
         return self._sequence
 
     def _precede(self, stream: int) -> None:
-        """Have what is published next come behind the work of `stream` so far."""
-        if not self._by_default_stream:
-            self._shared.event.record(stream)
-            wait_event(self._shared.p.handle, self._shared.event)
+        """Have what P publishes next come behind the work of `stream` so far."""
+        self._shared.event.record(stream)
+        wait_event(self._shared.p.handle, self._shared.event)
 
     def _follow(self, stream: int) -> None:
         """Order `stream` behind P, which is behind every copy."""

@@ -278,7 +278,7 @@ def tell(connection: _Connection, segments: Segments) -> None:
     """
     while segments.taken_back:
         connection.defer(next(connection.numbers), segments.taken_back.popleft())
-    while (offer := segments.next_offer(connection.hand_over)) is not None:
+    while segments.outbox and (offer := segments.next_offer(connection.hand_over)) is not None:
         number = next(connection.numbers)
         connection.defer(number, offer)
         segments.asked(number, offer)

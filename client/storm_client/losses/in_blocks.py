@@ -29,7 +29,7 @@ from storm_client.losses.deferred import Deferred
 from storm_client.losses.kernels import have_same_bits
 from storm_client.losses.upcasts import is_asked_for, is_eligible, learn
 from storm_client.planner.in_flight import give_back_unused
-from storm_client.transport.memory_pressure import may_fail
+from storm_client.transport.memory_pressure import MayFail
 
 __all__ = ["cross_entropy", "substitute"]
 
@@ -237,7 +237,7 @@ class _Proved:
         found, rows = False, len(call.logits)
         while rows and not found:
             try:
-                with may_fail():
+                with MayFail():
                     found = _compared(call.first(rows))
                 break
             except torch.OutOfMemoryError:

@@ -186,9 +186,7 @@ class StatsRecorder:
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a saved tensor that makes a new record, and the time that it took to make."""
-        self._count("recorded", "", nbytes)
-        if seconds:
-            self._spent("store", seconds)
+        self._count("recorded", "", nbytes, on="store", seconds=seconds)
 
     def restored(self, seconds: float) -> None:
         """Count the time that a thread spent on getting a tensor back."""
@@ -238,8 +236,18 @@ class StatsRecorder:
         """Return the present totals."""
         return _totals(self._sums())
 
-    def _count(self, what: str, name: str, nbytes: int, count: int = 1) -> None:
+    def _count(
+        self,
+        what: str,
+        name: str,
+        nbytes: int,
+        count: int = 1,
+        *,
+        on: str = "store",
+        seconds: float = 0.0,
+    ) -> None:
         with self._lock:
+            self._seconds[on] += seconds
             tally = self._tallies.get((what, name))
             if tally is None:
                 tally = self._tallies[what, name] = _Tally()

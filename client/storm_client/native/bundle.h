@@ -27,8 +27,11 @@ class Bundle {
   void leave(PyObject* use);
 
   // Counts a saved tensor that lies in the storage at a place, and one that has died; `had` is what
-  // `take` notes of it.
-  void join(size_t place) { ++parts_[place].tensors; }
+  // `take` notes of it. What was brought back before it was saved is not kept for it.
+  void join(size_t place, uint32_t& had) {
+    ++parts_[place].tensors;
+    had = parts_[place].round;
+  }
   void drop(size_t place, uint32_t had);
 
   // Returns the storage at a place, in the order of the current stream. The first that is taken

@@ -27,9 +27,20 @@ enum Hook {
   LOAD,            // what LEAVE has given one of those, or LEAVE_UNSHARED returned: the storage
   PACK_INPUT,      // a tensor that others are made from, and its number: what BRING is given
   BRING,           // that: the tensor
-  MADE,            // a value's number, and the tensor that has just been made
+  MADE,            // a value's number, and a large tensor that has been made: whether Python packs it
+  LEAVE_MADE,      // the same of what may leave at once: what LOAD is given, None if it does not
   ASKED,           // called once, when the backward pass asks for something
   HOOKS,
+};
+
+// A large result that left as it was made, though somebody may hold it: what is saved of it as long as
+// it has not changed has left with it.
+struct Left {
+  WeakStorage storage;  // keeps its address from being used again
+  WeakTensor base;
+  uint32_t version;
+  std::shared_ptr<Bundle> unsaved;  // until something is saved of it; then that alone keeps it
+  std::weak_ptr<Bundle> bundle;
 };
 
 // A call that is under way, as far as the script looks at it.
@@ -64,6 +75,8 @@ struct Follower : public Watcher {
   at::Tensor byproduct;  // of the call, once that is saved
   std::vector<Unpacked> unpacked;
   Leaving leaving;
+  std::unordered_map<const c10::StorageImpl*, Left> left;
+  std::unordered_set<const c10::StorageImpl*> by_python;  // large results that Python packs
   std::recursive_mutex lock;  // protects `values`, and all results of the step
   Values values;
 
@@ -306,10 +319,10 @@ bool captures(c10::Device device) {
 
 // Has Python send what was kept for now, or as much of it as is best sent now. What an error leaves
 // is kept.
-void send_kept(Follower& follower, bool all = true) {
+void send_kept(Follower& follower, Which which = Which::ALL) {
   auto& leaving = follower.leaving;
   if (leaving.is_empty()) return;
-  Due due = leaving.due(all, captures(leaving.device()));
+  Due due = leaving.due(which, captures(leaving.device()));
   if (!due.unshared.empty()) {
     leave_unshared(std::move(due.unshared), due.others,
                    [&](PyObject* units) { return ask(follower, LEAVE_UNSHARED, units); });
@@ -329,14 +342,35 @@ bool waits(const Follower& follower, PyObject* tensor) {
 }
 
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
   return follower.leaving.can_wait(tensor) && !captures(tensor.device()) &&
-         !follower.owned->has(storage_of(tensor.unsafeGetTensorImpl()));
+         !follower.owned->has(storage) && follower.by_python.count(storage) == 0;
+}
+
+// Holds a tensor of a result that has left already; null where none has, or it has changed since.
+Ref held_with_left(Follower& follower, const at::Tensor& tensor, uint32_t row) {
+  const auto found = follower.left.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == follower.left.end()) return {};
+  auto& [storage, base, version, unsaved, bundle] = found->second;
+  const bool is_first = unsaved != nullptr;
+  auto of = is_first ? std::move(unsaved) : bundle.lock();
+  const auto* made = base_of(tensor).unsafeGetTensorImpl();
+  const bool is_same = base._unsafe_get_target() == made && made->version_counter().current_version() == version;
+  if (of == nullptr || !is_same || !tensor.grad_fn() || !is_result(tensor)) {
+    follower.left.erase(found);
+    return {};
+  }
+  unsaved = nullptr;
+  Ref kept = Ref::stolen(keep(tensor));
+  leave_in(kept.get(), std::move(of), 0);
+  if (!is_first) follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
+  return kept;
 }
 
 // Keeps a tensor until there are others to leave with it.
 Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (follower.leaving.is_full(nbytes)) send_kept(follower, /*all=*/false);
+  if (follower.leaving.is_full(nbytes)) send_kept(follower, Which::BATCH);
   Ref kept = Ref::stolen(keep_for_now(tensor, position));
   follower.leaving.add(kept.get(), nbytes);
   return kept;
@@ -344,24 +378,57 @@ Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) 
 
 // Returns what holds an input of a recipe.
 Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
-  const auto saved = follower.script->saved.find(number);
-  if (saved != follower.script->saved.end() && can_wait(follower, tensor)) {
-    return wait_for_others(follower, tensor, saved->second);
+  const auto& script = *follower.script;
+  const auto saved = script.saved.find(number);
+  if (saved != script.saved.end()) {
+    Ref held = held_with_left(follower, tensor, script.events[script.next[saved->second]].row);
+    if (held) return held;
+    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, saved->second);
   }
   Ref wrapped = expected(THPVariable_Wrap(tensor));
   Ref of = expected(PyLong_FromLong(number));
   return ask(follower, PACK_INPUT, wrapped.get(), of.get());
 }
 
-// Has what recipes rest on be held as what is saved, and Python note what has been made.
+// Whether a large result may leave now: all that it is read for as it is.
+bool may_leave(const Follower& follower, const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return is_ordinary(const_cast<at::TensorImpl*>(impl)) && &base_of(tensor) == &tensor &&
+         static_cast<size_t>(nbytes_of(impl)) == storage_of(impl)->nbytes() &&
+         can_wait(follower, tensor);
+}
+
+// Has a large result leave that has been made, or Python note that it was.
+void note_made(Follower& follower, const at::Tensor& tensor, int number) {
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  Ref wrapped = expected(THPVariable_Wrap(tensor));
+  Ref of = expected(PyLong_FromLong(number));
+  if (may_leave(follower, tensor)) {
+    auto bundle = std::make_shared<Bundle>(std::vector{tensor.storage()}, tensor.device());
+    const uint32_t version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    Ref use = ask(follower, LEAVE_MADE, of.get(), wrapped.get());
+    if (use.get() != Py_None) {
+      bundle->leave(use.get());
+      for (Ref& kept : follower.leaving.take(storage)) leave_in(kept.get(), bundle, 0);
+      const bool is_saved = bundle.use_count() > 1;
+      follower.left.insert_or_assign(
+          storage, Left{tensor.storage().getWeakStorageImpl(), WeakTensor(tensor.getIntrusivePtr()),
+                        version, is_saved ? nullptr : bundle, bundle});
+      return;
+    }
+  }
+  if (follower.leaving.has(storage)) send_kept(follower);
+  Ref is_packed = ask(follower, MADE, of.get(), wrapped.get());
+  if (PyObject_IsTrue(is_packed.get()) == 1) follower.by_python.insert(storage);
+}
+
+// Has what recipes rest on be held as what is saved, and what has been made noted.
 void pack_inputs(Follower& follower) {
   while (!follower.unpacked.empty()) {
     const auto [tensor, number, source] = std::move(follower.unpacked.back());
     follower.unpacked.pop_back();
     if (source == nullptr) {
-      Ref wrapped = expected(THPVariable_Wrap(tensor));
-      Ref of = expected(PyLong_FromLong(number));
-      ask(follower, MADE, of.get(), wrapped.get());
+      note_made(follower, tensor, number);
       continue;
     }
     Ref packed = packed_input(follower, tensor, number);
@@ -422,8 +489,10 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
     return tried;
   }
   if (event.what == What::KEEP && nbytes <= event.most) return stay(follower, tensor, event.row);
-  if (!tried && can_wait(follower, tensor)) {
-    return wait_for_others(follower, tensor, event.position);
+  if (!tried) {
+    Ref held = held_with_left(follower, tensor, event.row);
+    if (held) return held;
+    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, event.position);
   }
   if (waits(follower, object)) send_kept(follower);
   Ref position = expected(PyLong_FromLong(event.position));
@@ -488,6 +557,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   if (!follower.unpacked.empty()) pack_inputs(follower);
+  if (follower.leaving.has_unshared_large()) send_kept(follower, Which::LARGE);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (follower.walks && (type == THPVariableClass || type == parameter_type())) {
     const auto& tensor = THPVariable_Unpack(object);
@@ -611,8 +681,9 @@ PyObject* forget(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   follower.leaving.clear();
-  auto unpacked = std::move(follower.unpacked);
-  follower.unpacked.clear();
+  auto unpacked = std::exchange(follower.unpacked, {});
+  auto left = std::exchange(follower.left, {});
+  follower.by_python.clear();
   Locked locked(follower.lock);
   follower.values.clear();
   Py_RETURN_NONE;

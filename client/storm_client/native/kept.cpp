@@ -183,7 +183,7 @@ void leave_in(PyObject* self, std::shared_ptr<Bundle> bundle, size_t place) {
   auto& kept = kept::kept_of(self);
   if (!kept.token.defined()) return;  // it was moved meanwhile
   kept.form.emplace(kept.token);
-  bundle->join(place);
+  bundle->join(place, kept.had);
   kept.place = place;
   kept.bundle = std::move(bundle);
   kept.token.reset();

@@ -68,7 +68,7 @@ void Leaving::begin(c10::Device device, int64_t least, int64_t most, bool in_pla
 bool Leaving::can_wait(const at::Tensor& tensor) const {
   const auto device = tensor.device();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (device_ != device || nbytes < least_ || nbytes > most_ || is_large(nbytes)) return false;
+  if (device_ != device || nbytes < least_ || (nbytes > most_ && !is_large(nbytes))) return false;
   // What is kept has to be an alias, and its base a result, whose changes are counted.
   if (!tensor.grad_fn() || !is_result(tensor) || c10::isQIntType(tensor.scalar_type())) {
     return false;
@@ -85,14 +85,45 @@ bool Leaving::has(const c10::StorageImpl* storage) const {
   });
 }
 
-void Leaving::add(PyObject* kept, int64_t nbytes) {
-  waiting_.push_back({Ref::borrowed(kept), nbytes});
-  nbytes_ += nbytes;
+bool Leaving::is_full(int64_t more) const {
+  return !is_large(more) && (small_ >= MOST || nbytes_ + more > most_);
+}
+
+bool Leaving::has_unshared_large() const {
+  if (small_ == waiting_.size()) return false;
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& one) {
+    return one.is_large() && is_unshared(one, waiting_);
+  });
+}
+
+void Leaving::add(PyObject* kept, int64_t nbytes) { wait({Ref::borrowed(kept), nbytes}); }
+
+void Leaving::wait(Waiting&& one) {
+  if (!one.is_large()) {
+    ++small_;
+    nbytes_ += one.nbytes;
+  }
+  waiting_.push_back(std::move(one));
 }
 
 std::vector<Leaving::Waiting> Leaving::take() {
+  small_ = 0;
   nbytes_ = 0;
   return std::exchange(waiting_, {});
+}
+
+Group Leaving::take(const c10::StorageImpl* storage) {
+  Group taken;
+  for (Waiting& one : take()) {
+    const at::Tensor& token = token_of(one.kept.get());
+    const bool is_in = token.defined() && storage_of(token.unsafeGetTensorImpl()) == storage;
+    if (is_in) {
+      taken.push_back(std::move(one.kept));
+    } else {
+      wait(std::move(one));
+    }
+  }
+  return taken;
 }
 
 // Whether nothing but those that wait holds a storage, so that nobody can write to it or find it:
@@ -114,7 +145,8 @@ bool Leaving::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {
   return storage.use_count() == ours;
 }
 
-Due Leaving::due(bool all, bool capture) {
+Due Leaving::due(Which which, bool capture) {
+  const bool all = which == Which::ALL;
   auto waiting = take();
   std::erase_if(waiting, [](const Waiting& one) { return Py_REFCNT(one.kept.get()) == 1; });
   std::vector<bool> unshared;
@@ -122,18 +154,22 @@ Due Leaving::due(bool all, bool capture) {
   Due due;
   // What is too large to be copied goes with what lies in the same storage.
   std::map<std::pair<c10::ScalarType, const c10::StorageImpl*>, std::vector<Waiting>> groups;
-  const auto wait = [&](Waiting&& one) {
-    if (all || one.is_late) {
+  const auto put_off = [&](Waiting&& one) {
+    if (all || (one.is_late && !one.is_large())) {
       due.others.push_back(std::move(one.kept));
       return;
     }
-    nbytes_ += one.nbytes;
-    waiting_.push_back({std::move(one.kept), one.nbytes, /*is_late=*/true});
+    one.is_late = true;
+    wait(std::move(one));
   };
   for (size_t at = 0; at < waiting.size(); ++at) {
     Waiting& one = waiting[at];
-    if (!unshared[at]) {
+    if (which == Which::LARGE && !one.is_large()) {
       wait(std::move(one));
+      continue;
+    }
+    if (!unshared[at]) {
+      put_off(std::move(one));
       continue;
     }
     const at::Tensor& token = token_of(one.kept.get());
@@ -144,7 +180,7 @@ Due Leaving::due(bool all, bool capture) {
   for (auto& [key, group] : groups) {
     const bool is_late = all || group.front().is_late || group.front().nbytes > most_copied_;
     if (group.size() == 1 && !is_late) {
-      wait(std::move(group.front()));
+      put_off(std::move(group.front()));
       continue;
     }
     auto& members = due.unshared.emplace_back();

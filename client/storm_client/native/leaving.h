@@ -16,6 +16,9 @@ struct Due {
   Group others;
 };
 
+// What of all that waits.
+enum class Which : uint8_t { ALL, BATCH, LARGE };
+
 class Leaving {
  public:
   // Has results on a device wait from now on, of `least` bytes or more, up to `most` bytes, which are
@@ -25,11 +28,17 @@ class Leaving {
   // Whether a storage of so many bytes is best sent as it was made; see LARGE_BYTES of recording.py.
   static bool is_large(int64_t nbytes) { return nbytes >= LARGE; }
 
-  // Whether a tensor may wait: Python then finds all as it would have found it now.
+  // Whether a tensor may wait: Python then finds all as it would have found it now. A large one waits
+  // for the time when nobody else holds it, and for no others.
   bool can_wait(const at::Tensor& tensor) const;
 
   bool is_empty() const { return waiting_.empty(); }
-  bool is_full(int64_t more) const { return waiting_.size() >= MOST || nbytes_ + more > most_; }
+
+  // Whether something has to leave before so many bytes more may wait.
+  bool is_full(int64_t more) const;
+
+  // Whether nobody else holds one of the large that wait.
+  bool has_unshared_large() const;
 
   // Whether something waits that lies in a storage.
   bool has(const c10::StorageImpl* storage) const;
@@ -37,9 +46,13 @@ class Leaving {
   void add(PyObject* kept, int64_t nbytes);
 
   // Returns what is to leave, and keeps it no longer. What somebody else holds, or could be copied with
-  // others of its type, and there is none, waits once for the next time, unless `all` is to leave. Where
-  // there is a `capture` nothing counts as unshared: no copies can be made.
-  Due due(bool all, bool capture);
+  // others of its type, and there is none, waits once for the next time, unless ALL is to leave; what is
+  // large waits for as long as somebody holds it. Where there is a `capture` nothing counts as unshared:
+  // no copies can be made.
+  Due due(Which which, bool capture);
+
+  // Returns what waits that lies in a storage, and keeps it no longer.
+  Group take(const c10::StorageImpl* storage);
 
   // That of what waits, if something does.
   c10::Device device() const { return *device_; }
@@ -57,13 +70,17 @@ class Leaving {
     Ref kept;
     int64_t nbytes;  // of the storage, when it was saved
     bool is_late = false;
+
+    bool is_large() const { return Leaving::is_large(nbytes); }
   };
 
+  void wait(Waiting&& one);
   std::vector<Waiting> take();
   static bool is_unshared(const Waiting& one, const std::vector<Waiting>& all);
 
   std::vector<Waiting> waiting_;
-  int64_t nbytes_ = 0;
+  size_t small_ = 0;    // how many of them are not large
+  int64_t nbytes_ = 0;  // of those
   int64_t least_ = 0;
   int64_t most_ = 0;
   int64_t most_copied_ = 0;  // of each

@@ -38,7 +38,7 @@ class Machine:
 
     # --- the training thread ---
     thread_store: float
-    """Seconds for a tensor that hooks offload, both passes together."""
+    """Seconds for a tensor that hooks offload, both passes together; as measured, once it was."""
     graph_store: float
     """Seconds for a tensor that a compiled graph offloads, as far as nothing hides them."""
     thread_recompute: float
@@ -69,6 +69,12 @@ class Machine:
         """Return the figures where a daemon's copies were timed, or are limited."""
         names = self.measured | {"link"} if figures.link else self.measured
         return replace(self, link=self.link_by(figures), measured=names)
+
+    def with_thread_store(self, seconds: float | None) -> Machine:
+        """Return the figures with what hooks were measured to take for a tensor; None: not yet."""
+        if seconds is None:
+            return self
+        return replace(self, thread_store=seconds, measured=self.measured | {"thread"})
 
     def link_by(self, figures: LinkFigures) -> float:
         """Return `link` as a daemon says it: the slowest of what the bytes pass."""
@@ -102,7 +108,7 @@ CUDA = Machine(
     fetch_latency=1e-3,
     # One H200: a session's scratch holds three of the largest chunks, which cross in that time.
     longest_beside=4e-3,
-    # One H200, 16 Xeon cores, PyTorch 2.11.
+    # One H200, 16 Xeon cores, PyTorch 2.11. Counts until it was measured, as `unmeasured` does.
     thread_store=1.5e-4,
     # A compiled graph's thread runs ahead of the device, which hides most of `thread_store`.
     graph_store=2e-5,

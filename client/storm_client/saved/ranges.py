@@ -298,15 +298,12 @@ class StoredRange:
         """Discount the use of that key."""
         self._uses.pop(use, None)
         self._waiting.discard(use)
-        self._let_go_if_unneeded()
+        if not self._waiting:
+            self._restored = None
 
     def is_whole(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether the storage still has its memory: resizing to 0 and back changes that."""
         return storage.data_ptr() == self.pointer and storage.nbytes() == self.nbytes
-
-    def _let_go_if_unneeded(self) -> None:
-        if not self._waiting:
-            self._restored = None
 
 
 class Use:

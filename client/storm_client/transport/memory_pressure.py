@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Final, Protocol
 
@@ -27,7 +25,7 @@ from storm_client.transport.interrupts import Living
 from storm_client.transport.kept_memory import kept_bytes
 from stormd.protocol.sizes import format_size
 
-__all__ = ["may_fail", "relieve", "retry_allocations", "watch"]
+__all__ = ["MayFail", "relieve", "retry_allocations", "watch"]
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +68,18 @@ def watch(owner: _Owner) -> None:
     retry_allocations()
 
 
-@contextmanager
-def may_fail() -> Iterator[None]:
-    """Make no room for what this thread allocates: it can do without."""
-    before, _thread.may_fail = _thread.may_fail, True
-    try:
-        yield
-    finally:
-        _thread.may_fail = before
+class MayFail:
+    """A context in which no room is made for what the thread allocates: it can do without."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        """Make none from now on."""
+        self._before, _thread.may_fail = _thread.may_fail, True
+
+    def __exit__(self, *error: object) -> None:
+        """Do as before."""
+        _thread.may_fail = self._before
 
 
 @cache

@@ -12,8 +12,8 @@ with no slot that it could give up, so a range of any size passes through an are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
@@ -24,14 +24,14 @@ from storm_client.monitoring.profiler_ranges import span
 from storm_client.saved.ranges import Part, RangePhase, StoredRange, UpcomingUses, Use
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
-from storm_client.transport.memory_pressure import may_fail
+from storm_client.transport.memory_pressure import MayFail
 from storm_client.transport.patience import LONGEST_SECONDS, STALL_SECONDS, Patience
 from storm_client.transport.transfer import Incoming, Phase, Transfer
 from storm_client.transport.transfers import REFILL_SHARE, Transfers
 
 __all__ = ["Inbound"]
 
-TOGETHER_BYTES = 8 << 20
+TOGETHER_BYTES = 64 << 20
 """Of records prefetched: so many share an event on the stream and a frame to the daemon."""
 
 LAST_WRITES_SECONDS = 0.5
@@ -130,10 +130,12 @@ class Inbound:
         """Begin to fetch what is used next, in this order, as far as there is room."""
         if not uses.is_due:
             return
-        with suppress(DaemonLost):
+        try:
             is_done = self._in_place is not None and self._allocate_ahead(uses)
             if not is_done and self._transfers.looks_ahead:
                 self._look_ahead_staged(uses, uses.unseen())
+        except DaemonLost:
+            pass  # who needs it is told
 
     def close(self) -> None:
         """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
@@ -350,12 +352,12 @@ class Inbound:
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
         """Request what is used next; False where the rest has to take the staging area."""
         with self._connection.lock:
-            if self._taken_bytes() > self._allowed * REFILL_SHARE:
+            taken = self._taken_bytes()
+            if taken > self._allowed * REFILL_SHARE:
                 return True
-            wanted, seen = self._chosen(uses.unseen())
+            wanted, seen = self._chosen(uses.unseen(), taken)
         for records in _together(wanted):
-            nbytes = sum(record.nbytes for record in records)
-            with span("fetch ahead", nbytes, records[0].key):
+            with span("fetch ahead", records[0].nbytes, records[0].key):
                 if not self._open(records, is_demanded=False):
                     return False
         uses.saw(seen)
@@ -407,7 +409,9 @@ class Inbound:
     def _allocate(self, nbytes: int, *, is_demanded: bool) -> torch.UntypedStorage | None:
         """Return memory; None where there is none for what nobody waits for."""
         try:
-            with nullcontext() if is_demanded else may_fail():
+            if is_demanded:
+                return self._lane.allocate(nbytes)
+            with MayFail():
                 return self._lane.allocate(nbytes)
         except torch.OutOfMemoryError:  # the observer has had what was prefetched given up
             if not is_demanded:
@@ -418,34 +422,37 @@ class Inbound:
                 pass
         return self._lane.allocate(nbytes)
 
-    def _chosen(self, upcoming: Iterable[StoredRange | None]) -> tuple[list[StoredRange], int]:
+    def _chosen(
+        self, upcoming: Iterable[StoredRange | None], taken: int
+    ) -> tuple[list[StoredRange], int]:
         """Return the next records to fetch, as many as there is room for, and how far that was.
 
-        Measuring the room costs as much as all the rest of a hook, so it is done where it counts.
+        Measuring the room beside what is `taken` costs as much as all the rest of a hook, so it is
+        done where it counts.
         """
+        incoming = self._transfers.incoming
         chosen: dict[int, StoredRange] = {}  # each once, however many handles it has
         room: int | None = None
         count = 0
         for count, record in enumerate(upcoming, 1):
-            if record is None or record.key in chosen or not self._is_wanted(record):
+            if record is None or record.key in chosen or record.key in incoming:
+                continue
+            if not record.is_wanted:
                 continue
             if room is None:
-                room = self._room()
+                room = self._room() - taken
             room -= record.nbytes
             if room < 0:
                 return list(chosen.values()), count - 1
             chosen[record.key] = record
         return list(chosen.values()), count
 
-    def _is_wanted(self, record: StoredRange) -> bool:
-        return record.is_wanted and record.key not in self._transfers.incoming
-
     def _room(self) -> int:
-        """Return how much more may be fetched early now."""
+        """Return how much may be fetched early now."""
         assert self._in_place is not None
         transfers = self._transfers
         self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held.nbytes)
-        return self._allowed - self._taken_bytes()
+        return self._allowed
 
     def _taken_bytes(self) -> int:
         """Return how much lies here that the daemon has not written, or that nobody has used."""
@@ -460,15 +467,14 @@ def _unanswered() -> ActivationLost:
     )
 
 
-def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:
-    """Yield the records, those together that are so small that what each costs would count."""
-    group: list[StoredRange] = []
-    nbytes = 0
+def _together(records: list[StoredRange]) -> list[list[StoredRange]]:
+    """Return the records in groups: what one costs is mostly the same for however many."""
+    groups: list[list[StoredRange]] = []
+    room = 0
     for record in records:
-        group.append(record)
-        nbytes += record.nbytes
-        if nbytes >= TOGETHER_BYTES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group
+        if room <= 0:
+            groups.append([])
+            room = TOGETHER_BYTES
+        groups[-1].append(record)
+        room -= record.nbytes
+    return groups

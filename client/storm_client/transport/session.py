@@ -28,6 +28,7 @@ from storm_client.monitoring.shared_counts import RangeRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.planner.plan import Plan
 from storm_client.saved.ranges import (
+    DeadRange,
     Located,
     RangePhase,
     SavedStorages,
@@ -61,6 +62,10 @@ is let go first. All are looked at where a block begins and ends."""
 
 RELEASE_BYTES = 1 << 20
 """What hooks give up of dead records travels together up to this, or until the next heartbeat."""
+
+DEATHS_TOGETHER = 4
+"""Dead records that a backward pass looks at together; fewer wait for a heartbeat. A use that died
+may have been what memory was kept for."""
 
 _ABOUT_SEGMENTS = (Mapped, Refused)
 
@@ -218,8 +223,7 @@ class Session(Listener):
         """
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
-        with self.lane.on(None):
-            self._outbound.store(records)
+        self._store(records, None)
 
     def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
         """Have the record of a storage, if there is one, leave by what `ready` names.
@@ -253,7 +257,7 @@ class Session(Listener):
         Raises:
             DaemonLost: the daemon is gone. What it has not admitted stays.
         """
-        if not self._shared or self.lane.is_capturing():
+        if not self._shared:
             return
         ready: list[StoredRange] = []
         with self.connection.lock:
@@ -261,6 +265,8 @@ class Session(Listener):
                 record = reference()
                 if record is not None and is_unshared(record) and record not in but:
                     ready.append(record)
+        if not ready or self.lane.is_capturing():
+            return
         for stream, records in groupby(reversed(ready), _stream):
             self._send_all(list(records), stream)
 
@@ -276,11 +282,18 @@ class Session(Listener):
         """Send records that a stream's work has made, as `send` does each."""
         if not self.lane.reaches(stream):
             return
-        on_their_stream = self.lane.on(stream)
         with self.connection.lock:
             leaving = [record for record in records if self._begins_to_leave(record)]
-        with on_their_stream:
-            self._outbound.store(leaving)
+        self._store(leaving, stream)
+
+    def _store(self, records: list[StoredRange], stream: Stream) -> None:
+        """Have records leave as the work of a stream makes them."""
+        elsewhere = self.lane.on(stream)
+        if elsewhere is None:
+            self._outbound.store(records)
+            return
+        with elsewhere:
+            self._outbound.store(records)
 
     def _begins_to_leave(self, record: StoredRange) -> bool:
         """Take a record out of those that stay (locked); False where it was, or goes on to."""
@@ -307,8 +320,9 @@ class Session(Listener):
         record = use.record
         if is_first and self._shared:
             self.send_unshared(but=[record, *use.step.upcoming()[:LOOK_BACK]])
+        deaths = self.saved.deaths
         with self.connection.lock:
-            if self.saved.deaths:
+            if deaths and (len(deaths) >= DEATHS_TOGETHER or not isinstance(deaths[-1], DeadRange)):
                 self._forget_dead()
             if self._shared.pop(record.key, None) is not None:
                 record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
@@ -454,7 +468,8 @@ class Session(Listener):
             self._await_return(record)
         located = record.locate()
         if located is not None:
-            self.transfers.forget(record.key)
+            if record.key in self.transfers.incoming:
+                self.transfers.forget(record.key)
             return located
         if self.connection.error is not None:
             self.connection.check()
@@ -510,7 +525,8 @@ class Session(Listener):
         """
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
-            self.transfers.forget(reference.key)
+            if reference.key in self.transfers.incoming:
+                self.transfers.forget(reference.key)
             self.transfers.held.let_go(reference.key)
             for part in reference.parts:
                 self._unreleased.append(part.entry)

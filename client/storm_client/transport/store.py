@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,9 @@ class _Unread(NamedTuple):
 
     sequence: int
     nbytes: int
+
+
+_nbytes = attrgetter("nbytes")
 
 
 class Outbound:
@@ -201,7 +205,8 @@ class Outbound:
     def _send_mapped(self, sources: Sequence[tuple[Outgoing, Mapped]]) -> None:
         """Have the daemon read sources, each of which lies at its place."""
         assert self._in_place is not None
-        numbers = iter(self._in_place.produced(sum([out.count for out, _ in sources])))
+        count = sources[0][0].count if len(sources) == 1 else sum([out.count for out, _ in sources])
+        numbers = iter(self._in_place.produced(count))
         for out, place in sources:
             for part in self._transfers.stores.split(out.nbytes):
                 route = place
@@ -237,7 +242,7 @@ class Outbound:
             return  # what may be had is what is here
         in_place = self._in_place
         assert in_place is not None
-        if in_place.is_read(sequence) or self._is_read(in_place, sequence):
+        if self._is_read(in_place, sequence):
             self._transfers.stores.gone(record)
             return
         in_place.overtake(sequence, record.source)
@@ -255,7 +260,7 @@ class Outbound:
         unread = self._unread
         while unread and in_place.is_read(unread[0].sequence):
             unread.popleft()
-        return sum(one.nbytes for one in unread)
+        return sum(map(_nbytes, unread))
 
     def _is_read(self, in_place: InPlace, sequence: int) -> bool:
         """Tell whether all up to `sequence` has been read, waiting if that is best.

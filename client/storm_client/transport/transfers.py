@@ -127,7 +127,7 @@ class Transfers:
         for one in self._pending.values():
             if one.phase is Phase.DROPPED and isinstance(one.of, Incoming):
                 into.add(one.of)
-        return sum(one.nbytes for one in into if not one.is_demanded)
+        return sum([one.nbytes for one in into if not one.is_demanded])
 
     # --- the staging area -------------------------------------------------------------------
 
@@ -282,7 +282,10 @@ class Transfers:
         The memory is kept until the daemon has answered: it may be writing to it.
         """
         tickets = self.handed_out.take_over(incoming, user)
-        self.forget(incoming.key)
+        if incoming.transfers:
+            self.forget(incoming.key)
+        else:
+            self.incoming.pop(incoming.key, None)
         return tickets
 
     def forget_early(self) -> None:

@@ -146,7 +146,7 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lambda: lane.use(tensor),
             lane.is_capturing,
             lane.current_stream,
-            lambda: lane.on(None).__enter__(),
+            lambda: lane.on(None),
         ):
             call()
             seen.append(fake.current_device())

@@ -11,10 +11,12 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks
+from storm_client.planner.machine import CPU
 from storm_client.results import Results
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.session import Session
 from support.following import PATHS, Followed, follow_by
+from support.in_place_lane import InPlaceCpuLane
 from support.planning import replay_all
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
@@ -547,3 +549,36 @@ def test_a_daemon_that_ends(
         else:
             with pytest.raises(storm.DaemonLost):
                 gradient(x, block, ending)
+
+
+@pytest.mark.parametrize("kind", ["staged", "in place"])
+def test_plans_are_made_from_what_offloading_has_cost_the_thread(
+    kind: str,
+    request: pytest.FixtureRequest,
+    compiled: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it copies nothing itself: bytes have figures of their own."""
+    monkeypatch.setattr(InPlaceCpuLane, "budget_bytes", 16 << 10)  # so that all leaves
+    if kind == "staged":
+        client = request.getfixturevalue("client")
+        _train_and_look_at_costs(client, is_measured=False)
+        return
+    daemon = request.getfixturevalue("make_late_daemon")()
+    request.getfixturevalue("lanes").clear()
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        _train_and_look_at_costs(client, is_measured=True)
+        request.getfixturevalue("lanes")[0].unread.read_all()
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+    assert compiled[-1]
+
+
+def _train_and_look_at_costs(client: storm.Client, *, is_measured: bool) -> None:
+    x, block = leaf("cpu"), offload(client)
+    maker = block._planning.maker
+    for _ in range(20):
+        gradient(x, block)
+    (known,) = block._planning._signatures._known.values()
+    machine = maker._measured(known)
+    assert ("thread" in machine.measured) == is_measured
+    assert (machine.thread_store == CPU.thread_store) != is_measured

@@ -135,7 +135,7 @@ def test_no_room_is_made_for_what_may_fail(memory: None, monkeypatch: pytest.Mon
     one = Owner(0)
     memory_pressure._OWNERS.add(one)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with memory_pressure.may_fail():
+    with memory_pressure.MayFail():
         assert memory_pressure._relieve(100, 0) is False
     assert memory_pressure._relieve(100, 0) is True
 

@@ -1,0 +1,264 @@
+"""Large results: each leaves by one call into Python, once made or when nobody else holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.eager import plan_maker, signature
+from storm_client.eager.events import RecordedValue
+from storm_client.hooks import StepHooks
+from storm_client.planner.machine import CPU
+from storm_client.results import Results
+from storm_client.transport.session import Session
+from support.following import Followed, follow_by
+from support.in_place_lane import InPlaceCpuLane
+from support.planning import mind_the_device_alone
+from support.training import assert_identical, seeded
+from support.waiting import wait_until
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+MIB = 1 << 20
+LARGE = 16 * MIB
+WIDTH = 64
+STEPS = 7
+
+SOME_REPLAYS = replace(
+    CPU,
+    link=1.0,
+    codec=1.0,
+    thread_store=1e-9,
+    thread_recompute=1e-9,
+    unmeasured=1e-9,
+    unmeasured_expensive=1e9,
+)
+"""Products leave, and all else is recomputed."""
+
+
+class Calls(list[str]):
+    """What Python was asked for in the last step."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    noted = Calls()
+
+    def note(of: type, name: str, told: Callable[[Any], bool] = bool) -> None:
+        function = getattr(of, name)
+
+        def noting(self: Any, *given: Any) -> Any:
+            found = function(self, *given)
+            noted.append(name if told(found) else f"no {name}")
+            return found
+
+        monkeypatch.setattr(of, name, noting)
+
+    note(Results, "leave_made")
+    note(Results, "leave_unshared")
+    note(StepHooks, "_pack_expected")
+    return noted
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
+    planned = RecordedValue.planned
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: SOME_REPLAYS)
+    mind_the_device_alone(monkeypatch)
+    monkeypatch.setattr(
+        RecordedValue, "planned", lambda value: replace(planned(value), seconds=0.0)
+    )
+    monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())
+    monkeypatch.setattr(InPlaceCpuLane, "budget_bytes", 4 * MIB)  # so that all leaves
+    return follow_by("compiled", monkeypatch)
+
+
+@pytest.fixture(params=["staged", "in place"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def any_client(kind: str, request: pytest.FixtureRequest) -> Iterator[storm.Client]:
+    """A client whose thread copies what it sends, and one whose daemon reads where it lies."""
+    if kind == "staged":
+        yield request.getfixturevalue("client")
+        return
+    make, sizes = request.getfixturevalue("make_late_daemon"), {"pool_bytes": 512 * MIB}
+    sizes |= {"staging_bytes_cpu": 2 << 30, "all_staging_bytes_cpu": 4 << 30}
+    daemon = make(**sizes, part_bytes_cpu=2 * LARGE)
+    (lanes := request.getfixturevalue("lanes")).clear()
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        yield client
+        lanes[0].unread.read_all()
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+def leaves() -> list[Tensor]:
+    count = LARGE // WIDTH // 4
+    weight, x = seeded("cpu", WIDTH, WIDTH, seed=1), seeded("cpu", count, WIDTH, seed=2)
+    return [weight.requires_grad_(), x.requires_grad_()]
+
+
+def step(forward: Forward, block: Any = None) -> list[Tensor]:
+    weight, x = leaves()
+    if block is None:
+        loss = forward(x, weight)
+    else:
+        with block:
+            loss = forward(x, weight)
+    loss.backward()
+    return [loss.detach(), weight.grad, x.grad]  # type: ignore[list-item]
+
+
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(3):
+        x = silu(linear(x, weight))
+    return x.square().mean()
+
+
+def held(x: Tensor, weight: Tensor) -> Tensor:
+    """The script holds what leaves, until the end."""
+    made = []
+    for _ in range(3):
+        made.append(linear(x, weight))
+        x = silu(made[-1])
+    return (x * made[0]).mean()
+
+
+def attention(x: Tensor, weight: Tensor) -> Tensor:
+    """It saves its result before it returns it."""
+    for _ in range(2):
+        query = linear(x, weight).view(-1, 16, 64, WIDTH)
+        x = scaled_dot_product_attention(query, query, query).reshape(x.shape)
+    return x.square().mean()
+
+
+def parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Views of one result are saved."""
+    for _ in range(2):
+        left, right = linear(x, weight).chunk(2, dim=1)
+        x = torch.cat([silu(left) * right, left.sin() * right], dim=1)
+    return x.square().mean()
+
+
+BY_PYTHON = {products: 1, held: 2, attention: 1, parts: 4}
+"""How often the first value of a step is saved, which Python packs."""
+
+
+@pytest.mark.parametrize("forward", BY_PYTHON)
+def test_bits_are_those_without(
+    forward: Forward, kind: str, any_client: storm.Client, followed: Followed, calls: Calls
+) -> None:
+    expected, block = step(forward), any_client.offload(min_bytes=1 << 16, budget=0.0)
+    for _ in range(STEPS):
+        calls.clear()
+        assert_identical(step(forward, block), expected)
+    assert followed[-1]
+    assert calls.count("_pack_expected") <= BY_PYTHON[forward]
+    if kind == "staged" or forward is attention:  # of which nothing is recomputed
+        assert calls.count("leave_unshared") > 0
+    else:
+        assert calls.count("leave_made") > 0
+    assert block.stats().offloaded_bytes > STEPS * LARGE
+
+
+def test_what_is_saved_of_one_result_is_one_storage_again(
+    any_client: storm.Client, followed: Followed
+) -> None:
+    class Holds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, made: Tensor) -> Tensor:
+            ctx.save_for_backward(made, made.view(-1), made[1:])
+            return made.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            places = {saved.untyped_storage().data_ptr() for saved in ctx.saved_tensors}
+            assert len(places) == 1
+            first, flat, rest = ctx.saved_tensors
+            return grad * first * flat.view_as(first) + rest.sum()
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(2):
+            x = Holds.apply(linear(x, weight))
+        return x.square().mean()
+
+    expected, block = step(forward), any_client.offload(min_bytes=1 << 16, budget=0.0)
+    for _ in range(STEPS):
+        assert_identical(step(forward, block), expected)
+    assert followed[-1]
+
+
+def test_a_result_that_is_changed_is_refused(any_client: storm.Client, followed: Followed) -> None:
+    def forward(x: Tensor, weight: Tensor, *, changes: bool = False) -> Tensor:
+        first = linear(x, weight)
+        made = linear(silu(first), weight)
+        x = silu(made)
+        if changes:
+            made.mul_(2)
+        return linear(x, weight).square().mean()
+
+    expected, block = step(forward), any_client.offload(min_bytes=1 << 16, budget=0.0)
+    for _ in range(STEPS):
+        assert_identical(step(forward, block), expected)
+    assert followed[-1]
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1"):
+        step(lambda x, weight: forward(x, weight, changes=True), block)
+
+
+def test_a_graph_that_is_dropped_is_given_up(any_client: storm.Client, followed: Followed) -> None:
+    block = any_client.offload(min_bytes=1 << 16, budget=0.0)
+    for _ in range(STEPS):
+        step(products, block)
+    weight, x = leaves()
+    with block:
+        products(x, weight)  # nobody keeps it
+        kept = products(x, weight)
+    assert kept is not None
+    del kept
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_leaves_all_whole(
+    when: str,
+    any_client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, block = step(products), any_client.offload(min_bytes=1 << 16, budget=0.0)
+    for _ in range(STEPS):
+        step(products, block)
+    send, strikes = Session.send_results, iter([False, True])
+
+    def interrupted(self: Session, records: Any) -> None:
+        struck = next(strikes, False)
+        if struck and when == "before":
+            raise KeyboardInterrupt
+        send(self, records)
+        if struck:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "send_results", interrupted)
+    made: list[Tensor] = []
+
+    def noted(x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            x = silu(linear(x, weight))
+            made.append(x)
+        return x.square().mean()
+
+    with pytest.raises(KeyboardInterrupt):
+        step(noted, block)
+    made[-1].sum().backward()  # what was saved until then is whole
+    made.clear()
+    monkeypatch.setattr(Session, "send_results", send)
+    assert_identical(step(products, block), expected)
