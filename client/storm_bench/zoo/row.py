@@ -79,7 +79,8 @@ class _Training:
         method.change(model)
         self._model = _of_ranks(trial.ranks, model) if trial.ranks else model
         self._context = method.enter(self._model, trial.budget)
-        self._devices = {one.device for one in self._model.parameters()}
+        places = {one.device for one in self._model.parameters()}
+        self._devices = {one for one in places if one.type == self._device.type}
         trained = [one for one in self._model.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=self._is_on_gpu)
         is_scaled = self._workload.autocast == torch.float16

@@ -50,12 +50,13 @@ class Comparison:
         self.is_told = False
         """Whether somebody has said what it came to."""
 
-    def start_again(self, machine: Machine | None = None) -> None:
+    def start_again(self, machine: Machine) -> None:
         """Have all plans be made anew, from other figures, and be measured."""
+        faster = 1.0 if self.machine is None else self.machine.link / machine.link
         self.machine, self.is_told = machine, False
         self.decided.clear()
         self._staying.clear()
-        self.search.start_again()
+        self.search.start_again(faster)
 
     def is_for_another_link(self, machine: Machine) -> bool:
         """Tell whether a plan has been chosen for a link that is not that of some figures."""

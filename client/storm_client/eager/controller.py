@@ -301,7 +301,7 @@ class Planning:
         if signature is None or not self.maker.has_another_link(signature.root):
             return
         if signature.comparison is not None and not self._ranks.shares(signature):
-            signature.comparison.start_again()
+            signature.comparison.start_again(self.maker.measured(signature))
         signature.outdate()
 
     def _note_shortage(self) -> None:

@@ -141,7 +141,7 @@ class PlanMaker:
         signature.is_told()  # what is learned from here on is told in the next round
         problem = self.problem(signature)
         self._check_budget(problem)
-        return Figures.of(problem, self._measured(signature), self._asked_room(signature), steps)
+        return Figures.of(problem, self.measured(signature), self._asked_room(signature), steps)
 
     def decide(
         self, signature: StepSignature, slowest: Figures, followed: Sequence[Alternative]
@@ -226,12 +226,12 @@ class PlanMaker:
         """Return what plans of a signature are made from: of those compared the first's figures."""
         comparison = signature.comparison
         if comparison is None:
-            return self._measured(signature)
+            return self.measured(signature)
         if comparison.machine is None:
-            comparison.machine = self._measured(signature)
+            comparison.machine = self.measured(signature)
         return comparison.machine
 
-    def _measured(self, signature: StepSignature) -> Machine:
+    def measured(self, signature: StepSignature) -> Machine:
         """Return the figures that hold by now; those of the link are what it did of late."""
         device = signature.clock or _HOST
         machine = machine_of(device).with_link(self._link(device))

@@ -194,9 +194,20 @@ class PlanSearch:
             self._forget()
             self.current = PREDICTED
 
-    def start_again(self) -> None:
-        """Have all be measured anew, beginning with what is predicted: the link is another now."""
+    def start_again(self, faster: float = 1.0) -> None:
+        """Have all be measured anew, beginning with what is predicted: the link is another now.
+
+        It is `faster` times as fast; below 1 slower. What recomputes nothing takes as much less
+        time at the most: where that were still too much, it is not followed again.
+        """
+        least = NEAR * self._fastest * max(1.0, faster)
+        hopeless = {
+            one
+            for one, found in self.results.items()
+            if not one.recomputes and found.seconds > least
+        }
         self._forget()
+        self.ruled_out |= hopeless
         self.is_settled, self.steps, self.current = False, 0, PREDICTED
 
     def is_like(self, other: Alternative) -> None:

@@ -586,6 +586,6 @@ def _train_and_look_at_costs(client: storm.Client, *, is_measured: bool) -> None
     for _ in range(20):
         gradient(x, block)
     (known,) = block._planning._signatures._known.values()
-    machine = maker._measured(known)
+    machine = maker.measured(known)
     assert ("thread" in machine.measured) == is_measured
     assert (machine.thread_store == CPU.thread_store) != is_measured

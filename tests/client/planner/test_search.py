@@ -171,6 +171,27 @@ def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
     assert OFFLOAD_ALONE in search.ruled_out
 
 
+@pytest.mark.parametrize(("faster", "again"), [(0.5, False), (1.3, False), (3.0, True)])
+def test_what_would_be_too_slow_on_another_link_is_not_followed_again(
+    faster: float, again: bool
+) -> None:
+    """What recomputes nothing takes as many times less as the link is faster, at the most."""
+    search = settled(PlanSearch(), lambda one: 2.0 if one is OFFLOAD_ALONE else 1.0)
+    assert OFFLOAD_ALONE in search.results
+    search.start_again(faster)
+    assert not search.is_settled
+    assert search.current is PREDICTED
+    followed = {PREDICTED}
+
+    def took(one: Alternative) -> float:
+        followed.add(one)
+        return 1.0
+
+    settled(search, took)
+    assert (OFFLOAD_ALONE in followed) == again
+    assert NOTHING in followed
+
+
 def test_a_plan_is_not_ruled_out_before_another_was_followed() -> None:
     search = PlanSearch()
     assert not search.rules_out(1e9)
