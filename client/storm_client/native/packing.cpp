@@ -1,0 +1,338 @@
+// The saved-tensor hooks of a step that follows a script: what autograd is to hold instead of a tensor,
+// and the tensor again.
+#include "following.h"
+#include "recomputed.h"
+
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Storage.h>
+
+namespace storm {
+namespace follower {
+
+Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr,
+        PyObject* third = nullptr) {
+  Ref hook = Ref::borrowed(follower.hooks[which]);  // which may be dropped meanwhile
+  if (!hook) {
+    PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
+    throw python_error();
+  }
+  Unwatched untold;  // what Python does then is no part of the step
+  PyObject* arguments[] = {first, second, third};
+  const size_t count = (first != nullptr) + (second != nullptr) + (third != nullptr);
+  return expected(PyObject_Vectorcall(hook.get(), arguments, count, nullptr));
+}
+
+bool captures(c10::Device device) {
+  if (!device.is_cuda() || is_capturing == Py_None) return false;
+  Ref found = expected(PyObject_CallNoArgs(is_capturing));
+  return PyObject_IsTrue(found.get()) == 1;
+}
+
+void send_kept(Follower& follower, Which which) {
+  auto& leaving = follower.leaving;
+  if (leaving.is_empty()) return;
+  Due due = leaving.due(which, captures(leaving.device()));
+  if (!due.unshared.empty()) {
+    leave_unshared(std::move(due.unshared), due.others,
+                   [&](PyObject* units) { return ask(follower, LEAVE_UNSHARED, units); });
+  }
+  if (due.others.empty()) return;
+  Ref list = expected(PyList_New(0));
+  for (const auto& one : due.others) expect(PyList_Append(list.get(), one.get()) == 0);
+  ask(follower, LEAVE, list.get());
+}
+
+// Whether Python would find a tensor's storage saved already, if what waits had left.
+bool waits(const Follower& follower, PyObject* tensor) {
+  if (follower.leaving.is_empty()) return false;
+  if (!THPVariable_Check(tensor)) return true;
+  auto* impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+  return !is_ordinary(impl) || follower.leaving.has(storage_of(impl));
+}
+
+bool can_wait(const Follower& follower, const at::Tensor& tensor) {
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  return follower.leaving.can_wait(tensor) && !captures(tensor.device()) &&
+         !follower.owned->has(storage) && follower.by_python.count(storage) == 0;
+}
+
+// Holds a tensor of a result that has left already; null where none has, or it has changed since.
+Ref held_with_left(Follower& follower, const at::Tensor& tensor, uint32_t row) {
+  const auto found = follower.left.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == follower.left.end()) return {};
+  auto& [storage, base, version, unsaved, bundle] = found->second;
+  const bool is_first = unsaved != nullptr;
+  auto of = is_first ? std::move(unsaved) : bundle.lock();
+  const auto* made = base_of(tensor).unsafeGetTensorImpl();
+  const bool is_same = base._unsafe_get_target() == made && made->version_counter().current_version() == version;
+  if (of == nullptr || !is_same || !tensor.grad_fn() || !is_result(tensor)) {
+    follower.left.erase(found);
+    return {};
+  }
+  unsaved = nullptr;
+  Ref kept = Ref::stolen(keep(tensor));
+  leave_in(kept.get(), std::move(of), 0);
+  if (!is_first) follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
+  return kept;
+}
+
+// Keeps a tensor until there are others to leave with it.
+Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  if (follower.leaving.is_full(nbytes)) send_kept(follower, Which::BATCH);
+  Ref kept = Ref::stolen(keep_for_now(tensor, position));
+  follower.leaving.add(kept.get(), nbytes);
+  return kept;
+}
+
+// Returns what holds an input of a recipe.
+Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
+  const auto& script = *follower.script;
+  const auto saved = script.saved.find(number);
+  if (saved != script.saved.end()) {
+    Ref held = held_with_left(follower, tensor, script.events[script.next[saved->second]].row);
+    if (held) return held;
+    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, saved->second);
+  }
+  Ref wrapped = expected(THPVariable_Wrap(tensor));
+  Ref of = expected(PyLong_FromLong(number));
+  return ask(follower, PACK_INPUT, wrapped.get(), of.get());
+}
+
+// Whether a large result may leave now: all that it is read for as it is.
+bool may_leave(const Follower& follower, const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return is_ordinary(const_cast<at::TensorImpl*>(impl)) && &base_of(tensor) == &tensor &&
+         static_cast<size_t>(nbytes_of(impl)) == storage_of(impl)->nbytes() &&
+         can_wait(follower, tensor);
+}
+
+// Has a large result leave that has been made, or Python note that it was.
+void note_made(Follower& follower, const at::Tensor& tensor, int number) {
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  Ref wrapped = expected(THPVariable_Wrap(tensor));
+  Ref of = expected(PyLong_FromLong(number));
+  if (may_leave(follower, tensor)) {
+    auto bundle = std::make_shared<Bundle>(std::vector{tensor.storage()}, tensor.device());
+    const uint32_t version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    Ref use = ask(follower, LEAVE_MADE, of.get(), wrapped.get());
+    if (use.get() != Py_None) {
+      bundle->leave(use.get());
+      for (Ref& kept : follower.leaving.take(storage)) leave_in(kept.get(), bundle, 0);
+      const bool is_saved = bundle.use_count() > 1;
+      follower.left.insert_or_assign(
+          storage, Left{tensor.storage().getWeakStorageImpl(), WeakTensor(tensor.getIntrusivePtr()),
+                        version, is_saved ? nullptr : bundle, bundle});
+      return;
+    }
+  }
+  if (follower.leaving.has(storage)) send_kept(follower);
+  Ref is_packed = ask(follower, MADE, of.get(), wrapped.get());
+  if (PyObject_IsTrue(is_packed.get()) == 1) follower.by_python.insert(storage);
+}
+
+void pack_inputs(Follower& follower) {
+  while (!follower.unpacked.empty()) {
+    const auto [tensor, number, source] = std::move(follower.unpacked.back());
+    follower.unpacked.pop_back();
+    if (source == nullptr) {
+      note_made(follower, tensor, number);
+      continue;
+    }
+    Ref packed = packed_input(follower, tensor, number);
+    Locked locked(follower.lock);
+    source->is_packed(packed.get());
+  }
+}
+
+// Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
+// A negative position has it leave the script there.
+Ref hand_over(Follower& follower, PyObject* tensor, bool leaves) {
+  if (leaves || !follower.walks || waits(follower, tensor)) send_kept(follower);
+  const long at = follower.next().position;
+  Ref position = expected(PyLong_FromLong(leaves ? -1 - at : at));
+  return ask(follower, PACK, tensor, position.get());
+}
+
+Ref stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
+  Ref kept = Ref::stolen(keep(tensor));
+  follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
+  return kept;
+}
+
+// Goes on behind the next event, which is a tensor that is saved.
+void go_past(Follower& follower, int64_t nbytes) {
+  const Event& event = follower.next();
+  follower.handed_over += nbytes;
+  if (nbytes > event.most) follower.larger.emplace_back(event.number, nbytes);
+  ++follower.at;
+}
+
+Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen) {
+  if (seen.result == nullptr) seen.result = Result::held(base_of(tensor));
+  return Ref::stolen(recomputed(seen.result, tensor));
+}
+
+// What becomes of a result, or an alias of one, that the next event expects.
+Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
+  const Event& event = follower.next();
+  const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
+  if (event.what == What::RECOMPUTE && captures(tensor.device())) {
+    return hand_over(follower, object, /*leaves=*/true);
+  }
+  Ref tried;
+  if (event.matters) {
+    Locked locked(follower.lock);
+    Seen* seen = follower.values.look_up(event, tensor);
+    if (seen != nullptr && event.what == What::RECOMPUTE) {
+      tried = give_up(follower, tensor, *seen);
+      if (event.is_byproduct) follower.byproduct = tensor;
+    }
+    if (seen == nullptr) follower.parted = true;
+  }
+  if (follower.parted) return hand_over(follower, object, /*leaves=*/true);
+  go_past(follower, nbytes);
+  if (tried && event.proved.have(nbytes)) {
+    follower.tallies->add(event.row, nbytes_of(tensor.unsafeGetTensorImpl()));
+    return tried;
+  }
+  if (event.what == What::KEEP && nbytes <= event.most) return stay(follower, tensor, event.row);
+  if (!tried) {
+    Ref held = held_with_left(follower, tensor, event.row);
+    if (held) return held;
+    if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, event.position);
+  }
+  if (waits(follower, object)) send_kept(follower);
+  Ref position = expected(PyLong_FromLong(event.position));
+  if (tried) return ask(follower, PACK_TRIED, object, position.get(), tried.get());
+  return ask(follower, PACK_EXPECTED, object, position.get());
+}
+
+// Whether a tensor has the value now that the next event expects.
+bool is_known(Follower& follower, const at::Tensor& tensor) {
+  Locked locked(follower.lock);
+  return !follower.next().is_new && follower.values.look_up(follower.next(), tensor) != nullptr;
+}
+
+// Whether a tensor is a parameter or a view of one.
+bool is_of_parameter(PyObject* object, const at::Tensor& tensor) {
+  const auto is_one = [](PyObject* one) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(one)) == parameter_type();
+  };
+  const at::Tensor& base = base_of(tensor);
+  if (&base == &tensor || !base.is_leaf()) return is_one(object);
+  return is_one(expected(THPVariable_Wrap(base)).get());
+}
+
+// Whether the graph holds a tensor for another reason than to add up its gradient.
+bool is_no_leaf(const at::Tensor& tensor) { return !tensor.requires_grad() || tensor.grad_fn(); }
+
+// The order of questions is that of `StepHooks._pack` and `Policy.decide`.
+Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const auto* storage = storage_of(impl);
+  const Event& event = follower.next();
+  const int64_t nbytes = nbytes_of(impl);
+  if (nbytes == 0 || (nbytes < follower.least && !is_view(tensor))) {
+    return stay(follower, tensor, follower.small_row);
+  }
+  const auto stored = static_cast<int64_t>(storage->nbytes());
+  const bool is_save = event.what != What::CALL && event.what != What::END;
+  const bool fits = is_save && stored >= follower.least && !follower.parted;
+  const bool is_kept = event.is_byproduct && event.what == What::RECOMPUTE;
+  if (fits && (is_kept || is_result(tensor)) && !follower.owned->has(storage)) {
+    return pack_result(follower, object, tensor);
+  }
+  if (follower.owned->has(storage) || is_of_parameter(object, tensor)) {
+    return stay(follower, tensor, follower.parameter_row);
+  }
+  if (stored < follower.least && is_no_leaf(tensor) && !c10::isQIntType(tensor.scalar_type())) {
+    return stay(follower, tensor, follower.small_row);  // a view of what is small
+  }
+  if (fits && event.what == What::KEEP && !event.matters && stored <= event.most &&
+      !tensor.requires_grad()) {
+    go_past(follower, stored);
+    return stay(follower, tensor, event.row);
+  }
+  // An alias that is no result itself, of one that the step knows: Python does not know it.
+  if (fits && event.matters && is_known(follower, tensor)) {
+    return pack_result(follower, object, tensor);
+  }
+  return hand_over(follower, object, follower.parted);
+}
+
+PyObject* pack(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  if (!follower.unpacked.empty()) pack_inputs(follower);
+  if (follower.leaving.has_unshared_large()) send_kept(follower, Which::LARGE);
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (follower.walks && (type == THPVariableClass || type == parameter_type())) {
+    const auto& tensor = THPVariable_Unpack(object);
+    if (is_ordinary(tensor.unsafeGetTensorImpl())) {
+      return pack_ordinary(follower, object, tensor).release();
+    }
+  }
+  return hand_over(follower, object, follower.walks && follower.parted).release();
+  END_HANDLE_TH_ERRORS
+}
+
+at::Tensor recompute(Follower& follower, PyObject* packed) {
+  const auto& version = version_of_recomputed(packed);
+  version.check();
+  at::Tensor replaced = version.replaced();
+  if (replaced.defined()) return replaced;
+  const auto began = std::chrono::steady_clock::now();
+  Locked locked(follower.lock);
+  Bringing bring(follower.hooks[BRING], follower.hooks[LOAD]);
+  at::Tensor tensor = unpack_recomputed(packed, bring);
+  const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - began;
+  follower.tallies->replay_seconds += lasted.count() - bring.seconds;
+  return tensor;
+}
+
+// Returns what the recipe of a Recomputed makes, to be compared; None where it has none.
+PyObject* recompute_tried(PyObject* self, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  if (Py_TYPE(packed) != &RecomputedType) {
+    PyErr_SetString(PyExc_TypeError, "what is recomputed is a Recomputed");
+    throw python_error();
+  }
+  c10::InferenceMode guard(false);
+  Locked locked(follower.lock);
+  Bringing bring(follower.hooks[BRING], follower.hooks[LOAD]);
+  at::Tensor made = make_recomputed(packed, bring);
+  if (!made.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(made);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject* self, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  if (follower.hooks[ASKED] != nullptr) {
+    Ref asked = Ref::stolen(std::exchange(follower.hooks[ASKED], nullptr));
+    expected(PyObject_CallNoArgs(asked.get()));
+  }
+  send_kept(follower);
+  const auto* type = Py_TYPE(packed);
+  if (type == &KeptType && has_left(packed)) {
+    c10::InferenceMode guard(false);
+    return THPVariable_Wrap(
+        unpack_left(packed, [&](PyObject* use) { return ask(follower, LOAD, use); }));
+  }
+  PyObject* moved = type == &KeptType ? moved_of(packed) : nullptr;
+  if (moved != nullptr) {
+    Ref held = Ref::borrowed(moved);
+    return ask(follower, UNPACK, held.get()).release();
+  }
+  if (type != &KeptType && type != &RecomputedType) return ask(follower, UNPACK, packed).release();
+  c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
+  const bool is_kept = type == &KeptType;
+  return THPVariable_Wrap(is_kept ? unpack_kept(packed) : recompute(follower, packed));
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace follower
+}  // namespace storm
