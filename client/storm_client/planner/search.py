@@ -238,8 +238,8 @@ class PlanSearch:
         What takes no more than checkpointing, or than may stay for nothing, is chosen by time. By
         prediction, where nothing was measured.
         """
-        most = max(self._fastest * (1 + GAIN), self._fastest + self.allowance)
-        measured = [one for one, found in self.results.items() if found.seconds <= most]
+        longest = self._longest
+        measured = [one for one, found in self.results.items() if found.seconds <= longest]
         least = min(map(self._beyond_bytes, measured), default=0)
         small = [one for one in measured if self._beyond_bytes(one) == least]
         longest = (1 + GAIN) * min((self.results[one].seconds for one in small), default=0.0)
@@ -260,6 +260,11 @@ class PlanSearch:
         if alternative.fills_blocks:
             return 0
         return max(0, self.results[alternative].staying_bytes - self.slack_bytes)
+
+    @property
+    def _longest(self) -> float:
+        """How long a step may take for which less stays."""
+        return max((1 + GAIN) * self._fastest, self._fastest + self.allowance)
 
     @property
     def _fastest(self) -> float:
@@ -300,8 +305,17 @@ class PlanSearch:
         return self.current != before
 
     def _candidates(self) -> Sequence[Alternative]:
-        """Return what has to be measured, as far as is known by now."""
-        return [PREDICTED, NOTHING, *self._beside(), *self.others]
+        """Return what has to be measured, as far as is known by now.
+
+        Where to offload as much as the link has time for takes longer than to recompute all, to
+        offload all takes longer still: where the one takes too long, the other is not followed.
+        """
+        found, others = self.results, self.others
+        if {PREDICTED, NOTHING} <= found.keys():
+            seconds = found[PREDICTED].seconds
+            if seconds > max(self._longest, (1 + GAIN) * found[NOTHING].seconds):
+                others = tuple(one for one in others if one.recomputes)
+        return [PREDICTED, NOTHING, *self._beside(), *others]
 
     def _doubtful(self) -> list[Alternative]:
         """Return what is to be looked at again: of several that take about as long each once.

@@ -171,6 +171,22 @@ def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
     assert OFFLOAD_ALONE in search.ruled_out
 
 
+@pytest.mark.parametrize(
+    ("predicted", "allowance", "is_followed"),
+    [
+        (1.0, 0.0, True),
+        (1.2, 0.0, False),
+        (1.2, 0.3, True),
+    ],
+)
+def test_all_is_not_offloaded_where_to_offload_some_takes_too_long(
+    predicted: float, allowance: float, is_followed: bool
+) -> None:
+    search = PlanSearch(allowance=allowance)
+    settled(search, lambda one: predicted if one in (PREDICTED, MORE) else 1.0)
+    assert (OFFLOAD_ALONE in search.results) == is_followed
+
+
 @pytest.mark.parametrize(("faster", "again"), [(0.5, False), (1.3, False), (3.0, True)])
 def test_what_would_be_too_slow_on_another_link_is_not_followed_again(
     faster: float, again: bool
