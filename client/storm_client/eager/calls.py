@@ -60,6 +60,7 @@ class Call:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         draw: _follow.Draw | None = None,
+        *,
         former: Sequence[Seen | None] = (),
         hidden: HiddenCall | None = None,
     ) -> None:

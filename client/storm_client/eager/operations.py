@@ -429,7 +429,7 @@ _IN_ATTENTION: Final[dict[str, tuple[Function, tuple[Any, ...]]]] = {
     "aten::mul": (torch.mul, ()),
     "aten::repeat_interleave": (torch.repeat_interleave, (None,)),
 }
-"""Operators as functions of the table, and what their last arguments have to be, which is left out."""
+"""Operators as functions of the table, and what their last arguments have to be, left out here."""
 
 _SCALED_DTYPE: Final = 6
 """The place of its result's type among the arguments of a scaled product."""

@@ -276,12 +276,11 @@ class Recording:
 
         Where that is not known, it is no. Most functions of a step that follows its script are so.
         """
-        is_opened = self._hidden is not None and self._hidden.end()
+        is_opened = self._hidden is not None and self._hidden.end() and is_attention(function)
         self._note_hidden(made)
-        if is_opened and is_attention(function):
-            return True
         step = self.step
-        if may_view(function) and type(made) is torch.Tensor and made._base is not None:
+        is_view = may_view(function) and type(made) is torch.Tensor and made._base is not None
+        if is_opened or is_view:
             return True
         expected = step.expected
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
@@ -367,7 +366,7 @@ class Recording:
             self._happened(call, kept, self._timing(call, kept))
 
     def _timing(self, call: Call, made: torch.Tensor) -> Callable[[], float] | None:
-        """Return what tells how long a hidden call takes that has just run, if that is asked for."""
+        """Return what tells how long a hidden call takes that has just run, if that is asked."""
         if self.step.signature is not None or not made.is_cuda:
             return None
         return self._times.of(
