@@ -86,6 +86,9 @@ class Log : public Watcher {
     if (told == Told::CALL) {
       name_ = call.name();
       is_attention_ = std::strcmp(name_, "aten::scaled_dot_product_attention") == 0;
+      given_.clear();
+      draw_ = nullptr;
+      kept_.clear();
       if (is_in_subclass() || is_in_attention()) note_read(call, given_);
       const bool draws = is_in_attention() && std::strcmp(call.name(), "aten::dropout") == 0;
       if (draws) draw_ = Draw::begin(call.inputs().front().toTensor());
@@ -117,7 +120,7 @@ class Log : public Watcher {
       if (!is_large(output)) return void(++place);
       if (told == Told::COPY && lies_in(output, copied)) return;
       one.entry = notes ? add(call.operator_name(), output, place++, told, !one.kept.empty()) : NONE;
-      if (one.inputs.empty()) return;
+      if (one.inputs.empty() || output.is_inference()) return;
       one.name = call.name();
       one.is_of_attention = is_in_attention();
       one.made = output;

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_client import native
+from storm_client.eager.calls import HiddenCall
+from storm_client.eager.operations import attention_call
 from storm_client.planner.plan import Plan
 from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
@@ -171,6 +174,51 @@ def test_bfloat16(device: str, client: storm.Client, path: str, followed: Follow
     net = encoder(device, dropout_p=0.2).to(torch.bfloat16)
     x = seeded(device, 3, LENGTH, WIDTH).to(torch.bfloat16)
     assert train(net, x, client, path, followed) >= {*INSIDE, "dropout", "dropout mask", "to"}
+
+
+def test_what_is_told_of_attentions(device: str) -> None:
+    """Whatever came before: other kinds, and errors."""
+    q = seeded(device, 2, 1, LENGTH, WIDTH, grad=True)
+    bias = seeded(device, LENGTH, LENGTH, grad=True)
+    by_math = ["mul", "mul", "matmul", "add_", "_safe_softmax", "matmul"]
+
+    def attention(mask: Tensor | None) -> object:
+        return scaled_dot_product_attention(q, q, q, mask)
+
+    def math() -> object:
+        return torch._scaled_dot_product_attention_math(q, q, q, bias)
+
+    for _ in range(3):
+        assert told_inside(lambda: attention(None)) == (False, [])
+        assert told_inside(lambda: attention(bias)) == (True, by_math)
+        assert told_inside(math) == (False, by_math)
+        with torch.autocast(device, torch.bfloat16):
+            is_opened, names = told_inside(lambda: attention(bias))
+            assert told_inside(math) == (False, [])
+        assert is_opened
+        assert [name for name in names if name != "to"] == by_math
+        with pytest.raises(RuntimeError, match="The size of tensor"):
+            told_inside(lambda: attention(bias[:, 1:]))
+
+
+def told_inside(function: Callable[[], object]) -> tuple[bool, list[str]]:
+    """Return whether a call was an attention by others, and which of those are operations."""
+    module = native.module()
+    assert module is not None
+    log = module.CallLog(1, True)
+    log.watch()
+    log.begin()
+    try:
+        function()
+    finally:
+        log.unwatch()
+    found = [
+        one
+        for one in map(HiddenCall._make, log.take_hidden())
+        if attention_call(one.name, one.arguments, one.made)
+    ]
+    assert all(one.is_of_attention for one in found)
+    return log.end(), [one.name.removeprefix("aten::") for one in found]
 
 
 class Mixed(nn.Module):
