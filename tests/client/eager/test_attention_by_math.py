@@ -282,6 +282,41 @@ def test_each_step_verified(device: str, client: storm.Client, followed: Followe
     assert not any(followed)
 
 
+class Writing(nn.Module):
+    """Attentions of which what they have read and made is written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(LENGTH, LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.sin().mul_(2)
+        q, k, v = (one.clone() for one in self.first(x).chunk(3, -1))
+        a = scaled_dot_product_attention(q, k, v, bias, 0.2)
+        q.mul_(0.5)
+        k.tanh_()
+        bias.add_(1)
+        b = scaled_dot_product_attention(q, k, v, bias, 0.2)
+        b.mul_(a).relu_()
+        return self.last(a * 2 + b).square().mean()
+
+
+@pytest.mark.parametrize("least", [1, 5000])
+def test_what_is_written_over(
+    least: int, device: str, client: storm.Client, path: str, followed: Followed
+) -> None:
+    torch.manual_seed(0)
+    net, x = Writing().to(device), seeded(device, 3, LENGTH, WIDTH)
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=least)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    assert recomputed(offload.plan) >= {"_safe_softmax", "dropout", "dropout mask"}
+    assert followed[-1] == (path == "compiled")
+    assert not followed.left
+
+
 class Failing(nn.Module):
     """An attention before an encoder, which fails inside if that is asked for."""
 
