@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from storm_client.eager.values import Seen
     from storm_client.native import _follow
 
-__all__ = ["Call", "is_plain", "name_of", "outputs_of", "replaced", "tensors_among"]
+__all__ = ["Call", "HiddenCall", "is_plain", "name_of", "outputs_of", "replaced", "tensors_among"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -29,10 +29,30 @@ _VALUES = (
 """Types of arguments that nobody can change."""
 
 
+class HiddenCall(NamedTuple):
+    """A call of an operator of which no function of Python's tells, as native/call_log.cpp does."""
+
+    name: str
+    arguments: list[Any]
+    made: torch.Tensor
+    is_of_attention: bool
+    """Whether it is part of an attention, or casts an argument of that: autocast is off there."""
+    draw: _follow.Draw | None
+    """What it has drawn of random numbers; None for none, and where that cannot be noted."""
+    kept: list[torch.Tensor]
+    """What was saved while it drew."""
+    version: int
+    """Of what it has made, which later calls may have written over."""
+    entry: int
+    """Where the log has noted it; -1 where it has not."""
+
+
 class Call:
     """A function that has been run on its arguments."""
 
-    __slots__ = ("_draw", "_tensors", "arguments", "former", "function", "options", "recipe")
+    __slots__ = (
+        "_tensors", "arguments", "draw", "former", "function", "hidden", "options", "recipe",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -40,14 +60,18 @@ class Call:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         draw: _follow.Draw | None = None,
+        *,
         former: Sequence[Seen | None] = (),
+        hidden: HiddenCall | None = None,
     ) -> None:
         """`draw` is what it has drawn of random numbers; None for none.
 
         `former` is what a launch has written over, its first tensors: None where that is not known.
+        `hidden` is what tells of the call if no function of Python's does.
         """
-        self._draw = draw
+        self.draw = draw
         self.former = former
+        self.hidden = hidden
         self.function = function
         self.arguments = arguments
         self.options = options
@@ -77,6 +101,21 @@ class Call:
     def reads_layout(self) -> bool:
         """Whether it makes the same whatever is in the tensors that it was given."""
         return isinstance(self.function, Byproduct) and self.function.depends is Depends.LAYOUT
+
+    @property
+    def version(self) -> int | None:
+        """At which version its result was what it has made; None for the present one."""
+        return None if self.hidden is None or self.is_byproduct else self.hidden.version
+
+    @property
+    def entry(self) -> int:
+        """Where the log has noted it; -1 where it tells of what the present function makes."""
+        return -1 if self.hidden is None else self.hidden.entry
+
+    @property
+    def may_cast(self) -> bool:
+        """Whether autocast has cast what it was given, if that is on."""
+        return self.hidden is None or not self.hidden.is_of_attention
 
     def is_fixed(self) -> bool:
         """Tell whether all of its arguments that are no tensors are values, which never change."""
@@ -115,7 +154,8 @@ class Call:
 
         arguments = [replaced(argument, source) for argument in self.arguments]
         options = {name: replaced(value, source) for name, value in self.options.items()}
-        return Recipe(self.function, arguments, options, device, self._draw)
+        function, casts = self.function, self.may_cast
+        return Recipe(function, arguments, options, device, self.draw, casts=casts)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -89,20 +89,24 @@ class OperationTimes:
         span: Duration | None = None,
         *,
         draw: _follow.Draw | None = None,
+        casts: bool = True,
     ) -> Timing | None:
         """Return what tells how long an operation takes that has just run, within `span` if given.
 
-        `draw` is what it has drawn of random numbers, None for none.
+        `draw` is what it has drawn of random numbers, None for none. Without `casts` autocast was
+        off while it ran.
 
         None where nothing can: nobody can tell it from others, and it was not timed.
         """
         try:
-            key = function, _likeness(arguments), _likeness(options.items())
+            key = function, casts, _likeness(arguments), _likeness(options.items())
             kind = self._kinds.get(key)
         except TypeError:  # an argument that cannot be told from others
             return span
         if kind is None:
-            kind = self._kinds[key] = _Repeated(self, function, arguments, options, draw)
+            kind = self._kinds[key] = _Repeated(
+                self, function, arguments, options, draw, casts=casts
+            )
             kind.nbytes += sum(one.nbytes for one in tensors_among(outputs_of(made)))
         if span is not None:
             kind.took(span)
@@ -127,6 +131,8 @@ class _Repeated:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         draw: _follow.Draw | None,
+        *,
+        casts: bool,
     ) -> None:
         self._times = times
         self._places: list[_Place] = []
@@ -140,6 +146,7 @@ class _Repeated:
             {name: replaced(value, self._place) for name, value in options.items()},
             "cuda",
             draw,
+            casts=casts,
         )
         self._shortest = math.inf
         """Seconds between the events of one of them."""

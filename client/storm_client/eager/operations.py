@@ -32,10 +32,12 @@ __all__ = [
     "EXPENSIVE",
     "REPLAYABLE",
     "Function",
+    "attention_call",
     "bound",
     "byproduct_of",
     "draws",
     "hidden_call",
+    "is_attention",
     "is_bound",
     "is_simple",
     "may_draw",
@@ -83,7 +85,8 @@ _ACTIVATIONS = """
 """
 _ROWS = """
     amax amin batch_norm group_norm instance_norm layer_norm log_softmax logsumexp mean rms_norm
-    softmax std sum var avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d _weight_norm
+    _safe_softmax softmax std sum var avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d
+    _weight_norm
 """
 _RANDOM = """
     alpha_dropout dropout dropout2d dropout3d feature_alpha_dropout feature_dropout native_dropout
@@ -392,7 +395,8 @@ def hidden_call(
 ) -> tuple[Function, Sequence[Any]] | None:
     """Return which function of the table an operator is, and its arguments; None if it is none.
 
-    Of operators inside of others or of what subclasses do, as native/call_log.cpp tells.
+    Of operators inside of others or of what subclasses do, as native/call_log.cpp tells. Those
+    inside of attentions are others: see `attention_call`.
     """
     if name == "aten::reshape":
         return torch.Tensor.reshape, (arguments[0], made.shape)
@@ -402,6 +406,30 @@ def hidden_call(
         return torch._scaled_mm, (*arguments[:_SCALED_DTYPE], made.dtype, arguments[-1])
     return None
 
+
+def attention_call(
+    name: str, arguments: Sequence[Any], made: torch.Tensor
+) -> tuple[Function, Sequence[Any]] | None:
+    """Return the same of an operator inside of an attention that no kernel computes as a whole."""
+    if name == "aten::to":  # perhaps to what it is already
+        return None if made is arguments[0] else (torch.Tensor.to, (arguments[0], made.dtype))
+    known = _IN_ATTENTION.get(name)
+    if known is None:
+        return hidden_call(name, arguments, made)
+    function, rest = known
+    count = len(arguments) - len(rest)
+    return (function, arguments[:count]) if tuple(arguments[count:]) == rest else None
+
+
+_IN_ATTENTION: Final[dict[str, tuple[Function, tuple[Any, ...]]]] = {
+    "aten::_safe_softmax": (torch._safe_softmax, (None,)),
+    "aten::add_": (torch.Tensor.add_, (1,)),
+    "aten::dropout": (torch.dropout, ()),
+    "aten::matmul": (torch.matmul, ()),
+    "aten::mul": (torch.mul, ()),
+    "aten::repeat_interleave": (torch.repeat_interleave, (None,)),
+}
+"""Operators as functions of the table, and what their last arguments have to be, left out here."""
 
 _SCALED_DTYPE: Final = 6
 """The place of its result's type among the arguments of a scaled product."""
@@ -446,6 +474,11 @@ _ATTENTION: Final = functional.scaled_dot_product_attention
 
 _DROPOUT: Final = 4
 """The place of its probability among the arguments of attention."""
+
+
+def is_attention(function: Function) -> bool:
+    """Tell whether it is attention, which other calls may compute that are told instead."""
+    return function is _ATTENTION
 
 
 def may_draw(function: object) -> bool:

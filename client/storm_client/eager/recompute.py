@@ -65,10 +65,13 @@ class Recipe:
         options: Mapping[str, Any],
         device: str,
         draw: _follow.Draw | None = None,
+        *,
+        casts: bool = True,
     ) -> None:
         """Hold a call whose tensors have been replaced by Sources, at most one list deep.
 
-        `draw` is what it has drawn of random numbers; None for none.
+        `draw` is what it has drawn of random numbers; None for none. Without `casts` autocast was
+        off when it ran, whatever it is now.
         """
         self.results: list[tuple[weakref.ref[Result], int]] = []
         """Those that are one of several that it makes, with their places."""
@@ -77,7 +80,8 @@ class Recipe:
         self._arguments = arguments
         self._options = options
         self._device = device
-        self._autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
+        is_on = casts and _autocasts(device)
+        self._autocast = torch.get_autocast_dtype(device) if is_on else None
         """To which dtype, where it was on."""
         self._settings = self._present_settings()
         self._differentiates = not is_simple(function) and torch.is_grad_enabled()

@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from storm_client.devices import is_capturing
 from storm_client.eager.bits import checksum
 from storm_client.eager.byproducts import Byproduct, kept_among
-from storm_client.eager.calls import Call, is_plain, name_of, outputs_of, tensors_among
+from storm_client.eager.calls import (
+    Call,
+    HiddenCall,
+    is_plain,
+    name_of,
+    outputs_of,
+    tensors_among,
+)
 from storm_client.eager.events import CAST, SAVED, RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.following import Noted
@@ -27,7 +35,11 @@ from storm_client.eager.operation_times import OperationTimes
 from storm_client.eager.operations import (
     EXPENSIVE,
     Function,
+    attention_call,
+    byproduct_of,
+    draws,
     hidden_call,
+    is_attention,
     is_bound,
     may_overwrite,
     may_view,
@@ -189,14 +201,17 @@ class Recording:
         step.saves(step.expected.value.number, nbytes)
         step.advance()
 
-    def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        """Note that the function that has run has made what the script expects."""
+    def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor], entry: int = -1) -> None:
+        """Note that the function that has run has made what the script expects.
+
+        Or that a hidden call has which the log has noted as that `entry`.
+        """
         calls, expected = self._calls, self.step.expected
         if calls is not None and isinstance(expected.what, Byproduct):
-            if not calls.kept(tensors, self.step.count):
+            if not calls.kept(tensors, self.step.count, entry):
                 self._calls = None
             return
-        if calls is not None and not calls.made(made, tensors, self.step.count):
+        if calls is not None and not calls.made(made, tensors, self.step.count, entry):
             self._calls = None  # by several calls: only Python can do that again
 
     def _note_cast(self, cast: _Cast, source: torch.Tensor) -> None:
@@ -209,6 +224,8 @@ class Recording:
         """Note that autograd saves `tensor`; None in a step that is too long to be watched."""
         step = self.step
         self._note_hidden()
+        if self._hidden is not None:
+            self._hidden.saves(tensor)
         if self._kept is not None:
             self._kept.append(tensor)
         if step.script is not None:
@@ -259,11 +276,11 @@ class Recording:
 
         Where that is not known, it is no. Most functions of a step that follows its script are so.
         """
-        if self._hidden is not None:
-            self._hidden.end()
+        is_opened = self._hidden is not None and self._hidden.end() and is_attention(function)
         self._note_hidden(made)
         step = self.step
-        if may_view(function) and type(made) is torch.Tensor and made._base is not None:
+        is_view = may_view(function) and type(made) is torch.Tensor and made._base is not None
+        if is_opened or is_view:
             return True
         expected = step.expected
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
@@ -314,19 +331,47 @@ class Recording:
         that a function has `returned` is noted as its own.
         """
         hidden = () if self._hidden is None else self._hidden.take_hidden()
-        for name, given, made in hidden:
-            known = hidden_call(name, given, made)
-            if known is None or self.step.is_full:
+        for one in map(HiddenCall._make, hidden):
+            if self.step.is_full:
+                return
+            if one.is_of_attention:
+                self._note_inside(one)
+                continue
+            known = hidden_call(one.name, one.arguments, one.made)
+            if known is None:
                 continue
             function, arguments = known
             is_product = function in EXPENSIVE
-            is_noted = made is returned and not is_product
+            is_noted = one.made is returned and not is_product
             if is_noted or not is_bound(function, arguments, {}):
                 continue
-            timing = None
-            if is_product and self.step.signature is None and made.is_cuda:
-                timing = self._times.of(function, arguments, {}, made)
-            self._happened(Call(function, arguments, {}), made, timing)
+            call = Call(function, arguments, {}, hidden=one)
+            self._happened(call, one.made, self._timing(call, one.made) if is_product else None)
+
+    def _note_inside(self, hidden: HiddenCall) -> None:
+        """Note a call that an attention is computed by, and what it has kept."""
+        made, draw = hidden.made, hidden.draw
+        known = attention_call(hidden.name, hidden.arguments, made)
+        if known is None or not is_bound(*known, {}) or (draws(*known, {}) and draw is None):
+            return
+        if made.is_cuda and is_capturing(made.device):
+            return  # it runs later, too
+        function, arguments = known
+        call = Call(function, arguments, {}, draw, hidden=hidden)
+        self._happened(call, made, self._timing(call, made))
+        byproduct = byproduct_of(function)
+        kept = kept_among(hidden.kept, tensors_among((*arguments, made)))
+        if byproduct is not None and kept is not None:
+            call = Call(byproduct, arguments, {}, draw, hidden=hidden)
+            self._happened(call, kept, self._timing(call, kept))
+
+    def _timing(self, call: Call, made: torch.Tensor) -> Callable[[], float] | None:
+        """Return what tells how long a hidden call takes that has just run, if that is asked."""
+        if self.step.signature is not None or not made.is_cuda:
+            return None
+        return self._times.of(
+            call.function, call.arguments, {}, made, draw=call.draw, casts=call.may_cast
+        )
 
     def overwritten(self, tensor: torch.Tensor) -> Seen | None:
         """Note that a tensor's memory has got other bytes, which no version tells.
@@ -366,7 +411,7 @@ class Recording:
             found = None if inputs is None else self._values.read_for(call, output, inputs)
             if found is None:
                 continue  # what it reads may change unnoticed; or it has made no memory of its own
-            seen = self._values.find(output, storage)
+            seen = self._values.find(output, storage, call.version)
             value = seen.value
             value.operation = name_of(call.function)
             value.is_expensive = call.function in EXPENSIVE or call.is_launch
@@ -463,7 +508,7 @@ class Recording:
             if expected.matters and not self._walks_by_made(expected, call, output, place):
                 return False
             if expected.matters or (expected.leaves and output.nbytes >= LARGE_BYTES):
-                self._note_call(output, call.tensors())
+                self._note_call(output, call.tensors(), call.entry)
             if expected.leaves:
                 self.note_made(expected.value.number, output)
             step.advance()
@@ -510,11 +555,11 @@ class Recording:
         """Tell whether an output can be what the script expects, and do what becomes of that."""
         storage = output.untyped_storage()
         if not isinstance(expected.decision, Replay):
-            return self._values.look_up(expected, output, storage) is not None
+            return self._values.look_up(expected, output, storage, call.version) is not None
         inputs = self._values.meet(call, output, expected.inputs)
         if inputs is None or not call.is_fixed():
             return False
-        seen = self._values.look_up(expected, output, storage)
+        seen = self._values.look_up(expected, output, storage, call.version)
         if seen is None:
             return False
         self._give_up(seen, call, inputs, output, index)

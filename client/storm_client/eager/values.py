@@ -115,10 +115,13 @@ class Values:
         self._readers.clear()
         self.pins = Pins()
 
-    def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Seen:
-        """Return the value that a storage has now, a new one if it is not known."""
+    def find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int | None = None
+    ) -> Seen:
+        """Return the value that a storage has at a version, now; a new one if it is not known."""
+        version = tensor._version if version is None else version
         seen = self._seen.get(storage._cdata)
-        if seen is not None and seen.version == tensor._version:
+        if seen is not None and seen.version == version:
             return seen
         number, node = len(self._step.values), base_of(tensor).grad_fn or tensor.grad_fn
         value = RecordedValue(
@@ -131,28 +134,31 @@ class Values:
             made_by="" if node is None else node.name(),
             place=self._place(number),
         )
-        return self._see(self._step.add(value), tensor, storage)
+        return self._see(self._step.add(value), storage, version)
 
     def look_up(
-        self, expected: Expected, tensor: torch.Tensor, storage: torch.UntypedStorage
+        self,
+        expected: Expected,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        version: int | None = None,
     ) -> Seen | None:
-        """Return the value that the script expects if a storage has it now."""
+        """Return the value that the script expects if a storage has it at a version, now."""
+        version = tensor._version if version is None else version
         seen = self._seen.get(storage._cdata)
-        if seen is not None and seen.version == tensor._version:
+        if seen is not None and seen.version == version:
             is_same = not expected.is_new and seen.number == expected.value.number
             return seen if is_same else None
-        return self._see(expected.value, tensor, storage) if expected.is_new else None
+        return self._see(expected.value, storage, version) if expected.is_new else None
 
-    def _see(
-        self, value: RecordedValue, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> Seen:
-        """Note which value a storage has now."""
+    def _see(self, value: RecordedValue, storage: torch.UntypedStorage, version: int) -> Seen:
+        """Note which value a storage has at a version, the last that is looked at."""
         address = storage._cdata
         before = self._seen.get(address)
         pin = self.pins.add(storage) if before is None else before.pin
         if before is not None:
             before.before = None  # no more is asked for
-        seen = self._seen[address] = Seen(value, tensor._version, pin, before)
+        seen = self._seen[address] = Seen(value, version, pin, before)
         return seen
 
     def before(self, tensor: torch.Tensor) -> Seen | None:
@@ -233,7 +239,7 @@ class Values:
         if seen is not None and seen.version == tensor._version:
             return seen if seen.number == number else None
         assert self._step.signature is not None
-        return self._see(self._step.signature.values[number], tensor, storage)
+        return self._see(self._step.signature.values[number], storage, tensor._version)
 
     def inputs(self, call: Call) -> Inputs | None:
         """Return what a call was given; None where that could change uncounted."""

@@ -1,10 +1,12 @@
 #include "call_log.h"
 
+#include "draws.h"
 #include "script.h"
 #include "tensors.h"
 #include "watching.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace storm {
 namespace call_log {
@@ -34,17 +36,34 @@ struct Entry {
   bool is_call() const { return !name.empty() || kernel; }
 };
 
+// What notes that a call keeps something besides what it returns.
+Entry kept_by(const Entry& call) {
+  Entry entry;
+  entry.name = call.name;
+  entry.overload = call.overload;
+  entry.place = KEPT;
+  entry.inputs = call.inputs;
+  return entry;
+}
+
 bool lies_in(const at::Tensor& tensor, const at::Tensor& other) {
   const auto* impl = other.unsafeGetTensorImpl();
   return impl->has_storage() && storage_of(impl) == storage_of(tensor.unsafeGetTensorImpl());
 }
 
+constexpr int NONE = -1;
+
 // A call that no function of Python's is heard of: inside of an operator, which copies by it what it was
-// given, or of what a subclass of tensors does itself.
+// given, of what a subclass of tensors does itself, or of an attention that is computed by such calls.
 struct Hidden {
   std::string name;
   std::vector<c10::IValue> inputs;
   at::Tensor made;
+  bool is_of_attention = false;
+  std::shared_ptr<Draw> draw = nullptr;  // of one that draws random numbers, if that can be noted
+  std::vector<at::Tensor> kept = {};     // by one that draws: what was saved meanwhile
+  uint32_t version = 0;                  // of what was made, which the next may write over
+  int entry = NONE;                      // what notes it, and behind that what it has kept
 };
 
 class Log : public Watcher {
@@ -56,14 +75,24 @@ class Log : public Watcher {
   size_t begun = 0;  // entries before the present function of Python's began
   int calls = 0;     // in that function
   bool counts = false;  // whether it runs
+  bool is_opened = false;  // whether what is inside of its call was told instead
   std::optional<Unwatched> untold;  // while what has been called is noted
 
   bool wants_copies(const char*) const override { return true; }
 
   void begins(const at::RecordFunction& call, Told told) override {
     if (told == Told::COPY) copied_ = call.inputs().front().toTensor();
-    if (told == Told::CALL) name_ = call.name();
-    if (told == Told::CALL && is_in_subclass()) note_read(call, given_);
+    if (told == Told::CAST) cast_ = call.inputs().front().toTensor();
+    if (told == Told::CALL) {
+      name_ = call.name();
+      is_attention_ = std::strcmp(name_, "aten::scaled_dot_product_attention") == 0;
+      given_.clear();
+      draw_ = nullptr;
+      kept_.clear();
+      if (is_in_subclass() || is_in_attention()) note_read(call, given_);
+      const bool draws = is_in_attention() && std::strcmp(call.name(), "aten::dropout") == 0;
+      if (draws) draw_ = Draw::begin(call.inputs().front().toTensor());
+    }
     if (!notes) return;
     auto& inputs = inputs_[static_cast<int>(told)];
     inputs.clear();
@@ -74,20 +103,44 @@ class Log : public Watcher {
   }
 
   void ends(const at::RecordFunction& call, Told told) override {
-    const at::Tensor copied = std::exchange(copied_, {});
-    std::vector<c10::IValue> given;
-    if (told == Told::CALL) given.swap(given_);
-    if (!notes && told != Told::COPY && given.empty()) return;
+    Hidden one;
+    const at::Tensor copied = std::exchange(copied_, {}), cast = std::exchange(cast_, {});
+    if (told == Told::COPY) one.inputs = {copied};
+    if (told == Told::CAST && is_attention_ && casts_argument()) one.inputs = {cast};
+    if (told == Told::CALL) {
+      one.inputs.swap(given_);
+      one.draw = std::exchange(draw_, nullptr);
+      one.kept.swap(kept_);
+      if (one.draw != nullptr) one.draw->end();
+      casts_.clear();
+    }
+    if (!notes && one.inputs.empty()) return;
     uint32_t place = 0;
     for_each_tensor(call.outputs(), [&](const at::Tensor& output) {
       if (!is_large(output)) return void(++place);
-      if (told == Told::COPY) {
-        if (lies_in(output, copied)) return;
-        hidden.push_back({call.name(), {copied}, output});
-      }
-      if (!given.empty()) hidden.push_back({call.name(), given, output});
-      if (notes) add(call.operator_name(), output, place++, told);
+      if (told == Told::COPY && lies_in(output, copied)) return;
+      one.entry = notes ? add(call.operator_name(), output, place++, told, !one.kept.empty()) : NONE;
+      if (one.inputs.empty() || output.is_inference()) return;
+      one.name = call.name();
+      one.is_of_attention = is_in_attention();
+      one.made = output;
+      one.version = output.unsafeGetTensorImpl()->version_counter().current_version();
+      (told == Told::CAST ? casts_ : hidden).push_back(one);
     });
+  }
+
+  void forgets() override {
+    is_opened = true;
+    for (Hidden& one : casts_) {
+      one.is_of_attention = true;
+      hidden.push_back(std::move(one));
+    }
+    casts_.clear();
+  }
+
+  // Notes that a tensor is saved.
+  void saves(const at::Tensor& tensor) {
+    if (draw_ != nullptr) kept_.push_back(tensor);
   }
 
  private:
@@ -103,9 +156,10 @@ class Log : public Watcher {
     return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
   }
 
-  void add(const std::optional<c10::OperatorName>& name, const at::Tensor& output, uint32_t place,
-           Told told) {
-    if (!name) return;
+  // Returns the place of the new entry; behind it is one for what the call has kept.
+  int add(const std::optional<c10::OperatorName>& name, const at::Tensor& output, uint32_t place,
+          Told told, bool keeps) {
+    if (!name) return NONE;
     auto* impl = output.unsafeGetTensorImpl();
     Entry entry;
     entry.name = name->name;
@@ -118,12 +172,19 @@ class Log : public Watcher {
     entry.ordinal = calls;
     if (told == Told::COPY) entry.inside = name_;
     entries.push_back(std::move(entry));
+    if (keeps) entries.push_back(kept_by(entries.back()));
+    return static_cast<int>(entries.size()) - 1 - keeps;
   }
 
   std::vector<c10::IValue> read_;
   std::vector<Input> inputs_[3];  // of the calls that began last, by what they are
   at::Tensor copied_;             // the last one's input, if that is a copy
-  std::vector<c10::IValue> given_;  // the last one's, if it is part of what a subclass does
+  at::Tensor cast_;               // the same of a cast
+  bool is_attention_ = false;     // whether the call that is no part of another is one
+  std::vector<Hidden> casts_;     // of its arguments, if it is
+  std::vector<c10::IValue> given_;  // the last one's, if no function of Python's is heard of it
+  std::shared_ptr<Draw> draw_;    // of that call
+  std::vector<at::Tensor> kept_;  // what is saved while it draws
   const char* name_ = "";         // of the call that is no part of another
 };
 
@@ -171,12 +232,13 @@ PyObject* begin(PyObject* self, PyObject*) {
   log.begun = log.entries.size();
   log.calls = 0;
   log.counts = true;
+  log.is_opened = false;
   Py_RETURN_NONE;
 }
 
 PyObject* end(PyObject* self, PyObject*) {
   log_of(self).counts = false;
-  Py_RETURN_NONE;
+  return PyBool_FromLong(log_of(self).is_opened);
 }
 
 PyObject* enter(PyObject* self, PyObject*) {
@@ -187,6 +249,13 @@ PyObject* enter(PyObject* self, PyObject*) {
 PyObject* exit(PyObject* self, PyObject*) {
   log_of(self).untold.reset();
   Py_RETURN_NONE;
+}
+
+PyObject* saves(PyObject* self, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  log_of(self).saves(THPVariable_Unpack(tensor));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* saved(PyObject* self, PyObject* argument) {
@@ -252,15 +321,20 @@ bool is_bound(const Entry& entry, PyObject* given) {
   });
 }
 
-// made(output, arguments, position): tells whether a single call has made all of what the present
-// function has, which may have looked at views and written down indices before.
+// made(output, arguments, position, entry): tells whether a single call has made all of what the
+// present function has, which may have looked at views and written down indices before. Of a hidden call
+// its entry is known.
 PyObject* made(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *made, *given;
-  int position = 0;
-  expect(PyArg_ParseTuple(arguments, "OO!i", &made, &PyList_Type, &given, &position));
+  int position = 0, entry = NONE;
+  expect(PyArg_ParseTuple(arguments, "OO!ii", &made, &PyList_Type, &given, &position, &entry));
   const auto* output = THPVariable_Unpack(made).unsafeGetTensorImpl();
   auto& log = log_of(self);
+  if (entry != NONE) {
+    assign(log.entries.at(entry), given, position);
+    Py_RETURN_TRUE;
+  }
   for (size_t at = log.entries.size(); at-- > log.begun;) {  // what a call has returned of its own last
     auto& entry = log.entries[at];
     if (entry.output != output || !entry.is_call() || entry.is_cast || entry.position >= 0) continue;
@@ -272,21 +346,21 @@ PyObject* made(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// kept(arguments, position): notes that the present function's call has kept that event; tells
-// whether it was a single call, of which a result is known.
+// kept(arguments, position, entry): notes that the present function's call has kept that event, or the
+// hidden one of an entry; tells whether it was a single call, of which a result is known.
 PyObject* kept(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* given;
-  int position = 0;
-  expect(PyArg_ParseTuple(arguments, "O!i", &PyList_Type, &given, &position));
+  int position = 0, hidden = NONE;
+  expect(PyArg_ParseTuple(arguments, "O!ii", &PyList_Type, &given, &position, &hidden));
   auto& log = log_of(self);
+  if (hidden != NONE) {
+    assign(log.entries.at(hidden + 1), given, position);
+    Py_RETURN_TRUE;
+  }
   if (log.calls != 1 || log.entries.size() == log.begun) Py_RETURN_FALSE;
   if (!log.entries.back().is_call() || !log.entries.back().inside.empty()) Py_RETURN_FALSE;
-  Entry entry;
-  entry.name = log.entries.back().name;
-  entry.overload = log.entries.back().overload;
-  entry.place = KEPT;
-  entry.inputs = log.entries.back().inputs;
+  Entry entry = kept_by(log.entries.back());
   assign(entry, given, position);
   log.entries.push_back(std::move(entry));
   Py_RETURN_TRUE;
@@ -321,8 +395,8 @@ Ref argument(const c10::IValue& value) {
   return Ref();
 }
 
-// Returns the hidden calls since that was asked last, as tuples of name, arguments and what was made.
-// Calls that were given lists are left out.
+// Returns the hidden calls since that was asked last, as tuples that eager/calls.py names. Calls that
+// were given lists are left out.
 PyObject* take_hidden(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   const std::vector<Hidden> hidden = std::exchange(log_of(self).hidden, {});
@@ -336,7 +410,15 @@ PyObject* take_hidden(PyObject* self, PyObject*) {
     expect(!PyErr_Occurred());
     if (!is_known) continue;
     Ref made = expected(THPVariable_Wrap(one.made));
-    Ref call = expected(Py_BuildValue("sOO", one.name.c_str(), arguments.get(), made.get()));
+    Ref draw = expected(wrapped(one.draw));
+    Ref kept = expected(PyList_New(0));
+    for (const auto& tensor : one.kept) {
+      Ref saved = expected(THPVariable_Wrap(tensor));
+      expect(PyList_Append(kept.get(), saved.get()) == 0);
+    }
+    Ref call = expected(Py_BuildValue("sOOOOOIi", one.name.c_str(), arguments.get(), made.get(),
+                                      one.is_of_attention ? Py_True : Py_False, draw.get(), kept.get(),
+                                      one.version, one.entry));
     expect(PyList_Append(found.get(), call.get()) == 0);
   }
   return found.release();
@@ -348,6 +430,7 @@ PyObject* entries(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   Ref found = expected(PyList_New(0));
   for (const auto& entry : log_of(self).entries) {
+    if (entry.place == KEPT && entry.position < 0) continue;  // it was no byproduct
     Ref arguments = expected(PyTuple_New(static_cast<Py_ssize_t>(entry.arguments.size())));
     for (size_t at = 0; at < entry.arguments.size(); ++at) {
       PyTuple_SET_ITEM(arguments.get(), at, expected(PyLong_FromLong(entry.arguments[at])).release());
@@ -366,10 +449,12 @@ PyMethodDef METHODS[] = {
     {"watch", watch, METH_NOARGS, "Note what this thread calls from now on."},
     {"unwatch", unwatch, METH_NOARGS, "Note nothing any more."},
     {"begin", begin, METH_NOARGS, "Note that a function of Python's begins."},
-    {"end", end, METH_NOARGS, "Note that it has ended."},
+    {"end", end, METH_NOARGS,
+     "Note that it has ended; tell whether its call was an attention that others have computed."},
     {"__enter__", enter, METH_NOARGS, "Look away: what is called inside is no part of the step."},
     {"__exit__", exit, METH_VARARGS, "Look again."},
     {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
+    {"saves", saves, METH_O, "Note that a tensor is saved."},
     {"saved", saved, METH_O, "Note that the event at a position has been saved."},
     {"made", made, METH_VARARGS, "Note which event the present function has made."},
     {"kept", kept, METH_VARARGS, "Note which event the present function keeps."},

@@ -85,14 +85,17 @@ PyTypeObject type() {
 
 PyTypeObject DrawType = draws::type();
 
-PyObject* note_draw(PyObject*, PyObject* tensor) {
-  HANDLE_TH_ERRORS
-  auto draw = Draw::begin(THPVariable_Unpack(tensor));
+PyObject* wrapped(std::shared_ptr<Draw> draw) {
   if (draw == nullptr) Py_RETURN_NONE;
   PyObject* self = DrawType.tp_alloc(&DrawType, 0);
   expect(self != nullptr);
   new (&draws::draw_of(self)) std::shared_ptr<Draw>(std::move(draw));
   return self;
+}
+
+PyObject* note_draw(PyObject*, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  return wrapped(Draw::begin(THPVariable_Unpack(tensor)));
   END_HANDLE_TH_ERRORS
 }
 

@@ -55,6 +55,9 @@ class DrawingAgain {
 
 extern PyTypeObject DrawType;
 
+// A draw as Python has it; None where there is none.
+PyObject* wrapped(std::shared_ptr<Draw> draw);
+
 // Draw::begin for Python: a Draw, or None.
 PyObject* note_draw(PyObject*, PyObject* tensor);
 

@@ -86,6 +86,10 @@ struct Follower : public Watcher {
   }
   void begins(const at::RecordFunction& call, Told told) override;
   void ends(const at::RecordFunction& call, Told told) override;
+  void forgets() override {
+    pending_of(Told::CALL).is_looked_at = false;
+    pending_of(Told::CALL).begun.clear();
+  }
   bool advance_byproduct(const Called& called, Begun& begun);
   bool advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun);
   // Whether an output is among those that scripts tell of.

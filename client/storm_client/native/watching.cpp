@@ -13,19 +13,32 @@
 namespace storm {
 namespace {
 
-struct Watched {
+// The outermost call that is under way, and how deep in it the present one is.
+struct Outermost {
+  int depth = 0;        // of calls in calls
+  int casts = 0;        // for which devices autocast may cast what it is given
+  bool copies = false;  // whether somebody wants to know what it copies of that
+  int inside = 0;       // how many calls the present one has made of which nothing is told
+  bool is_attention = false;
+  bool is_told = false;       // whether watchers know that it has begun
+  bool is_forgotten = false;  // whether what is inside of it was told instead
+
+  // How deep calls are whose casts are told.
+  int casting() const { return casts ? 2 : 1; }
+
+  // How deep those are of whose inside nothing is told: an attention's are told if they are opened.
+  int lowest() const { return casting() + is_attention; }
+};
+
+struct Watched : Outermost {
   std::vector<Watcher*> watchers;
   at::CallbackHandle handle = 0;
-  int depth = 0;      // of calls in calls
   int unwatched = 0;  // how many `Unwatched` live
-  int casts = 0;      // for which devices autocast may cast what the outermost call is given
-  bool copies = false;  // whether somebody wants to know what that copies of it
-  int inside = 0;     // how many calls the present one has made of which nothing is told
   int of_subclasses = 0;  // how many calls are under way that subclasses of tensors do themselves
-  std::unordered_set<const char*> nesting;  // the names of those that make several
+  int of_attentions = 0;  // how many are that are `Opened`
+  std::unordered_set<const char*> nesting;  // the names of calls that make several
 
-  // How deep calls are of whose inside nothing is told.
-  int lowest() const { return casts ? 2 : 1; }
+  Outermost& outermost() { return *this; }
 };
 
 thread_local Watched watched;
@@ -55,6 +68,26 @@ class PassedOver : public at::ObserverContext {
   bool is_of_subclass_;
 };
 
+// An attention that is computed by other calls: each of those is an outermost one.
+class Opened : public PassedOver {
+ public:
+  Opened() : PassedOver(false), around_(watched.outermost()) {
+    if (around_.depth > 0 && around_.is_told) {
+      for (Watcher* one : watched.watchers) one->forgets();
+    }
+    watched.outermost() = Outermost();
+    ++watched.of_attentions;
+  }
+  ~Opened() override {
+    --watched.of_attentions;
+    watched.outermost() = around_;
+    watched.is_forgotten = true;
+  }
+
+ private:
+  Outermost around_;
+};
+
 // None is a custom function, whose name is that of its class.
 bool is_of_operator(const at::RecordFunction& call) { return std::strchr(call.name(), ':') != nullptr; }
 
@@ -65,6 +98,10 @@ bool is_of_subclass(const at::RecordFunction& call) {
     return one.isTensor() && one.toTensor().defined() &&
            one.toTensor().key_set().has(c10::DispatchKey::Python);
   });
+}
+
+bool is_named(const at::RecordFunction& call, const char* name) {
+  return std::strcmp(call.name(), name) == 0;
 }
 
 constexpr int SEVERAL = 3;
@@ -82,9 +119,18 @@ int autocasting() {
          at::autocast::is_autocast_enabled(at::kCPU) << 1;
 }
 
+// Whether a call computes an attention by others. Where those would cast what they are given nothing
+// of it is told.
+bool is_opened(const at::RecordFunction& call) {
+  const bool is_outermost =
+      watched.depth == 0 || (watched.is_attention && watched.depth <= watched.casting());
+  return is_outermost && is_named(call, "aten::_scaled_dot_product_attention_math") &&
+         autocasting() == 0;
+}
+
 // Of the calls inside of others, those by which autocast casts an argument, or the operator something.
 bool is_cast(const at::RecordFunction& call) {
-  return std::strcmp(call.name(), "aten::to") == 0 && std::strcmp(call.overload_name(), "dtype") == 0;
+  return is_named(call, "aten::to") && std::strcmp(call.overload_name(), "dtype") == 0;
 }
 
 bool want_copies(const char* name) {
@@ -97,12 +143,12 @@ std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
   std::optional<Told> told;
   if (depth == 1) {
     told = Told::CALL;
-  } else if (depth <= watched.lowest() && is_cast(call)) {
+  } else if (depth <= watched.casting() && is_cast(call)) {
     told = Told::CAST;
-  } else if (watched.copies && std::strcmp(call.name(), "aten::reshape") == 0) {
+  } else if (watched.copies && is_named(call, "aten::reshape")) {
     told = Told::COPY;
   }
-  const bool is_silent = !told || watched.unwatched != 0 ||
+  const bool is_silent = !told || watched.is_forgotten || watched.unwatched != 0 ||
                          c10::impl::TorchDispatchModeTLS::any_modes_set() ||
                          torch::autograd::get_current_node();
   return is_silent ? std::nullopt : told;
@@ -111,12 +157,16 @@ std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
   if (!is_of_operator(call)) return std::make_unique<PassedOver>(false);
   if (watched.depth == 0 && is_of_subclass(call)) return std::make_unique<PassedOver>(true);
+  if (is_opened(call)) return std::make_unique<Opened>();
   const int depth = ++watched.depth;
   if (depth == 1) {
     watched.casts = autocasting();
     watched.copies = want_copies(call.name());
+    watched.is_attention = is_named(call, "aten::scaled_dot_product_attention");
+    watched.is_told = watched.is_forgotten = false;
   }
   if (const auto told = told_of(call, depth)) {
+    watched.is_told |= depth == 1;
     for (Watcher* one : watched.watchers) one->begins(call, *told);
   }
   if (depth > watched.lowest()) ++watched.inside;
@@ -141,7 +191,7 @@ void end(const at::RecordFunction& call, at::ObserverContext* context) {
 
 void Watcher::watch() {
   if (watched.watchers.empty()) {
-    watched.depth = 0;
+    watched.outermost() = Outermost();
     watched.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(begin, end)
                                                     .needsInputs(true)
                                                     .needsOutputs(true)
@@ -151,6 +201,8 @@ void Watcher::watch() {
 }
 
 bool is_in_subclass() { return watched.of_subclasses > 0; }
+
+bool is_in_attention() { return watched.of_attentions > 0; }
 
 bool casts_argument() { return (watched.casts & ~autocasting()) != 0; }
 
@@ -171,8 +223,7 @@ Unwatched::~Unwatched() { --watched.unwatched; }
 
 void note_read(const at::RecordFunction& call, std::vector<c10::IValue>& inputs) {
   inputs.assign(call.inputs().begin(), call.inputs().end());
-  const bool has_statistics = std::strcmp(call.name(), "aten::batch_norm") == 0 ||
-                              std::strcmp(call.name(), "aten::instance_norm") == 0;
+  const bool has_statistics = is_named(call, "aten::batch_norm") || is_named(call, "aten::instance_norm");
   if (!has_statistics) return;
   constexpr size_t RUNNING_MEAN = 3, RUNNING_VAR = 4, TRAINING = 5;
   if (inputs.size() > TRAINING && inputs[TRAINING].toBool()) {

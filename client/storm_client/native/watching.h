@@ -3,8 +3,8 @@
 //
 // Only calls that are no part of another are told, and of what is inside of those the casts, under
 // autocast, and what is reshaped, as for kernels of products. Custom functions are passed over, and so
-// is what subclasses of tensors do themselves: the calls inside of those are told. Nothing here runs
-// Python code or needs the interpreter's lock.
+// is what subclasses of tensors do themselves, and an attention that no kernel computes as a whole: the
+// calls inside of those are told. Nothing here runs Python code or needs the interpreter's lock.
 #pragma once
 
 #include "common.h"
@@ -30,6 +30,9 @@ class Watcher {
   // The call that began last, and has not ended, has ended: by an exception if it has no outputs.
   virtual void ends(const at::RecordFunction& call, Told told) = 0;
 
+  // The call that began last was an attention, and is told no more: what follows is inside of it.
+  virtual void forgets() = 0;
+
   // Whether it is to be told of copies inside of calls of an operator. That takes them longer.
   virtual bool wants_copies(const char* name) const = 0;
 
@@ -40,6 +43,9 @@ class Watcher {
 
 // Whether the call that is being told is part of what a subclass of tensors does itself.
 bool is_in_subclass();
+
+// Whether it is part of an attention that is computed by such calls. Autocast is off there.
+bool is_in_attention();
 
 // Whether it is autocast that makes the cast which is being told, of an argument of the call; else the
 // operator makes it. Autocast is off in what it calls itself.

@@ -369,7 +369,8 @@ def test_models_of_transformers_with_dropout(
         assert_identical(train(lambda: offload), expected)
     decisions = {(row.operation, row.decision) for row in offload.plan.rows}
     assert ("dropout", "replay") in decisions, str(offload.plan)
-    assert ("scaled_dot_product_attention", "replay") in decisions, str(offload.plan)
+    attention = "scaled_dot_product_attention" if device == "cuda" else "_safe_softmax"
+    assert (attention, "replay") in decisions, str(offload.plan)
     assert offload.stats().replayed_bytes > 0
     assert followed[-1] == (path == "compiled")
     assert not followed.left

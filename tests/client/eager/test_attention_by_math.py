@@ -1,0 +1,425 @@
+"""Attention that no kernel computes as a whole: what it is computed by is recomputed by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client import native
+from storm_client.eager.calls import HiddenCall
+from storm_client.eager.operations import attention_call
+from storm_client.planner.plan import Plan
+from support.following import PATHS, Followed, follow_by
+from support.planning import replay_all
+from support.training import Context, assert_identical, seeded
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+HEADS, LENGTH, WIDTH = 4, 24, 32
+STEPS = 8
+LEAST = 1024
+
+INSIDE = {"_safe_softmax", "matmul", "mul"}
+"""By what every such attention is computed."""
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def followed(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    replay_all(monkeypatch)
+    return follow_by(path, monkeypatch)
+
+
+class Attention(nn.Module):
+    """Attention with a bias that is learnt, between projections."""
+
+    def __init__(self, groups: int = HEADS, **options: Any) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * WIDTH * groups // HEADS)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.groups = groups
+        self.options = options
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, HEADS, -1).transpose(1, 2)
+        k, v = self.kv(x).view(batch, length, 2 * self.groups, -1).transpose(1, 2).chunk(2, 1)
+        options = {"attn_mask": bias, **self.options}
+        made = scaled_dot_product_attention(q, k, v, **options)
+        return x + self.out(made.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+class Encoder(nn.Module):
+    """Layers that share a bias, as T5's do."""
+
+    def __init__(self, layers: list[Attention], *, biased: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.table = nn.Embedding(2 * LENGTH, HEADS) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        if self.table is not None:
+            at = torch.arange(x.shape[1], device=x.device)
+            bias = self.table(at[:, None] - at + LENGTH).permute(2, 0, 1)[None] * 1.5
+            bias = bias.to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x.square().mean()
+
+
+def encoder(device: str, *, biased: bool = True, layers: int = 2, **options: Any) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder([Attention(**options) for _ in range(layers)], biased=biased).to(device)
+
+
+def step(net: nn.Module, x: Tensor, context: Context = nullcontext) -> list[Tensor]:
+    """Return the loss, the gradients and what is drawn after the step."""
+    return step_of(net, lambda: net(x), context)
+
+
+def step_of(net: nn.Module, forward: Callable[[], Tensor], context: Context) -> list[Tensor]:
+    net.zero_grad()
+    torch.manual_seed(7)
+    with context():
+        loss = forward()
+    loss.backward()
+    gradients = [one.grad for one in net.parameters() if one.grad is not None]
+    return [loss.detach(), *gradients, torch.rand(4, device=loss.device)]
+
+
+def recomputed(plan: Plan | None) -> set[str]:
+    """Return by which operations something is recomputed."""
+    assert plan is not None
+    return {row.operation for row in plan.rows if row.decision == "replay"}
+
+
+def unknown(plan: Plan | None, *, but: Sequence[tuple[int, ...]]) -> list[object]:
+    """Return what no operation is known of, but tensors of some shapes, which none has made."""
+    assert plan is not None
+    return [
+        row
+        for row in plan.rows
+        if row.operation == "unknown" and row.dtype.is_floating_point and row.shape not in but
+    ]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "bias": {},
+    "dropout": {"dropout_p": 0.2},
+    "scale": {"scale": 0.3},
+    "scale below zero": {"scale": -0.3},
+    "groups": {"groups": 2, "enable_gqa": True},
+    "causal": {"is_causal": True, "dropout_p": 0.2, "biased": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps(
+    kind: str, dtype: torch.dtype, device: str, client: storm.Client, path: str, followed: Followed
+) -> None:
+    net = encoder(device, **KINDS[kind]).to(dtype)
+    x = seeded(device, 3, LENGTH, WIDTH).to(dtype)
+    operations = train(net, x, client, path, followed)
+    drops = {"dropout", "dropout mask"} if "dropout_p" in KINDS[kind] else set()
+    assert operations >= INSIDE | drops
+
+
+def train(
+    net: nn.Module, x: Tensor, client: storm.Client, path: str, followed: Followed, **options: Any
+) -> set[str]:
+    """Train with and without offload; return by which operations something is recomputed."""
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=LEAST, **options)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    assert followed[-1] == (path == "compiled")
+    assert not followed.left
+    none_made = [x.shape, (x.shape[0] * x.shape[1], WIDTH), (LENGTH, LENGTH)]
+    assert not unknown(offload.plan, but=none_made)
+    return recomputed(offload.plan)
+
+
+def test_under_autocast(device: str, client: storm.Client, path: str, followed: Followed) -> None:
+    """The arguments are cast to bfloat16, and those to float32, where autocast is off."""
+    net, x = Autocast(encoder(device, dropout_p=0.2)), seeded(device, 3, LENGTH, WIDTH)
+    assert train(net, x, client, path, followed) >= {*INSIDE, "dropout", "dropout mask", "to"}
+
+
+class Autocast(nn.Module):
+    """A network under autocast."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return self.net(x)  # type: ignore[no-any-return]
+
+
+def test_bfloat16(device: str, client: storm.Client, path: str, followed: Followed) -> None:
+    net = encoder(device, dropout_p=0.2).to(torch.bfloat16)
+    x = seeded(device, 3, LENGTH, WIDTH).to(torch.bfloat16)
+    assert train(net, x, client, path, followed) >= {*INSIDE, "dropout", "dropout mask", "to"}
+
+
+def test_what_is_told_of_attentions(device: str) -> None:
+    """Whatever came before: other kinds, and errors."""
+    q = seeded(device, 2, 1, LENGTH, WIDTH, grad=True)
+    bias = seeded(device, LENGTH, LENGTH, grad=True)
+    by_math = ["mul", "mul", "matmul", "add_", "_safe_softmax", "matmul"]
+
+    def attention(mask: Tensor | None) -> object:
+        return scaled_dot_product_attention(q, q, q, mask)
+
+    def math() -> object:
+        return torch._scaled_dot_product_attention_math(q, q, q, bias)
+
+    for _ in range(3):
+        assert told_inside(lambda: attention(None)) == (False, [])
+        assert told_inside(lambda: attention(bias)) == (True, by_math)
+        assert told_inside(math) == (False, by_math)
+        with torch.autocast(device, torch.bfloat16):
+            is_opened, names = told_inside(lambda: attention(bias))
+            assert told_inside(math) == (False, [])
+        assert is_opened
+        assert [name for name in names if name != "to"] == by_math
+        with pytest.raises(RuntimeError, match="The size of tensor"):
+            told_inside(lambda: attention(bias[:, 1:]))
+
+
+def told_inside(function: Callable[[], object]) -> tuple[bool, list[str]]:
+    """Return whether a call was an attention by others, and which of those are operations."""
+    module = native.module()
+    assert module is not None
+    log = module.CallLog(1, True)
+    log.watch()
+    log.begin()
+    try:
+        function()
+    finally:
+        log.unwatch()
+    found = [
+        one
+        for one in map(HiddenCall._make, log.take_hidden())
+        if attention_call(one.name, one.arguments, one.made)
+    ]
+    assert all(one.is_of_attention for one in found)
+    return log.end(), [one.name.removeprefix("aten::") for one in found]
+
+
+class Mixed(nn.Module):
+    """An attention that a kernel computes as a whole, before and behind another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder("cpu", layers=1)
+        self.first, self.last = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x, None)
+        return self.encoder(y) + self.last(y, None).square().mean()
+
+
+def test_beside_a_kernel(device: str, client: storm.Client, path: str, followed: Followed) -> None:
+    torch.manual_seed(0)
+    net, x = Mixed().to(device), seeded(device, 3, LENGTH, WIDTH)
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=LEAST)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    assert followed[-1] == (path == "compiled")
+    assert not followed.left
+    assert recomputed(offload.plan) >= {*INSIDE, "scaled_dot_product_attention"}
+
+
+def test_attention_that_is_computed_otherwise_in_some_steps(
+    device: str, client: storm.Client, followed: Followed
+) -> None:
+    """By a kernel where its bias needs no gradient, and where nothing is dropped."""
+    net, x = encoder(device), seeded(device, 3, LENGTH, WIDTH)
+    offload = client.offload(net, min_bytes=LEAST)
+    for number in range(6 * STEPS):
+        net.table.requires_grad_(number // 5 % 2 == 0)  # type: ignore[union-attr]
+        for layer in net.layers:
+            layer.options["dropout_p"] = 0.2 * (number // 7 % 2)
+        assert_identical(step(net, x, lambda: offload), step(net, x))
+    assert len(followed) == 6 * STEPS
+
+
+def test_batches_of_many_sizes(
+    device: str, client: storm.Client, path: str, followed: Followed
+) -> None:
+    net = encoder(device, dropout_p=0.2)
+    offload = client.offload(net, min_bytes=LEAST)
+    for number in range(4 * STEPS):
+        x = seeded(device, 2 + number % 5, 16 + number * 5 % 9, WIDTH)
+        assert_identical(step(net, x, lambda: offload), step(net, x))
+    assert recomputed(offload.plan) >= {*INSIDE, "dropout", "dropout mask"}
+    assert followed[-1] == (path == "compiled")
+
+
+def test_each_step_verified(device: str, client: storm.Client, followed: Followed) -> None:
+    net, x = encoder(device, dropout_p=0.2), seeded(device, 3, LENGTH, WIDTH)
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=LEAST, verify="always")
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    assert recomputed(offload.plan) >= {*INSIDE, "dropout", "dropout mask"}
+    assert not any(followed)
+
+
+class Writing(nn.Module):
+    """Attentions of which what they have read and made is written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(LENGTH, LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.sin().mul_(2)
+        q, k, v = (one.clone() for one in self.first(x).chunk(3, -1))
+        a = scaled_dot_product_attention(q, k, v, bias, 0.2)
+        q.mul_(0.5)
+        k.tanh_()
+        bias.add_(1)
+        b = scaled_dot_product_attention(q, k, v, bias, 0.2)
+        b.mul_(a).relu_()
+        return self.last(a * 2 + b).square().mean()
+
+
+@pytest.mark.parametrize("least", [1, 5000])
+def test_what_is_written_over(
+    least: int, device: str, client: storm.Client, path: str, followed: Followed
+) -> None:
+    torch.manual_seed(0)
+    net, x = Writing().to(device), seeded(device, 3, LENGTH, WIDTH)
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=least)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    assert recomputed(offload.plan) >= {"_safe_softmax", "dropout", "dropout mask"}
+    assert followed[-1] == (path == "compiled")
+    assert not followed.left
+
+
+class Failing(nn.Module):
+    """An attention before an encoder, which fails inside if that is asked for."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.fails = False
+        self.encoder = encoder(device, dropout_p=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            bias = torch.zeros(1, HEADS, LENGTH, LENGTH + 1, device=x.device, requires_grad=True)
+            self.encoder.layers[0](x, bias)
+        return self.encoder(x)  # type: ignore[no-any-return]
+
+
+def test_an_exception_inside(
+    device: str, client: storm.Client, path: str, followed: Followed
+) -> None:
+    net, x = Failing(device), seeded(device, 3, LENGTH, WIDTH)
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=LEAST)
+    for number in range(3 * STEPS):
+        net.fails = number % 7 == 3
+        if net.fails:
+            with pytest.raises(RuntimeError, match="The size of tensor"):
+                step(net, x, lambda: offload)
+        else:
+            assert_identical(step(net, x, lambda: offload), expected)
+    assert recomputed(offload.plan) >= {*INSIDE, "dropout", "dropout mask"}
+
+
+class ByItself(nn.Module):
+    """What math there is, called by its own name, also in a custom function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.first(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+        made = self.function(q, q.sin()).transpose(1, 2).reshape(x.shape)
+        return self.last(made).square().mean()
+
+
+def by_name(q: Tensor, k: Tensor) -> Tensor:
+    made: Tensor = torch._scaled_dot_product_attention_math(q, k, k, None, 0.2)[0]
+    return made
+
+
+class Own(torch.autograd.Function):
+    """An attention whose gradient is not asked of its inside."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        made = scaled_dot_product_attention(q.double(), k.double(), k.double(), dropout_p=0.2)
+        ctx.save_for_backward(made, q)
+        return made.float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        made, q = ctx.saved_tensors
+        return gradients[0] * made.float(), gradients[0] * q
+
+
+@pytest.mark.parametrize("function", [by_name, Own.apply], ids=["by name", "in a function"])
+def test_by_itself(
+    function: Callable[..., Tensor], device: str, client: storm.Client, followed: Followed
+) -> None:
+    torch.manual_seed(0)
+    net, x = ByItself(function).to(device), seeded(device, 3, LENGTH, WIDTH)
+    expected = step(net, x)
+    offload = client.offload(net, min_bytes=LEAST)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    assert "matmul" in recomputed(offload.plan)
+    assert not followed.left
+
+
+def test_t5(device: str, client: storm.Client, path: str, followed: Followed) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=100,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=HEADS,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    net = transformers.T5ForConditionalGeneration(config).to(device)
+    tokens = torch.randint(2, 99, (3, LENGTH), device=device)
+
+    def loss() -> Tensor:
+        made: Tensor = net(input_ids=tokens, labels=tokens).loss
+        return made
+
+    expected = step_of(net, loss, nullcontext)
+    offload = client.offload(net, min_bytes=LEAST)
+    for _ in range(STEPS):
+        assert_identical(step_of(net, loss, lambda: offload), expected)
+    assert recomputed(offload.plan) >= {*INSIDE, "dropout", "dropout mask"}
+    assert followed[-1] == (path == "compiled")
