@@ -32,11 +32,9 @@ __all__ = [
     "EXPENSIVE",
     "REPLAYABLE",
     "Function",
-    "attention_call",
     "bound",
     "byproduct_of",
     "draws",
-    "hidden_call",
     "is_attention",
     "is_bound",
     "is_simple",
@@ -388,51 +386,6 @@ def is_simple(function: Function) -> bool:
     one itself. Byproducts are made by that of their function.
     """
     return function in _SIMPLE or isinstance(function, (Kernel, Byproduct))
-
-
-def hidden_call(
-    name: str, arguments: Sequence[Any], made: torch.Tensor
-) -> tuple[Function, Sequence[Any]] | None:
-    """Return which function of the table an operator is, and its arguments; None if it is none.
-
-    Of operators inside of others or of what subclasses do, as native/call_log.cpp tells. Those
-    inside of attentions are others: see `attention_call`.
-    """
-    if name == "aten::reshape":
-        return torch.Tensor.reshape, (arguments[0], made.shape)
-    if name == "aten::mm":
-        return torch.mm, arguments
-    if name == "aten::_scaled_mm":
-        return torch._scaled_mm, (*arguments[:_SCALED_DTYPE], made.dtype, arguments[-1])
-    return None
-
-
-def attention_call(
-    name: str, arguments: Sequence[Any], made: torch.Tensor
-) -> tuple[Function, Sequence[Any]] | None:
-    """Return the same of an operator inside of an attention that no kernel computes as a whole."""
-    if name == "aten::to":  # perhaps to what it is already
-        return None if made is arguments[0] else (torch.Tensor.to, (arguments[0], made.dtype))
-    known = _IN_ATTENTION.get(name)
-    if known is None:
-        return hidden_call(name, arguments, made)
-    function, rest = known
-    count = len(arguments) - len(rest)
-    return (function, arguments[:count]) if tuple(arguments[count:]) == rest else None
-
-
-_IN_ATTENTION: Final[dict[str, tuple[Function, tuple[Any, ...]]]] = {
-    "aten::_safe_softmax": (torch._safe_softmax, (None,)),
-    "aten::add_": (torch.Tensor.add_, (1,)),
-    "aten::dropout": (torch.dropout, ()),
-    "aten::matmul": (torch.matmul, ()),
-    "aten::mul": (torch.mul, ()),
-    "aten::repeat_interleave": (torch.repeat_interleave, (None,)),
-}
-"""Operators as functions of the table, and what their last arguments have to be, left out here."""
-
-_SCALED_DTYPE: Final = 6
-"""The place of its result's type among the arguments of a scaled product."""
 
 
 def read_by(

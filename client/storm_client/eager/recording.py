@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from storm_client.devices import is_capturing
 from storm_client.eager.bits import checksum
 from storm_client.eager.byproducts import Byproduct, kept_among
 from storm_client.eager.calls import (
@@ -30,17 +29,13 @@ from storm_client.eager.calls import (
 from storm_client.eager.events import CAST, SAVED, RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.following import Noted
+from storm_client.eager.hidden_calls import KnownCall, known_calls
 from storm_client.eager.launches import Launch
 from storm_client.eager.operation_times import OperationTimes
 from storm_client.eager.operations import (
     EXPENSIVE,
     Function,
-    attention_call,
-    byproduct_of,
-    draws,
-    hidden_call,
     is_attention,
-    is_bound,
     may_overwrite,
     may_view,
     read_by,
@@ -334,40 +329,13 @@ class Recording:
         for one in map(HiddenCall._make, hidden):
             if self.step.is_full:
                 return
-            if one.is_of_attention:
-                self._note_inside(one)
-                continue
-            known = hidden_call(one.name, one.arguments, one.made)
-            if known is None:
-                continue
-            function, arguments = known
-            is_product = function in EXPENSIVE
-            is_noted = one.made is returned and not is_product
-            if is_noted or not is_bound(function, arguments, {}):
-                continue
-            call = Call(function, arguments, {}, hidden=one)
-            self._happened(call, one.made, self._timing(call, one.made) if is_product else None)
+            for known in known_calls(one, returned):
+                self._happened(known.call, known.made, self._timing(known))
 
-    def _note_inside(self, hidden: HiddenCall) -> None:
-        """Note a call that an attention is computed by, and what it has kept."""
-        made, draw = hidden.made, hidden.draw
-        known = attention_call(hidden.name, hidden.arguments, made)
-        if known is None or not is_bound(*known, {}) or (draws(*known, {}) and draw is None):
-            return
-        if made.is_cuda and is_capturing(made.device):
-            return  # it runs later, too
-        function, arguments = known
-        call = Call(function, arguments, {}, draw, hidden=hidden)
-        self._happened(call, made, self._timing(call, made))
-        byproduct = byproduct_of(function)
-        kept = kept_among(hidden.kept, tensors_among((*arguments, made)))
-        if byproduct is not None and kept is not None:
-            call = Call(byproduct, arguments, {}, draw, hidden=hidden)
-            self._happened(call, kept, self._timing(call, kept))
-
-    def _timing(self, call: Call, made: torch.Tensor) -> Callable[[], float] | None:
+    def _timing(self, known: KnownCall) -> Callable[[], float] | None:
         """Return what tells how long a hidden call takes that has just run, if that is asked."""
-        if self.step.signature is not None or not made.is_cuda:
+        call, made, is_timed = known
+        if not is_timed or self.step.signature is not None or not made.is_cuda:
             return None
         return self._times.of(
             call.function, call.arguments, {}, made, draw=call.draw, casts=call.may_cast

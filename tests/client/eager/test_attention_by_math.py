@@ -11,7 +11,7 @@ import storm_client as storm
 import torch
 from storm_client import native
 from storm_client.eager.calls import HiddenCall
-from storm_client.eager.operations import attention_call
+from storm_client.eager.hidden_calls import attention_call
 from storm_client.planner.plan import Plan
 from support.following import PATHS, Followed, follow_by
 from support.planning import replay_all
