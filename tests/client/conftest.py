@@ -14,9 +14,11 @@ from storm_client.transport import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, daemons
 from support.daemon_thread import DaemonThread
 from support.devices import DEVICES
+from support.following import PATHS, Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane, freed_memory_is_overwritten
 from support.late_lane import LateCpuLane
 from support.patience import patient_clients
+from support.planning import replay_all
 from support.waiting import wait_until
 
 from stormd.config import Config
@@ -33,6 +35,19 @@ SMALL_STAGING = ("--staging-bytes-cuda", "256KiB", "--part-bytes-cuda", "64KiB")
 def device(request: pytest.FixtureRequest) -> str:
     """Run a test once a device; that of a GPU is marked."""
     return request.param
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    """Run a test once for each kind of code that follows steps."""
+    return request.param
+
+
+@pytest.fixture
+def followed(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    """Have steps be followed by that code, by plans that recompute all that they can."""
+    replay_all(monkeypatch)
+    return follow_by(path, monkeypatch)
 
 
 @pytest.fixture

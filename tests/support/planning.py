@@ -12,7 +12,14 @@ from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
 from storm_client.planner.search import PREDICTED, Followed, PlanSearch
 
-__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "recorded", "replay_all", "value"]
+__all__ = [
+    "FREE_REPLAYS",
+    "SOME_REPLAYS",
+    "mind_the_device_alone",
+    "recorded",
+    "replay_all",
+    "value",
+]
 
 FREE_REPLAYS = replace(
     CPU,
@@ -24,6 +31,9 @@ FREE_REPLAYS = replace(
     unmeasured_expensive=1e-9,
 )
 """Offloading takes for ever, and no operation takes any time."""
+
+SOME_REPLAYS = replace(FREE_REPLAYS, thread_store=1e-9, unmeasured_expensive=1e9)
+"""Products leave, and all else is recomputed."""
 
 
 def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from storm_client import native
 from storm_client.eager.calls import HiddenCall
 from storm_client.eager.hidden_calls import attention_call
 from storm_client.planner.plan import Plan
-from support.following import PATHS, Followed, follow_by
-from support.planning import replay_all
+from support.following import Followed
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,17 +26,6 @@ INSIDE = {"_safe_softmax", "matmul", "mul"}
 """By what every such attention is computed."""
 
 pytestmark = pytest.mark.usefixtures("compiled")
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> str:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def followed(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
-    replay_all(monkeypatch)
-    return follow_by(path, monkeypatch)
 
 
 class Attention(nn.Module):

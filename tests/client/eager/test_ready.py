@@ -22,30 +22,18 @@ from storm_client.eager.events import RecordedValue
 from storm_client.eager.signature import StepSignature
 from storm_client.planner import in_flight as window
 from storm_client.planner.in_flight import DeviceWindow
-from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.stores import Stores
 from storm_client.transport.transfer import Outgoing
 from support.following import follow_by
-from support.planning import mind_the_device_alone
+from support.planning import SOME_REPLAYS, mind_the_device_alone
 from support.random_programs import run
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 STEPS = 6
-
-SOME_REPLAYS = replace(
-    CPU,
-    link=1.0,
-    codec=1.0,
-    thread_store=1e-9,
-    thread_recompute=1e-9,
-    unmeasured=1e-9,
-    unmeasured_expensive=1e9,
-)
-"""Products leave, and all else is recomputed."""
 
 
 @dataclass

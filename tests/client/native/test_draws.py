@@ -15,7 +15,7 @@ from storm_client.eager import recompute
 from storm_client.eager.operations import bound, byproduct_of
 from storm_client.eager.sources import Blank, OtherNumbers
 from storm_client.errors import ActivationLost
-from support.following import PATHS, Followed, follow_by
+from support.following import Followed
 from support.planning import replay_all
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
@@ -205,17 +205,6 @@ def beside(function: Callable[[], object]) -> None:
 
 
 # --- steps --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> str:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def followed(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
-    replay_all(monkeypatch)
-    return follow_by(path, monkeypatch)
 
 
 class Dropping(nn.Module):

@@ -13,10 +13,9 @@ import torch
 from storm_client import hooks
 from storm_client.planner.machine import CPU
 from storm_client.results import Results
-from storm_client.saved.ranges import StoredRange
-from storm_client.transport.session import Session
 from support.following import PATHS, Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane
+from support.interrupted_sends import interrupt_second
 from support.planning import replay_all
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
@@ -467,17 +466,7 @@ def test_an_interrupt_leaves_what_was_copied_whole(
     x, block = leaf("cpu"), offload(any_client)
     for _ in range(LEARNED):
         gradient(x, block)
-    send, strikes = Session.send_results, iter([False, True])
-
-    def interrupted(self: Session, records: list[StoredRange]) -> None:
-        struck = next(strikes, False)
-        if struck and when == "before":
-            raise KeyboardInterrupt
-        send(self, records)
-        if struck:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Session, "send_results", interrupted)
+    interrupt_second(monkeypatch, when)
     made = [x]
 
     def until_struck(x: Tensor) -> Tensor:

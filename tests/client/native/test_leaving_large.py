@@ -12,12 +12,11 @@ import torch
 from storm_client.eager import plan_maker, signature
 from storm_client.eager.events import RecordedValue
 from storm_client.hooks import StepHooks
-from storm_client.planner.machine import CPU
 from storm_client.results import Results
-from storm_client.transport.session import Session
 from support.following import Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane
-from support.planning import mind_the_device_alone
+from support.interrupted_sends import interrupt_second
+from support.planning import SOME_REPLAYS, mind_the_device_alone
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
 from torch import Tensor
@@ -27,17 +26,6 @@ MIB = 1 << 20
 LARGE = 16 * MIB
 WIDTH = 64
 STEPS = 7
-
-SOME_REPLAYS = replace(
-    CPU,
-    link=1.0,
-    codec=1.0,
-    thread_store=1e-9,
-    thread_recompute=1e-9,
-    unmeasured=1e-9,
-    unmeasured_expensive=1e9,
-)
-"""Products leave, and all else is recomputed."""
 
 
 class Calls(list[str]):
@@ -237,17 +225,7 @@ def test_an_interrupt_leaves_all_whole(
     expected, block = step(products), any_client.offload(min_bytes=1 << 16, budget=0.0)
     for _ in range(STEPS):
         step(products, block)
-    send, strikes = Session.send_results, iter([False, True])
-
-    def interrupted(self: Session, records: Any) -> None:
-        struck = next(strikes, False)
-        if struck and when == "before":
-            raise KeyboardInterrupt
-        send(self, records)
-        if struck:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Session, "send_results", interrupted)
+    interrupt_second(monkeypatch, when)
     made: list[Tensor] = []
 
     def noted(x: Tensor, weight: Tensor) -> Tensor:
@@ -260,5 +238,4 @@ def test_an_interrupt_leaves_all_whole(
         step(noted, block)
     made[-1].sum().backward()  # what was saved until then is whole
     made.clear()
-    monkeypatch.setattr(Session, "send_results", send)
     assert_identical(step(products, block), expected)
