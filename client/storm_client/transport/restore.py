@@ -357,7 +357,8 @@ class Inbound:
                 return True
             wanted, seen = self._chosen(uses.unseen(), taken)
         for records in _together(wanted):
-            with span("fetch ahead", records[0].nbytes, records[0].key):
+            nbytes = sum([record.nbytes for record in records])
+            with span("fetch ahead", nbytes, records[0].key):
                 if not self._open(records, is_demanded=False):
                     return False
         uses.saw(seen)
