@@ -13,7 +13,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
@@ -125,11 +125,11 @@ class Server:
         try:
             self._take_over()
             self._take_address()
-            await asyncio.to_thread(check_device, self._config)
-            await self._start_workers()
-            await self._make_pool()
-            await self._open_lanes()
-            await self._open_spill()
+            seconds = {}
+            for name, part in self._slow_parts().items():
+                begun = time.monotonic()
+                await part()
+                seconds[name] = round(time.monotonic() - begun, 3)
             self._bind()
         except BaseException:
             self._cleanup.close()
@@ -137,7 +137,8 @@ class Server:
         self._is_open = True
         if self._worker is None:  # of a worker the front tells
             lanes = list(self.status()["lanes"])
-            log.info("ready", extra={"address": self._config.address, "lanes": lanes})
+            shown = {"address": self._config.address, "lanes": lanes, "seconds": seconds}
+            log.info("ready", extra=shown)
 
     async def serve(self) -> None:
         """Serve until `stop`, or until the last client has gone where the config says so.
@@ -302,6 +303,16 @@ class Server:
         self._address = Address(self._config, self._handover, lifeline)
         self._cleanup.callback(self._address.close)
         self._address.take()
+
+    def _slow_parts(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return what makes a start take long, in its order, as the log names it."""
+        return {
+            "device": partial(asyncio.to_thread, check_device, self._config),
+            "workers": self._start_workers,
+            "pool": self._make_pool,
+            "lanes": self._open_lanes,
+            "disk": self._open_spill,
+        }
 
     async def _start_workers(self) -> None:
         """Where worker processes are to serve the devices, start them, and be their front."""

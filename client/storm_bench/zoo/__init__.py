@@ -27,6 +27,12 @@ MODELS: Final = {
     "gpt2": "GPT-2, width 1024, 16 layers, dropout",
     "bert": "BERT, width 1024, 16 layers",
     "convnext": "ConvNeXt-B, 96 images",
+    "eager": "Llama, 6 layers, eager attention",
+    "t5": "T5, width 1024, 12 layers each way, dropout",
+    "whisper": "Whisper, width 768, 12 layers each way",
+    "wav2vec2": "wav2vec2, width 768, 12 layers",
+    "resnet": "ResNet-50, 256 images",
+    "swin": "Swin-B, 96 images",
     "ranks": "Llama 8B, 6 layers, 8,192 tokens a rank",
     "split": "Llama, half of its layers on each of two GPUs",
 }

@@ -132,6 +132,12 @@ def _make_moe(size: Size) -> Workload:
     return _of_tokens(size, model.bfloat16(), 2, 4096)
 
 
+def _make_eager(size: Size) -> Workload:
+    """Return a Llama whose attention is plain operations: shorter sequences, as they are squared."""
+    model = _llama(size, num_hidden_layers=size.of(6, 2), attn_implementation="eager")
+    return _of_tokens(size, model.bfloat16(), 4, 1024)
+
+
 def _make_gpt2(size: Size) -> Workload:
     model = _transformer(
         size,
@@ -156,6 +162,65 @@ def _make_bert(size: Size) -> Workload:
         max_position_embeddings=512,
     )
     return _of_tokens(size, model, 16, 512, torch.bfloat16)
+
+
+def _make_t5(size: Size) -> Workload:
+    model = _transformer(
+        size,
+        "T5ForConditionalGeneration",
+        d_model=size.of(1024, 64),
+        d_ff=size.of(4096, 256),
+        d_kv=size.of(64, 16),
+        num_layers=size.of(12, 2),
+        num_heads=size.of(16, 4),
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return _of_tokens(size, model, 16, 512, torch.bfloat16)
+
+
+def _make_whisper(size: Size) -> Workload:
+    layers, heads, inner = size.of(12, 2), size.of(12, 4), size.of(3072, 256)
+    model = _transformer(
+        size,
+        "WhisperForConditionalGeneration",
+        d_model=size.of(768, 64),
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=inner,
+        decoder_ffn_dim=inner,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    count = size.of(16, 1)
+    heard = torch.randn(count, 80, 3000, device=size.device)
+    text = torch.randint(0, size.vocabulary, (count, size.of(448, 64)), device=size.device)
+    return Workload(
+        model, lambda trained: trained(input_features=heard, labels=text).loss, torch.bfloat16
+    )
+
+
+def _make_wav2vec2(size: Size) -> Workload:
+    """Return a model of speech that neither masks nor leaves out layers at random."""
+    model = _transformer(
+        size,
+        "Wav2Vec2ForCTC",
+        hidden_size=size.of(768, 64),
+        num_hidden_layers=size.of(12, 2),
+        num_attention_heads=size.of(12, 4),
+        intermediate_size=size.of(3072, 256),
+        mask_time_prob=0.0,
+        layerdrop=0.0,
+    )
+    count = size.of(16, 2)
+    sound = torch.randn(count, size.of(160_000, 8_000), device=size.device)
+    text = torch.randint(1, size.vocabulary, (count, size.of(60, 8)), device=size.device)
+    return Workload(
+        model, lambda trained: trained(input_values=sound, labels=text).loss, torch.bfloat16
+    )
 
 
 def _of_images(size: Size, whole: str, small: str, count: int) -> Workload:
@@ -211,6 +276,14 @@ WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
     "gpt2": _make_gpt2,
     "bert": _make_bert,
     "convnext": lambda size: _of_images(size, "convnext_base", "convnext_atto", 96),
+    "eager": _make_eager,
+    "t5": _make_t5,
+    "whisper": _make_whisper,
+    "wav2vec2": _make_wav2vec2,
+    "resnet": lambda size: _of_images(size, "resnet50", "resnet18", 256),
+    "swin": lambda size: _of_images(
+        size, "swin_base_patch4_window7_224", "swin_tiny_patch4_window7_224", 96
+    ),
     "ranks": _make_ranks,
     "split": _make_split,
 }

@@ -16,6 +16,7 @@ from storm_client.planner.plan import Plan
 from support.following import Followed
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS, LENGTH, WIDTH = 4, 24, 32
@@ -120,7 +121,8 @@ def test_steps(
 ) -> None:
     net = encoder(device, **KINDS[kind]).to(dtype)
     x = seeded(device, 3, LENGTH, WIDTH).to(dtype)
-    operations = train(net, x, client, path, followed)
+    with sdpa_kernel(SDPBackend.MATH):  # a GPU has a kernel for some
+        operations = train(net, x, client, path, followed)
     drops = {"dropout", "dropout mask"} if "dropout_p" in KINDS[kind] else set()
     assert operations >= INSIDE | drops
 
@@ -167,7 +169,7 @@ def test_bfloat16(device: str, client: storm.Client, path: str, followed: Follow
 def test_what_is_told_of_attentions(device: str) -> None:
     """Whatever came before: other kinds, and errors."""
     q = seeded(device, 2, 1, LENGTH, WIDTH, grad=True)
-    bias = seeded(device, LENGTH, LENGTH, grad=True)
+    bias = seeded(device, LENGTH, LENGTH, grad=True).t()  # a GPU has a kernel for one in order
     by_math = ["mul", "mul", "matmul", "add_", "_safe_softmax", "matmul"]
 
     def attention(mask: Tensor | None) -> object:
@@ -185,7 +187,7 @@ def test_what_is_told_of_attentions(device: str) -> None:
             assert told_inside(math) == (False, [])
         assert is_opened
         assert [name for name in names if name != "to"] == by_math
-        with pytest.raises(RuntimeError, match="The size of tensor"):
+        with pytest.raises(RuntimeError, match="size of (the )?tensor"):
             told_inside(lambda: attention(bias[:, 1:]))
 
 
@@ -300,7 +302,9 @@ def test_what_is_written_over(
     offload = client.offload(net, min_bytes=least)
     for _ in range(STEPS):
         assert_identical(step(net, x, lambda: offload), expected)
-    assert recomputed(offload.plan) >= {"_safe_softmax", "dropout", "dropout mask"}
+    is_mask_small = least > 1 and device != "cpu"  # of bytes there, of numbers here
+    masks = set() if is_mask_small else {"dropout mask"}
+    assert recomputed(offload.plan) >= {"_safe_softmax", "dropout", *masks}
     assert followed[-1] == (path == "compiled")
     assert not followed.left
 
@@ -329,7 +333,7 @@ def test_an_exception_inside(
     for number in range(3 * STEPS):
         net.fails = number % 7 == 3
         if net.fails:
-            with pytest.raises(RuntimeError, match="The size of tensor"):
+            with pytest.raises(RuntimeError, match="size of (the )?tensor"):
                 step(net, x, lambda: offload)
         else:
             assert_identical(step(net, x, lambda: offload), expected)
