@@ -133,7 +133,7 @@ def _make_moe(size: Size) -> Workload:
 
 
 def _make_eager(size: Size) -> Workload:
-    """Return a Llama whose attention is plain operations: shorter sequences, as they are squared."""
+    """Return a Llama whose attention is plain operations, of shorter sequences."""
     model = _llama(size, num_hidden_layers=size.of(6, 2), attn_implementation="eager")
     return _of_tokens(size, model.bfloat16(), 4, 1024)
 

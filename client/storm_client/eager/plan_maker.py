@@ -20,7 +20,7 @@ from storm_client.planner.machine import LinkFigures, Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.prices import operation_seconds
 from storm_client.planner.problem import Problem, Value
-from storm_client.planner.search import PREDICTED, Alternative
+from storm_client.planner.search import NOTHING, PREDICTED, Alternative
 from storm_client.planner.slowest import Agreed, Figures, Turn
 from storm_client.planner.solver import Choice, choose
 from storm_client.planner.thread_costs import ThreadCosts
@@ -102,7 +102,7 @@ class PlanMaker:
         self._follow(signature, problem, choice, machine.measured)
         if not signature.has_functions or signature.may_replay:
             return signature
-        other, current = signature.without_functions(), PREDICTED
+        other, current = signature.without_functions(), _untimed(signature)
         if signature.comparison is not None:
             current = signature.comparison.search.current
         problem = self.problem(other)
@@ -161,7 +161,8 @@ class PlanMaker:
         comparison, room = self._comparison(signature, problem, machine), slowest.room
         if comparison is None:
             search = None
-            turns = [(PREDICTED, choose_alternative(PREDICTED, problem, machine, room=room))]
+            untimed = _untimed(signature)
+            turns = [(untimed, choose_alternative(untimed, problem, machine, room=room))]
         else:
             search, turns = comparison.search, comparison.choose_several(problem, machine, room)
         nbytes = tuple(value.nbytes for value in problem.values)
@@ -287,7 +288,7 @@ class PlanMaker:
         """
         comparison = self._comparison(signature, problem, machine)
         if comparison is None:
-            return choose_alternative(PREDICTED, problem, machine, room=room)
+            return choose_alternative(_untimed(signature), problem, machine, room=room)
         return comparison.choose(problem, machine, room)
 
     def _follow(
@@ -303,6 +304,14 @@ class PlanMaker:
         if most is not None and self.options.budget == "least":
             held = max(0, most - plan.bytes_by_decision["keep"])
         return replace(plan, checkpointed_bytes=plan.checkpointed_bytes or most, turn_bytes=held)
+
+
+def _untimed(signature: StepSignature) -> Alternative:
+    """Return what steps follow whose plans are not compared, as before their passes are timed.
+
+    On a GPU little is on the link until it is known for how long that would be hidden.
+    """
+    return NOTHING if signature.is_on_gpu else PREDICTED
 
 
 def planned_values(values: Iterable[RecordedValue]) -> tuple[Value, ...]:

@@ -1,16 +1,19 @@
 """Finds out which of several plans of one step signature takes the least time, by following each.
 
 A plan is made of estimates: what the link carries beside the device's work, what the training
-thread has time for. What a step takes with it shows only when steps follow it. So the plan that is
-made by prediction is followed for some steps, then others that differ from it in one respect, and
-what was measured decides: one that took longer is taken back.
+thread has time for. What a step takes with it shows only when steps follow it. So several plans are
+followed for some steps each, which differ in one respect from what would be chosen by prediction,
+and what was measured decides.
 
-So are one that puts on the link what blocks are given and nothing else that can be recomputed, as
-checkpointing does, one between the two, those by which as much stays as checkpointing would keep,
-and one that recomputes nothing; and where a step saves little, one by which all stays. What the
-link alone takes longer for than a step has taken is not followed. Every time is a step's, from the
-begin of its block to that of the next. Where steps have many sizes, only the largest are compared:
-what a step takes is no multiple of its bytes. If they are rare, few plans are.
+Two keep as much as checkpointing would, where blocks are known, and the others climb a ladder: the
+first puts on the link what blocks are given and nothing else that can be recomputed, as
+checkpointing does, and each that follows puts more there, as long as that takes no longer. One that
+recomputes nothing is at its top; where a step saves little, one by which all stays comes first.
+What the link alone takes longer for than a step has taken is not followed. The best is looked at
+once more, and for longer: what steps take may change once memory that others have left is gone.
+Every time is a step's, from the begin of its block to that of the next. Where steps have many
+sizes, only the largest are compared: what a step takes is no multiple of its bytes. If they are
+rare, few plans are.
 
 Everything here is pure: no device, clock or plan.
 """
@@ -25,6 +28,7 @@ from typing import Final, NamedTuple
 __all__ = [
     "ALL_STAYS",
     "AS_BLOCKS",
+    "NOTHING",
     "OFFLOAD_ALONE",
     "PREDICTED",
     "Alternative",
@@ -71,6 +75,9 @@ SKIPPED: Final = 1
 MEASURED: Final = 3
 """Steps that are."""
 
+LOOKED_AT_AGAIN: Final = 6
+"""Steps that are of a plan that is looked at once more."""
+
 MOST_STEPS: Final = 40
 """Followed before the best so far stays, of which smaller ones are not counted."""
 
@@ -116,6 +123,7 @@ class PlanSearch:
     slack_bytes: int = 0
     """Which may stay of a step for nothing."""
     current: Alternative = PREDICTED
+    """The first of those that are compared, unless something is known already."""
     results: dict[Alternative, Followed] = field(default_factory=dict)
     """What was measured so far."""
     ruled_out: set[Alternative] = field(default_factory=set)
@@ -127,6 +135,11 @@ class PlanSearch:
     """Followed until it settled."""
     _staying: int = 0
     _seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with the first plan that is not ruled out."""
+        if not self.results:
+            self.current = self._first
 
     def follows(self, staying_bytes: int) -> None:
         """Note what stays by the current plan."""
@@ -153,20 +166,14 @@ class PlanSearch:
     def coming(self) -> list[Alternative]:
         """Return what is measured behind the current plan whatever that takes; mostly.
 
-        What is looked for beside plans that take little is among them, and what recomputes nothing
-        is not before it is known whether the link alone takes longer.
+        What puts more on the link is not among them before it is known whether that may pay.
         """
         if self.is_settled:
             return []
         if self.looks_again:
             return self._doubtful()[1:MOST_AGAIN]
-        if self.results:
-            found = list(self._candidates())
-        else:
-            others = (one for one in self.others if one.recomputes)
-            found = [PREDICTED, NOTHING, TWO_THIRDS, *others]
         known = {self.current} | self.results.keys() | self.ruled_out
-        return [one for one in found if one not in known]
+        return [one for one in self._candidates() if one not in known]
 
     def took_in_turn(
         self, found: Iterable[tuple[Alternative, int, Sequence[float | None]]]
@@ -192,10 +199,10 @@ class PlanSearch:
         """Have plans be compared anew, unless one has been chosen: larger steps have come."""
         if not self.is_settled:
             self._forget()
-            self.current = PREDICTED
+            self.current = self._first
 
     def start_again(self, faster: float = 1.0) -> None:
-        """Have all be measured anew, beginning with what is predicted: the link is another now.
+        """Have all be measured anew: the link is another now.
 
         It is `faster` times as fast; below 1 slower. What recomputes nothing takes as much less
         time at the most: where that were still too much, it is not followed again.
@@ -208,7 +215,7 @@ class PlanSearch:
         }
         self._forget()
         self.ruled_out |= hopeless
-        self.is_settled, self.steps, self.current = False, 0, PREDICTED
+        self.is_settled, self.steps, self.current = False, 0, self._first
 
     def is_like(self, other: Alternative) -> None:
         """Note that the current plan decides what another one did: it need not be followed."""
@@ -235,8 +242,8 @@ class PlanSearch:
     def best(self) -> Alternative:
         """What was measured to be best: the least memory of what takes little more time.
 
-        What takes no more than checkpointing, or than may stay for nothing, is chosen by time. By
-        prediction, where nothing was measured.
+        What takes no more than checkpointing, or than may stay for nothing, is chosen by time. The
+        first, where nothing was measured.
         """
         longest = self._longest
         measured = [one for one, found in self.results.items() if found.seconds <= longest]
@@ -244,7 +251,7 @@ class PlanSearch:
         small = [one for one in measured if self._beyond_bytes(one) == least]
         longest = (1 + GAIN) * min((self.results[one].seconds for one in small), default=0.0)
         fast = [one for one in small if self.results[one].seconds <= longest]
-        return min(fast, key=lambda one: self.results[one].staying_bytes, default=PREDICTED)
+        return min(fast, key=lambda one: self.results[one].staying_bytes, default=self._first)
 
     def __str__(self) -> str:
         """Return what was found, in one line."""
@@ -272,16 +279,17 @@ class PlanSearch:
 
     def _is_measured(self) -> bool:
         counted = self._seconds[SKIPPED:]
-        if len(counted) >= MEASURED:
+        if len(counted) >= (LOOKED_AT_AGAIN if self.looks_again else MEASURED):
             return True
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
     def _note_result(self) -> None:
-        """Take the mean of the shorter ones, and of two looks the shorter.
+        """Take the mean of the shortest two thirds, at least two, and of two looks the second.
 
         What delays a step is not the plan's.
         """
-        shortest = sorted(self._seconds[SKIPPED:])[:2]
+        counted = sorted(self._seconds[SKIPPED:])
+        shortest = counted[: max(2, 2 * len(counted) // 3)]
         found = Followed(sum(shortest) / len(shortest), self._staying)
         before = self.results.get(self.current)
         if before is None:
@@ -289,7 +297,7 @@ class PlanSearch:
             return
         self.seen_again.add(self.current)
         for one, result in self.results.items():
-            if result is before and found.seconds < before.seconds:  # it decides the same
+            if result is before:  # it decides the same
                 self.results[one] = found
 
     def _go_on(self, *, may_doubt: bool = True) -> bool:
@@ -304,47 +312,51 @@ class PlanSearch:
         before, self.current = self.current, following or self.best
         return self.current != before
 
-    def _candidates(self) -> Sequence[Alternative]:
-        """Return what has to be measured, as far as is known by now.
+    @property
+    def _first(self) -> Alternative:
+        return next(one for one in self._candidates() if one not in self.ruled_out)
 
-        Where to offload as much as the link has time for takes longer than to recompute all, to
-        offload all takes longer still: where the one takes too long, the other is not followed.
+    def _candidates(self) -> Sequence[Alternative]:
+        """Return what has to be measured, as far as is known by now, in this order."""
+        others = [one for one in self.others if one.recomputes]
+        return [*others, NOTHING, *self._more_on_the_link()]
+
+    def _more_on_the_link(self) -> list[Alternative]:
+        """Return what is above the foot of the ladder, up to where more on the link is no gain.
+
+        Where to recompute what checkpointing does is far slower than what was measured beside it,
+        nothing is. Where to offload as much as the link has time for takes too long, to offload all
+        takes longer still.
         """
-        found, others = self.results, self.others
-        if {PREDICTED, NOTHING} <= found.keys():
-            seconds = found[PREDICTED].seconds
-            if seconds > max(self._longest, (1 + GAIN) * found[NOTHING].seconds):
-                others = tuple(one for one in others if one.recomputes)
-        return [PREDICTED, NOTHING, *self._beside(), *others]
+        found = {one: result.seconds for one, result in self.results.items()}
+        beside = min((found[one] for one in self.others if one in found), default=math.inf)
+        if found.get(NOTHING, 0.0) > NEAR * beside:
+            return []
+        if TWO_THIRDS not in found or found[TWO_THIRDS] > (1 + GAIN) * found.get(NOTHING, math.inf):
+            return [TWO_THIRDS]
+        above = [TWO_THIRDS, PREDICTED]
+        if PREDICTED not in found:
+            return above
+        if found[PREDICTED] < min(found[TWO_THIRDS], found.get(NOTHING, math.inf)):
+            above.append(MORE)
+        if found[PREDICTED] <= max(self._longest, (1 + GAIN) * found.get(NOTHING, math.inf)):
+            above += [one for one in self.others if not one.recomputes]
+        return above
 
     def _doubtful(self) -> list[Alternative]:
-        """Return what is to be looked at again: of several that take about as long each once.
+        """Return what is to be looked at again: each once that takes about as long as the fastest.
 
-        The fastest comes first.
+        The best comes first, which is looked at again in any case.
         """
         results = self.results  # those that decide the same share one
-        most = CLOSE * self._fastest
-        close = {one: id(found) for one, found in results.items() if found.seconds <= most}
         seen = {id(results[one]) for one in self.seen_again}
-        if len(set(close.values())) < 2:
-            return []
-        left = [one for one, result in close.items() if result not in seen]
-        return sorted(left, key=lambda one: results[one].seconds)
-
-    def _beside(self) -> list[Alternative]:
-        """Return plans beside those two where one of them may yet be improved.
-
-        With more on the link only where that is what takes the least time by now.
-        """
-        found = self.results
-        if not {PREDICTED, NOTHING} <= found.keys():
-            return []
-        if min(found[PREDICTED].seconds, found[NOTHING].seconds) > NEAR * self._fastest:
-            return []
-        if TWO_THIRDS not in found:
-            return [TWO_THIRDS]
-        others = min(found[one].seconds for one in (NOTHING, TWO_THIRDS))
-        return [TWO_THIRDS, MORE] if found[PREDICTED].seconds < others else [TWO_THIRDS]
+        most, best = CLOSE * self._fastest, self.best
+        left: dict[int, Alternative] = {}
+        for one in sorted(results, key=lambda one: (one != best, results[one].seconds)):
+            found = results[one]
+            if id(found) not in seen and (one == best or found.seconds <= most):
+                left.setdefault(id(found), one)
+        return list(left.values())
 
     def _took_settled(self, seconds: float) -> bool:
         self._seconds = [*self._seconds, seconds][-LATEST:]

@@ -54,6 +54,8 @@ class Choice(NamedTuple):
     """Of recomputed operations."""
     forward_seconds: float
     """What the link was taken to have."""
+    seconds: float
+    """That a step takes longer."""
 
     def of(self, numbers: Sequence[int]) -> Choice:
         """Return the same of some values alone, which are numbered anew."""
@@ -253,6 +255,7 @@ def _choice(state: _State) -> Choice:
         link_seconds=state.link_seconds,
         replay_seconds=sum(priced.seconds[n] for n in state.recomputed),
         forward_seconds=priced.window,
+        seconds=state.total(),
     )
 
 

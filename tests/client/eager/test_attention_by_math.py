@@ -187,7 +187,7 @@ def test_what_is_told_of_attentions(device: str) -> None:
             assert told_inside(math) == (False, [])
         assert is_opened
         assert [name for name in names if name != "to"] == by_math
-        with pytest.raises(RuntimeError, match="size of (the )?tensor"):
+        with pytest.raises(RuntimeError, match=r"size of (the )?tensor"):
             told_inside(lambda: attention(bias[:, 1:]))
 
 
@@ -333,7 +333,7 @@ def test_an_exception_inside(
     for number in range(3 * STEPS):
         net.fails = number % 7 == 3
         if net.fails:
-            with pytest.raises(RuntimeError, match="size of (the )?tensor"):
+            with pytest.raises(RuntimeError, match=r"size of (the )?tensor"):
                 step(net, x, lambda: offload)
         else:
             assert_identical(step(net, x, lambda: offload), expected)

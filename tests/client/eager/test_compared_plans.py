@@ -132,18 +132,18 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     take: Callable[[Callable[[Alternative], float]], None],
 ) -> None:
     """Also where one of them watches no functions, so that its steps are of another signature."""
-    take(lambda one: 0.1 if one == best else 0.2)
+    take(lambda one: 0.1 if one.recomputes == best.recomputes else 0.2)
     net = network()
     offload = client.offload(net, min_bytes=4096)
     trained(net, offload)
-    assert search_of(offload).current == best
+    assert search_of(offload).current.recomputes == best.recomputes
     before, plan = offload.stats(), offload.plan
     trained(net, offload, steps=2)
     after = offload.stats()
     assert plan is not None
     assert (plan.bytes_by_decision["replay"] > 0) is (best == PREDICTED)
     assert (after.replayed_bytes > before.replayed_bytes) is (best == PREDICTED)
-    assert search_of(offload).current == best
+    assert search_of(offload).current.recomputes == best.recomputes
     assert plan.bytes_by_decision == offload.plan.bytes_by_decision  # type: ignore[union-attr]
 
 

@@ -11,8 +11,8 @@ from storm_client.planner.decisions import Keep
 from storm_client.planner.filling import choose_below_checkpointing, is_below_checkpointing
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import Problem
-from storm_client.planner.solver import Choice, choose
-from storm_client.planner.timeline import checkpointed, planned
+from storm_client.planner.solver import Choice, Solver, choose
+from storm_client.planner.timeline import checkpointed, kept_by_checkpointing, planned
 from support.planning import alike_blocks, value
 
 MIB = 1 << 20
@@ -81,6 +81,19 @@ def test_nothing_is_given_up_that_could_stay(
             decisions[one.number] = Keep("budget")
             other = found._replace(decisions=decisions)
             assert not is_below_checkpointing(problem, other), one
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 40), st.integers(10, 900))
+def test_what_is_chosen_takes_no_longer_than_checkpointing_does(
+    count: int, wide: int, loss: int
+) -> None:
+    """Also where one value is so large that to have it in flight leaves no room to keep others."""
+    problem = step(count, wide=wide, loss=loss)
+    stays = kept_by_checkpointing(problem)
+    as_checkpointed = Solver(problem, CUDA).choose(0, stays=stays)
+    assert planned(problem, as_checkpointed.decisions).fullest <= checkpointed(problem).fullest
+    assert choose_below_checkpointing(problem, CUDA).seconds <= as_checkpointed.seconds
 
 
 @pytest.mark.parametrize("unknown", [{"used_between": {}}, {"block_ends": frozenset()}])

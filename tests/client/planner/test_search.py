@@ -13,6 +13,7 @@ from storm_client.planner.search import (
     AS_BLOCKS,
     LADDER,
     LATEST,
+    LOOKED_AT_AGAIN,
     MEASURED,
     MOST_AGAIN,
     MOST_STEPS,
@@ -60,7 +61,7 @@ def settled_in_turn(search: PlanSearch, seconds: Seconds) -> int:
 @pytest.mark.parametrize("best", [NOTHING, TWO_THIRDS, PREDICTED, *AS_BLOCKS, OFFLOAD_ALONE])
 def test_plans_that_are_followed_in_turn_end_the_search_in_few_rounds(best: Alternative) -> None:
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    assert search.coming() == [NOTHING, TWO_THIRDS, *AS_BLOCKS]
+    assert [search.current, *search.coming()] == [*AS_BLOCKS, NOTHING, TWO_THIRDS]
     seconds = lambda one: 0.1 if one == best else 0.2  # noqa: E731
     assert settled_in_turn(search, seconds) <= LONGEST
     assert search.current == best
@@ -75,20 +76,20 @@ def test_more_on_the_link_is_followed_once_the_others_have_shown_that_it_may_pay
 
 def test_of_plans_in_turn_those_that_take_as_long_are_looked_at_once_more() -> None:
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    close = {PREDICTED: 0.100, AS_BLOCKS[0]: 0.101}
+    close = {NOTHING: 0.100, AS_BLOCKS[0]: 0.101}
     assert settled_in_turn(search, lambda one: close.get(one, 0.2)) <= LONGEST
     assert search.seen_again == close.keys()
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    assert settled_in_turn(search, lambda one: 0.2 if one == PREDICTED else 0.201) <= LONGEST
-    assert PREDICTED in search.seen_again
+    assert settled_in_turn(search, lambda one: 0.2 if one == NOTHING else 0.201) <= LONGEST
+    assert NOTHING in search.seen_again
     assert len(search.seen_again) == MOST_AGAIN
 
 
 def test_a_plan_of_too_few_steps_is_followed_again() -> None:
     search = PlanSearch()
-    search.took_in_turn([(PREDICTED, 0, [0.1, 0.1, 0.1]), (NOTHING, 0, [0.1, 0.1, None])])
-    assert set(search.results) == {PREDICTED}
-    assert search.current == NOTHING
+    search.took_in_turn([(NOTHING, 0, [0.1, 0.1, 0.1]), (TWO_THIRDS, 0, [0.1, 0.1, None])])
+    assert set(search.results) == {NOTHING}
+    assert search.current == TWO_THIRDS
 
 
 def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
@@ -97,26 +98,26 @@ def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
         assert not search.is_settled
         search.took(search.current, None if number % 4 else 1.0)
     assert search.is_settled
-    assert set(search.results) == {PREDICTED, NOTHING}
+    assert set(search.results) == {NOTHING, TWO_THIRDS}
     assert not search.took(search.current, None)
 
 
-def test_where_all_steps_are_smaller_the_plan_by_prediction_stays() -> None:
+def test_where_all_steps_are_smaller_the_first_plan_stays() -> None:
     search = PlanSearch()
     for _ in range(MOST_STEPS):
         search.took(search.current, None)
     assert search.is_settled
-    assert search.current is PREDICTED
-    assert not any(search.took(PREDICTED, 1.0) for _ in range(2 * LATEST))
+    assert search.current is NOTHING
+    assert not any(search.took(NOTHING, 1.0) for _ in range(2 * LATEST))
 
 
 def test_larger_steps_have_plans_compared_anew() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
-        search.took(PREDICTED, 1.0)
-    assert search.current is NOTHING
+        search.took(NOTHING, 1.0)
+    assert search.current is TWO_THIRDS
     search.forget()
-    assert search.current is PREDICTED
+    assert search.current is NOTHING
     assert not search.results
 
 
@@ -135,12 +136,24 @@ def test_the_share_of_the_link_that_takes_least_is_found(best: Alternative) -> N
 def test_what_checkpointing_does_is_compared_always_and_early() -> None:
     search = PlanSearch()
     settled(search, by_share(PREDICTED.link_share))
-    assert list(search.results)[:2] == [PREDICTED, NOTHING]
+    assert next(iter(search.results)) == NOTHING
+    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
+    settled(search, by_share(PREDICTED.link_share))
+    assert list(search.results)[:3] == [*AS_BLOCKS, NOTHING]
 
 
 def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
     assert MORE in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
-    assert MORE not in settled(PlanSearch(), by_share(TWO_THIRDS.link_share)).results
+    found = settled(PlanSearch(), by_share(TWO_THIRDS.link_share)).results
+    assert PREDICTED in found
+    assert MORE not in found
+    assert {*settled(PlanSearch(), by_share(0.0)).results} == {NOTHING, TWO_THIRDS}
+
+
+def test_nothing_is_put_on_the_link_where_as_much_as_checkpointing_keeps_is_far_faster() -> None:
+    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
+    settled(search, lambda one: 0.1 if one.fills_blocks else 0.2)
+    assert set(search.results) == {*AS_BLOCKS, NOTHING}
 
 
 def test_of_little_it_is_tried_what_takes_as_long_if_all_stays() -> None:
@@ -196,8 +209,8 @@ def test_what_would_be_too_slow_on_another_link_is_not_followed_again(
     assert OFFLOAD_ALONE in search.results
     search.start_again(faster)
     assert not search.is_settled
-    assert search.current is PREDICTED
-    followed = {PREDICTED}
+    assert search.current is NOTHING
+    followed = {NOTHING}
 
     def took(one: Alternative) -> float:
         followed.add(one)
@@ -205,27 +218,26 @@ def test_what_would_be_too_slow_on_another_link_is_not_followed_again(
 
     settled(search, took)
     assert (OFFLOAD_ALONE in followed) == again
-    assert NOTHING in followed
+    assert PREDICTED in followed
 
 
 def test_a_plan_is_not_ruled_out_before_another_was_followed() -> None:
     search = PlanSearch()
     assert not search.rules_out(1e9)
-    assert search.current == PREDICTED
+    assert search.current == NOTHING
 
 
-def test_plans_that_decide_what_that_by_prediction_does_hide_none_behind_them() -> None:
-    """As where two thirds of the link are as good as all of it, and a third is better."""
+def test_plans_that_decide_what_the_first_does_hide_none_behind_them() -> None:
     search = PlanSearch()
-    seconds = by_share(0.0)
+    seconds = by_share(1.0)
     for _ in range(20 * (SKIPPED + MEASURED)):
         if search.is_settled:
             break
-        if search.current == TWO_THIRDS and PREDICTED in search.results:
-            search.is_like(PREDICTED)
+        if search.current == TWO_THIRDS and TWO_THIRDS not in search.results:
+            search.is_like(NOTHING)
         else:
             search.took(search.current, seconds(search.current))
-    assert search.current == NOTHING
+    assert search.current == PREDICTED
 
 
 def test_where_recomputing_takes_the_thread_too_long_nothing_is_recomputed() -> None:
@@ -235,17 +247,18 @@ def test_where_recomputing_takes_the_thread_too_long_nothing_is_recomputed() -> 
 
 def test_what_takes_much_longer_is_given_up_early() -> None:
     search = PlanSearch()
-    settled(search, by_share(PREDICTED.link_share))
+    settled(search, lambda one: 1.0 if one is NOTHING else 2.0)
+    assert set(search.results) == {NOTHING, TWO_THIRDS}
     full = SKIPPED + MEASURED
-    assert search.steps < full * len(search.results)
+    assert search.steps < 2 * full + SKIPPED + LOOKED_AT_AGAIN
 
 
 def test_a_delay_decides_nothing() -> None:
     """As of an evaluation between two steps."""
     search = PlanSearch()
     for seconds in (9.0, 0.1, 9.0, 0.1):
-        search.took(PREDICTED, seconds)
-    assert search.results[PREDICTED].seconds == pytest.approx(0.1)
+        search.took(NOTHING, seconds)
+    assert search.results[NOTHING].seconds == pytest.approx(0.1)
 
 
 def test_what_delays_all_steps_of_a_plan_once_decides_nothing() -> None:
@@ -254,24 +267,45 @@ def test_what_delays_all_steps_of_a_plan_once_decides_nothing() -> None:
 
     def seconds(alternative: Alternative) -> float:
         followed[alternative] += 1
-        is_delayed = alternative is NOTHING and followed[alternative] <= SKIPPED + MEASURED
-        return 1.04 if is_delayed else 1.0 if alternative is NOTHING else 1.02
+        is_delayed = alternative is TWO_THIRDS and followed[alternative] <= SKIPPED + MEASURED
+        if alternative is TWO_THIRDS:
+            return 1.04 if is_delayed else 1.0
+        return 1.02
 
     search = settled(PlanSearch(), seconds)
-    assert search.current is NOTHING
+    assert search.current is TWO_THIRDS
     assert search.steps <= MOST_STEPS
-    assert set(followed.values()) == {2 * (SKIPPED + MEASURED)}
+    assert followed[TWO_THIRDS] == followed[NOTHING] == 2 * SKIPPED + MEASURED + LOOKED_AT_AGAIN
 
 
-def test_what_is_clear_is_looked_at_once() -> None:
+@pytest.mark.parametrize("later", [1.3, 1.2])
+def test_a_plan_that_takes_longer_for_long_is_taken_back(later: float) -> None:
+    """As one that first uses memory that another has left."""
+    followed = 0
+
+    def seconds(alternative: Alternative) -> float:
+        nonlocal followed
+        if alternative is not TWO_THIRDS:
+            return 1.05
+        followed += 1
+        return 1.0 if followed <= SKIPPED + MEASURED + 2 else later
+
+    search = settled(PlanSearch(), seconds)
+    assert search.current is not TWO_THIRDS
+    assert search.results[TWO_THIRDS].seconds > 1.05
+
+
+def test_what_is_clear_is_looked_at_once_but_the_best() -> None:
     search = settled(PlanSearch(), lambda one: 1.0 if one is NOTHING else 1.1)
-    assert search.steps == (SKIPPED + MEASURED) * len(search.results)
+    assert search.seen_again == {NOTHING}
+    first = (SKIPPED + MEASURED) * len(search.results)
+    assert search.steps == first + SKIPPED + LOOKED_AT_AGAIN
 
 
 def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
-        assert not search.took(TWO_THIRDS, 1.0)
+        assert not search.took(PREDICTED, 1.0)
     assert not search.results
 
 
@@ -282,7 +316,7 @@ def test_less_stays_if_that_takes_hardly_longer() -> None:
         search = PlanSearch(allowance=allowance)
         settled(
             search,
-            lambda one: milliseconds.get(one, 140) / 1e3,
+            lambda one: milliseconds.get(one, 94.5) / 1e3,
             lambda one: staying.get(one, 200),
         )
         assert search.current == chosen
@@ -298,10 +332,13 @@ def test_what_may_stay_for_nothing_is_no_reason() -> None:
 def test_plans_that_decide_the_same_are_followed_once() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
-        search.took(PREDICTED, 0.1)
-    while not search.is_settled:
-        search.is_like(PREDICTED)
+        search.took(NOTHING, 0.1)
+    while not search.looks_again:
+        search.is_like(NOTHING)
     assert search.steps == SKIPPED + MEASURED
+    assert {PREDICTED, NOTHING, OFFLOAD_ALONE} <= search.results.keys()
+    settled(search, lambda _: 0.1)
+    assert search.steps == 2 * SKIPPED + MEASURED + LOOKED_AT_AGAIN
     assert [one.seconds for one in search.results.values()] == pytest.approx(
         [0.1] * len(search.results)
     )

@@ -76,7 +76,8 @@ def test_a_problem_has_the_slowest_figures() -> None:
 
 
 def test_what_is_agreed_on_crosses_the_store_unchanged() -> None:
-    choice = Choice([OFFLOAD, REPLAY, Keep("last")], ["a", "b", "c"], [0.1, 0.2, 0.0], 3, 1, 2, 4)
+    decisions = [OFFLOAD, REPLAY, Keep("last")]
+    choice = Choice(decisions, ["a", "b", "c"], [0.1, 0.2, 0.0], 3, 1, 2, 4, 5)
     search = PlanSearch(allowance=0.5, slack_bytes=7, ruled_out={OFFLOAD_ALONE})
     search.follows(11)
     for seconds in (3.0, 1.0, 1.0, 1.0):
