@@ -469,7 +469,7 @@ class Recording:
                 continue
             expected = step.expected
             if not _is_like(expected, call.function, output) or self._is_apart(call, output):
-                if self._could_make_again(output.untyped_storage(), call):
+                if self._could_make_again(output, call):
                     return False
                 continue
             place = None if outputs[0] is made else index
@@ -560,11 +560,12 @@ class Recording:
                 return True
         return False
 
-    def _could_make_again(self, storage: torch.UntypedStorage, call: Call) -> bool:
+    def _could_make_again(self, output: torch.Tensor, call: Call) -> bool:
         """Tell whether a call has made memory of its own, of what changes are counted of."""
+        former = self._values.former(call, output)
         is_sound = call.is_fixed() and all(map(self._values.is_sound, call.tensors()))
-        are_made = all(before is not None and before.value.operation for before in call.former)
-        return is_sound and are_made and not call.takes(storage)
+        are_made = all(before is not None and before.value.operation for before in former)
+        return is_sound and are_made and not call.takes(output.untyped_storage())
 
     def _leave_script(self) -> None:
         """Go on by looking at everything: the step has left its script."""

@@ -663,6 +663,15 @@ def activations_in_place(block: Block, device: str) -> list[Tensor]:
 
 
 @forward
+def experts_weights_in_place(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """Of which a copy is kept of what no operation has made that is known."""
+    y = x @ w
+    weights, chosen = y.softmax(-1).topk(16)
+    weights /= weights.sum(-1, keepdim=True)
+    yield (y.gather(-1, chosen).sin() * weights).square().sum()
+
+
+@forward
 def pooled(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     y = (x @ w).view(2, 8, 8, 8).sin()
     y = functional.max_pool2d(y, 3, 1, 1).exp() + functional.max_pool2d(y.exp(), 3, 1, 1)
@@ -829,6 +838,16 @@ def test_a_save_is_the_same_to_both(
             assert_identical(found, expected)
         else:
             assert found == expected
+
+
+def test_a_step_with_such_weights_is_followed(
+    device: str, client: storm.Client, followed: Followed
+) -> None:
+    offload = client.offload(min_bytes=256)
+    for _ in range(STEPS):
+        CASES[experts_weights_in_place.__name__](lambda: offload, device)
+    assert followed[-1] is followed.may_be_compiled
+    assert not followed.left
 
 
 Step = Callable[[Block, str], Tensor]
