@@ -454,7 +454,7 @@ class StepHooks:
         """Make the record of a storage that has none, and send others that may leave now."""
         began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
         with ranges.span("pack", nbytes):
-            ready = None if recording is None else recording.ready.get(storage._cdata)
+            ready = None if recording is None else recording.early.of(storage)
             record = session.hold(
                 storage,
                 tensor.dtype,

@@ -131,12 +131,12 @@ class PlannedStep:
         return None if self.recording is None else self.recording.pack_input(tensor, number)
 
     def leaves_as_made(self, number: int, nbytes: int) -> bool:
-        """Tell whether a value of so many bytes may leave before nobody holds it; see Recording."""
-        return self.recording is not None and self.recording.leaves_as_made(number, nbytes)
+        """Tell whether so large a value may leave before nobody holds it; see EarlyReads."""
+        return self.recording is not None and self.recording.early.may_leave(number, nbytes)
 
     def note_made(self, number: int, tensor: torch.Tensor) -> bool:
-        """Note from when on the bytes are there of a value that will leave; see Recording."""
-        return self.recording is not None and self.recording.note_made(number, tensor)
+        """Note from when on the bytes are there of a value that will leave; see EarlyReads."""
+        return self.recording is not None and self.recording.early.made(number, tensor)
 
     def note_sizes(self, handed_over: int, larger: Iterable[tuple[int, int]]) -> None:
         """Note what compiled code has seen of sizes; see `StepRecord`."""
@@ -196,7 +196,7 @@ class PlannedStep:
                 self,
                 least=self.recording.least,
                 pass_seconds=perf_counter() - self._began,
-                tries=self._tries or self.recording.tries,
+                tries=self._tries or self.recording.early.tries,
             )
         self.abandon()
         return followed

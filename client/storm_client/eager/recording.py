@@ -10,13 +10,12 @@ again from. Where it leaves the script everything is looked at from there on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from storm_client.eager.bits import checksum
 from storm_client.eager.byproducts import Byproduct, kept_among
 from storm_client.eager.calls import (
     Call,
@@ -26,6 +25,8 @@ from storm_client.eager.calls import (
     outputs_of,
     tensors_among,
 )
+from storm_client.eager.casts import Cast, Casts
+from storm_client.eager.early_reads import EarlyReads
 from storm_client.eager.events import CAST, SAVED, RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.following import Noted
@@ -40,7 +41,6 @@ from storm_client.eager.operations import (
     may_view,
     read_by,
 )
-from storm_client.eager.proofs import UnchangedTrial
 from storm_client.eager.recognition import StepRecord
 from storm_client.eager.recompute import Pins, Result
 from storm_client.eager.values import (
@@ -53,24 +53,12 @@ from storm_client.eager.values import (
 )
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import OFFLOAD, Decision, Replay
-from storm_client.saved.snapshots import Ready, SnapshotProof, base_of, is_result
+from storm_client.saved.snapshots import base_of, is_result
 
 if TYPE_CHECKING:
     from storm_client.native import _follow
 
 __all__ = ["Recording"]
-
-_CAST = "ToCopyBackward0"
-"""The name of a cast's node in the graph."""
-
-_VERSION = "storm_client: version of what was cast"
-"""Among a node's metadata."""
-
-_next_number = torch._C._autograd._get_sequence_nr
-
-LARGE_BYTES = 16 << 20
-"""What leaves as it was made has as many. A smaller one is on the link for less than the device
-takes for what comes before it would leave anyway, and noting it costs the training thread."""
 
 
 class SavedValue(NamedTuple):
@@ -80,30 +68,6 @@ class SavedValue(NamedTuple):
     decision: Decision
     result: Result | None
     """Set for one that is recomputed."""
-
-
-class _Cast(NamedTuple):
-    """A tensor that autocast has made of an argument: no function of PyTorch's returns it."""
-
-    seen: Seen
-    node: Any
-    """Its own, in the graph."""
-    is_new: bool
-    """Whether it was made by the function that runs, rather than kept by autocast."""
-    dtype: torch.dtype
-
-    def source_among(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """Return the argument that it is a copy of, unless that may be another by now.
-
-        Autocast keeps casts of parameters as long as it is on, also of those that are written to.
-        """
-        node = self.node.next_functions[0][0]
-        source = next((tensor for tensor in tensors if _is_node_of(node, tensor)), None)
-        if source is None:
-            return None
-        if self.is_new:
-            self.node.metadata[_VERSION] = source._version
-        return source if self.node.metadata.get(_VERSION) == source._version else None
 
 
 class Recording:
@@ -139,18 +103,11 @@ class Recording:
         """Notes which calls make what matters, for compiled code to follow the next steps."""
         self.functions = functions
         self.step = step
-        self._hooks = hooks
-        self._leaves_early = leaves_early
-        self.ready: dict[int, Ready] = {}
-        """By the storage's address, what leaves as it was made."""
-        self.tries = False
-        """Whether it is being found out what does so."""
-        self._casts: list[_Cast] = []
-        """What was saved since the last function of the table began."""
-        self._first_number = _next_number()
-        """Of the nodes that are made from then on."""
+        self.early = EarlyReads(step, self._values.pins, hooks, is_on=leaves_early)
+        """What may be read as soon as it has been made."""
+        self._casts = Casts()
         self._kept: list[torch.Tensor] | None = None
-        """What was saved since then, where that was asked for."""
+        """What was saved since the last function of the table began, where that was asked for."""
 
     @property
     def pins(self) -> Pins:
@@ -209,7 +166,7 @@ class Recording:
         if calls is not None and not calls.made(made, tensors, self.step.count, entry):
             self._calls = None  # by several calls: only Python can do that again
 
-    def _note_cast(self, cast: _Cast, source: torch.Tensor) -> None:
+    def _note_cast(self, cast: Cast, source: torch.Tensor) -> None:
         """The same of a cast that autocast has made."""
         calls, address = self._calls, cast.seen.pin.address
         if calls is not None and not calls.cast(address, [source], self.step.count):
@@ -252,19 +209,15 @@ class Recording:
         if isinstance(decision, Replay) and seen.result is None:
             seen.result = Result(made, seen.pin, self.pins)
             seen.result.original = made.detach()  # its recipe is not known yet
-        node = made.grad_fn
-        if is_first and node is not None and node.name() == _CAST and not seen.value.over:
-            is_new = node._sequence_nr() >= self._first_number
-            self._casts.append(_Cast(seen, node, is_new, made.dtype))
+        if is_first and not seen.value.over:
+            self._casts.saved(seen, made)
 
     def begins(self, *, keeps: bool = False) -> None:
         """Note that a function of the table begins; `keeps` has what it saves be known."""
         self._kept = [] if keeps else None
-        self._first_number = _next_number()
+        self._casts.begin()
         if self._hidden is not None:
             self._hidden.begin()
-        if self._casts:
-            self._casts.clear()
 
     def goes_on(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
         """Tell whether what a function has made is no event, or an expected one that nothing needs.
@@ -287,9 +240,9 @@ class Recording:
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False
-        if expected.leaves and made.nbytes >= LARGE_BYTES:
+        if expected.leaves and self.early.looks_at(made):
             self._note_call(made, tensors_among(arguments))
-            self.note_made(expected.value.number, made)
+            self.early.made(expected.value.number, made)
         step.advance()
         return True
 
@@ -349,7 +302,7 @@ class Recording:
         if not is_plain(tensor):
             return None
         self.step.has_launches = True
-        self.ready.pop(tensor.untyped_storage()._cdata, None)
+        self.early.overwritten(tensor.untyped_storage())
         return self._values.overwritten(tensor)
 
     def _happened(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
@@ -400,7 +353,7 @@ class Recording:
         self._values.forget()
         if self._hidden is not None:
             self._hidden.take_hidden()  # which it would hold as long as the graph lives
-        self.ready.clear()
+        self.early.forget()
         self._casts.clear()
         self._kept = None
 
@@ -419,8 +372,7 @@ class Recording:
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
         """Note of what was saved while a function ran which of its arguments it is a copy of."""
-        casts, self._casts = self._casts, []
-        for cast in casts:
+        for cast in self._casts.take():
             source = cast.source_among(tensors)
             inputs = None if source is None else self._values.inputs_among([source])
             if source is None or inputs is None:
@@ -432,7 +384,7 @@ class Recording:
             if isinstance(self.step.happened(event, value.nbytes), Replay):
                 self._cast_again(cast, source, inputs)
 
-    def _cast_again(self, cast: _Cast, source: torch.Tensor, inputs: Inputs) -> None:
+    def _cast_again(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
         if cast.seen.result is not None:
             call = Call(torch.Tensor.to, (source, cast.dtype), {})
             recipe = call.recipe_of(self._values.hold([source], inputs), source.device.type)
@@ -475,46 +427,11 @@ class Recording:
             place = None if outputs[0] is made else index
             if expected.matters and not self._walks_by_made(expected, call, output, place):
                 return False
-            if expected.matters or (expected.leaves and output.nbytes >= LARGE_BYTES):
+            if expected.matters or (expected.leaves and self.early.looks_at(output)):
                 self._note_call(output, call.tensors(), call.entry)
             if expected.leaves:
-                self.note_made(expected.value.number, output)
+                self.early.made(expected.value.number, output)
             step.advance()
-        return True
-
-    def leaves_as_made(self, number: int, nbytes: int) -> bool:
-        """Tell whether a step has shown that nobody writes to so large a value, uncounted."""
-        signature = self.step.signature
-        if signature is None or not self._leaves_early:
-            return False
-        evidence = signature.evidence
-        return evidence.unchanged.holds(number, nbytes) and number not in evidence.changed
-
-    def note_made(self, number: int, output: torch.Tensor) -> bool:
-        """Note from when on the bytes of a value that will leave are there; tell if that counts.
-
-        That may be read before it leaves. It is, once a step has shown that it is not written to
-        until then, uncounted.
-        """
-        signature = self.step.signature
-        if output.nbytes < LARGE_BYTES or signature is None or not self._leaves_early:
-            return False
-        evidence = signature.evidence
-        if number in evidence.changed:
-            return False
-        sequence = self._hooks.publish(output)
-        if not sequence:
-            return False
-        storage, trial = output.untyped_storage(), None
-        if not evidence.unchanged.holds(number, storage.nbytes()):
-            if not evidence.goes_on_trying(number):
-                evidence.changed.add(number)
-                return False
-            self.tries, sequence = True, 0
-            trial = UnchangedTrial(signature, number, checksum(storage), storage.nbytes())
-        self.pins.add(storage)
-        ready = self.ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
-        self._hooks.is_ready(output, ready)
         return True
 
     def _walks_by_made(
@@ -584,10 +501,3 @@ def _over(call: Call, output: torch.Tensor, inputs: Sequence[int]) -> tuple[int,
     over = inputs[: len(call.former) or 1]
     own = [n for n, one in zip(over, call.tensors(), strict=False) if one is output]
     return tuple(dict.fromkeys((*own, *over)))
-
-
-def _is_node_of(node: object, tensor: torch.Tensor) -> bool:
-    """Tell whether a gradient for `tensor` goes to `node`."""
-    if tensor.grad_fn is None:
-        return getattr(node, "variable", None) is tensor
-    return tensor.grad_fn is node

@@ -17,7 +17,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks as packing
-from storm_client.eager import plan_maker, proofs, recording, signature
+from storm_client.eager import early_reads, plan_maker, proofs, signature
 from storm_client.eager.events import RecordedValue
 from storm_client.eager.signature import StepSignature
 from storm_client.planner import in_flight as window
@@ -76,7 +76,7 @@ def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     monkeypatch.setattr(RecordedValue, "planned", untimed)  # so that products leave
     monkeypatch.setattr(plan_maker, "last_bytes", lambda _saved: 0)
     monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())  # so that all may
-    monkeypatch.setattr(recording, "LARGE_BYTES", 0)
+    monkeypatch.setattr(early_reads, "LARGE_BYTES", 0)
     monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
     monkeypatch.setattr(DeviceWindow, "saw", lambda _window, _nbytes: None)
     monkeypatch.setattr(
