@@ -1,8 +1,9 @@
 """Calls that no function of Python's is heard of, as functions of the table.
 
-Kernels of products copy what they are given, subclasses of tensors compute by operators of their
-own, and an attention that no kernel computes as a whole is made of other operators. The compiled
-log tells of these (`native/call_log.cpp`), behind the function that has called them.
+Kernels of products copy what they are given, and inside of functions that it does not cast for, as
+`einsum`, autocast casts it for them. Subclasses of tensors compute by operators of their own, and
+an attention that no kernel computes as a whole is made of other operators. The compiled log tells
+of these (`native/call_log.cpp`), behind the function that has called them.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def _hidden_call(
     """
     if name == "aten::reshape":
         return torch.Tensor.reshape, (arguments[0], made.shape)
+    if name == "aten::to":
+        return torch.Tensor.to, (arguments[0], made.dtype)
     if name == "aten::mm":
         return torch.mm, arguments
     if name == "aten::_scaled_mm":

@@ -145,7 +145,8 @@ std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
     told = Told::CALL;
   } else if (depth <= watched.casting() && is_cast(call)) {
     told = Told::CAST;
-  } else if (watched.copies && is_named(call, "aten::reshape")) {
+  } else if (watched.copies &&
+             (is_named(call, "aten::reshape") || (is_cast(call) && casts_argument()))) {
     told = Told::COPY;
   }
   const bool is_silent = !told || watched.is_forgotten || watched.unwatched != 0 ||

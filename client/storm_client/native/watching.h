@@ -2,7 +2,7 @@
 // before any of Python's modes and behind all of its functions.
 //
 // Only calls that are no part of another are told, and of what is inside of those the casts, under
-// autocast, and what is reshaped, as for kernels of products. Custom functions are passed over, and so
+// autocast, and what is reshaped or cast for kernels of products. Custom functions are passed over, and so
 // is what subclasses of tensors do themselves, and an attention that no kernel computes as a whole: the
 // calls inside of those are told. Nothing here runs Python code or needs the interpreter's lock.
 #pragma once
@@ -17,7 +17,7 @@ namespace storm {
 enum class Told : uint8_t {
   CALL,  // it is no part of another
   CAST,  // autocast casts what such a call was given
-  COPY,  // such a call reshapes what it was given: a copy, or a view
+  COPY,  // such a call reshapes what it was given, a copy, or a view; or autocast casts it further inside
 };
 
 class Watcher {

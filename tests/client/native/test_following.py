@@ -610,6 +610,20 @@ def casts_by_an_operator(block: Block, device: str) -> list[Tensor]:
 
 
 @case
+def products_by_einsum(block: Block, device: str) -> list[Tensor]:
+    """For which autocast casts inside of the function, views of what that was given."""
+    x, w = inputs(device)
+    with block(), torch.autocast(device, torch.bfloat16):
+        q = (x @ w).view(2, 8, 4, 16)
+        a = torch.einsum("bihd,bjhd->bhij", q, q.float().exp()).softmax(-1)
+        y = torch.einsum("bhij,bjhd->bihd", a, q).reshape(ROWS, WIDTH)
+        y = torch.einsum("id,de->ie", y.float().sin(), w)
+        loss = y.float().square().mean()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
 def a_layer(block: Block, device: str) -> list[Tensor]:
     x, w = inputs(device)
     norm = nn.LayerNorm(WIDTH).to(device)
@@ -838,6 +852,21 @@ def test_a_save_is_the_same_to_both(
             assert_identical(found, expected)
         else:
             assert found == expected
+
+
+def test_what_autocast_casts_inside_of_a_function_is_recomputed(
+    device: str, client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256)
+    for _ in range(STEPS):
+        products_by_einsum(lambda: offload, device)
+    assert followed[-1] is followed.may_be_compiled
+    assert not followed.left
+    assert offload.plan is not None
+    unknown = {row.shape for row in offload.plan.rows if row.operation == "unknown"}
+    batch = {(ROWS, WIDTH)}  # whose cast is in no graph
+    assert unknown <= batch
 
 
 def test_a_step_with_such_weights_is_followed(
