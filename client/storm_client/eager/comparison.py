@@ -146,9 +146,10 @@ class Comparison:
                 return alternative
         return None
 
-    def line(self) -> str | None:
-        """Return, once, what the comparison has come to."""
-        if self.is_told or not self.search.is_settled:
+    def line(self, followed: list[Decision]) -> str | None:
+        """Return, once, what the comparison has come to, if that is what is followed."""
+        chosen = self.decided.get(self.search.current)
+        if self.is_told or not self.search.is_settled or chosen not in (None, followed):
             return None
         self.is_told = True
         return f"stormd: of the plans that steps have followed: {self.search}"

@@ -357,11 +357,19 @@ class Planning:
     def settled_line(self) -> str | None:
         """Return, once, what the comparison of plans of the latest signature has come to."""
         signature = self._signatures.latest
-        return (
-            None
-            if signature is None or signature.comparison is None
-            else signature.comparison.line()
-        )
+        if signature is None or signature.comparison is None or signature.followed is None:
+            return None
+        shown = signature.followed.shown
+        line = signature.comparison.line(signature.followed.decisions)
+        return line if line is None or shown is None else f"{line}: {shown.in_short()}"
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether steps follow several plans by now, or will, to find the best."""
+        signature = self._signatures.latest
+        if signature is None or not signature.is_on_gpu:
+            return False
+        return signature.comparison is None or not signature.comparison.search.is_settled
 
 
 class _FollowedStep(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from storm_client.monitoring.advice import LEAST_BYTES
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder, Staying
@@ -22,6 +22,8 @@ FIRST_STEP = 3
 """The first that is counted: those before it learn the plan and try it."""
 
 COUNTED_STEPS = 2
+
+_COMPARING: Final = "later steps may follow other plans, and a line will tell of the best"
 
 log = logging.getLogger("storm_client")
 
@@ -53,11 +55,14 @@ class Summary:
         recorder: StatsRecorder,
         small_owned: Callable[[], int],
         device_peak: Callable[[], int | None],
+        *,
+        is_comparing: bool,
     ) -> str | None:
         """Note that a step begins at this time; return the line if it is due.
 
         `small_owned` tells how many bytes of the model's parameters count as small tensors,
         `device_peak` how many bytes a GPU has had allocated at most, None where there is none.
+        While plans are compared, as `is_comparing` says, later steps will do something else.
         """
         self.begun += 1
         if self.begun != self._due:
@@ -66,7 +71,8 @@ class Summary:
         before = self._before
         if before is not None and now.stats.saved_bytes > before.stats.saved_bytes:
             self._due, self._before = 0, None
-            return _line(before, now, small_owned(), device_peak())
+            line = _line(before, now, small_owned(), device_peak())
+            return line if line is None or not is_comparing else f"{line}; {_COMPARING}"
         # None of them saved anything, as in a validation: look at the next.
         self._before, self._due = now, self.begun + COUNTED_STEPS
         return None

@@ -185,6 +185,11 @@ class Plan:
             sums[row.decision] += row.nbytes
         return sums
 
+    def in_short(self) -> str:
+        """Return what a step does by it, in a clause."""
+        sizes = {name: format_size(nbytes) for name, nbytes in self.bytes_by_decision.items()}
+        return f"{sizes['offload']} offloaded, {sizes['replay']} recomputed, {sizes['keep']} kept"
+
     def draw(self, path: str | Path) -> None:
         """Draw a step: bytes that are kept, on the link and recomputed, value by value.
 

@@ -122,6 +122,8 @@ def test_bits_are_the_same_whatever_is_followed_and_all_settles(
     said = [one for one in caplog.messages if "of the plans that steps have followed" in one]
     assert len(said) == 1
     assert str(search) in said[0]
+    assert offload.plan is not None
+    assert said[0].endswith(offload.plan.in_short())
     assert f"compared: {search}" in str(offload.plan)
 
 

@@ -29,6 +29,7 @@ class Steps:
         self, *, device_peak: int | None = None, small_owned: int = 0, seconds: float = 2.0
     ) -> None:
         self.recorder = StatsRecorder()
+        self.is_comparing = False
         self.lines: list[str] = []
         self._summary = Summary()
         self._clock = 100.0
@@ -40,7 +41,11 @@ class Steps:
         self, *, offloaded: int = 0, replayed: int = 0, small: int = 0, budget: int = 0
     ) -> None:
         line = self._summary.step_begins(
-            self._clock, self.recorder, lambda: self._small_owned, lambda: self._device_peak
+            self._clock,
+            self.recorder,
+            lambda: self._small_owned,
+            lambda: self._device_peak,
+            is_comparing=self.is_comparing,
         )
         self.lines += [] if line is None else [line]
         self._clock += self._seconds
@@ -71,6 +76,15 @@ def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
         "recomputation (its launches, not what the GPU does); a pool of 64MiB is enough: "
         'connect(pool_bytes="64MiB")'
     )
+
+
+def test_it_is_told_that_plans_are_compared() -> None:
+    steps = Steps()
+    steps.is_comparing = True
+    for _ in range(7):
+        steps.step(offloaded=100 * MIB)
+    (line,) = steps.lines
+    assert line.endswith("; later steps may follow other plans, and a line will tell of the best")
 
 
 def test_steps_of_minutes_last_whole_seconds() -> None:
