@@ -182,6 +182,11 @@ class Ledger:
     # --- the tier on disk -------------------------------------------------------------------
 
     @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self._state.is_draining
+
+    @property
     def is_waited_for(self) -> bool:
         """Whether a store waits for the disk, and so for any room that comes."""
         return self.spills is not None and self.spills.is_waited_for

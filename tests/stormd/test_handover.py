@@ -116,6 +116,7 @@ def test_one_that_comes_twice_is_heard_on_the_later_connection(resumable: ChildD
     assert isinstance(second.ask(resume(client.welcome)), Welcome)
     listed = second.ask(ListEntries(0))
     assert listed == Entries([entry], True)
+    second.release(entry)
     for one in (first, second, client):
         one.close()
 

@@ -224,7 +224,7 @@ def test_a_device_is_looked_for_before_memory_is_taken(
 def test_draining_takes_nothing_new_and_gives_everything_back(
     make_daemon: MakeDaemon, connect: Connect
 ) -> None:
-    daemon = make_daemon(shutdown_seconds=20.0)
+    daemon = make_daemon(shutdown_seconds=600.0)  # as long as the client holds something
     client = connect(daemon).open()
     data = os.urandom(MIB)
     entry = client.stored(data)
