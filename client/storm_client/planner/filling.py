@@ -39,9 +39,9 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     """Return a choice that keeps what pays most, so much that the step is as full as checkpointed.
 
     It keeps as many bytes as checkpointing its blocks in any case, less what devices have lacked,
-    and no more if it is not known what there is at each moment. If it is, two ways to begin are
-    gone, and the faster counts: from as many bytes, of what pays most, and from what checkpointing
-    keeps itself, which puts next to nothing on the link.
+    and no more if it is not known what there is at each moment. If it is, there are two starting
+    points, and the faster result counts: as many bytes of what pays most, and what checkpointing
+    itself keeps, which puts next to nothing on the link.
     """
     solver = Solver(problem, machine)
     best = solver.choose(max(0, problem.checkpointed_bytes - problem.lacked_bytes))
