@@ -132,7 +132,7 @@ class Offload:
             self._recorder,
             self._policy.small_owned_bytes,
             self._device_peak,
-            is_comparing=self._planning.is_comparing,
+            self._planning.is_comparing,
         )
         if line is not None:
             say(line)

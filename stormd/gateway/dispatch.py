@@ -128,7 +128,9 @@ class Dispatch:
     def perform(self, instructions: list[Instruction]) -> None:
         """Carry instructions out, in their order."""
         peers = self.peers.by_session
-        if self._move is not None:  # whatever it was may have something read or written there
+        # Whatever it was, the tier on disk may have something to move, and who ends the daemon
+        # waits for what is given back, which has no answer.
+        if self._move is not None or self.ledger.is_draining:
             self.control.is_owing = True
         for instruction in instructions:
             peer = peers[instruction.session]

@@ -447,8 +447,6 @@ class Gateway:
         if len(entries) > RELEASED_AT_ONCE:
             return self._release_some(peer, entries)
         self._dispatch.perform(release(peer.record, request, message, 0.0))
-        if self._ledger.is_draining:  # who ends the daemon waits for that; it has no answer
-            self._control.is_owing = True
         return None
 
     def _release_some(self, peer: Peer, entries: list[int]) -> Iterator[None]:

@@ -63,9 +63,14 @@ def _of_tokens(
     """Return a language model that predicts random tokens, int64 [rows, tokens]."""
     shape = (rows, size.of(tokens, 64))
     batch = torch.randint(0, size.vocabulary, shape, device=size.device)
+    return _of_batch(model, autocast, input_ids=batch, labels=batch)
+
+
+def _of_batch(model: nn.Module, autocast: torch.dtype | None, **batch: Tensor) -> Workload:
+    """Return a model of transformers' that computes the loss of a batch itself."""
 
     def loss(trained: nn.Module) -> Tensor:
-        found: Tensor = trained(input_ids=batch, labels=batch).loss
+        found: Tensor = trained(**batch).loss
         return found
 
     return Workload(model, loss, autocast)
@@ -198,9 +203,7 @@ def _make_whisper(size: Size) -> Workload:
     count = size.of(16, 1)
     heard = torch.randn(count, 80, 3000, device=size.device)
     text = torch.randint(0, size.vocabulary, (count, size.of(448, 64)), device=size.device)
-    return Workload(
-        model, lambda trained: trained(input_features=heard, labels=text).loss, torch.bfloat16
-    )
+    return _of_batch(model, torch.bfloat16, input_features=heard, labels=text)
 
 
 def _make_wav2vec2(size: Size) -> Workload:
@@ -218,9 +221,7 @@ def _make_wav2vec2(size: Size) -> Workload:
     count = size.of(16, 2)
     sound = torch.randn(count, size.of(160_000, 8_000), device=size.device)
     text = torch.randint(1, size.vocabulary, (count, size.of(60, 8)), device=size.device)
-    return Workload(
-        model, lambda trained: trained(input_values=sound, labels=text).loss, torch.bfloat16
-    )
+    return _of_batch(model, torch.bfloat16, input_values=sound, labels=text)
 
 
 def _of_images(size: Size, whole: str, small: str, count: int) -> Workload:

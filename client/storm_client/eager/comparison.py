@@ -47,6 +47,8 @@ class Comparison:
         self._staying: dict[Alternative, int] = {}
         """Bytes of what each of them has stay on the device."""
         self._turn = math.inf
+        self.followed: Alternative | None = None
+        """What steps follow by now; ranks follow what they have decided some steps later."""
         self.is_told = False
         """Whether somebody has said what it came to."""
 
@@ -146,10 +148,10 @@ class Comparison:
                 return alternative
         return None
 
-    def line(self, followed: list[Decision]) -> str | None:
-        """Return, once, what the comparison has come to, if that is what is followed."""
-        chosen = self.decided.get(self.search.current)
-        if self.is_told or not self.search.is_settled or chosen not in (None, followed):
+    def line(self) -> str | None:
+        """Return, once, what the comparison has come to, as soon as steps follow that."""
+        search = self.search
+        if self.is_told or not search.is_settled or self.followed != search.current:
             return None
         self.is_told = True
         return f"stormd: of the plans that steps have followed: {self.search}"

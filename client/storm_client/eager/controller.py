@@ -359,13 +359,11 @@ class Planning:
         signature = self._signatures.latest
         if signature is None or signature.comparison is None or signature.followed is None:
             return None
-        shown = signature.followed.shown
-        line = signature.comparison.line(signature.followed.decisions)
+        line, shown = signature.comparison.line(), signature.followed.shown
         return line if line is None or shown is None else f"{line}: {shown.in_short()}"
 
-    @property
     def is_comparing(self) -> bool:
-        """Whether steps follow several plans by now, or will, to find the best."""
+        """Tell whether steps follow several plans by now, or will, to find the best."""
         signature = self._signatures.latest
         if signature is None or not signature.is_on_gpu:
             return False

@@ -74,8 +74,8 @@ def _hidden_call(
     """
     if name == "aten::reshape":
         return torch.Tensor.reshape, (arguments[0], made.shape)
-    if name == "aten::to":
-        return torch.Tensor.to, (arguments[0], made.dtype)
+    if name == "aten::to":  # perhaps to what it is already
+        return None if made is arguments[0] else (torch.Tensor.to, (arguments[0], made.dtype))
     if name == "aten::mm":
         return torch.mm, arguments
     if name == "aten::_scaled_mm":
@@ -87,8 +87,6 @@ def attention_call(
     name: str, arguments: Sequence[Any], made: torch.Tensor
 ) -> tuple[Function, Sequence[Any]] | None:
     """Return the same of an operator inside of an attention that no kernel computes as a whole."""
-    if name == "aten::to":  # perhaps to what it is already
-        return None if made is arguments[0] else (torch.Tensor.to, (arguments[0], made.dtype))
     known = _IN_ATTENTION.get(name)
     if known is None:
         return _hidden_call(name, arguments, made)

@@ -182,7 +182,7 @@ class PlanMaker:
             comparison = signature.comparison or signature.compare(Comparison(agreed.search))
             if not leads:
                 comparison.search = agreed.search
-            comparison.search.current = alternative
+            comparison.search.current = comparison.followed = alternative
             if not leads:
                 comparison.follows(problem, choice)
         self._follow(signature, problem, choice, agreed.measured)
@@ -289,7 +289,9 @@ class PlanMaker:
         comparison = self._comparison(signature, problem, machine)
         if comparison is None:
             return choose_alternative(_untimed(signature), problem, machine, room=room)
-        return comparison.choose(problem, machine, room)
+        choice = comparison.choose(problem, machine, room)
+        comparison.followed = comparison.search.current
+        return choice
 
     def _follow(
         self, signature: StepSignature, problem: Problem, choice: Choice, measured: frozenset[str]

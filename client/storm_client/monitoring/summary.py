@@ -55,14 +55,13 @@ class Summary:
         recorder: StatsRecorder,
         small_owned: Callable[[], int],
         device_peak: Callable[[], int | None],
-        *,
-        is_comparing: bool,
+        is_comparing: Callable[[], bool],
     ) -> str | None:
         """Note that a step begins at this time; return the line if it is due.
 
         `small_owned` tells how many bytes of the model's parameters count as small tensors,
         `device_peak` how many bytes a GPU has had allocated at most, None where there is none.
-        While plans are compared, as `is_comparing` says, later steps will do something else.
+        `is_comparing` tells whether plans are compared, so that later steps may do something else.
         """
         self.begun += 1
         if self.begun != self._due:
@@ -72,7 +71,7 @@ class Summary:
         if before is not None and now.stats.saved_bytes > before.stats.saved_bytes:
             self._due, self._before = 0, None
             line = _line(before, now, small_owned(), device_peak())
-            return line if line is None or not is_comparing else f"{line}; {_COMPARING}"
+            return line if line is None or not is_comparing() else f"{line}; {_COMPARING}"
         # None of them saved anything, as in a validation: look at the next.
         self._before, self._due = now, self.begun + COUNTED_STEPS
         return None

@@ -179,19 +179,19 @@ def test_what_is_told_of_attentions(device: str) -> None:
         return torch._scaled_dot_product_attention_math(q, q, q, bias)
 
     for _ in range(3):
-        assert told_inside(lambda: attention(None)) == (False, [])
-        assert told_inside(lambda: attention(bias)) == (True, by_math)
-        assert told_inside(math) == (False, by_math)
+        assert told_inside(device, lambda: attention(None)) == (False, [])
+        assert told_inside(device, lambda: attention(bias)) == (True, by_math)
+        assert told_inside(device, math) == (False, by_math)
         with torch.autocast(device, torch.bfloat16):
-            is_opened, names = told_inside(lambda: attention(bias))
-            assert told_inside(math) == (False, [])
+            is_opened, names = told_inside(device, lambda: attention(bias))
+            assert told_inside(device, math) == (False, [])
         assert is_opened
         assert [name for name in names if name != "to"] == by_math
         with pytest.raises(RuntimeError, match=r"size of (the )?tensor"):
-            told_inside(lambda: attention(bias[:, 1:]))
+            told_inside(device, lambda: attention(bias[:, 1:]))
 
 
-def told_inside(function: Callable[[], object]) -> tuple[bool, list[str]]:
+def told_inside(device: str, function: Callable[[], object]) -> tuple[bool, list[str]]:
     """Return whether a call was an attention by others, and which of those are operations."""
     module = native.module()
     assert module is not None
@@ -205,9 +205,12 @@ def told_inside(function: Callable[[], object]) -> tuple[bool, list[str]]:
     found = [
         one
         for one in map(HiddenCall._make, log.take_hidden())
-        if one.is_of_attention and attention_call(one.name, one.arguments, one.made)
+        if attention_call(one.name, one.arguments, one.made)
     ]
-    return log.end(), [one.name.removeprefix("aten::") for one in found]
+    others = [one.name for one in found if not one.is_of_attention]
+    assert set(others) <= ({"aten::to"} if torch.is_autocast_enabled(device) else set())
+    inside = [one.name.removeprefix("aten::") for one in found if one.is_of_attention]
+    return log.end(), inside
 
 
 class Mixed(nn.Module):

@@ -132,8 +132,10 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     client: storm.Client,
     best: Alternative,
     take: Callable[[Callable[[Alternative], float]], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also where one of them watches no functions, so that its steps are of another signature."""
+    caplog.set_level(logging.INFO, "storm_client")
     take(lambda one: 0.1 if one.recomputes == best.recomputes else 0.2)
     net = network()
     offload = client.offload(net, min_bytes=4096)
@@ -143,6 +145,8 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     trained(net, offload, steps=2)
     after = offload.stats()
     assert plan is not None
+    (said,) = [one for one in caplog.messages if "of the plans that steps have followed" in one]
+    assert said.endswith(plan.in_short())
     assert (plan.bytes_by_decision["replay"] > 0) is (best == PREDICTED)
     assert (after.replayed_bytes > before.replayed_bytes) is (best == PREDICTED)
     assert search_of(offload).current.recomputes == best.recomputes

@@ -45,7 +45,7 @@ class Steps:
             self.recorder,
             lambda: self._small_owned,
             lambda: self._device_peak,
-            is_comparing=self.is_comparing,
+            lambda: self.is_comparing,
         )
         self.lines += [] if line is None else [line]
         self._clock += self._seconds
