@@ -11,7 +11,9 @@ profiler runs at a time in a process, and launches stay slower once it has been 
 
 A step that others were seen before has no events: nobody knew that it would have to be learned.
 Where an operation cannot be run, for want of memory or since settings have changed, events have to
-do, the shortest of those that are alike.
+do, the shortest of those that are alike. Nothing else goes by them: while a step is learned the
+stream may wait within an operation for what has been saved to leave, which on a slow link takes
+many times as long as the operation.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
 __all__ = ["OperationTimes", "keep_busy"]
 
 LONG_SECONDS: Final = 2e-3
-"""Between its events: of that what a hook does is little, but not what loads a kernel. So it runs
-again once."""
+"""What takes so long when it is run again is run only once more: what loads a kernel may be part of
+it, but one run is long enough to be timed."""
 
 LONGEST_SECONDS: Final = 5e-2
-"""What took so long is not run again."""
+"""What takes so long is not run once more: what loads a kernel is little beside it."""
 
 REPEATS: Final = 3
 
@@ -170,11 +172,8 @@ class _Repeated:
         """Return the seconds, 0.0 where they cannot be known; waits for the device."""
         if self._seconds is None:
             shortest = min([self._shortest, *(span() for span in self._spans)])
-            if (shortest < LONGEST_SECONDS or shortest == math.inf) and self._may_run():
-                began = time.perf_counter()
-                times = REPEATS if shortest < LONG_SECONDS else 1
-                shortest = min(shortest, self._repeated_beside(times))
-                self._times.spent(time.perf_counter() - began)
+            if self._may_run():
+                shortest = min(shortest, self._repeated_beside())
             self._seconds = shortest if math.isfinite(shortest) else 0.0
             self._spans.clear()
             self._places.clear()
@@ -188,7 +187,7 @@ class _Repeated:
         unused -= torch.cuda.memory_allocated(self._device)
         return LEAST_FREE * self.nbytes <= free + unused
 
-    def _repeated_beside(self, times: int) -> float:
+    def _repeated_beside(self) -> float:
         """Run it in a thread of its own; return what it took, infinity where it cannot be run.
 
         In this one it would take numbers by which the backward pass orders what it adds up.
@@ -201,7 +200,7 @@ class _Repeated:
         def run() -> None:
             with suppress(RuntimeError, TypeError, StormError):  # of which memory's is one
                 try:
-                    found.append(self._repeated(times))
+                    found.append(self._repeated())
                 except OtherNumbers as error:
                     found.append(error)
 
@@ -213,23 +212,31 @@ class _Repeated:
             raise took
         return took
 
-    def _repeated(self, times: int) -> float:
-        """Run it so many times in a row; return what one of them took."""
+    def _repeated(self) -> float:
+        """Run it some times in a row; return what one of them took."""
         with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()  # what is queued before is not its own
+            began = time.perf_counter()
             try:
                 for place in self._places:
                     place.fill()
-                self._recipe.run()  # what the first run takes is not what the others do
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                keep_busy(QUEUED_SECONDS)
-                begin.record()
-                for _ in range(times):
-                    self._recipe.run()
-                end.record()
-                end.synchronize()
+                seconds = self._timed(1)  # what the first run takes is not what the others do
+                if seconds < LONGEST_SECONDS:
+                    keep_busy(QUEUED_SECONDS)
+                    seconds = self._timed(REPEATS if seconds < LONG_SECONDS else 1)
             finally:
                 for place in self._places:
                     place.clear()
+                self._times.spent(time.perf_counter() - began)
+        return seconds
+
+    def _timed(self, times: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(times):
+            self._recipe.run()
+        end.record()
+        end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / times
 
     def _place(self, tensor: torch.Tensor) -> Input:

@@ -25,7 +25,9 @@ FREE = 1 << 30
 
 
 class Event:
-    """An event of a device on which an operation takes a microsecond."""
+    """An event of a device on which an operation takes a microsecond, or as long as is set."""
+
+    seconds = 1e-6
 
     def __init__(self, **_: object) -> None:
         pass
@@ -37,7 +39,7 @@ class Event:
         pass
 
     def elapsed_time(self, _: Event) -> float:
-        return REPEATS * 1e-3
+        return 1e3 * self.seconds * (REPEATS if self.seconds < LONG_SECONDS else 1)
 
 
 @pytest.fixture
@@ -46,6 +48,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(
         Event=Event,
         device=lambda _: nullcontext(),
+        current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
         mem_get_info=lambda _: (made.free, FREE),
         memory_reserved=lambda _: 0,
         memory_allocated=lambda _: 0,
@@ -103,14 +106,29 @@ def test_numbers_and_lists_among_the_arguments_tell_operations_apart() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_long_operation_is_run_again_once_and_the_longest_never() -> None:
-    """Its events may have counted what loads a kernel."""
-    timing = took(OperationTimes(), torch.sigmoid, torch.ones(8), seconds=LONG_SECONDS)
-    assert timing() == pytest.approx(REPEATS * 1e-6), "of one between two events"
-    assert len(made_busy) == 1
-    timing = took(OperationTimes(), torch.sigmoid, torch.ones(8), seconds=LONGEST_SECONDS)
-    assert timing() == LONGEST_SECONDS
-    assert len(made_busy) == 1
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [(1e-6, 1 + REPEATS), (LONG_SECONDS, 2), (LONGEST_SECONDS, 1)]
+)
+def test_the_longer_an_operation_takes_the_less_often_it_is_run_again(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int
+) -> None:
+    monkeypatch.setattr(Event, "seconds", seconds)
+    calls: list[torch.Tensor] = []
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        return torch.sigmoid(tensor)
+
+    timing = OperationTimes().of(counted, (torch.ones(8),), {}, torch.ones(8))
+    assert timing is not None
+    assert timing() == pytest.approx(seconds)
+    assert len(calls) == runs
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_the_stream_waited_for_within_an_operation_is_not_its_time() -> None:
+    """As where the link is slow, and results of a second each leave while a step is learned."""
+    assert took(OperationTimes(), torch.sigmoid, torch.ones(8), seconds=9.0)() < SHORT
 
 
 def test_what_has_no_room_to_run_goes_by_its_events(cuda: SimpleNamespace) -> None:
@@ -134,17 +152,19 @@ def test_what_cannot_run_as_it_did_goes_by_the_shortest_of_its_events() -> None:
         torch.set_default_dtype(kept)
 
 
-@pytest.mark.usefixtures("cuda")
-def test_events_are_let_go_of_once_they_are_known_though_nobody_plans() -> None:
+def test_events_are_let_go_of_once_they_are_known_though_nobody_plans(
+    cuda: SimpleNamespace,
+) -> None:
     """As where every step fails: nobody ever asks what its operations take."""
+    cuda.free = 0
     times, one = OperationTimes(), torch.ones(8)
-    spans = [Took((9 - number) * LONGEST_SECONDS) for number in range(8)]
+    spans = [Took((9 - number) * SHORT) for number in range(8)]
     held = [weakref.ref(span) for span in spans]
     while spans:
         timing = times.of(torch.sigmoid, (one,), {}, one, spans.pop(0))
     assert timing is not None
     assert [reference() is None for reference in held] == [True] * 7 + [False]
-    assert timing() == 2 * LONGEST_SECONDS
+    assert timing() == 2 * SHORT
 
 
 def test_no_more_is_run_again_than_there_is_time_for(
@@ -193,7 +213,7 @@ def test_what_had_no_events_is_run_again_if_it_can_be() -> None:
     made = torch.sigmoid(one)
     timing = times.of(torch.sigmoid, (one,), {}, made)
     assert timing is not None
-    assert timing() == pytest.approx(REPEATS * 1e-6), "of one between two events"
+    assert timing() == pytest.approx(1e-6)
     unlike = one.as_subclass(type("Own", (torch.Tensor,), {}))
     assert times.of(torch.sigmoid, (unlike,), {}, made) is None
 
