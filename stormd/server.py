@@ -23,6 +23,7 @@ from stormd.address import Address
 from stormd.cache.items import Cache
 from stormd.config import Config
 from stormd.ending import DETACH_SECONDS, Ending
+from stormd.errors import LaneUnavailable
 from stormd.gateway import ATTACHED, Gateway, Terms
 from stormd.handover import Handover
 from stormd.lanes import Lane
@@ -144,8 +145,8 @@ class Server:
         """Serve until `stop`, or until the last client has gone where the config says so.
 
         Raises:
-            StormdError: the files of the address were removed, and it cannot be had again. What is
-                open is served; `close` must follow.
+            StormdError: the files of the address were removed, and it cannot be had again; or a
+                device is broken, and nothing outlives this daemon. `close` must follow.
         """
         while not self._stopping.is_set():
             try:
@@ -159,6 +160,7 @@ class Server:
                 self._growth.look()
                 self._note_totals()
                 self._watch_spill()
+                self._watch_lanes()
                 self._address.restore()
             if self._config.exit_with_last_client and self._is_deserted():
                 return
@@ -469,6 +471,16 @@ class Server:
             self._spill_fault = fault
             self._gateway.end_tier(fault)
             log.error("the tier on disk has ended: %s; what was there alone is lost", fault)
+
+    def _watch_lanes(self) -> None:
+        """End where a device is broken: another process can use it, this one no more.
+
+        A worker goes on, until the front, which hears of it, kills it.
+        """
+        fault = "; ".join(lane.fault for lane in self._lanes.values() if lane.fault)
+        if not fault or self._worker is not None or self.suspend():
+            return
+        raise LaneUnavailable(f"a device is broken: {fault}. Start the daemon again")
 
     def _progressed(self) -> None:
         self._progress.set()

@@ -91,6 +91,11 @@ class Lane:
         return ()
 
     @property
+    def fault(self) -> str:
+        """Why its devices cannot be used any more by this process; empty while they can."""
+        return ""
+
+    @property
     def links(self) -> tuple[LinkMeter, ...]:
         """What is known of the links to its devices, one a device; none where there is no link."""
         return ()

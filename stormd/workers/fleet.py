@@ -315,14 +315,17 @@ class Fleet:
             self._ask()
 
     def tick(self) -> None:
-        """Ask how workers are, and kill those that hang; to be called twice a second."""
+        """Ask how workers are, and kill those that are of no use; to be called twice a second.
+
+        They hang, or their device is broken.
+        """
         for worker in self._serving():
             assert worker.process is not None
             worker.silent_ticks += 1
             stuck = (worker.state or {}).get("stuck", [])
             if stuck or worker.silent_ticks > SILENT_TICKS:
                 reason = "; ".join(stuck) or "it says nothing"
-                log.error("a worker hangs and is killed: %s", reason, extra=_fields(worker))
+                log.error("a worker is of no use and is killed: %s", reason, extra=_fields(worker))
                 worker.process.kill()
         if self._round_ends is None:
             self._ask()

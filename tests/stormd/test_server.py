@@ -21,6 +21,7 @@ from support.waiting import wait_until
 
 from stormd.config import Config
 from stormd.errors import AddressInUse, LaneUnavailable, PoolUnavailable
+from stormd.lanes.cpu import CpuLane
 from stormd.memory import host_pool
 from stormd.protocol import (
     Goodbye,
@@ -309,3 +310,17 @@ def test_a_daemon_of_its_clients_ends_with_the_last(
     second.stored(b"served")
     second.send(Goodbye())
     wait_until(lambda: not daemon.is_alive)
+
+
+def test_a_daemon_whose_device_is_broken_ends(
+    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under MPS no process could use the GPU as long as it lived."""
+    daemon = make_daemon()
+    client = connect(daemon).open()
+    client.stored(b"held")
+    monkeypatch.setattr(CpuLane, "fault", "cuda:0: CUDA_ERROR_LAUNCH_FAILED")
+    client.close()
+    wait_until(lambda: not daemon.is_alive)
+    assert isinstance(daemon.error, LaneUnavailable)
+    assert "CUDA_ERROR_LAUNCH_FAILED" in str(daemon.error)

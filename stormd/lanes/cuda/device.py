@@ -136,6 +136,8 @@ class CudaDevice:
         self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
         self.limit = LinkLimit()
         self.heartbeat = Heartbeat(f"cuda:{ordinal}")
+        self.fault = ""
+        """Why it is broken, as it stays for this process; empty while it is not."""
 
     def copy_down(self, source: int, block: Block, begin: int = 0) -> None:
         """Put the copy of a blob, from its byte `begin` on, to its block on the stream `down`.
@@ -175,16 +177,33 @@ class CudaDevice:
         header = self._pool.address + block.extents[0].offset
         return blob_kind(ctypes.string_at(header, KIND_BYTES))
 
-    def settle(self, stream: Stream) -> None:
-        """Wait until the stream is done; on a device that is broken nothing runs any more.
+    def look(self) -> None:
+        """Note whether the device is broken, by its own work or another process's.
 
-        It stays so for this process, which says by its heartbeat that it has to be started again.
+        May take a second. Not for the event loop.
         """
+        if self.fault:
+            return
+        with self.heartbeat:  # a driver that hangs is told of, too
+            try:
+                self.context.make_current()
+                self.down.done()
+            except CudaDriverError as error:
+                self._breaks(error)
+
+    def settle(self, stream: Stream) -> None:
+        """Wait until the stream is done; on a device that is broken nothing runs any more."""
         try:
             stream.synchronize()
         except CudaDriverError as error:
-            log.error("the device is broken: %s", error)  # noqa: TRY400 - its job's error is logged
-            self.heartbeat.ended(str(error))
+            self._breaks(error)
+
+    def _breaks(self, error: CudaDriverError) -> None:
+        """Say by fault and heartbeat that this process has to be started again."""
+        if not self.fault:
+            log.error("the device is broken: %s", error)
+        self.fault = f"{self.heartbeat.name}: {error}"
+        self.heartbeat.ended(str(error))
 
     def close(self) -> None:
         """Let the device go; its sessions are gone."""

@@ -19,6 +19,7 @@ from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
 from stormd.lanes.cuda.session import CudaSession
+from stormd.lanes.cuda.watch import DeviceWatch
 from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
@@ -66,6 +67,7 @@ class CudaLane(Lane):
         self._pool, self._devices = _devices(ordinals, pool, self._opened)
         for device in self._devices.values():
             device.limit = LinkLimit(link_limit_bytes)
+        self._opened.enter_context(closing(DeviceWatch(self._devices.values())))
         # Changed on the loop alone.
         self._sessions: dict[int, CudaSession] = {}
         self._ending: list[CudaSession] = []
@@ -78,6 +80,10 @@ class CudaLane(Lane):
         devices = (device.heartbeat for device in self._devices.values())
         sessions = [*self._sessions.values(), *self._ending]
         return (*devices, *(heartbeat for session in sessions for heartbeat in session.heartbeats))
+
+    @property
+    def fault(self) -> str:
+        return "; ".join(device.fault for device in self._devices.values() if device.fault)
 
     @property
     def links(self) -> tuple[LinkMeter, ...]:

@@ -154,3 +154,15 @@ def test_allocations_come_and_go_under_what_uses_them(bench: Bench, seed: int) -
         bench.space.release(block)
         with fake_cuda.entered(0):
             memory.close()
+
+
+def test_a_device_that_nobody_uses_is_seen_to_break(bench: Bench) -> None:
+    """As under MPS, by a process that was killed; a worker that says so is started again."""
+    bench.end()
+    assert (bench.lane.fault, stuck_workers(bench.lane.heartbeats)) == ("", [])
+    fake_cuda.fault(0, "an unspecified launch failure")
+    wait_until(lambda: bench.lane.fault)
+    assert "unspecified launch failure" in bench.lane.fault
+    (trouble,) = stuck_workers(bench.lane.heartbeats)
+    assert "unspecified launch failure" in trouble
+    fake_cuda.repair()
