@@ -51,8 +51,9 @@ LONGEST_SECONDS: Final = 5e-2
 
 REPEATS: Final = 3
 
-MOST_SECONDS: Final = 0.5
-"""Of the host, for all kinds of operations together; what is left then goes by events."""
+MOST_SECONDS: Final = 2.0
+"""For all kinds of operations together: once, a step takes so much longer. What is left then goes
+by events."""
 
 QUEUED_SECONDS: Final = 5e-4
 """For which the device is kept busy while the repeats are queued."""
