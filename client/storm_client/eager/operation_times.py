@@ -43,11 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["OperationTimes", "keep_busy"]
 
 LONG_SECONDS: Final = 2e-3
-"""What takes so long when it is run again is run only once more: what loads a kernel may be part of
-it, but one run is long enough to be timed."""
-
-LONGEST_SECONDS: Final = 5e-2
-"""What takes so long is not run once more: what loads a kernel is little beside it."""
+"""What takes so long when it is run again is run only once more: the first run may have loaded its
+kernels, or looked for the fastest, which took a convolution of 1 ms 67 ms; one more can be timed."""
 
 REPEATS: Final = 3
 
@@ -222,7 +219,7 @@ class _Repeated:
                 for place in self._places:
                     place.fill()
                 seconds = self._timed(1)  # what the first run takes is not what the others do
-                if seconds < LONGEST_SECONDS:
+                if seconds < MOST_SECONDS:
                     keep_busy(QUEUED_SECONDS)
                     seconds = self._timed(REPEATS if seconds < LONG_SECONDS else 1)
             finally:

@@ -18,6 +18,7 @@ struct Outermost {
   int depth = 0;        // of calls in calls
   int casts = 0;        // for which devices autocast may cast what it is given
   bool copies = false;  // whether somebody wants to know what it copies of that
+  bool copies_casts = false;  // whether that may be copies of what autocast has made of it
   int inside = 0;       // how many calls the present one has made of which nothing is told
   bool is_attention = false;
   bool is_told = false;       // whether watchers know that it has begun
@@ -143,7 +144,7 @@ std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
   std::optional<Told> told;
   if (depth == 1) {
     told = Told::CALL;
-  } else if (depth <= watched.casting() && is_cast(call)) {
+  } else if (depth <= watched.casting() && is_cast(call) && !watched.copies_casts) {
     told = Told::CAST;
   } else if (watched.copies &&
              (is_named(call, "aten::reshape") || (is_cast(call) && casts_argument()))) {
@@ -163,6 +164,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
   if (depth == 1) {
     watched.casts = autocasting();
     watched.copies = want_copies(call.name());
+    watched.copies_casts = watched.copies && is_named(call, "aten::einsum");
     watched.is_attention = is_named(call, "aten::scaled_dot_product_attention");
     watched.is_told = watched.is_forgotten = false;
   }

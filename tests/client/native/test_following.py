@@ -854,6 +854,29 @@ def test_a_save_is_the_same_to_both(
             assert found == expected
 
 
+@pytest.fixture(params=["inside", "before"])
+def casts_of_einsum(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
+    """Autocast casts einsum's arguments on a GPU, and on a CPU those of the products inside."""
+    if request.param == "inside":
+        yield
+        return
+    if device == "cuda":
+        pytest.skip("that is what it does there")
+    guard = torch._C._ExcludeDispatchKeyGuard
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def einsum(equation: str, tensors: list[Tensor], path: Any = None) -> Tensor:
+        with torch._C.DisableTorchFunction(), guard(autocast):
+            casts = [torch.ops.aten.to.dtype(one, torch.bfloat16) for one in tensors]
+            return torch.ops.aten.einsum.default(equation, casts, path=path)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("einsum", einsum, "AutocastCPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("casts_of_einsum")
 def test_what_autocast_casts_inside_of_a_function_is_recomputed(
     device: str, client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
