@@ -2,9 +2,9 @@
 
     stormd run --mps=on -- python tests/support/killed_in_kernel.py SECONDS
 
-Under CUDA's MPS that takes the contexts of all others with it, the daemon's included. Prints "no
-fault" where a new process can use the GPU at once; else "usable again" once one can, and, where the
-daemon has a worker a GPU, "served" once a training is served again.
+Under CUDA's MPS that takes the contexts of all others with it, the daemon's included. Prints
+"usable" once a new process can use the GPU, and then whether the daemon's processes are "others" or
+"the same". Where it has a worker a GPU, "served" follows once a training is served.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from stormd.errors import NoDaemon
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 
 SPIN = """
@@ -46,26 +48,32 @@ def kill_in_kernel() -> None:
         spinning.kill()
 
 
+def pids(address: str) -> list[int]:
+    """Return the daemon's workers, itself where it has none, nothing where none answers."""
+    try:
+        with StatusQuery(address) as query:
+            state = query.ask()
+    except NoDaemon:
+        return []
+    return [one["pid"] for one in state.get("workers") or [state]]
+
+
+def wait_for(what: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline:
+            sys.exit(otherwise)
+
+
 def main() -> None:
-    address, deadline = os.environ[ADDRESS_VARIABLE], time.monotonic() + float(sys.argv[1])
-    with StatusQuery(address) as query:
-        has_workers = bool(query.ask().get("workers"))
+    address, seconds = os.environ[ADDRESS_VARIABLE], float(sys.argv[1])
+    before = pids(address)
     kill_in_kernel()
-    begun = time.monotonic()
-    if can_use():
-        print("no fault", flush=True)
-        return
-    while not can_use():
-        if time.monotonic() > deadline:
-            sys.exit("no new process can use the GPU")
-    print("usable again", flush=True)
-    print(f"after {time.monotonic() - begun:.1f} s", file=sys.stderr)
-    while has_workers and not trains(address):
-        if time.monotonic() > deadline:
-            sys.exit("no training is served")
-    if has_workers:
+    wait_for(can_use, seconds, "no new process can use the GPU")
+    print("usable", "the same" if pids(address) == before else "others", sep="\n", flush=True)
+    if len(before) > 1:
+        wait_for(lambda: trains(address), seconds, "no training is served")
         print("served", flush=True)
-        print(f"after {time.monotonic() - begun:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ __all__ = ["OperationTimes", "keep_busy"]
 
 LONG_SECONDS: Final = 2e-3
 """What takes so long when it is run again is run only once more: the first run may have loaded its
-kernels, or looked for the fastest, which took a convolution of 1 ms 67 ms; one more can be timed."""
+kernels, or looked for the fastest, for which a convolution of 1 ms took 67."""
 
 REPEATS: Final = 3
 
