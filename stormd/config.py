@@ -134,7 +134,7 @@ class Config:
     )
     spill_encrypt: str = _text(
         "whether what is written there is encrypted, with a key that is in memory alone; needs the "
-        "package cryptography: pip install 'stormd[spill]'",
+        "package cryptography: pip install cryptography",
         default="on",
         choices=("on", "off"),
     )
@@ -177,7 +177,7 @@ class Config:
         least=0,
     )
     staging_bytes_cuda: int = _size(
-        "device memory of a cuda session through which its tensors pass",
+        "most device memory that a cuda session is granted for tensors to pass through",
         default=1 * GIB,
         least=64 * KIB,
     )

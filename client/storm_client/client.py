@@ -77,8 +77,10 @@ class Client:
         by default what STORMD_BUDGET says, else "least".
 
         Tensors that are cheaper to recompute than to transfer are recomputed, bit for bit. The
-        first steps compare each of them, with `verify="always"` every step, by a checksum.
-        `replay` switches that off, or names functions of your own that may be recomputed. They
+        first steps compare each of them, with `verify="always"` every step, by a checksum: only
+        that notices a parameter or input that was changed between the passes in a way that
+        PyTorch's version counter does not see (`.data`, NumPy, some fused optimizers). `replay`
+        switches that off, or names functions of your own that may be recomputed. They
         have to be deterministic, read nothing but their arguments, and change none of them.
 
         `layers` names modules to checkpoint: `torch.utils.checkpoint.checkpoint` recomputes them

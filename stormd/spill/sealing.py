@@ -128,12 +128,12 @@ def _new_cipher() -> AESGCM:
     except ImportError as error:
         raise SpillUnavailable(
             "the tier on disk is encrypted, and the package cryptography is not installed: pip "
-            "install 'stormd[spill]', or write it as it is with --spill-encrypt=off"
+            "install cryptography, or write it as it is with --spill-encrypt=off"
         ) from error
     if not hasattr(AESGCM, "encrypt_into"):
         raise SpillUnavailable(
             "the package cryptography is older than 47, which encrypts without copies: pip install "
-            "--upgrade 'stormd[spill]', or write the tier as it is with --spill-encrypt=off"
+            "--upgrade cryptography, or write the tier as it is with --spill-encrypt=off"
         )
     return AESGCM(AESGCM.generate_key(bit_length=256))
 

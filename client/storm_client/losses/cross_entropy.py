@@ -68,7 +68,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     and a few numbers a row, the backward pass up to four tiles and the gradient. A tile takes
     32 MiB on a GPU and 4 MiB on a CPU, or what 8 rows do; with label smoothing on a GPU as many
     rows as fill it, some 500. Of bfloat16, float16 or float32 with more than 2048 classes on a GPU
-    kernels need no tiles, where `stormd[cuda]` is installed and they were seen to have PyTorch's
+    kernels need no tiles, where CuPy is installed and they were seen to have PyTorch's
     bits: the first call for each number of classes compiles and compares them.
 
     The gradient takes the logits' own memory where nobody else holds it (no variable, view or other

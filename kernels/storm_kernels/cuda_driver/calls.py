@@ -15,7 +15,8 @@ try:
     from cuda.bindings import driver
 except ImportError as error:
     raise BackendUnavailable(
-        f"the CUDA bindings cannot be imported ({error}): install stormd[cuda]"
+        f"the CUDA bindings cannot be imported ({error}): pip install "
+        "cuda-bindings cupy-cuda13x nvidia-ml-py"
     ) from error
 
 __all__ = ["call", "check", "driver", "initialise"]
