@@ -124,6 +124,8 @@ class PlanMaker:
         comparison, device = signature.comparison, signature.clock or _HOST
         if signature.followed is None or (comparison and not comparison.search.is_settled):
             return False
+        if not signature.link.is_due():
+            return False
         plan = signature.followed.shown
         return signature.link.calls(
             machine_of(device).link_by(self._link_of_late(device)),

@@ -242,6 +242,9 @@ def behind_repeated(latest: Sequence[_T | _Unknown]) -> _T | None:
     Of stretches that are as long it is the last one's.
     """
     longest, found = 0, None
+    last = latest[-1] if len(latest) > 1 else _Unknown()
+    if not isinstance(last, _Unknown) and latest.count(last) == len(latest):  # as mostly
+        return last
     for end in reversed(range(1, len(latest))):
         if longest >= end:
             break  # none that ends before can be longer

@@ -17,8 +17,8 @@ CHANGED: Final = 1.25
 """Times as fast, or as slow: what differs by less moves few values of a plan."""
 
 FIRST_STEPS: Final = 8
-"""By a plan before it is made anew for its link. Each time doubles them, so that a link that never
-comes to rest does not have plans be compared for ever."""
+"""Between two looks at the link, and by a plan before it is made anew for that. Each time doubles
+the latter, so that a link that never comes to rest does not have plans be compared for ever."""
 
 MOST_STEPS: Final = 1024
 """Then comparing plans takes at most one step of 25."""
@@ -42,14 +42,18 @@ class LinkWatch:
         """Note that a plan is made for a link that takes so many seconds a byte."""
         self._planned = link
 
+    def is_due(self) -> bool:
+        """Count a step that follows the plan; tell whether to look at the link."""
+        self._steps += 1
+        is_late = self._planned is not None and self._steps >= self._least_steps
+        return is_late and self._steps % FIRST_STEPS == 0
+
     def calls(self, link: float, *, is_used: bool) -> bool:
-        """Count a step that follows the plan; tell whether another is to be made for that link.
+        """Tell whether another plan is to be made for a link that has been looked at.
 
         A plan that sends nothing is not made anew for a link that has become slower.
         """
-        self._steps += 1
-        if self._planned is None or self._steps < self._least_steps:
-            return False
+        assert self._planned is not None
         if not has_changed(self._planned, link) or not (is_used or link < self._planned):
             return False
         self._planned, self._steps = link, 0
