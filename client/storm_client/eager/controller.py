@@ -88,7 +88,7 @@ class Planning:
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
         self._thread = threading.local()
-        """What the step of each thread has followed whose block has ended last."""
+        """Of each thread what the step has followed whose block has ended last, if one has."""
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -158,12 +158,23 @@ class Planning:
         with self.maker.lock:
             self._make_plans(learns=learns)
         signature = self._signatures.expected
+        if signature is not None and not (signature.is_on_gpu or self._has_run_here()):
+            signature = None
         if signature is not None and signature.is_on_gpu and signature.settles():
             give_back_unused(signature.devices)
         watches = self._is_watched(signature, learns=learns)
         learns = learns and (watches or bool(self.maker.why_not))
         walks = signature is not None and signature.has_functions == watches
         return StepRecord(self._signatures, signature, walks=walks, is_learned=learns), watches
+
+    def _has_run_here(self) -> bool:
+        """Tell whether a block of this thread has ended.
+
+        On a CPU a thread's first operations may run with more threads than those behind them, so
+        what they have made cannot be recomputed: PyTorch tells OpenMP its count in the first one
+        that it shares among threads.
+        """
+        return getattr(self._thread, "has_run", False)
 
     def _is_watched(self, signature: StepSignature | None, *, learns: bool) -> bool:
         """Tell whether the functions of a step are watched that is expected to be of a signature.
@@ -231,6 +242,7 @@ class Planning:
         """
         record = step.record
         followed = record.signature
+        self._thread.has_run = True
         record.ended_as = signature = self._signatures.ended(record)
         if record.count:  # not of a validation, which saves nothing
             self._recurrence.saw(is_new=signature is None or signature.seen == 1)

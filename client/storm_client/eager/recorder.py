@@ -166,8 +166,7 @@ class Recorder(Watching):
 
     def _is_watching(self) -> bool:
         """Tell whether a function would pass through this mode now, and through no other's code."""
-        is_plain = not _len_dispatch_stack() and torch._C._get_tracing_state() is None
-        return is_plain and any(mode is self for mode in function_modes())
+        return not _is_altered() and any(mode is self for mode in function_modes())
 
     def _noted_draw(
         self, arguments: Sequence[Any], options: Mapping[str, Any]
@@ -242,9 +241,20 @@ class Span:
 
 def _is_elsewhere(arguments: Sequence[Any]) -> bool:
     """Tell whether a function that is called now does, or is noted, something else than it says."""
-    if _len_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return True  # tracing records what is done for values
-    return _is_captured(arguments)
+    return _is_altered() or _is_captured(arguments)
+
+
+def _is_altered() -> bool:
+    """Tell whether what functions do is altered, or recorded for values.
+
+    So it is by dispatch modes, while tracing, and in `vmap`, `jvp` and their like, whose tensors
+    have no memory.
+    """
+    return bool(
+        _len_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.maybe_current_level() is not None
+    )
 
 
 def _is_captured(tensors: Sequence[Any]) -> bool:

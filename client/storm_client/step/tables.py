@@ -306,8 +306,9 @@ def _check_groups(optimizer: Optimizer, given: Sequence[dict[str, Any]]) -> None
         for key, value in group.items():
             if value is not before.get(key):
                 raise UsageError(
-                    f"the step changes {key!r} of {type(optimizer).__name__}, as a scheduler does; "
-                    "call the scheduler after the step: a captured one follows what it sets"
+                    f"the step changes {key!r} of {type(optimizer).__name__}, and a captured one "
+                    "would repeat that. Call a scheduler after the step, which follows what it "
+                    "sets; an optimizer that changes it itself cannot be captured"
                 )
 
 

@@ -519,6 +519,28 @@ def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(
     assert "the thread itself" in str(offload.plan)
 
 
+def test_a_thread_goes_on_with_what_another_has_learned(client: storm.Client) -> None:
+    """Its first operations may run with other numbers of threads than those behind them."""
+    offload, told = client.offload(min_bytes=1), list[int]()
+    layers = nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    net, x = nn.Sequential(*layers), seeded("cpu", 8, WIDTH)
+
+    def train() -> None:
+        before = offload.stats().replayed_bytes
+        for _ in range(3):
+            assert_identical(step(net, x, lambda: offload), expected)
+        told.append(offload.stats().replayed_bytes - before)
+
+    with one_thread_more():  # of which new threads hear in the norm, behind two operations
+        expected = step(net, x, nullcontext)
+        for _ in range(STEPS):
+            step(net, x, lambda: offload)
+        in_a_thread(train)
+        in_a_thread(train)
+    assert len(told) == 2
+    assert min(told) > 0
+
+
 def test_a_backward_pass_that_moves_to_another_thread_raises(client: storm.Client) -> None:
     offload = client.offload(min_bytes=1)
     for _ in range(STEPS):
@@ -711,6 +733,44 @@ def test_threads_that_share_an_offload(device: str, client: storm.Client) -> Non
         thread.join()
     assert not failed, failed
     assert offload.stats().replayed_bytes > 0
+
+
+@pytest.mark.parametrize("function", ["relu", "dropout", "silu_", "layer_norm", "softmax"])
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "functionalize"])
+def test_within_function_transforms_nothing_is_watched(
+    transform: str, function: str, device: str, client: storm.Client
+) -> None:
+    """Tensors have no memory of their own there."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": torch.relu,
+        "dropout": lambda x: nn.functional.dropout(x, 0.1),
+        "silu_": lambda x: silu(x, inplace=True),
+        "layer_norm": lambda x: layer_norm(x, x.shape[-1:]),
+        "softmax": lambda x: x.softmax(-1),
+    }
+    linear, x = nn.Linear(WIDTH, WIDTH, device=device), seeded(device, 16, WIDTH)
+
+    def forward(row: Tensor) -> Tensor:
+        return functions[function](linear(row)).exp()
+
+    transformed: dict[str, Callable[[], Tensor]] = {
+        "vmap": lambda: torch.vmap(forward, randomness="different")(x).sum(),
+        "jvp": lambda: sum(one.sum() for one in torch.func.jvp(forward, (x,), (x,))),
+        "functionalize": lambda: torch.func.functionalize(forward)(x).sum(),
+    }
+
+    def trained(context: Context) -> list[Tensor]:
+        linear.zero_grad()
+        torch.manual_seed(0)
+        with context():
+            loss = transformed[transform]() + forward(x).sum()
+        loss.backward()
+        return [loss.detach(), *gradients(linear)]
+
+    expected, offload = trained(nullcontext), client.offload(min_bytes=1)
+    for _ in range(STEPS):
+        assert_identical(trained(lambda: offload), expected)
+    assert offload.stats().offloaded_bytes > 0
 
 
 def test_a_block_around_a_loop_is_watched_only_so_far(
