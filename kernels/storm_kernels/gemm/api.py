@@ -59,7 +59,7 @@ def linear(
     the kernel's own, the same each time; where the kernel does not take x and w, y has the bits of
     `torch.nn.functional.linear`. With `encode` the call waits for the device.
 
-    Raises UsageError where shapes do not fit.
+    Raises UsageError where shapes or dtypes do not fit.
     """
     _check(x, w)
     if bias is not None and bias.shape != w.shape[:1]:
@@ -82,7 +82,7 @@ def gated_mlp(
     differentiable (`storm_kernels.nn.GatedMLP` is). Waits for the device, to learn the blobs'
     sizes.
 
-    Raises UsageError where shapes do not fit, or for an unknown activation.
+    Raises UsageError where shapes or dtypes do not fit, or for an unknown activation.
     """
     check_activation(activation)
     _check(x, w_gate)
@@ -109,8 +109,11 @@ def grad_weight(grad: Tensor, encoded: Encoded) -> Tensor:
     grad is (..., n), x (..., k) with the same rows; the result (n, k). x is decoded, then PyTorch
     multiplies.
 
-    Raises UsageError where shapes do not fit, and CorruptBlob for a damaged blob.
+    Raises UsageError where shapes do not fit, or x is not encoded, and CorruptBlob for a damaged
+    blob.
     """
+    if not isinstance(encoded, Encoded):
+        raise UsageError(f"x is a {type(encoded).__name__}; give what `encode=True` has returned")
     if grad.shape[:-1] != encoded.shape[:-1] or not grad.dim():
         raise UsageError(
             f"grad of shape {tuple(grad.shape)} for x of shape {encoded.shape}; all but the last "
@@ -150,3 +153,13 @@ def _check(x: Tensor, w: Tensor) -> None:
             f"x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}; give (..., k) "
             "and (n, k)"
         )
+    if x.dtype != w.dtype and not _autocasts(x):
+        raise UsageError(
+            f"x is {x.dtype} and a weight {w.dtype}: convert one of them, as by x.to(w.dtype)"
+        )
+
+
+def _autocasts(x: Tensor) -> bool:
+    import torch
+
+    return bool(torch.is_autocast_enabled(x.device.type))

@@ -115,6 +115,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     x, gate, up = tensors()
     with pytest.raises(UsageError, match=r"x of shape \(3, 7, 64\) and a weight of shape"):
         gemm.linear(x, gate[:, :32])
+    with pytest.raises(UsageError, match=r"x is torch.float32 and a weight torch.bfloat16"):
+        gemm.linear(x.float(), gate)
+    with torch.autocast("cpu"):
+        assert gemm.linear(x.float(), gate).dtype == torch.bfloat16
+    with pytest.raises(UsageError, match="x is a Tensor; give what `encode=True` has returned"):
+        gemm.grad_weight(x, x)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="bias of shape"):
         gemm.linear(x, gate, up[0])
     with pytest.raises(UsageError, match="give one shape"):
