@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -275,13 +276,14 @@ class Planning:
 
     def _free_pins(self) -> None:
         """Free what steps have known storages by, of whose results nothing is left."""
-        for _ in range(len(self._pinned)):
-            reference, storages = self._pinned.popleft()
-            if reference() is not None:
-                self._pinned.append((reference, storages))
-                continue
-            while storages:
-                storages.pop().free()
+        with suppress(IndexError):  # another thread may have taken the last
+            for _ in range(len(self._pinned)):
+                reference, storages = self._pinned.popleft()
+                if reference() is not None:
+                    self._pinned.append((reference, storages))
+                    continue
+                while storages:
+                    storages.pop().free()
 
     # --- plans ------------------------------------------------------------------------------
 

@@ -162,8 +162,9 @@ class _Repeated:
         """
         if self._seconds is not None:
             return
-        while self._spans and self._spans[0].is_known:
-            self._shortest = min(self._shortest, self._spans.popleft()())
+        with suppress(IndexError):  # another thread may have taken the last
+            while self._spans[0].is_known:
+                self._shortest = min(self._shortest, self._spans.popleft()())
         self._spans.append(span)
 
     def __call__(self) -> float:
