@@ -1,6 +1,7 @@
 # Everything a checkout needs: each target installs into .venv what it uses, once.
 #   make demo      two trainers share a daemon; losses and gradients compared
-#   make test      every test that needs no GPU and no more than minutes
+#   make test      every test that needs no GPU and no more than some seconds
+#   make test-slow the others that need no GPU
 #   make lint      ruff and mypy --strict
 #   make docs      the documents' site, into build/site; a broken link fails it
 #   make test-gpu  the tests that need a CUDA device: minutes, the slowest named at the end
@@ -24,13 +25,16 @@ C_SOURCES := $(shell find kernels/storm_kernels -name "*.[ch]" -o -name CMakeLis
 # Without its files each process would compile all that it imports again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint docs test-gpu bench bench-codec-gpu man clean
+.PHONY: demo test test-slow lint docs test-gpu bench bench-codec-gpu man clean
 
 demo: $(call ready,)
 	$(RUN) stormd.cli demo
 
 test: $(call ready,-dev)
 	$(RUN) pytest -m "not gpu and not slow" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
+
+test-slow: $(call ready,-dev)
+	$(RUN) pytest -m "slow and not gpu" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
 
 lint: $(call ready,-dev)
 	$(RUN) ruff check .

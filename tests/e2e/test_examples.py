@@ -85,6 +85,7 @@ def test_examples_with_generated_code_run_as_they_are_started(
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
+@pytest.mark.slow
 def test_the_captured_step_prints_the_losses_of_the_function(
     examples: Path, run: Run, daemon: ChildDaemon
 ) -> None:
@@ -110,6 +111,7 @@ def test_fed_batches_leave_the_generator_of_dropout_alone(
     assert one == other
 
 
+@pytest.mark.slow
 def test_two_students_share_the_teachers_outputs(
     examples: Path, run: Run, daemon: ChildDaemon
 ) -> None:
@@ -171,6 +173,7 @@ def test_the_change_is_an_import_and_two_lines() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_of_fsdp_share_a_daemon(examples: Path, daemon: ChildDaemon) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -191,6 +194,7 @@ def test_ranks_of_fsdp_share_a_daemon(examples: Path, daemon: ChildDaemon) -> No
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
+@pytest.mark.slow
 def test_digits_are_told_apart_by_ternary_values(examples: Path, run: Run) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     found = {}
@@ -201,6 +205,7 @@ def test_digits_are_told_apart_by_ternary_values(examples: Path, run: Run) -> No
     assert found["ternary"][1] <= found["float32"][1] / 8
 
 
+@pytest.mark.slow
 def test_a_llama_block_becomes_ternary() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     with_arguments = [str(EXAMPLES / "ternary_llama_block.py"), "--width", "128", "--rounds", "2"]

@@ -12,6 +12,7 @@ from storm_bench.codec import print_captured
 from stormd import cli
 
 
+@pytest.mark.slow
 def test_codec(tmp_path):
     image = tmp_path / "ratios.png"
     command = [sys.executable, "-m", "stormd.cli", "bench", "codec", "--json", f"--image={image}"]

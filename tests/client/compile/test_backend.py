@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 DEADLINE_SECONDS = 60.0
 
+QUICK_IN_GENERATED_CODE = ("what_is_saved_and_then_overwritten", "shapes_that_vary")
+"""Of the programs in generated code those that are compared in the default run."""
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
 
@@ -67,7 +70,13 @@ def test_results_are_those_without_offload(name: str, device: str, client: storm
         assert wrap.offloaded > 0  # of those two all is cheaper to recompute
 
 
-@pytest.mark.parametrize("name", IN_GENERATED_CODE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_IN_GENERATED_CODE else pytest.param(name, marks=pytest.mark.slow)
+        for name in IN_GENERATED_CODE
+    ],
+)
 def test_generated_code_gives_the_same_results(
     name: str, device: str, client: storm.Client
 ) -> None:

@@ -154,7 +154,14 @@ def test_what_is_looked_up_again_is_fused_with_no_reader(
     assert "aten.embedding.default" in wrap.replayed()
 
 
-@pytest.mark.parametrize("name", ["half_precision", "autocast", "lengths_rounded_up"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "half_precision",
+        pytest.param("autocast", marks=pytest.mark.slow),
+        pytest.param("lengths_rounded_up", marks=pytest.mark.slow),
+    ],
+)
 def test_products_that_are_computed_again_have_the_same_bits(
     name: str, device: str, client: storm.Client, full_link: None
 ) -> None:

@@ -93,7 +93,7 @@ def three(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> di
     return run(["alike", "stages", "late"], daemon, store=f"file://{store}", world=3)
 
 
-@pytest.mark.parametrize("ranks", ["two", "three"])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("three", marks=pytest.mark.slow)])
 def test_ranks_with_other_costs_follow_one_plan_from_the_same_step_on(
     ranks: str, request: pytest.FixtureRequest
 ) -> None:

@@ -99,6 +99,7 @@ def test_gradients_of_what_is_gathered_for_a_layer_do_not_stay(
             assert of_rank[other]["parameter_bytes"] > layers
 
 
+@pytest.mark.slow
 def test_layers_of_accelerates_policy_leave_from_a_sharded_model(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ def test_every_optimizer_gives_the_bits_of_the_function(
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("writes_in_place", "sgd"),
+        pytest.param("writes_in_place", "sgd", marks=pytest.mark.slow),
         # whose state, which the first step makes, is one capture more
         pytest.param("convolutions", "momentum", marks=pytest.mark.slow),
         pytest.param("a_transformer", "momentum", marks=pytest.mark.slow),

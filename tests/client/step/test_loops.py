@@ -67,6 +67,7 @@ def test_other_updates_follow_the_loop(optimizer: str, device: str, wrap: Wrap) 
     assert_identical(train(wrap, device, 4, optimizer), expected)
 
 
+@pytest.mark.slow
 def test_neither_graphs_nor_memory_grow_with_the_count(wrap: Wrap) -> None:
     sizes, bytes_ = [], []
     for count in (4, 6):

@@ -99,7 +99,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["transposed", pytest.param("encoder", marks=pytest.mark.slow), "channels_last"]
+    "name",
+    [
+        "transposed",
+        pytest.param("encoder", marks=pytest.mark.slow),
+        pytest.param("channels_last", marks=pytest.mark.slow),
+    ],
 )
 def test_generated_code_runs_what_is_laid_out_otherwise(
     name: str, device: str, client: storm.Client

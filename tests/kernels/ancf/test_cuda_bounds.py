@@ -20,7 +20,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16", "FLOAT32", "FLOAT64", "FLOAT8_E4M3FN"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "BFLOAT16",
+        pytest.param("FLOAT16", marks=pytest.mark.slow),
+        "FLOAT32",
+        pytest.param("FLOAT64", marks=pytest.mark.slow),
+        pytest.param("FLOAT8_E4M3FN", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_outside_is_touched(cuda_on_cpu, dtype):
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(cuda_on_cpu), dtype],

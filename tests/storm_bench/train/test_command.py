@@ -134,6 +134,7 @@ def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
     assert rows["storm"] == {"skipped": "interrupted before"}
 
 
+@pytest.mark.slow
 def test_a_run() -> None:
     command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
     small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
