@@ -134,7 +134,7 @@ REFUSED = {
     counts: r"return int\(loss.argmax\(\)\)",
     selects: r"self.net.weight\[self.net.weight > 0\]",
     resizes: r"return loss.new_zeros\(4\).resize_",
-    schedules: "call the scheduler after the step",
+    schedules: "Call a scheduler after the step",
     scales: "GradScaler",
     puts_a_tensor_into_its_module: "Linear.last",
     makes_a_parameter_anew: "Linear.weight",

@@ -80,7 +80,7 @@ def test_encrypted_bytes_are_another_time_others() -> None:
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(SpillUnavailable, match=r"stormd\[spill\].*--spill-encrypt=off"):
+    with pytest.raises(SpillUnavailable, match=r"pip install cryptography.*--spill-encrypt=off"):
         Encryption()
 
 
