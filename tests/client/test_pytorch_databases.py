@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_client.eager import plan_maker
+from storm_client.planner.search import PREDICTED
 from support.databases import EXCEPTIONS, Sample, Tally, module_samples, operator_samples
 
 DTYPES = {
@@ -44,17 +46,22 @@ def databases() -> None:
     pytest.importorskip("expecttest", reason="PyTorch's own tests need it")
 
 
+@pytest.fixture(autouse=True)
+def as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps on a GPU use the link before they are timed, too: no sample is run so often."""
+    monkeypatch.setattr(plan_maker, "NOTHING", PREDICTED)
+
+
 def test_first_samples_of_modules(device: str, client: storm.Client) -> None:
     tally = compare(module_samples(device), device, client)
-    least = {"cpu": 150, "cuda": 90}[device]  # there what is needed at once is held
+    least = {"cpu": 150, "cuda": 90}[device]  # 109 on an H100
     assert tally.counts["offloaded"] > least, tally.counts
-    stats = tally.offload.stats()
-    assert stats.offloaded_bytes + stats.kept_bytes > 250_000, stats
+    assert tally.offload.stats().offloaded_bytes > 250_000
 
 
 def test_first_samples_of_operators(device: str, client: storm.Client) -> None:
     tally = compare(operator_samples(device), device, client)
-    least = {"cpu": 500, "cuda": 220}[device]
+    least = {"cpu": 500, "cuda": 220}[device]  # there what is needed at once is held: 260 leave
     assert tally.counts["offloaded"] > least, tally.counts
     stats = tally.offload.stats()
     assert stats.offloaded_bytes + stats.kept_bytes > 800_000, stats
@@ -74,8 +81,7 @@ def backend(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_samples_of_modules(dtype: str, device: str, client: storm.Client) -> None:
     tally = compare(module_samples(device, DTYPES[dtype]), device, client)
-    least = {"cpu": 0.9, "cuda": 0.3}[device]
-    assert tally.counts["offloaded"] >= least * tally.counts["identical"], tally.counts
+    assert tally.counts["offloaded"] >= 0.9 * tally.counts["identical"], tally.counts
 
 
 @pytest.mark.slow
@@ -83,5 +89,5 @@ def test_all_samples_of_modules(dtype: str, device: str, client: storm.Client) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_samples_of_operators(dtype: str, device: str, client: storm.Client) -> None:
     tally = compare(operator_samples(device, DTYPES[dtype]), device, client)
-    least = {"cpu": 0.6, "cuda": 0.3}[device]
+    least = 0.6 if DTYPES[dtype].is_complex else 0.7  # of complex samples on a GPU 0.64 offload
     assert tally.counts["offloaded"] >= least * tally.counts["identical"], tally.counts
