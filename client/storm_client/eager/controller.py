@@ -89,7 +89,7 @@ class Planning:
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
         self._thread = threading.local()
-        """Of each thread what the step has followed whose block has ended last, if one has."""
+        """Of each thread whether a block of it has ended, and what the last has followed."""
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -159,10 +159,11 @@ class Planning:
         with self.maker.lock:
             self._make_plans(learns=learns)
         signature = self._signatures.expected
-        if signature is not None and not (signature.is_on_gpu or self._has_run_here()):
+        if signature is not None and signature.is_on_gpu:
+            if signature.settles():
+                give_back_unused(signature.devices)
+        elif not self._has_run_here():
             signature = None
-        if signature is not None and signature.is_on_gpu and signature.settles():
-            give_back_unused(signature.devices)
         watches = self._is_watched(signature, learns=learns)
         learns = learns and (watches or bool(self.maker.why_not))
         walks = signature is not None and signature.has_functions == watches

@@ -11,9 +11,9 @@ profiler runs at a time in a process, and launches stay slower once it has been 
 
 A step that others were seen before has no events: nobody knew that it would have to be learned.
 Where an operation cannot be run, for want of memory or since settings have changed, events have to
-do, the shortest of those that are alike. Nothing else goes by them: while a step is learned the
-stream may wait within an operation for what has been saved to leave, which on a slow link takes
-many times as long as the operation.
+do, the shortest of those that are alike. They say nothing of whether it takes long: while a step is
+learned the stream may wait within an operation for what has been saved to leave, which on a slow
+link takes many times as long as the operation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["OperationTimes", "keep_busy"]
 
 LONG_SECONDS: Final = 2e-3
 """What takes so long when it is run again is run only once more: the first run may have loaded its
-kernels, or looked for the fastest, for which a convolution of 1 ms took 67."""
+kernels, or looked for the fastest: 67 ms of a convolution, where a whole step takes 111."""
 
 REPEATS: Final = 3
 

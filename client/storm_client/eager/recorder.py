@@ -166,7 +166,7 @@ class Recorder(Watching):
 
     def _is_watching(self) -> bool:
         """Tell whether a function would pass through this mode now, and through no other's code."""
-        return not _is_altered() and any(mode is self for mode in function_modes())
+        return not _is_intercepted() and any(mode is self for mode in function_modes())
 
     def _noted_draw(
         self, arguments: Sequence[Any], options: Mapping[str, Any]
@@ -241,11 +241,11 @@ class Span:
 
 def _is_elsewhere(arguments: Sequence[Any]) -> bool:
     """Tell whether a function that is called now does, or is noted, something else than it says."""
-    return _is_altered() or _is_captured(arguments)
+    return _is_intercepted() or _is_captured(arguments)
 
 
-def _is_altered() -> bool:
-    """Tell whether what functions do is altered, or recorded for values.
+def _is_intercepted() -> bool:
+    """Tell whether calls are intercepted below functions: what they do may be altered, or recorded.
 
     So it is by dispatch modes, while tracing, and in `vmap`, `jvp` and their like, whose tensors
     have no memory.

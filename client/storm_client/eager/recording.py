@@ -192,7 +192,9 @@ class Recording:
         decision = step.happened((SAVED, seen.number, None, ()), storage.nbytes())
         step.saves(seen.number, storage.nbytes())
         decision = OFFLOAD if decision is None else decision
-        is_first = seen.value.uses == 1 and not seen.value.operation
+        is_first = (
+            seen.value.uses == 1 and not seen.value.operation
+        )  # else it is known what made it
         self._expect_operation(tensor, seen, decision, is_first=is_first)
         step.walk_on()
         return SavedValue(seen.value, decision, seen.result)
