@@ -54,9 +54,10 @@ def as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_first_samples_of_modules(device: str, client: storm.Client) -> None:
     tally = compare(module_samples(device), device, client)
-    least = {"cpu": 150, "cuda": 90}[device]  # 109 on an H100
-    assert tally.counts["offloaded"] > least, tally.counts
-    assert tally.offload.stats().offloaded_bytes > 250_000
+    # on an H100 109 samples of 200 kB leave
+    samples, nbytes = {"cpu": (150, 250_000), "cuda": (90, 160_000)}[device]
+    assert tally.counts["offloaded"] > samples, tally.counts
+    assert tally.offload.stats().offloaded_bytes > nbytes
 
 
 def test_first_samples_of_operators(device: str, client: storm.Client) -> None:

@@ -4,7 +4,8 @@ What lies between two events around an operation is what its kernels took only i
 before the device came to them. In a step that is watched they are not: what hooks do while the
 operation runs lies between the events, too, and is several times what a small kernel takes. So what
 is needed to run an operation again is noted, and where the plan is made it runs a few times on
-empty memory, behind something that keeps the device busy until all of it is queued.
+empty memory, behind something that keeps the device busy until all of it is queued. Whether it was
+is looked at: where another thread has delayed this one, the device is kept busy for longer.
 
 CUPTI, by `torch.profiler`, would tell the same of all kernels. It is the script's own to use: one
 profiler runs at a time in a process, and launches stay slower once it has been loaded.
@@ -18,6 +19,7 @@ link takes many times as long as the operation.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -52,8 +54,10 @@ MOST_SECONDS: Final = 2.0
 """For all kinds of operations together: once, a step takes so much longer. What is left then goes
 by events."""
 
-QUEUED_SECONDS: Final = 5e-4
-"""For which the device is kept busy while the repeats are queued."""
+QUEUED_SECONDS: Final = (5e-4, 2e-3, 8e-3)
+"""For which the device is kept busy while the repeats are queued; more where that is too short.
+
+An operation that waits for the device itself has never been queued before it begins."""
 
 CYCLES_PER_SECOND: Final = 1.7e9
 """Of a data-centre GPU's clock, about. One that is faster is kept busy for less."""
@@ -219,24 +223,37 @@ class _Repeated:
             try:
                 for place in self._places:
                     place.fill()
-                seconds = self._timed(1)  # what the first run takes is not what the others do
-                if seconds < MOST_SECONDS:
-                    keep_busy(QUEUED_SECONDS)
-                    seconds = self._timed(REPEATS if seconds < LONG_SECONDS else 1)
+                seconds, _ = self._timed(1)  # what the first run takes is not what the others do
+                return self._behind_a_full_queue(seconds)
             finally:
                 for place in self._places:
                     place.clear()
                 self._times.spent(time.perf_counter() - began)
+
+    def _behind_a_full_queue(self, first: float) -> float:
+        """Return what it takes when all of it is queued before it begins; the first took so long."""
+        seconds = first
+        for busy in QUEUED_SECONDS:
+            if seconds >= MOST_SECONDS:
+                break
+            keep_busy(busy)
+            again, is_full = self._timed(REPEATS if seconds < LONG_SECONDS else 1)
+            seconds = again if seconds is first else min(seconds, again)
+            if is_full:
+                break
         return seconds
 
-    def _timed(self, times: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(times):
+    def _timed(self, times: int) -> tuple[float, bool]:
+        """Run it so many times; return what the quickest took, and whether all were queued before."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        for event in events[1:]:
             self._recipe.run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / times
+            event.record()
+        is_full = not events[0].query()
+        events[-1].synchronize()
+        taken = (begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
+        return min(map(float, taken)) / 1e3, is_full
 
     def _place(self, tensor: torch.Tensor) -> Input:
         place = _Place(tensor)
