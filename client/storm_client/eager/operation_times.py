@@ -231,7 +231,7 @@ class _Repeated:
                 self._times.spent(time.perf_counter() - began)
 
     def _behind_a_full_queue(self, first: float) -> float:
-        """Return what it takes when all of it is queued before it begins; the first took so long."""
+        """Return what it takes where all is queued before it begins; the first run took `first`."""
         seconds = first
         for busy in QUEUED_SECONDS:
             if seconds >= MOST_SECONDS:
@@ -244,13 +244,13 @@ class _Repeated:
         return seconds
 
     def _timed(self, times: int) -> tuple[float, bool]:
-        """Run it so many times; return what the quickest took, and whether all were queued before."""
+        """Return what the quickest of some runs took, and whether all were queued before."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
         for event in events[1:]:
             self._recipe.run()
             event.record()
-        is_full = not events[0].query()
+        is_full = not events[0].query()  # type: ignore[no-untyped-call]
         events[-1].synchronize()
         taken = (begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
         return min(map(float, taken)) / 1e3, is_full
