@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from storm_client.eager.byproducts import Byproduct
 from storm_client.eager.comparison import Comparison, search_for
 from storm_client.eager.events import SAVED, RecordedValue, saved_numbers
 from storm_client.eager.operations import Function
@@ -346,12 +347,16 @@ def _busy_seconds(signature: StepSignature, values: Sequence[Value]) -> float | 
 
     What was timed is too long where the pass has waited for the link or for the thread. What the
     operations take together is too short by those that nobody knows. The plans that are compared
-    tell which of them is nearer.
+    tell which of them is nearer. What a call keeps is made by that call, and what it has written
+    over is counted with it.
     """
     timed = signature.times.busy_seconds()
     if timed is None or not signature.is_on_gpu:
         return timed
-    together = sum(operation_seconds(values, machine_of(signature.clock or _HOST)))
+    seconds = operation_seconds(values, machine_of(signature.clock or _HOST))
+    twice = [number for what, number, *_ in signature.events if isinstance(what, Byproduct)]
+    twice += [value.over[0] for value in signature.values if value.over]
+    together = sum(seconds) - sum(seconds[number] for number in twice)
     return min(timed, together) if together > 0.0 else timed
 
 

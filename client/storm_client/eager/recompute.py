@@ -87,6 +87,13 @@ class Recipe:
         self._differentiates = not is_simple(function) and torch.is_grad_enabled()
         """Whether it may have chosen its kernels by what needs a gradient."""
 
+    def takes_present_settings(self) -> None:
+        """Run by the settings that there are now, for one who asks how long that takes alone.
+
+        PyTorch itself changes some in a process's first step: which attention comes first.
+        """
+        self._settings = self._present_settings()
+
     def run(self) -> Any:
         """Run the operation again, as no part of any graph.
 

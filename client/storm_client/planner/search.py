@@ -5,7 +5,7 @@ thread has time for. What a step takes with it shows only when steps follow it. 
 followed for some steps each, which differ in one respect from what would be chosen by prediction,
 and what was measured decides.
 
-Two keep as much as checkpointing would, where blocks are known, and the others climb a ladder: the
+Some keep as much as checkpointing would, where blocks are known, and the others climb a ladder: the
 first puts on the link what blocks are given and nothing else that can be recomputed, as
 checkpointing does, and each that follows puts more there, as long as that takes no longer. One that
 recomputes nothing is at its top; where a step saves little, one by which all stays comes first.
@@ -28,6 +28,7 @@ from typing import Final, NamedTuple
 __all__ = [
     "ALL_STAYS",
     "AS_BLOCKS",
+    "MORE_BESIDE",
     "NOTHING",
     "OFFLOAD_ALONE",
     "PREDICTED",
@@ -64,6 +65,8 @@ AS_BLOCKS: Final = (
     Alternative("the same and two thirds of the link", 0.65, fills_blocks=True),
 )
 """For a step whose blocks are known: the memory that checkpointing takes, for what pays most."""
+MORE_BESIDE: Final = Alternative("the same and all of the link", fills_blocks=True)
+"""Above them, where the second takes less than the first."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
 ALL_STAYS: Final = Alternative("all stays", keeps_all=True)
@@ -319,7 +322,13 @@ class PlanSearch:
     def _candidates(self) -> Sequence[Alternative]:
         """Return what has to be measured, as far as is known by now, in this order."""
         others = [one for one in self.others if one.recomputes]
-        return [*others, NOTHING, *self._more_on_the_link()]
+        return [*others, *self._more_beside(), NOTHING, *self._more_on_the_link()]
+
+    def _more_beside(self) -> list[Alternative]:
+        """Return what keeps as much as checkpointing and puts on the link what may pay besides."""
+        less, more = (self.results.get(one) for one in AS_BLOCKS)
+        pays = less is not None and more is not None and more.seconds < (1 - GAIN) * less.seconds
+        return [MORE_BESIDE] if pays or MORE_BESIDE in self.results else []
 
     def _more_on_the_link(self) -> list[Alternative]:
         """Return what is above the foot of the ladder, up to where more on the link is no gain.
@@ -329,7 +338,8 @@ class PlanSearch:
         takes longer still.
         """
         found = {one: result.seconds for one, result in self.results.items()}
-        beside = min((found[one] for one in self.others if one in found), default=math.inf)
+        others = (one for one in found if one in self.others or one.fills_blocks)
+        beside = min((found[one] for one in others), default=math.inf)
         if found.get(NOTHING, 0.0) > NEAR * beside:
             return []
         if TWO_THIRDS not in found or found[TWO_THIRDS] > (1 + GAIN) * found.get(NOTHING, math.inf):

@@ -15,6 +15,7 @@ from storm_client.planner.search import (
     LATEST,
     LOOKED_AT_AGAIN,
     MEASURED,
+    MORE_BESIDE,
     MOST_AGAIN,
     MOST_STEPS,
     OFFLOAD_ALONE,
@@ -139,7 +140,20 @@ def test_what_checkpointing_does_is_compared_always_and_early() -> None:
     assert next(iter(search.results)) == NOTHING
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
     settled(search, by_share(PREDICTED.link_share))
-    assert list(search.results)[:3] == [*AS_BLOCKS, NOTHING]
+    assert list(search.results)[:4] == [*AS_BLOCKS, MORE_BESIDE, NOTHING]
+
+
+@pytest.mark.parametrize(("second", "is_followed"), [(0.9, True), (0.995, False), (1.1, False)])
+def test_all_of_the_link_is_used_beside_what_checkpointing_keeps_where_some_pays(
+    second: float, is_followed: bool
+) -> None:
+    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
+    fast = {AS_BLOCKS[1]: second, MORE_BESIDE: 0.8}
+    settled(search, lambda one: fast.get(one, 1.0))
+    assert (MORE_BESIDE in search.results) == is_followed
+    assert (search.current == MORE_BESIDE) == is_followed
+    assert search.steps <= LONGEST
+    assert MORE_BESIDE not in settled(PlanSearch(), by_share(MORE.link_share)).results
 
 
 def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
@@ -370,7 +384,7 @@ def test_it_says_in_one_line_what_it_has_found() -> None:
     assert "\n" not in str(search)
 
 
-alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS, *AS_BLOCKS]
+alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS, *AS_BLOCKS, MORE_BESIDE]
 
 
 @given(
@@ -386,7 +400,8 @@ def test_what_stays_is_never_worse_than_what_was_followed(
     allowance: float,
 ) -> None:
     # Plans that fill blocks keep no more than checkpointing, which may stay for nothing.
-    slack = max(staying[one] for one in others) if others == AS_BLOCKS else 0
+    fills = [one for one in alternatives if one.fills_blocks]
+    slack = max(staying[one] for one in fills) if others == AS_BLOCKS else 0
     search = PlanSearch(others, allowance, slack)
     settled(search, seconds.__getitem__, staying.__getitem__)
     fastest = min(seconds[one] for one in search.results)
