@@ -287,21 +287,14 @@ class PlanSearch:
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
     def _note_result(self) -> None:
-        """Take the mean of the shortest two thirds, at least two, and of two looks the second.
-
-        What delays a step is not the plan's.
-        """
-        counted = sorted(self._seconds[SKIPPED:])
-        shortest = counted[: max(2, 2 * len(counted) // 3)]
-        found = Followed(sum(shortest) / len(shortest), self._staying)
+        """Take what its steps took, and of two looks the second."""
+        found = Followed(_shortest_of(self._seconds[SKIPPED:]), self._staying)
         before = self.results.get(self.current)
         if before is None:
             self.results[self.current] = found
             return
         self.seen_again.add(self.current)
-        for one, result in self.results.items():
-            if result is before:  # it decides the same
-                self.results[one] = found
+        self._replace(before, found)
 
     def _go_on(self, *, may_doubt: bool = True) -> bool:
         """Go to the next plan that is to be measured, or to the best; tell whether that is new."""
@@ -376,10 +369,39 @@ class PlanSearch:
         if max(self._seconds) < AGAIN * found.seconds:
             self._forget()
             self.is_settled, self.steps = False, 0
+        elif min(self._seconds) > CLOSE * found.seconds:
+            return self._takes_longer(found)
         return False  # this one is measured first
+
+    def _takes_longer(self, found: Followed) -> bool:
+        """Look once more at what was better than the chosen plan by now takes, if anything was.
+
+        What a machine did meanwhile may have been in the one look or in the other. Where all take
+        longer now the chosen plan comes back, and its own time is known.
+        """
+        latest = _shortest_of(self._seconds)
+        self._replace(found, found._replace(seconds=latest))
+        self._seconds.clear()
+        best = self.best
+        if (1 + GAIN) * self.results[best].seconds > latest:
+            return False
+        self.is_settled, self.current = False, best
+        return True
+
+    def _replace(self, before: Followed, found: Followed) -> None:
+        """Have all plans that decide the same have another result."""
+        for one, result in self.results.items():
+            if result is before:
+                self.results[one] = found
 
     def _forget(self) -> None:
         self.results.clear()
         self.ruled_out.clear()
         self.seen_again.clear()
         self._seconds.clear()
+
+
+def _shortest_of(seconds: Sequence[float]) -> float:
+    """Return the mean of the shortest two thirds, at least two: what delays a step is no plan's."""
+    shortest = sorted(seconds)[: max(2, 2 * len(seconds) // 3)]
+    return sum(shortest) / len(shortest)

@@ -375,6 +375,39 @@ def test_all_is_measured_anew_where_steps_take_much_less_for_long() -> None:
     assert settled(search, by_share(NOTHING.link_share)).current == NOTHING
 
 
+def settle_at(search: PlanSearch, seconds: float) -> int:
+    """Follow the settled plan, whose steps take so many seconds now; return after how many more."""
+    for number in range(3 * LATEST):
+        if search.took(search.current, seconds):
+            return number
+    return 3 * LATEST
+
+
+def test_what_takes_longer_than_it_did_gives_way_to_what_was_nearly_as_fast() -> None:
+    """As where a machine was busier while the other plan was looked at."""
+    search = settled(PlanSearch(), lambda one: 1.0 if one is TWO_THIRDS else 1.1)
+    assert search.current is TWO_THIRDS
+    assert settle_at(search, 1.2) == LATEST - 1
+    assert search.current is NOTHING
+    assert settled(search, lambda one: 1.2 if one is TWO_THIRDS else 1.1).current is NOTHING
+    assert settle_at(search, 1.1) == 3 * LATEST
+
+
+def test_where_all_take_longer_by_now_the_chosen_plan_stays() -> None:
+    search = settled(PlanSearch(), lambda one: 1.0 if one is TWO_THIRDS else 1.1)
+    settle_at(search, 1.2)
+    assert settled(search, lambda one: 1.2 if one is TWO_THIRDS else 1.4).current is TWO_THIRDS
+    assert settle_at(search, 1.2) == 3 * LATEST, "it is known by now"
+
+
+@pytest.mark.parametrize("seconds", [1.04, 1.09])
+def test_what_takes_little_longer_or_less_than_all_others_stays(seconds: float) -> None:
+    search = settled(PlanSearch(), lambda one: 1.0 if one is TWO_THIRDS else 1.1)
+    assert settle_at(search, seconds) == 3 * LATEST
+    assert search.is_settled
+    assert search.current is TWO_THIRDS
+
+
 def test_it_says_in_one_line_what_it_has_found() -> None:
     search = PlanSearch()
     assert "not settled yet" in str(search)
