@@ -127,11 +127,13 @@ def run_trl(options: argparse.Namespace) -> Trained:
     )
     with tempfile.TemporaryDirectory() as folder:
         given = trainer_arguments(options, folder)
+        switch = "activation_checkpointing"  # on by default where transformers has it
+        if switch in trl.SFTConfig.__dataclass_fields__:
+            given[switch] = options.method == "checkpoint"
         settings = trl.SFTConfig(
             **given,
             bf16=False,
             max_length=options.tokens,
-            activation_checkpointing=options.method == "checkpoint",  # on by default
             activation_offloading=options.method == "own",
         )
         trainer = trl.SFTTrainer(
