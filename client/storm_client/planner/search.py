@@ -386,6 +386,7 @@ class PlanSearch:
         if (1 + GAIN) * self.results[best].seconds > latest:
             return False
         self.is_settled, self.current = False, best
+        self.steps = min(self.steps, MOST_STEPS - SKIPPED - LOOKED_AT_AGAIN)  # room for one look
         return True
 
     def _replace(self, before: Followed, found: Followed) -> None:

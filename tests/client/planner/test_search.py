@@ -393,6 +393,18 @@ def test_what_takes_longer_than_it_did_gives_way_to_what_was_nearly_as_fast() ->
     assert settle_at(search, 1.1) == 3 * LATEST
 
 
+def test_the_other_is_looked_at_however_long_the_search_has_taken() -> None:
+    search = settled(PlanSearch(), lambda one: 1.0 if one is TWO_THIRDS else 1.1)
+    search.steps = MOST_STEPS
+    settle_at(search, 1.2)
+    for _ in range(SKIPPED + LOOKED_AT_AGAIN):
+        assert not search.is_settled
+        search.took(NOTHING, 1.3)
+    assert search.is_settled
+    assert search.current is TWO_THIRDS
+    assert search.results[NOTHING].seconds == pytest.approx(1.3)
+
+
 def test_where_all_take_longer_by_now_the_chosen_plan_stays() -> None:
     search = settled(PlanSearch(), lambda one: 1.0 if one is TWO_THIRDS else 1.1)
     settle_at(search, 1.2)
