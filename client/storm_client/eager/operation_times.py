@@ -224,8 +224,8 @@ class _Repeated:
                 for place in self._places:
                     place.fill()
                 self._recipe.takes_present_settings()
-                seconds, _ = self._timed(1)  # what the first run takes is not what the others do
-                return self._behind_a_full_queue(seconds)
+                first, _ = self._timed(1)  # what that takes is not what the others do
+                return first if first >= MOST_SECONDS else self._behind_a_full_queue(first)
             finally:
                 for place in self._places:
                     place.clear()
@@ -233,16 +233,14 @@ class _Repeated:
 
     def _behind_a_full_queue(self, first: float) -> float:
         """Return what it takes where all is queued before it begins; the first run took `first`."""
-        seconds = first
+        found = math.inf
         for busy in QUEUED_SECONDS:
-            if seconds >= MOST_SECONDS:
-                break
             keep_busy(busy)
-            again, is_full = self._timed(REPEATS if seconds < LONG_SECONDS else 1)
-            seconds = again if seconds is first else min(seconds, again)
+            took, is_full = self._timed(REPEATS if min(first, found) < LONG_SECONDS else 1)
+            found = min(found, took)
             if is_full:
                 break
-        return seconds
+        return found
 
     def _timed(self, times: int) -> tuple[float, bool]:
         """Return what the quickest of some runs took, and whether all were queued before."""
