@@ -29,6 +29,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["plain", "daemon raw", "daemon ancf"])
 def test_each_device_is_measured_alone_and_with_all(
     rows: list[dict[str, Any]], measure: str

@@ -419,7 +419,7 @@ def test_a_hello_that_cannot_be_served_reaches_no_worker(
         assert isinstance(refused, Refused)
         assert refused.kind == kind
         assert detail in refused.detail
-        assert isinstance(client.hello(), Welcome)
+        client.open()  # with a lifeline: the session ends with the client, not after seconds
     assert shared.status()["counters"]["sessions"] == before + 1
 
 

@@ -171,7 +171,7 @@ def test_a_rank_that_offloads_later_takes_over_the_others_plan(three: dict[str, 
     assert last != {""}
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_outlives_another_that_is_killed(dead: int, daemon: DaemonProcess) -> None:
     """Also where that had the job's store."""
     (found,) = run([f"killed-{dead}"], daemon).values()

@@ -136,7 +136,7 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
 
 
 @pytest.mark.parametrize(("seed", "lead"), [(0, 0), pytest.param(5, 3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("dtype", "pairs", "rows", "columns", "depth"),
     [

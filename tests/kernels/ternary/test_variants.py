@@ -58,6 +58,7 @@ def variants_of(command: list[str]) -> set[Variant]:
     return {Variant(int(one)) for one in done.stdout.split()}
 
 
+@pytest.mark.slow
 def test_no_variant_leaves_its_arrays(tmp_path):
     cc, machine = shutil.which("cc") or shutil.which("gcc"), platform.machine()
     if cc is None or machine not in SETS:

@@ -112,9 +112,8 @@ def test_an_interrupt_right_behind_the_timers_start_leaves_none(
     assert not timer.is_alive()
 
 
-@pytest.mark.parametrize(
-    "ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
     command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
     small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]

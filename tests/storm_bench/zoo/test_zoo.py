@@ -39,7 +39,14 @@ def made(model: str) -> Workload:
         pytest.skip(f"{model} needs what is not here: {missing}")
 
 
-@pytest.mark.parametrize("model", MODELS)
+SLOW = {"wav2vec2"}
+"""Of convolutions that take a CPU seconds however short the sound is."""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in MODELS],
+)
 def test_recomputing_changes_no_gradient(model: str) -> None:
     gradients = []
     for method in ("none", "checkpoint", "selective"):
