@@ -19,7 +19,6 @@ pytest.importorskip("transformers", reason="the models are its")
 
 from support.small_models import MODELS
 
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
