@@ -5,16 +5,16 @@ before the device came to them. In a step that is watched they are not: what hoo
 operation runs lies between the events, too, and is several times what a small kernel takes. So what
 is needed to run an operation again is noted, and where the plan is made it runs a few times on
 empty memory, behind something that keeps the device busy until all of it is queued. Whether it was
-is looked at: where another thread has delayed this one, the device is kept busy for longer.
+is looked at: where the thread was delayed meanwhile, the device is kept busy for longer.
 
 CUPTI, by `torch.profiler`, would tell the same of all kernels. It is the script's own to use: one
 profiler runs at a time in a process, and launches stay slower once it has been loaded.
 
 A step that others were seen before has no events: nobody knew that it would have to be learned.
 Where an operation cannot be run, as for want of memory, events have to do, the shortest of those
-that are alike. They say nothing of whether it takes long: while a step is
-learned the stream may wait within an operation for what has been saved to leave, which on a slow
-link takes many times as long as the operation.
+that are alike. They say nothing of whether it takes long: while a step is learned the stream may
+wait within an operation for what has been saved to leave, which on a slow link takes many times as
+long as the operation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REPEATS: Final = 3
 
 MOST_SECONDS: Final = 5.0
 """For all kinds of operations together: once, a step takes so much longer. What is left then goes
-by events. A convolution of another shape takes 0.1 s at first, in each thread anew."""
+by events. For convolutions and attention cuDNN makes plans of each shape, in each thread anew."""
 
 QUEUED_SECONDS: Final = (5e-4, 2e-3, 8e-3)
 """For which the device is kept busy while the repeats are queued; more where that is too short.

@@ -354,9 +354,9 @@ def _busy_seconds(signature: StepSignature, values: Sequence[Value]) -> float | 
     if timed is None or not signature.is_on_gpu:
         return timed
     seconds = operation_seconds(values, machine_of(signature.clock or _HOST))
-    twice = [number for what, number, *_ in signature.events if isinstance(what, Byproduct)]
-    twice += [value.over[0] for value in signature.values if value.over]
-    together = sum(seconds) - sum(seconds[number] for number in twice)
+    twice = {number for what, number, *_ in signature.events if isinstance(what, Byproduct)}
+    twice |= {value.over[0] for value in signature.values if value.over}
+    together = sum(one for number, one in enumerate(seconds) if number not in twice)
     return min(timed, together) if together > 0.0 else timed
 
 

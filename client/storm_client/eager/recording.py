@@ -192,9 +192,8 @@ class Recording:
         decision = step.happened((SAVED, seen.number, None, ()), storage.nbytes())
         step.saves(seen.number, storage.nbytes())
         decision = OFFLOAD if decision is None else decision
-        is_first = (
-            seen.value.uses == 1 and not seen.value.operation
-        )  # else it is known what made it
+        # What made a value of a known operation need not be found out.
+        is_first = seen.value.uses == 1 and not seen.value.operation
         self._expect_operation(tensor, seen, decision, is_first=is_first)
         step.walk_on()
         return SavedValue(seen.value, decision, seen.result)
