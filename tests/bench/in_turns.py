@@ -1,9 +1,12 @@
 """Times a workload's step without offload, checkpointed and with offload, in turns in one process.
 
     stormd run --mps=on -- python tests/bench/in_turns.py --workload llama-small --json FILE
+    stormd run --mps=on -- python tests/bench/in_turns.py --model bert --json FILE
 
 Where a step is bound by the host, machines and minutes differ by more than methods do. So each
-method has a few steps in turn, several times, on one model; a figure is the median of one turn.
+method has a few steps in turn, several times; a figure is the median of one turn. A workload is
+one model for all of them, and a model of the zoo is built for each. Thread time is the training
+thread's own, and switches are how often in a step another thread took its core.
 Memory is PyTorch's peak on a GPU, and the most that PyTorch held there for it, used or not: a turn
 begins with a step that does not count, after all unused memory of the turn before was given back.
 """
@@ -12,10 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +33,9 @@ from storm_bench.train.gpt import attention
 from storm_bench.train.measure import _step as step
 from storm_bench.train.methods import METHODS, method_of
 from storm_bench.train.workloads import WORKLOADS, make
+from storm_bench.zoo import MODELS
+from storm_bench.zoo.models import Size
+from storm_bench.zoo.row import Training, Trial
 
 from stormd.machine import describe, package_versions
 
@@ -33,6 +43,9 @@ GIB = 1 << 30
 
 WARM_UPS = 45
 """Steps by which a plan is learned and followed."""
+
+PLAIN_WARM_UPS = 6
+"""Those where a model is built for each method, and none is to be found."""
 
 
 def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str, float]:
@@ -42,23 +55,66 @@ def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str
         torch.cuda.empty_cache()
         one()
         torch.cuda.reset_peak_memory_stats(device)
+    thread, switches = time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
     seconds = [one() for _ in range(steps)]
+    thread = time.thread_time() - thread
+    switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw - switches
     peak = torch.cuda.max_memory_allocated(device) if is_on_gpu else 0
     reserved = torch.cuda.max_memory_reserved(device) if is_on_gpu else 0
     return {
         "ms": round(1e3 * statistics.median(seconds), 2),
         "least_ms": round(1e3 * min(seconds), 2),
+        "thread_ms": round(1e3 * thread / steps, 2),
+        "switches": round(switches / steps, 1),
         "peak_gib": round(peak / GIB, 3),
         "reserved_gib": round(reserved / GIB, 3),
     }
 
 
+def measure_model(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what each method took in each turn, with a model of the zoo."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = Size(device, is_small=device.type == "cpu")
+    budgets = {BUDGET_PREFIX + budget: budget for budget in options.budgets}
+    trainings: dict[str, Training] = {}
+    for name in (*options.methods, *budgets):
+        method = "storm" if name in budgets else name
+        trial = Trial(options.model, method, budgets.get(name), size, options.warm_ups, 0)
+        training = trainings[name] = Training(trial)
+        for number in range(options.warm_ups if method == "storm" else PLAIN_WARM_UPS):
+            training.step(number)
+    numbers = count(options.warm_ups)
+    ones = {name: partial(_seconds, one, numbers) for name, one in trainings.items()}
+    rows = in_turns(ones, options, device)
+    for name, training in trainings.items():
+        if isinstance(training.context, storm.Offload):
+            plan = str(training.context.plan).splitlines()
+            rows.append({"method": name, "plan": plan})
+            print(name, *plan, sep="\n", flush=True)
+    return rows
+
+
+def _seconds(training: Training, numbers: Iterator[int]) -> float:
+    return training.step(next(numbers))[0]
+
+
+def in_turns(
+    ones: dict[str, Callable[[], float]], options: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    """Return what each step's method took in each turn."""
+    rows = []
+    for number in range(options.turns):
+        for name, one in ones.items():
+            rows.append({"turn": number, "method": name, **turn(one, options.steps, device)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
-    """Return what each method took in each turn, beside the daemon at an address."""
+    """Return what each method took in each turn, with a workload, beside the daemon there."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = make(WORKLOADS[options.workload], device)
     names = [*options.methods, *(BUDGET_PREFIX + budget for budget in options.budgets)]
-    rows = []
     with ExitStack() as held, attention(device):
         ones: dict[str, Callable[[], float]] = {}
         plans: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -69,10 +125,7 @@ def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
             plans[name] = active.figures
             for _ in range(options.warm_ups):
                 ones[name]()
-        for number in range(options.turns):
-            for name, one in ones.items():
-                rows.append({"turn": number, "method": name, **turn(one, options.steps, device)})
-                print(json.dumps(rows[-1]), flush=True)
+        rows = in_turns(ones, options, device)
         for name, figures in plans.items():
             if plan := figures().get("plan"):
                 rows.append({"method": name, "plan": plan})
@@ -82,7 +135,9 @@ def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workload", choices=WORKLOADS, default="llama-small")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--workload", choices=WORKLOADS, default="llama-small")
+    which.add_argument("--model", choices=MODELS, help="of `stormd bench zoo`")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=["none", "checkpoint", "storm"]
     )
@@ -93,7 +148,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     with storm.connect(timeout=60.0) as client:
-        rows = measure(options, client.address)
+        rows = measure_model(options) if options.model else measure(options, client.address)
     if options.json:
         command = " ".join(["python tests/bench/in_turns.py", *sys.argv[1:]])
         machine = describe() | {"command": command, "versions": package_versions(("torch",))}

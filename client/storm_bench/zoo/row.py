@@ -27,7 +27,7 @@ from storm_bench.zoo.models import WORKLOADS, Size, Workload
 if TYPE_CHECKING:
     from storm_client.planner.plan import Plan
 
-__all__ = ["Trial", "measure"]
+__all__ = ["Training", "Trial", "measure"]
 
 _GIB: Final = 1 << 30
 _WINDOW: Final = 8
@@ -61,12 +61,12 @@ def measure(trial: Trial) -> dict[str, Any]:
     if device.type != "cuda" and not trial.size.is_small:
         return row | {"skipped": "there is no GPU here; --small tries it on the CPU"}
     try:
-        return row | _Training(trial).measure()
+        return row | Training(trial).measure()
     except (Unavailable, ImportError, torch.OutOfMemoryError) as error:
         return row | {"skipped": f"{error}".partition("\n")[0][:300]}
 
 
-class _Training:
+class Training:
     """A model that is trained by a method."""
 
     def __init__(self, trial: Trial) -> None:
@@ -78,7 +78,7 @@ class _Training:
         model = self._workload.model.train()
         method.change(model)
         self._model = _of_ranks(trial.ranks, model) if trial.ranks else model
-        self._context = method.enter(self._model, trial.budget)
+        self.context = method.enter(self._model, trial.budget)
         places = {one.device for one in self._model.parameters()}
         self._devices = {one for one in places if one.type == self._device.type}
         trained = [one for one in self._model.parameters() if one.requires_grad]
@@ -93,11 +93,11 @@ class _Training:
     def measure(self) -> dict[str, Any]:
         """Train, and return the figures of the steps that count."""
         trial = self._trial
-        on_the_way = [self._step(number)[0] for number in range(trial.warm_ups)]
+        on_the_way = [self.step(number)[0] for number in range(trial.warm_ups)]
         for device in self._devices:
             reset_peak(device)
         before = self._counts()
-        found = [self._step(trial.warm_ups + number) for number in range(trial.steps)]
+        found = [self.step(trial.warm_ups + number) for number in range(trial.steps)]
         counted = [seconds for seconds, _ in found]
         seconds = on_the_way + counted
         return {
@@ -111,11 +111,11 @@ class _Training:
             **self._offloaded(before),
         }
 
-    def _step(self, number: int) -> tuple[float, Tensor]:
+    def step(self, number: int) -> tuple[float, Tensor]:
         """Return the seconds of a step and its loss."""
         torch.manual_seed(number)
         begun = self._now()
-        with self._context, self._autocast():
+        with self.context, self._autocast():
             loss = self._workload.loss(self._model)
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's gap
         self._scaler.step(self._optimizer)
@@ -150,14 +150,14 @@ class _Training:
 
     def _counts(self) -> tuple[int, int]:
         """Return the bytes offloaded and recomputed so far."""
-        if not isinstance(self._context, storm.Offload):
+        if not isinstance(self.context, storm.Offload):
             return 0, 0
-        stats = self._context.stats()
+        stats = self.context.stats()
         return stats.offloaded_bytes, stats.replayed_bytes
 
     def _offloaded(self, before: tuple[int, int]) -> dict[str, Any]:
         """Return what a counted step offloaded and recomputed, and by which plan."""
-        offload = self._context
+        offload = self.context
         if not isinstance(offload, storm.Offload):
             return {}
         each = [

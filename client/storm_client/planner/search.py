@@ -11,6 +11,7 @@ checkpointing does, and each that follows puts more there, as long as that takes
 recomputes nothing is at its top; where a step saves little, one by which all stays comes first.
 What the link alone takes longer for than a step has taken is not followed. The best is looked at
 once more, and for longer: what steps take may change once memory that others have left is gone.
+So is what was measured first: when a training begins its machine does other things, too.
 Every time is a step's, from the begin of its block to that of the next. Where steps have many
 sizes, only the largest are compared: what a step takes is no multiple of its bytes. If they are
 rare, few plans are.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, NamedTuple
 
 __all__ = [
@@ -93,6 +95,9 @@ NEAR: Final = 1.15
 CLOSE: Final = 1.05
 """Times the best: plans that took no more are looked at once more. What else a machine does lasts
 longer than the steps of one look."""
+
+FAR: Final = 2.0
+"""Times the best: what was measured first is looked at once more if it took no more."""
 
 GAIN: Final = 0.01
 """Of a step: two plans that differ by less take the same time."""
@@ -282,7 +287,8 @@ class PlanSearch:
 
     def _is_measured(self) -> bool:
         counted = self._seconds[SKIPPED:]
-        if len(counted) >= (LOOKED_AT_AGAIN if self.looks_again else MEASURED):
+        is_long = self.looks_again and self.steps < MOST_STEPS
+        if len(counted) >= (LOOKED_AT_AGAIN if is_long else MEASURED):
             return True
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
@@ -349,15 +355,16 @@ class PlanSearch:
     def _doubtful(self) -> list[Alternative]:
         """Return what is to be looked at again: each once that takes about as long as the fastest.
 
-        The best comes first, which is looked at again in any case.
+        The best comes first, which is looked at again in any case, then what was measured first.
         """
         results = self.results  # those that decide the same share one
         seen = {id(results[one]) for one in self.seen_again}
-        most, best = CLOSE * self._fastest, self.best
+        most = dict.fromkeys(results, CLOSE * self._fastest)
+        most |= dict.fromkeys(islice(results, 1), FAR * self._fastest) | {self.best: math.inf}
         left: dict[int, Alternative] = {}
-        for one in sorted(results, key=lambda one: (one != best, results[one].seconds)):
+        for one in sorted(results, key=lambda one: (-most[one], results[one].seconds)):
             found = results[one]
-            if id(found) not in seen and (one == best or found.seconds <= most):
+            if id(found) not in seen and found.seconds <= most[one]:
                 left.setdefault(id(found), one)
         return list(left.values())
 
@@ -403,6 +410,6 @@ class PlanSearch:
 
 
 def _shortest_of(seconds: Sequence[float]) -> float:
-    """Return the mean of the shortest two thirds, at least two: what delays a step is no plan's."""
-    shortest = sorted(seconds)[: max(2, 2 * len(seconds) // 3)]
+    """Return the mean of the shortest two thirds: what delays a step is no plan's."""
+    shortest = sorted(seconds)[: max(1, 2 * len(seconds) // 3)]
     return sum(shortest) / len(shortest)
