@@ -117,7 +117,7 @@ def test_ranks_compare_plans_by_the_slowest_of_them(two: dict[str, list[Any]]) -
         turns = [now for before, now in pairwise([False, *rank["settled"]]) if now != before]
         assert turns == [True, False, True]
         # Three plans differ. With a decision between each two and the next it takes 55 steps.
-        assert sum(rank["compares"]) <= 45, "plans are followed in turn"
+        assert sum(rank["compares"]) <= 50, "plans are followed in turn"
 
 
 @pytest.mark.parametrize("case", ["sharded", "flat", "tensor_parallel"])
