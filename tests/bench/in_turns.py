@@ -45,7 +45,7 @@ WARM_UPS = 45
 """Steps by which a plan is learned and followed."""
 
 PLAIN_WARM_UPS = 6
-"""Those where a model is built for each method, and none is to be found."""
+"""Those where there is no plan."""
 
 
 def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str, float]:
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
             active = held.enter_context(method.enter(training.module, device, address))
             ones[name] = lambda active=active, method=method: step(training, active, method)[0]
             plans[name] = active.figures
-            for _ in range(options.warm_ups):
+            for _ in range(options.warm_ups if name.startswith("storm") else PLAIN_WARM_UPS):
                 ones[name]()
         rows = in_turns(ones, options, device)
         for name, figures in plans.items():

@@ -4,12 +4,14 @@
         einops vit-pytorch torch_geometric torchdiffeq gpytorch linear_operator jaxtyping \
         wadler-lindig monai kornia kornia_rs denoising-diffusion-pytorch ema-pytorch
     PYTHONPATH=tests:zoo python -m bench.real_models --json tests/bench/results/real_models.json
+    stormd run --mps=on -- python -m bench.real_models --device cuda --libraries timm torchvision
 
 Each model does some steps with AdamW, in float32 and under autocast to bfloat16, twice without
 offload, and then each way: hooks at several options, `storm.compile`, `storm.compile_step`. The
 loss of every step, and all parameters and buffers at the end, are compared. What differs is named,
 and the exit status is 1; a model that is not deterministic by itself, or whose package is missing,
-says so. By default every replay that is possible is taken.
+says so. On a GPU PyTorch is told to compute deterministically. By default every replay that is
+possible is taken.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import os
 import random
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,11 +34,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import storm_client as storm
 import torch
-from storm_client.eager import plan_maker
+from bench.library_models import LIBRARIES, Maker, Trained, library_models
 from storm_client.errors import UsageError
-from support.planning import FREE_REPLAYS
+from support.planning import replay_all
 from support.training import bits
 from torch import Tensor, nn
 
@@ -54,16 +59,6 @@ STEP: dict[str, Any] = {"min_bytes": 64, "codegen": "eager"}
 WAYS = ("hooks", "compile", "step")
 MOST_CHARACTERS = 300
 POOL_BYTES = 1 << 30
-
-
-class Trained(NamedTuple):
-    """A model, and what a step computes with it."""
-
-    module: nn.Module
-    forward: Callable[[nn.Module], Any]
-
-
-Maker = Callable[[], Trained]
 
 
 def _diffusers(name: str, shape: tuple[int, ...], more: dict[str, Any], **config: Any) -> Maker:
@@ -370,7 +365,7 @@ PLAIN = Way()
 TRACED = Way(wrap=lambda module: torch.compile(module, backend="aot_eager"))
 
 
-def train(make: Maker, way: Way, *, half: bool, device: str) -> list[Tensor]:
+def train(make: Maker, way: Way, *, half: bool, device: str, steps: int) -> list[Tensor]:
     """Train a new model; return the loss of each step, and what parameters and buffers are then."""
     torch.manual_seed(0)
     random.seed(0)
@@ -391,7 +386,7 @@ def train(make: Maker, way: Way, *, half: bool, device: str) -> list[Tensor]:
 
     whole = way.whole(step)
     found = []
-    for number in range(STEPS):
+    for number in range(steps):
         torch.manual_seed(100 + number)
         found.append(whole().detach().clone())
     return [*found, *(one.detach().clone() for one in (*module.parameters(), *module.buffers()))]
@@ -416,11 +411,12 @@ def _ways(client: storm.Client, names: list[str]) -> Iterator[tuple[str, Way, Wa
         yield "step", Way(whole=partial(storm.compile_step, **STEP)), PLAIN
 
 
-def compare(
-    make: Maker, client: storm.Client, names: list[str], *, half: bool, device: str
-) -> dict[str, str]:
-    """Return what came of each way: "same", "differs", or why it was not compared."""
-    run = partial(train, make, half=half, device=device)
+def compare(make: Maker, client: storm.Client, names: list[str], **how: Any) -> dict[str, str]:
+    """Return what came of each way: "same", "differs", or why it was not compared.
+
+    `how` is what `train` takes besides.
+    """
+    run = partial(train, make, **how)
     found: dict[str, str] = {}
     for like in (PLAIN, TRACED):
         ways = [(name, way) for name, way, other in _ways(client, names) if other is like]
@@ -453,10 +449,27 @@ def _outcome(run: Callable[[Way], list[Tensor]], way: Way, expected: list[Tensor
     return "same" if _same(found, expected) else "differs"
 
 
+def _connected(device: str) -> storm.Client:
+    """Connect to the daemon that there is; on a CPU to one of our own."""
+    if device == "cuda":
+        return storm.connect(timeout=60.0)
+    return storm.connect(embedded="always", pool_bytes=POOL_BYTES, timeout=60.0)
+
+
 def main() -> None:
     """Train what the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="(default: all there are)")
+    parser.add_argument(
+        "--libraries",
+        nargs="*",
+        choices=LIBRARIES,
+        default=(),
+        help="train all architectures of these instead",
+    )
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="the first of how many")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="what is left then is not")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--costs", choices=("free", "real"), default="free", help="of replays")
@@ -464,12 +477,21 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if args.costs == "free":
-        plan_maker.machine_of = lambda _: FREE_REPLAYS
+        replay_all(pytest.MonkeyPatch())
+    if args.device == "cuda":
+        torch.use_deterministic_algorithms(True)
+    models = library_models(args.libraries) if args.libraries else MODELS
+    first, every = args.part
+    names = list(args.models or models)[first::every]
     rows: dict[str, dict[str, str]] = {}
-    with storm.connect(embedded="always", pool_bytes=POOL_BYTES, timeout=60.0) as client:
+    end = time.monotonic() + args.seconds
+    with _connected(args.device) as client:
         os.environ["STORMD_ADDRESS"] = client.address
-        for name, half in product(args.models, (False, True)):
-            row = compare(MODELS[name], client, args.ways, half=half, device=args.device)
+        for name, half in product(names, (False, True)):
+            if time.monotonic() > end:
+                break
+            how = {"half": half, "device": args.device, "steps": args.steps}
+            row = compare(models[name], client, args.ways, **how)
             rows[f"{name}, {'bfloat16' if half else 'float32'}"] = row
             print(f"{name}, {'bfloat16' if half else 'float32'}: {row}", flush=True)
     counts = Counter(outcome.partition(":")[0] for row in rows.values() for outcome in row.values())

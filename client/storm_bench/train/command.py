@@ -49,6 +49,7 @@ _WORKLOADS_OF: Final = {"cpu": ["W0"], "cuda": ["W1", "W2", "W3"]}
 METHODS: Final = (
     "none",
     "checkpoint",
+    "checkpoint-tiled-loss",
     "checkpoint-on-cpu",
     "selective",
     "save-on-cpu",

@@ -80,9 +80,14 @@ class Gpt(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the blocks' output `x`."""
-        logits = self.head(self.norm(x)).float()
+        logits = self.logits(x).float()
         loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return what the head makes of it, [batch, length, vocabulary]."""
+        found: Tensor = self.head(self.norm(x))
+        return found
 
 
 def attention(device: torch.device, *, exact: bool = False) -> AbstractContextManager[None]:

@@ -85,9 +85,14 @@ class Llama(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the layers' output `x`."""
-        logits = self.net.lm_head(self.net.model.norm(x)).float()
+        logits = self.logits(x).float()
         loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return what the head makes of it, [batch, length, vocabulary]."""
+        found: Tensor = self.net.lm_head(self.net.model.norm(x))
+        return found
 
     def _layer(self, layer: nn.Module, x: Tensor) -> Tensor:
         # Without a mask PyTorch's attention is causal.

@@ -122,7 +122,7 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
 
 
 def _step(training: Training, active: Active, method: Method) -> Times:
-    """Do one step. The head and the loss lie outside of the context: they are needed at once."""
+    """Do one step. Hooks that copy all they are given are spared the head and the loss."""
     net, tokens, optimizer = training.net, training.tokens, training.optimizer
     marks = [_mark(tokens.device)]
     begin = time.perf_counter()
@@ -130,7 +130,9 @@ def _step(training: Training, active: Active, method: Method) -> Times:
     with active.context():
         for block in net.blocks:
             x = method.run(block, x)
-    loss = net.loss(x, training.targets)
+        loss = method.loss(net, x, training.targets) if method.covers_loss else None
+    if loss is None:
+        loss = method.loss(net, x, training.targets)
     marks.append(_mark(tokens.device))
     loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
     if optimizer is not None:

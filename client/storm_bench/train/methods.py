@@ -1,8 +1,8 @@
 """The ways to keep a step's activations that are compared.
 
-Every method is given the same forward and leaves the head and the loss alone, whose tensors are
-needed at once. What a method cannot do here is `Unavailable` with the reason, never a silent
-substitute.
+Every method is given the same forward. Those of others leave the head and the loss alone, whose
+tensors are needed at once; stormd decides about them, as in its README. What a method cannot do
+here is `Unavailable` with the reason, never a silent substitute.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from storm_bench.train import BUDGET_PREFIX
 from storm_bench.train.gpt import Block as GptBlock
+from storm_bench.train.workloads import Net
 
 __all__ = [
     "METHODS",
@@ -91,6 +92,16 @@ def _selectively(block: Block, x: Tensor) -> Tensor:
     return out
 
 
+def _plain_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    return net.loss(x, targets)
+
+
+def _tiled_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the same, bit for bit, by stormd's loss, which never makes all of it in float32."""
+    flat = targets.flatten()
+    return storm.cross_entropy(net.logits(x).flatten(0, 1), flat, dtype=torch.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """`enter` takes the model, its device and a daemon's address; it may raise Unavailable."""
@@ -98,6 +109,10 @@ class Method:
     enter: Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]
     run: Callable[[Block, Tensor], Tensor] = _plainly
     """How a block is run on its input."""
+    loss: Callable[[Net, Tensor, Tensor], Tensor] = _plain_loss
+    """What becomes of the last block's output and the targets."""
+    covers_loss: bool = False
+    """Whether its context has the head and the loss in it, too."""
 
 
 @contextmanager
@@ -187,17 +202,18 @@ def _gated_mlps(model: nn.Module) -> Iterator[None]:
 METHODS: Final[dict[str, Method]] = {
     "none": Method(_nothing),
     "checkpoint": Method(_nothing, _checkpointed),
+    "checkpoint-tiled-loss": Method(_nothing, _checkpointed, _tiled_loss),
     "checkpoint-on-cpu": Method(_save_on_cpu, _checkpointed),
     "selective": Method(_nothing, _selectively),
     "save-on-cpu": Method(_save_on_cpu),
     "trl": Method(_peer("trl.models.activation_offloading")),
     "torchtune": Method(_peer("torchtune.training")),
-    "storm": Method(_storm()),
-    "storm-no-replay": Method(_storm(replay=False)),
-    "storm-raw": Method(_storm("raw")),
-    "storm-checkpoint": Method(_storm(), _checkpointed),
+    "storm": Method(_storm(), covers_loss=True),
+    "storm-no-replay": Method(_storm(replay=False), covers_loss=True),
+    "storm-raw": Method(_storm("raw"), covers_loss=True),
+    "storm-checkpoint": Method(_storm(), _checkpointed, covers_loss=True),
     "gated": Method(_gated(_nothing)),
-    "storm-gated": Method(_gated(_storm())),
+    "storm-gated": Method(_gated(_storm()), covers_loss=True),
 }
 
 
@@ -208,7 +224,7 @@ def method_of(name: str) -> Method:
         KeyError: there is none.
     """
     if name.startswith(BUDGET_PREFIX):
-        return Method(_storm(budget=name.removeprefix(BUDGET_PREFIX)))
+        return Method(_storm(budget=name.removeprefix(BUDGET_PREFIX)), covers_loss=True)
     return METHODS[name]
 
 

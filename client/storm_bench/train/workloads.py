@@ -43,6 +43,10 @@ class Net(Protocol):
         """Return the loss of the last block's output."""
         ...
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Return what the head makes of it, in the model's type."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Training:

@@ -10,6 +10,8 @@ Everything here is pure: no tensor, device or clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 from typing import Final
 
 from storm_client.planner.decisions import Keep, Offload
@@ -58,17 +60,26 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
 
 def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
     """Return a choice that goes on from the `best` by bytes to what there is room for."""
+    allowed = _at_least(_room(problem, best, most))
     budget = best.kept_bytes + _room(problem, best, most)[-1]
     for _ in range(TRIES):
         if budget <= best.kept_bytes:
             break
         tried = solver.choose(budget)
-        lacking = -min(_room(problem, tried, most))
+        lacking = max(map(sub, allowed, _room(problem, tried, most)))
         if lacking <= 0:
             best = tried
             break
         budget = tried.kept_bytes - lacking
     return _keeping_what_fits(solver, problem, best, most)
+
+
+def _at_least(room: Sequence[int]) -> list[int]:
+    """Return how much room a choice has to leave that goes on from one with so much.
+
+    What is fuller as it is may stay so, and does not keep others from what there is room for.
+    """
+    return [min(0, nbytes) for nbytes in room]
 
 
 def is_below_checkpointing(problem: Problem, choice: Choice) -> bool:
@@ -83,12 +94,22 @@ def _is_known(problem: Problem) -> bool:
 
 def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
     """Return how many bytes more may be kept at each moment, to be never fuller than `most`."""
-    decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
-    stored = [value.nbytes for value, one, cost in decided if cost and isinstance(one, Offload)]
-    left = in_flight_bytes(stored) + problem.lacked_bytes
     room = planned(problem, choice.decisions).room_below(most)
     room[-1] -= _outside_bytes(problem)
-    return [nbytes - left for nbytes in room]
+    taken = (nbytes + problem.lacked_bytes for nbytes in _in_flight(problem, choice))
+    return list(map(sub, room, taken))
+
+
+def _in_flight(problem: Problem, choice: Choice) -> list[int]:
+    """Return how much is in flight at the most at each moment: of what has not come back by then."""
+    coming = [0] * (len(problem.values) + 1)
+    decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
+    stored = [value for value, one, cost in decided if cost and isinstance(one, Offload)]
+    for value in stored:
+        first, _ = problem.used_between.get(value.number, (value.number, value.number))
+        coming[first + 1] += value.nbytes
+    limit = in_flight_bytes([value.nbytes for value in stored])
+    return [min(limit, nbytes) for nbytes in accumulate(coming)]
 
 
 def _outside_bytes(problem: Problem) -> int:
@@ -102,11 +123,12 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
 
     With that less is recomputed or in flight, so there may be room for more.
     """
+    allowed = _at_least(_room(problem, choice, most))
     for _ in range(TRIES):
         more = _fitting(problem, choice, _room(problem, choice, most))
         kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
         found = solver.choose(0, stays=kept | more) if more else choice
-        if not more or min(_room(problem, found, most)) < 0:
+        if not more or max(map(sub, allowed, _room(problem, found, most))) > 0:
             break
         choice = found
     return choice
