@@ -250,6 +250,7 @@ class Planning:
             self._recurrence.saw(is_new=signature is None or signature.seen == 1)
         if signature is not None:
             signature.note_loss(record.plain_loss_bytes)
+            signature.note_gradients(record.gradients)
             self._ranks.ended(signature)
             if signature.seen == 1 and self._finer < FINEST:
                 self._look_finer(signature, least)
@@ -293,6 +294,8 @@ class Planning:
         self._compare_plans()
         self._note_link()
         self._note_shortage()
+        if (latest := self._signatures.latest) is not None:
+            latest.look_for_gradients()
         if self._ranks.are_sharing:
             self._ranks.agree(self.maker, self._expect_agreed)
         for signature in self._signatures.outdated():

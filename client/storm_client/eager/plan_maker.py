@@ -223,6 +223,7 @@ class PlanMaker:
             block_ends=signature.block_ends,
             used_between=_used_between(signature),
             plain_loss_bytes=signature.root.plain_loss_bytes,
+            finds_gradients=signature.finds_gradients,
             lacked_bytes=self.lacked_bytes,
         )
 

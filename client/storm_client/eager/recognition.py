@@ -27,6 +27,7 @@ from typing import Final, TypeVar
 
 from storm_client.eager.events import SAVED, Event, RecordedValue, values_of
 from storm_client.eager.followed_plan import NOTHING, Expected, FollowedPlan
+from storm_client.eager.gradients import Gradients
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import OFFLOAD, Decision
 
@@ -86,6 +87,8 @@ class StepRecord:
     """Bytes of the values that have more than is known."""
     plain_loss_bytes: int = 0
     """What PyTorch's own loss would take beyond the one that it computes in tiles; see Problem."""
+    gradients: Gradients = field(default_factory=Gradients)
+    """Of the parameters that it was seen to read."""
     _left: StepSignature | None = None
     """Whose script was left in the middle, so that some values were not looked at."""
     _position: int = 0

@@ -25,6 +25,7 @@ from storm_client.eager.comparison import Comparison
 from storm_client.eager.events import SAVED, Event, RecordedValue, saved_numbers
 from storm_client.eager.followed_plan import Expected, FollowedPlan
 from storm_client.eager.following import Rest
+from storm_client.eager.gradients import Gradients, may_lie_elsewhere
 from storm_client.eager.proofs import Evidence
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
 from storm_client.planner.blocks import block_ends
@@ -96,6 +97,7 @@ class StepSignature:
         """What its plan takes the link for."""
         self.plain_loss_bytes = 0
         """The most of what its steps have noted of that; see Problem."""
+        self._gradients = Gradients()
         self._comparison: Comparison | None = None
         self._is_outdated = True
 
@@ -206,6 +208,23 @@ class StepSignature:
         if plain_bytes > root.plain_loss_bytes:
             root.plain_loss_bytes = plain_bytes
             root.outdate()
+
+    def note_gradients(self, gradients: Gradients) -> None:
+        """Note what a step has shown of gradients of parameters."""
+        root = self.root
+        if root._gradients.join(gradients) and not may_lie_elsewhere():
+            root.outdate()
+
+    def look_for_gradients(self) -> None:
+        """Look whether gradients are there as a step begins."""
+        root = self.root
+        if root._gradients.look() and not may_lie_elsewhere():
+            root.outdate()
+
+    @property
+    def finds_gradients(self) -> bool:
+        """Whether gradients of parameters may be there when its steps begin."""
+        return self.root._gradients.are_found or may_lie_elsewhere()
 
     # --- plans ------------------------------------------------------------------------------
 

@@ -294,6 +294,7 @@ class Values:
         """
         for tensor in {id(one): one for one in map(base_of, tensors)}.values():
             if tensor.requires_grad and isinstance(tensor, torch.nn.Parameter):
+                self._step.gradients.reads(tensor)
                 _, before = self._readers.get(id(tensor), (None, None))
                 if before is not None:
                     before.parameter_bytes -= tensor.nbytes

@@ -17,7 +17,7 @@ from typing import Final
 from storm_client.planner.decisions import Keep, Offload
 from storm_client.planner.in_flight import in_flight_bytes
 from storm_client.planner.machine import Machine
-from storm_client.planner.problem import Problem
+from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import Choice, Solver
 from storm_client.planner.timeline import (
     Timeline,
@@ -26,11 +26,10 @@ from storm_client.planner.timeline import (
     planned,
 )
 
-__all__ = ["choose_below_checkpointing", "is_below_checkpointing"]
+__all__ = ["choose_below_checkpointing", "is_below_checkpointing", "room_below_checkpointing"]
 
 TRIES: Final = 4
-"""Budgets that are looked at, of which each is less by what the one before it lacked; and then how
-often it is looked at what else fits."""
+"""Budgets that are looked at, of which each is less by what the one before it lacked."""
 
 LOSS_COPIES: Final = 7
 """Times the bytes of logits in half precision that a loss takes for them in single precision: twice
@@ -42,8 +41,8 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
 
     It keeps as many bytes as checkpointing its blocks in any case, less what devices have lacked,
     and no more if it is not known what there is at each moment. If it is, there are two starting
-    points, and the faster result counts: as many bytes of what pays most, and what checkpointing
-    itself keeps, which puts next to nothing on the link.
+    points: as many bytes of what pays most, and what checkpointing itself keeps, which puts next to
+    nothing on the link. Of what comes of them the faster counts that is never fuller.
     """
     solver = Solver(problem, machine)
     best = solver.choose(max(0, problem.checkpointed_bytes - problem.lacked_bytes))
@@ -55,7 +54,7 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     begun = solver.choose(0, stays=kept)
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         found.append(_keeping_what_fits(solver, problem, begun, most))
-    return min(found, key=lambda choice: choice.seconds)
+    return min(found, key=lambda one: (not is_below_checkpointing(problem, one), one.seconds))
 
 
 def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
@@ -84,7 +83,12 @@ def _at_least(room: Sequence[int]) -> list[int]:
 
 def is_below_checkpointing(problem: Problem, choice: Choice) -> bool:
     """Tell whether a step is known to be never fuller than with its blocks checkpointed."""
-    return _is_known(problem) and min(_room(problem, choice, checkpointed(problem))) >= 0
+    return _is_known(problem) and min(room_below_checkpointing(problem, choice)) >= 0
+
+
+def room_below_checkpointing(problem: Problem, choice: Choice) -> list[int]:
+    """Return how many bytes more there may be at each moment to be never fuller than that."""
+    return _room(problem, choice, checkpointed(problem))
 
 
 def _is_known(problem: Problem) -> bool:
@@ -101,15 +105,26 @@ def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
 
 
 def _in_flight(problem: Problem, choice: Choice) -> list[int]:
-    """Return how much is in flight at the most at each moment: of what has not come back by then."""
-    coming = [0] * (len(problem.values) + 1)
-    decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
-    stored = [value for value, one, cost in decided if cost and isinstance(one, Offload)]
+    """Return how much is in flight at the most at each moment: of what has not come back yet."""
+    coming, stored = [0] * (len(problem.values) + 1), _stored(problem, choice)
     for value in stored:
         first, _ = problem.used_between.get(value.number, (value.number, value.number))
         coming[first + 1] += value.nbytes
     limit = in_flight_bytes([value.nbytes for value in stored])
     return [min(limit, nbytes) for nbytes in accumulate(coming)]
+
+
+def _stored(problem: Problem, choice: Choice) -> list[Value]:
+    """Return what a choice offloads."""
+    decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
+    return [value for value, one, cost in decided if cost and isinstance(one, Offload)]
+
+
+def _in_flight_anyway(problem: Problem, choice: Choice) -> set[int]:
+    """Return what is offloaded where all of it may be in flight at once, which frees nothing."""
+    stored = _stored(problem, choice)
+    sizes = [value.nbytes for value in stored]
+    return {value.number for value in stored if sum(sizes) <= in_flight_bytes(sizes)}
 
 
 def _outside_bytes(problem: Problem) -> int:
@@ -124,11 +139,13 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
     With that less is recomputed or in flight, so there may be room for more.
     """
     allowed = _at_least(_room(problem, choice, most))
-    for _ in range(TRIES):
-        more = _fitting(problem, choice, _room(problem, choice, most))
+    while more := (
+        _fitting(problem, choice, _room(problem, choice, most))
+        or _in_flight_anyway(problem, choice)
+    ):
         kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
-        found = solver.choose(0, stays=kept | more) if more else choice
-        if not more or max(map(sub, allowed, _room(problem, found, most))) > 0:
+        found = solver.choose(0, stays=kept | more)
+        if max(map(sub, allowed, _room(problem, found, most))) > 0:
             break
         choice = found
     return choice

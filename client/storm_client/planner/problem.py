@@ -72,6 +72,8 @@ class Problem:
     """Values that checkpointing would keep: others are recomputed from them, and not they."""
     plain_loss_bytes: int = 0
     """What PyTorch's own loss would take beyond what the step saves, where tiles compute it."""
+    finds_gradients: bool = True
+    """Whether gradients of parameters may be there when the step begins."""
     lacked_bytes: int = 0
     """What devices have lacked so far, and is left free."""
 

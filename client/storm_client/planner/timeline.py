@@ -48,6 +48,8 @@ class Timeline:
     """By the same numbers while it is undone, and at the end for the loss; without the next."""
     gradients: list[int]
     """Of parameters, which have come to be by then, if none were there before the step."""
+    finds_gradients: bool = True
+    """Whether there may be some."""
 
     @property
     def fullest(self) -> int:
@@ -63,11 +65,13 @@ class Timeline:
         """Return how many bytes more may lie here at each moment of the backward pass.
 
         So many that this step is never fuller than the other at its fullest, whether it finds
-        gradients of parameters or not. Where it is fuller as it is they are negative.
+        gradients of parameters or not, if it may. Where it is fuller as it is they are negative.
         """
-        first, later = other.fullest, other.fullest_beside_gradients
-        both = zip(self._with(self.gradients), self._with(self._new), strict=True)
-        return [min(first - filling, later - adding) for filling, adding in both]
+        new = [other.fullest - filling for filling in self._with(self.gradients)]
+        if not self.finds_gradients:
+            return new
+        found = (other.fullest_beside_gradients - adding for adding in self._with(self._new))
+        return list(map(min, new, found))
 
     @property
     def _new(self) -> list[int]:
@@ -127,6 +131,7 @@ def _timeline(
         list(map(add, forward, _forward(problem, kept))),
         list(map(add, backward, _backward(problem, kept, recomputed, begin))),
         [*reversed(list(accumulate(new))), 0],
+        problem.finds_gradients,
     )
 
 

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storm_client.planner.decisions import Keep
-from storm_client.planner.filling import choose_below_checkpointing, is_below_checkpointing
+from storm_client.planner.filling import (
+    choose_below_checkpointing,
+    is_below_checkpointing,
+    room_below_checkpointing,
+)
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice, Solver, choose
@@ -68,19 +72,39 @@ def test_room_is_left_for_parameters_that_are_gathered() -> None:
 def test_nothing_is_given_up_that_could_stay(
     count: int, wide: int, loss: int, weights: int
 ) -> None:
-    """Below what checkpointing takes: with any other value kept, some moment would be fuller."""
+    """Below what checkpointing takes: no other value fits that could lie there until its use."""
     problem = step(count, wide=wide, loss=loss, weights=weights)
     most, found = checkpointed(problem), choose_below_checkpointing(problem, CUDA)
     if not is_below_checkpointing(problem, found):
-        assert kept_bytes(problem, found) <= problem.checkpointed_bytes + problem.values[-1].nbytes
+        before = choose(problem, CUDA, budget_bytes=problem.checkpointed_bytes)
+        lacking = min(room_below_checkpointing(problem, before))
+        assert lacking <= min(room_below_checkpointing(problem, found)) < 0
         return
     assert planned(problem, found.decisions).fullest <= most.fullest
+    room = room_below_checkpointing(problem, found)
     for one in problem.saved:
         if not isinstance(found.decisions[one.number], Keep):
-            decisions = list(found.decisions)
-            decisions[one.number] = Keep("budget")
-            other = found._replace(decisions=decisions)
-            assert not is_below_checkpointing(problem, other), one
+            begin = problem.used_between[one.number][0] + 1
+            assert min(room[begin:]) < one.nbytes
+
+
+@pytest.mark.parametrize("loss", [90, 900])
+@pytest.mark.parametrize("weights", [0, 60])
+def test_what_is_fuller_at_one_moment_keeps_nothing_from_staying_at_others(
+    loss: int, weights: int
+) -> None:
+    """Of eight layers of a Llama 8B 2 GiB more may stay, but not beside the first layer's values.
+
+    What pays most for as many bytes as checkpointing keeps is fuller there, for what is in flight.
+    """
+    problem = step(8, loss=loss, weights=weights)
+    before = choose(problem, CUDA, budget_bytes=problem.checkpointed_bytes)
+    room = room_below_checkpointing(problem, before)
+    assert min(room) < 0
+    found = choose_below_checkpointing(problem, CUDA)
+    assert kept_bytes(problem, found) > 1.5 * kept_bytes(problem, before)
+    after = room_below_checkpointing(problem, found)
+    assert all(one >= min(0, two) for one, two in zip(after, room, strict=True))
 
 
 @settings(max_examples=30, deadline=None)

@@ -109,6 +109,8 @@ def test_there_is_room_up_to_another_step_s_fullest_moment() -> None:
     own = Timeline([10, 20], [10, 20, 30], [30, 5, 0])
     assert (other.fullest, other.fullest_beside_gradients) == (65, 60)
     assert own.room_below(other) == [25, 35, 30]
+    new = replace(own, finds_gradients=False)
+    assert new.room_below(other) == [65 - 10 - 30, 65 - 20 - 5, 65 - 30]
     assert min(other.room_below(other)) == 0
     assert min(other.room_below(own)) < 0
 
