@@ -23,9 +23,9 @@ from storm_bench.zoo import MODELS
 
 RESULTS: Final = Path(__file__).parent / "results"
 TUNED: Final = {
-    "GPT, width 4096, 8 layers, 8,192 tokens": 0,
-    "GPT, width 4096, 4 layers, 32,768 tokens": 1,
-    "Llama 8B, 8 layers, 8,192 tokens": 4,
+    "GPT, width 4096, 8 layers, 8,192 tokens": 29,
+    "GPT, width 4096, 4 layers, 32,768 tokens": 27,
+    "Llama 8B, 8 layers, 8,192 tokens": 30,
 }
 """Workloads of in_turns_h100.json, and which of its runs is theirs."""
 

@@ -59,8 +59,8 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
 
 def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
     """Return a choice that goes on from the `best` by bytes to what there is room for."""
-    allowed = _at_least(_room(problem, best, most))
-    budget = best.kept_bytes + _room(problem, best, most)[-1]
+    room = _room(problem, best, most)
+    allowed, budget = _at_least(room), best.kept_bytes + room[-1]
     for _ in range(TRIES):
         if budget <= best.kept_bytes:
             break

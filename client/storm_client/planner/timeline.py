@@ -67,11 +67,13 @@ class Timeline:
         So many that this step is never fuller than the other at its fullest, whether it finds
         gradients of parameters or not, if it may. Where it is fuller as it is they are negative.
         """
-        new = [other.fullest - filling for filling in self._with(self.gradients)]
+        first, later = other.fullest, other.fullest_beside_gradients
+        new = [first - filling for filling in self._with(self.gradients)]
         if not self.finds_gradients:
             return new
-        found = (other.fullest_beside_gradients - adding for adding in self._with(self._new))
-        return list(map(min, new, found))
+        return [
+            min(one, later - adding) for one, adding in zip(new, self._with(self._new), strict=True)
+        ]
 
     @property
     def _new(self) -> list[int]:
@@ -214,7 +216,7 @@ def _recomputing(
         if number in recomputed:
             last_reader |= {source: number for source in values[number].inputs if source >= 0}
     passing = {number for number in last_reader if spans[number][0] == spans[number][1]}
-    passing &= set(chain) - problem.used_between.keys()
+    passing &= {number for number in chain if number not in problem.used_between}
     live = most = 0
     for number in chain:
         live += values[number].nbytes
