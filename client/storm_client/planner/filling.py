@@ -106,12 +106,12 @@ def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
 
 def _in_flight(problem: Problem, choice: Choice) -> list[int]:
     """Return how much is in flight at the most at each moment: of what has not come back yet."""
-    coming, stored = [0] * (len(problem.values) + 1), _stored(problem, choice)
+    coming, stored = [0] * (len(problem.values) + 2), _stored(problem, choice)
     for value in stored:
         first, _ = problem.used_between.get(value.number, (value.number, value.number))
         coming[first + 1] += value.nbytes
     limit = in_flight_bytes([value.nbytes for value in stored])
-    return [min(limit, nbytes) for nbytes in accumulate(coming)]
+    return [min(limit, nbytes) for nbytes in accumulate(coming[:-1])]
 
 
 def _stored(problem: Problem, choice: Choice) -> list[Value]:
@@ -124,7 +124,9 @@ def _in_flight_anyway(problem: Problem, choice: Choice) -> set[int]:
     """Return what is offloaded where all of it may be in flight at once, which frees nothing."""
     stored = _stored(problem, choice)
     sizes = [value.nbytes for value in stored]
-    return {value.number for value in stored if sum(sizes) <= in_flight_bytes(sizes)}
+    if sum(sizes) > in_flight_bytes(sizes):
+        return set()
+    return {value.number for value in stored if value.is_saved}
 
 
 def _outside_bytes(problem: Problem) -> int:

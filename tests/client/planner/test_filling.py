@@ -67,13 +67,20 @@ def test_room_is_left_for_parameters_that_are_gathered() -> None:
     assert kept_bytes(gathered, found) > gathered.checkpointed_bytes
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(2, 8), st.integers(1, 4), st.integers(10, 900), st.integers(0, 100))
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(2, 8),
+    st.integers(1, 4),
+    st.integers(10, 900),
+    st.integers(0, 100),
+    st.sampled_from([0.0, 0.01, 0.1]),
+)
 def test_nothing_is_given_up_that_could_stay(
-    count: int, wide: int, loss: int, weights: int
+    count: int, wide: int, loss: int, weights: int, forward_seconds: float
 ) -> None:
     """Below what checkpointing takes: no other value fits that could lie there until its use."""
     problem = step(count, wide=wide, loss=loss, weights=weights)
+    problem = replace(problem, forward_seconds=forward_seconds)
     most, found = checkpointed(problem), choose_below_checkpointing(problem, CUDA)
     if not is_below_checkpointing(problem, found):
         before = choose(problem, CUDA, budget_bytes=problem.checkpointed_bytes)
