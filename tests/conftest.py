@@ -39,6 +39,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("STORMD_POOL_BYTES", "64MiB")
 os.environ.setdefault("STORMD_CACHE_BYTES", "8MiB")
 
+# Under nohup SIGHUP is ignored, and all processes that tests start would do so, too. A handler
+# keeps this one from ending, and is none of theirs.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
 import pytest
 from hypothesis import HealthCheck, settings
 from support.waiting import wait_until

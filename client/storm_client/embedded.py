@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -47,7 +46,7 @@ class EmbeddedDaemon:
         Raises:
             DaemonUnavailable: it ended before it listened, with what it said.
         """
-        socket = f"stormd-{os.getuid()}/{secrets.token_hex(8)}.sock"  # the daemon makes it, 0700
+        socket = f"stormd-{os.getuid()}/{os.urandom(8).hex()}.sock"  # the daemon makes it, 0700
         self.address = f"ipc://{temporary_directory(socket)}/{socket}"
         self.pool_bytes = pool_bytes
         self.users = 1

@@ -14,6 +14,8 @@ from storm_bench.child_daemon import ChildDaemon
 
 from stormd.query import ADDRESS_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "bench" / "node.py"
 
 
@@ -29,7 +31,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["plain", "daemon raw", "daemon ancf"])
 def test_each_device_is_measured_alone_and_with_all(
     rows: list[dict[str, Any]], measure: str

@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.planner.machine import Machine
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["Draft", "Problem", "Recipe", "Saved"]
 

@@ -13,13 +13,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from storm_client.planner.groups import LINK_SHARES, Alike, Costs, Part
 from storm_client.planner.prices import Priced
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["choices"]
 

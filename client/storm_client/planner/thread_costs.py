@@ -7,7 +7,6 @@ what a thread waits for is the link's time, or the daemon's, which plans have fi
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from typing import Final
 
@@ -38,4 +37,8 @@ class ThreadCosts:
         both = [list(one) for one in self._both]  # copied in C, while others append
         if min(map(len, both)) < FEWEST:
             return None
-        return sum(map(statistics.median, both))
+        return sum(map(_median, both))
+
+
+def _median(costs: list[float]) -> float:
+    return sorted(costs)[len(costs) // 2]

@@ -67,6 +67,7 @@ class Compiled:
         return replayed([plan for one in self.made for plan in storm.compiled_plans(one)])
 
 
+@pytest.mark.slow
 def test_what_is_only_moved_is_still_made_by_itself(
     device: str, client: storm.Client, full_link: None
 ) -> None:
@@ -98,6 +99,7 @@ def test_what_is_only_moved_is_still_made_by_itself(
     assert "aten.repeat.default" in replayed(plans)
 
 
+@pytest.mark.slow
 def test_what_is_moved_again_is_read_from_memory(
     device: str, client: storm.Client, cpu_costs: None
 ) -> None:
@@ -120,6 +122,7 @@ def test_what_is_moved_again_is_read_from_memory(
     assert "aten.repeat.default" in wrap.replayed()
 
 
+@pytest.mark.slow
 def test_what_is_looked_up_again_is_fused_with_no_reader(
     device: str, client: storm.Client, cpu_costs: None
 ) -> None:

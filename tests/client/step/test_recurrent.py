@@ -143,6 +143,7 @@ def compiled(name: str, wrap: Wrap) -> CompiledStep:
     return made[0]
 
 
+@pytest.mark.slow
 def test_generated_code_runs_the_kernel_that_is_differentiated(wrap: Wrap) -> None:
     code = partial(wrap, codegen="inductor")
     offloaded = train("lstm, frozen", code)

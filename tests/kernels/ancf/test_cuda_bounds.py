@@ -25,7 +25,7 @@ pytestmark = [
     [
         "BFLOAT16",
         pytest.param("FLOAT16", marks=pytest.mark.slow),
-        "FLOAT32",
+        pytest.param("FLOAT32", marks=pytest.mark.slow),
         pytest.param("FLOAT64", marks=pytest.mark.slow),
         pytest.param("FLOAT8_E4M3FN", marks=pytest.mark.slow),
     ],

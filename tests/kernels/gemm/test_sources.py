@@ -141,8 +141,8 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
     ("dtype", "pairs", "rows", "columns", "depth"),
     [
         (torch.bfloat16, True, 300, 256, 328),
-        (torch.bfloat16, False, 130, 384, 72),
-        (torch.float16, True, 129, 128, 400),
+        pytest.param(torch.bfloat16, False, 130, 384, 72, marks=pytest.mark.slow),
+        pytest.param(torch.float16, True, 129, 128, 400, marks=pytest.mark.slow),
     ],
 )
 def test_the_products_of_a_device_as_ptx_has_them(

@@ -244,6 +244,7 @@ def test_the_kernels_multiply_every_value_once(program, kind, case, seed):
     assert (found == expected).all()
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_the_compiler_leaves_products_asynchronous(tmp_path):
     """It would say of each kernel where it cannot, and where registers go to memory."""

@@ -124,6 +124,7 @@ SMALL = ["--small", "--models", "llama", "--steps=1", "--warm-ups=3", "--budgets
 COMMAND = [sys.executable, "-m", "stormd.cli", "bench", "zoo", *SMALL]
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     results, picture = tmp_path / "zoo.json", tmp_path / "zoo.png"
