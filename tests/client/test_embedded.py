@@ -163,6 +163,7 @@ def test_a_script_of_two_lines_takes_little_and_is_told_of_it_once() -> None:
     assert "connect(pool_bytes=) or STORMD_POOL_BYTES" in line
 
 
+@pytest.mark.slow
 def test_the_pool_holds_whatever_is_stored_however_small_it_began() -> None:
     """More than it begins with, in one step that nothing holds back, bit for bit."""
     done = run("""

@@ -163,7 +163,9 @@ def completed(offload: storm.Offload, x: Tensor) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("step", [abandoned, failing, completed])
+@pytest.mark.parametrize(
+    "step", [abandoned, pytest.param(failing, marks=pytest.mark.slow), completed]
+)
 def test_thousands_of_steps_grow_neither_process(
     step: Callable[[storm.Offload, Tensor], None],
     device: str,

@@ -59,6 +59,7 @@ def compare(name: str, client: storm.Client, codegen: str, *, is_cast: bool = Fa
     assert {row.decision for row in rows} & {"offload", "replay"}
 
 
+@pytest.mark.slow
 def test_one(client: storm.Client) -> None:
     compare("llama", client, "eager")
 

@@ -356,6 +356,7 @@ def test_nothing_of_dynamo_is_replaced_while_nobody_watches(
     assert there() == before
 
 
+@pytest.mark.slow
 def test_dynamo_may_be_loaded_in_a_block(client: storm.Client) -> None:
     """In a process that has not loaded it yet."""
     subprocess.run(

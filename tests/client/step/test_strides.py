@@ -101,7 +101,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        "transposed",
+        pytest.param("transposed", marks=pytest.mark.slow),
         pytest.param("encoder", marks=pytest.mark.slow),
         pytest.param("channels_last", marks=pytest.mark.slow),
     ],

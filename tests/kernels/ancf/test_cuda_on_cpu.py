@@ -76,7 +76,11 @@ def tensors(count: int) -> dict[str, np.ndarray]:
 FLOATS = [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dtype",
+    [*FLOATS[:3], pytest.param(DType.FLOAT64, marks=pytest.mark.slow)],
+    ids=lambda d: d.name,
+)
 def test_floats_choose_and_encode_as_the_reference(check, dtype):
     for name, values in tensors(12_500).items():
         check(bits(values, dtype), dtype)
