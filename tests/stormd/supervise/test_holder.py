@@ -46,8 +46,8 @@ DAEMON = textwrap.dedent(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
     (place / f"waits-{number}").touch()
-    while True:
-        time.sleep(60)
+    while True:  # briefly: a signal just before a sleep is heard behind it
+        time.sleep(0.1)
     """
 )
 
