@@ -86,12 +86,13 @@ def measure_model(options: argparse.Namespace) -> list[dict[str, Any]]:
     numbers = count(options.warm_ups)
     ones = {name: partial(_seconds, one, numbers) for name, one in trainings.items()}
     rows = in_turns(ones, options, device)
-    for name, training in trainings.items():
-        if isinstance(training.context, storm.Offload):
-            plan = str(training.context.plan).splitlines()
-            rows.append({"method": name, "plan": plan})
-            print(name, *plan, sep="\n", flush=True)
-    return rows
+    offloads = {name: one.context for name, one in trainings.items()}
+    plans = {
+        name: str(one.plan).splitlines()
+        for name, one in offloads.items()
+        if isinstance(one, storm.Offload)
+    }
+    return [*rows, *plans_shown(plans)]
 
 
 def _seconds(training: Training, numbers: Iterator[int]) -> float:
@@ -126,10 +127,15 @@ def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
             for _ in range(options.warm_ups if name.startswith("storm") else PLAIN_WARM_UPS):
                 ones[name]()
         rows = in_turns(ones, options, device)
-        for name, figures in plans.items():
-            if plan := figures().get("plan"):
-                rows.append({"method": name, "plan": plan})
-                print(name, *plan, sep="\n", flush=True)
+        found = {name: figures().get("plan", []) for name, figures in plans.items()}
+        return [*rows, *plans_shown(found)]
+
+
+def plans_shown(plans: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Print the plans by method, and return their rows; methods without one have none."""
+    rows = [{"method": name, "plan": plan} for name, plan in plans.items() if plan]
+    for row in rows:
+        print(row["method"], *row["plan"], sep="\n", flush=True)
     return rows
 
 

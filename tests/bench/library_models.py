@@ -141,13 +141,9 @@ def _timm() -> Iterator[tuple[str, Maker]]:
 
 def _torchvision_model(name: str) -> Trained:
     torchvision = importlib.import_module("torchvision")
-    options = {"weights": None}
-    if (
-        "weights_backbone"
-        in inspect.signature(torchvision.models.get_model_builder(name)).parameters
-    ):
-        options["weights_backbone"] = None
-    module = _small(torchvision.models.get_model(name, **options))
+    build = torchvision.models.get_model_builder(name)
+    taken = {"weights", "weights_backbone"} & inspect.signature(build).parameters.keys()
+    module = _small(build(**dict.fromkeys(taken)))
     kind = type(module).__module__
     if ".detection." in kind:
         images = [torch.rand(3, 96, 96), torch.rand(3, 80, 112)]

@@ -50,7 +50,7 @@ from stormd.protocol import (
 )
 from stormd.protocol.limits import FIRST_LEASED, MAX_COSTLY, MAX_ENTRY_BYTES, MAX_ID
 
-FRAMES = 10_000
+FRAMES = 20_000
 MIB = 1 << 20
 
 STRANGER = """

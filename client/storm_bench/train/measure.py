@@ -130,8 +130,9 @@ def _step(training: Training, active: Active, method: Method) -> Times:
     with active.context():
         for block in net.blocks:
             x = method.run(block, x)
-        loss = method.loss(net, x, training.targets) if method.covers_loss else None
-    if loss is None:
+        if active.covers_loss:
+            loss = method.loss(net, x, training.targets)
+    if not active.covers_loss:
         loss = method.loss(net, x, training.targets)
     marks.append(_mark(tokens.device))
     loss.backward()  # type: ignore[no-untyped-call]  # torch's gap

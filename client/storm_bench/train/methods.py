@@ -73,6 +73,8 @@ class Active:
     figures: Callable[[], dict[str, Any]] = dict
     draw: Callable[[str], None] | None = None
     """Draws the latest step in time into a file."""
+    covers_loss: bool = False
+    """Whether the context has the head and the loss in it, too."""
 
 
 def _plainly(block: Block, x: Tensor) -> Tensor:
@@ -111,8 +113,6 @@ class Method:
     """How a block is run on its input."""
     loss: Callable[[Net, Tensor, Tensor], Tensor] = _plain_loss
     """What becomes of the last block's output and the targets."""
-    covers_loss: bool = False
-    """Whether its context has the head and the loss in it, too."""
 
 
 @contextmanager
@@ -156,6 +156,7 @@ def _storm(
                 lambda: offload,
                 lambda: _figures(offload),
                 lambda path: offload.report().draw(path),
+                covers_loss=True,
             )
 
     return enter
@@ -208,12 +209,12 @@ METHODS: Final[dict[str, Method]] = {
     "save-on-cpu": Method(_save_on_cpu),
     "trl": Method(_peer("trl.models.activation_offloading")),
     "torchtune": Method(_peer("torchtune.training")),
-    "storm": Method(_storm(), covers_loss=True),
-    "storm-no-replay": Method(_storm(replay=False), covers_loss=True),
-    "storm-raw": Method(_storm("raw"), covers_loss=True),
-    "storm-checkpoint": Method(_storm(), _checkpointed, covers_loss=True),
+    "storm": Method(_storm()),
+    "storm-no-replay": Method(_storm(replay=False)),
+    "storm-raw": Method(_storm("raw")),
+    "storm-checkpoint": Method(_storm(), _checkpointed),
     "gated": Method(_gated(_nothing)),
-    "storm-gated": Method(_gated(_storm()), covers_loss=True),
+    "storm-gated": Method(_gated(_storm())),
 }
 
 
@@ -224,7 +225,7 @@ def method_of(name: str) -> Method:
         KeyError: there is none.
     """
     if name.startswith(BUDGET_PREFIX):
-        return Method(_storm(budget=name.removeprefix(BUDGET_PREFIX)), covers_loss=True)
+        return Method(_storm(budget=name.removeprefix(BUDGET_PREFIX)))
     return METHODS[name]
 
 

@@ -211,15 +211,15 @@ class StepSignature:
 
     def note_gradients(self, gradients: Gradients) -> None:
         """Note what a step has shown of gradients of parameters."""
-        root = self.root
-        if root._gradients.join(gradients) and not may_lie_elsewhere():
-            root.outdate()
+        self._plan_with_gradients(is_news=self.root._gradients.join(gradients))
 
     def look_for_gradients(self) -> None:
         """Look whether gradients are there as a step begins."""
-        root = self.root
-        if root._gradients.look() and not may_lie_elsewhere():
-            root.outdate()
+        self._plan_with_gradients(is_news=self.root._gradients.look())
+
+    def _plan_with_gradients(self, *, is_news: bool) -> None:
+        if is_news and not may_lie_elsewhere():  # else plans count on them already
+            self.root.outdate()
 
     @property
     def finds_gradients(self) -> bool:

@@ -54,7 +54,7 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     begun = solver.choose(0, stays=kept)
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         found.append(_keeping_what_fits(solver, problem, begun, most))
-    return min(found, key=lambda one: (not is_below_checkpointing(problem, one), one.seconds))
+    return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
 
 
 def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
@@ -140,16 +140,15 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
 
     With that less is recomputed or in flight, so there may be room for more.
     """
-    allowed = _at_least(_room(problem, choice, most))
-    while more := (
-        _fitting(problem, choice, _room(problem, choice, most))
-        or _in_flight_anyway(problem, choice)
-    ):
+    room = _room(problem, choice, most)
+    allowed = _at_least(room)
+    while more := _fitting(problem, choice, room) or _in_flight_anyway(problem, choice):
         kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
         found = solver.choose(0, stays=kept | more)
-        if max(map(sub, allowed, _room(problem, found, most))) > 0:
+        left = _room(problem, found, most)
+        if max(map(sub, allowed, left)) > 0:
             break
-        choice = found
+        choice, room = found, left
     return choice
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+import numpy as np
+
 __all__ = ["FEWEST", "LATEST", "ThreadCosts"]
 
 LATEST: Final = 64
@@ -37,8 +39,4 @@ class ThreadCosts:
         both = [list(one) for one in self._both]  # copied in C, while others append
         if min(map(len, both)) < FEWEST:
             return None
-        return sum(map(_median, both))
-
-
-def _median(costs: list[float]) -> float:
-    return sorted(costs)[len(costs) // 2]
+        return sum(float(np.median(one)) for one in both)
