@@ -40,7 +40,7 @@ def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[
     """
     spared = priced.window + priced.problem.last_bytes * priced.machine.link
     for one in alike:
-        one.look_for_choices(priced, keeps=room > 0)
+        one.choices.look(priced, keeps=room > 0)
     for share in LINK_SHARES:
         for begun in _by_prices(alike, share, room):
             taken = _Taken(alike, begun, room, spared)
@@ -57,7 +57,7 @@ def _by_prices(alike: Sequence[Alike], share: float, room: int) -> Iterator[list
     """
 
     def at(price: float) -> tuple[list[Counter[Part]], int, float]:
-        taken = [Counter({one.at(share, price): len(one.groups)}) for one in alike]
+        taken = [Counter({one.choices.at(share, price): len(one.groups)}) for one in alike]
         costs = _sum(alike, taken)
         return taken, costs.kept_bytes, costs.seconds + share * costs.link_seconds
 
@@ -77,7 +77,7 @@ def _by_prices(alike: Sequence[Alike], share: float, room: int) -> Iterator[list
 def _sum(alike: Sequence[Alike], taken: Sequence[Counter[Part]]) -> Costs:
     """Return what the choices of all groups take."""
     found = [
-        [count * cost for cost in one.choices[part]]
+        [count * cost for cost in one.choices.costs[part]]
         for one, counts in zip(alike, taken, strict=True)
         for part, count in counts.items()
     ]
@@ -112,7 +112,7 @@ class _Taken:
     def parts(self) -> Iterator[Part]:
         """Yield the choice of each group, by its numbers."""
         for one, counts in zip(self.alike, self.counts, strict=True):
-            parts = sorted(counts.elements(), key=lambda part: one.choices[part].kept_bytes)
+            parts = sorted(counts.elements(), key=lambda part: one.choices.costs[part].kept_bytes)
             for part, numbers in zip(parts, one.groups, strict=True):
                 yield part.of(numbers)
 
@@ -150,10 +150,11 @@ class _Taken:
 
     def _changes(self) -> Iterator[_Change]:
         for which, (one, counts) in enumerate(zip(self.alike, self.counts, strict=True)):
+            known = one.choices.costs
             for part, count in counts.items():
-                for other, costs in one.choices.items() if count else ():
+                for other, costs in known.items() if count else ():
                     if other != part:
-                        yield _Change(which, part, other, count, costs.less(one.choices[part]))
+                        yield _Change(which, part, other, count, costs.less(known[part]))
 
     def _make(self, change: _Change) -> None:
         if change.part is not None and change.other is not None:

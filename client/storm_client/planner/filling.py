@@ -21,6 +21,7 @@ from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import Choice, Solver
 from storm_client.planner.timeline import (
     Timeline,
+    asked_between,
     checkpointed,
     kept_by_checkpointing,
     planned,
@@ -120,13 +121,13 @@ def _stored(problem: Problem, choice: Choice) -> list[Value]:
     return [value for value, one, cost in decided if cost and isinstance(one, Offload)]
 
 
-def _in_flight_anyway(problem: Problem, choice: Choice) -> set[int]:
+def _in_flight_anyway(problem: Problem, choice: Choice) -> list[int]:
     """Return what is offloaded where all of it may be in flight at once, which frees nothing."""
     stored = _stored(problem, choice)
     sizes = [value.nbytes for value in stored]
     if sum(sizes) > in_flight_bytes(sizes):
-        return set()
-    return {value.number for value in stored if value.is_saved}
+        return []
+    return [value.number for value in stored if value.is_saved]
 
 
 def _outside_bytes(problem: Problem) -> int:
@@ -138,32 +139,61 @@ def _outside_bytes(problem: Problem) -> int:
 def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: Timeline) -> Choice:
     """Return a choice that keeps besides what there is room for until it is used.
 
-    With that less is recomputed or in flight, so there may be room for more.
+    With that less is recomputed or in flight, so the others may be chosen anew, as long as that
+    spares time.
+    """
+    allowed = _at_least(_room(problem, choice, most))
+    while True:
+        choice = _filled(solver, problem, choice, most, allowed)
+        kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
+        again = solver.choose(0, stays=kept)
+        lacking = max(map(sub, allowed, _room(problem, again, most)))
+        if lacking > 0 or again.seconds >= choice.seconds:
+            return choice
+        choice = again
+
+
+def _filled(
+    solver: Solver, problem: Problem, choice: Choice, most: Timeline, allowed: Sequence[int]
+) -> Choice:
+    """Return a choice that keeps besides what there is room for, and decides alike of all others.
+
+    It leaves as much room as is `allowed`.
     """
     room = _room(problem, choice, most)
-    allowed = _at_least(room)
-    while more := _fitting(problem, choice, room) or _in_flight_anyway(problem, choice):
-        kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
-        found = solver.choose(0, stays=kept | more)
+    more = _fitting(problem, choice, room)
+    while more or (more := _in_flight_anyway(problem, choice)):
+        found = solver.keeping(choice, more)
         left = _room(problem, found, most)
         if max(map(sub, allowed, left)) > 0:
-            break
+            more = more[: len(more) // 2]
+            if not more:
+                break
+            continue
         choice, room = found, left
+        more = _fitting(problem, choice, room)
     return choice
 
 
-def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> set[int]:
-    """Return what fits of what is not kept, first what costs most for its bytes."""
-    left, found = list(room), set()
+def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> list[int]:
+    """Return what fits of what is not kept, first what costs most for its bytes.
 
-    def order(number: int) -> tuple[float, int]:
-        return choice.costs[number] / problem.values[number].nbytes, number
+    Before that comes what is used first where there is too little room: if it stays, nothing is
+    recomputed for it there. What is asked for anyway, for others to be recomputed from, lies there
+    from then on, kept or not.
+    """
+    left, found = list(room), []
+    asked, used = asked_between(problem, choice.decisions), problem.used_between
+
+    def order(number: int) -> tuple[bool, float, int]:
+        spared = choice.costs[number] / problem.values[number].nbytes
+        return room[used[number][0]] < 0, spared, number
 
     numbers = (value.number for value in problem.saved if choice.costs[value.number])
     for number in sorted(numbers, key=order, reverse=True):
-        begin = problem.used_between[number][0] + 1
+        begin = asked[number][0] + 1
         nbytes = problem.values[number].nbytes
         if min(left[begin:], default=nbytes) >= nbytes:
             left[begin:] = [one - nbytes for one in left[begin:]]
-            found.add(number)
+            found.append(number)
     return found

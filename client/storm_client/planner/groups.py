@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from storm_client.planner.min_cut import Node, cheapest
 from storm_client.planner.prices import Priced
 
-__all__ = ["LINK_SHARES", "Alike", "Costs", "Part", "alike_groups"]
+__all__ = ["LINK_SHARES", "Alike", "Choices", "Costs", "Part", "alike_groups"]
 
 MOST_IN_A_ROW: Final = 16
 """Operations in a row that recompute a value from what is held: all that is recomputed for it may
@@ -70,21 +70,19 @@ class Costs(NamedTuple):
 
 
 @dataclass
-class Alike:
-    """Groups that have the same values in the same places, and the choices for one of them."""
+class Choices:
+    """What may become of a group of values."""
 
     nodes: tuple[Node, ...]
     """The values, in the order in which they are made."""
-    groups: list[list[int]] = field(default_factory=list)
-    """The numbers of each, in their order."""
-    choices: dict[Part, Costs] = field(default_factory=dict)
-    """What is known of them, by places among the nodes."""
+    costs: dict[Part, Costs] = field(default_factory=dict)
+    """The choices that are known, by places among the nodes."""
     _has_kept: bool = False
     """Whether choices are among them that keep something."""
 
-    def look_for_choices(self, priced: Priced, *, keeps: bool) -> None:
+    def look(self, priced: Priced, *, keeps: bool) -> None:
         """Find what is best at several prices; nothing is kept unless it `keeps` something."""
-        if self._has_kept or (self.choices and not keeps):
+        if self._has_kept or (self.costs and not keeps):
             return
         self._has_kept = keeps
         depth = DEPTH if len(self.nodes) < MANY_NODES else 1
@@ -99,17 +97,17 @@ class Alike:
         """Return the best known choice where a kept byte costs `price`, and the link a share."""
 
         def cost(part: Part) -> float:
-            costs = self.choices[part]
+            costs = self.costs[part]
             kept = price * costs.kept_bytes if costs.kept_bytes else 0.0
             return costs.seconds + share * costs.link_seconds + kept
 
-        return min(self.choices, key=cost)
+        return min(self.costs, key=cost)
 
     def _look_between(
         self, priced: Priced, share: float, fewer: Part, more: Part, depth: int
     ) -> None:
         """Find choices that keep more than one and less than another, where they cost least."""
-        little, much = self.choices[fewer], self.choices[more]
+        little, much = self.costs[fewer], self.costs[more]
         nbytes = much.kept_bytes - little.kept_bytes
         if not depth or nbytes <= 0:
             return
@@ -122,7 +120,7 @@ class Alike:
 
     def _look_for_shares(self, priced: Priced, more: Part, less: Part, depth: int) -> None:
         """Find choices that use the link less than one and more than another."""
-        much, little = self.choices[more], self.choices[less]
+        much, little = self.costs[more], self.costs[less]
         link = much.link_seconds - little.link_seconds
         if not depth or link <= 0.0:
             return
@@ -152,7 +150,7 @@ class Alike:
         found = cheapest(self.nodes, list(map(min, storing, keeping)), most)
         kept = frozenset(place for place in found.held if keeping[place] < storing[place])
         part = Part(kept, found.held - kept, found.recomputed)
-        self.choices.setdefault(part, self._costs(priced, part))
+        self.costs.setdefault(part, self._costs(priced, part))
         return part
 
     def _costs(self, priced: Priced, part: Part) -> Costs:
@@ -166,13 +164,24 @@ class Alike:
         )
 
 
-def alike_groups(priced: Priced, there: Set[int]) -> list[Alike]:
+class Alike(NamedTuple):
+    """Groups that have the same values in the same places."""
+
+    choices: Choices
+    """For one of them."""
+    groups: list[list[int]]
+    """The numbers of each one's values, in their order."""
+
+
+def alike_groups(
+    priced: Priced, there: Set[int], known: dict[tuple[Node, ...], Choices]
+) -> list[Alike]:
     """Return the groups that a step's values fall into, those together that are alike.
 
-    What is `there` in any case is of none.
+    What is `there` in any case is of none. What was `known` of such groups stays so.
     """
     sources = _sources(priced, there)
-    found: dict[tuple[Node, ...], Alike] = {}
+    found: dict[tuple[Node, ...], list[list[int]]] = {}
     for numbers in _connected(sources):
         places = {number: place for place, number in enumerate(numbers)}
         nodes = tuple(
@@ -184,8 +193,10 @@ def alike_groups(priced: Priced, there: Set[int]) -> list[Alike]:
             )
             for number in numbers
         )
-        found.setdefault(nodes, Alike(nodes)).groups.append(numbers)
-    return list(found.values())
+        found.setdefault(nodes, []).append(numbers)
+    return [
+        Alike(known.setdefault(nodes, Choices(nodes)), groups) for nodes, groups in found.items()
+    ]
 
 
 def _sources(priced: Priced, there: Set[int]) -> dict[int, tuple[int, ...] | None]:

@@ -11,7 +11,7 @@ Everything here is pure: no tensor, device or clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,25 +58,38 @@ def cheapest(nodes: Sequence[Node], prices: Sequence[float], most_in_a_row: int)
 
 
 def _cheapest(nodes: Sequence[Node], prices: Sequence[float], fixed: set[int]) -> Held:
-    count = len(nodes)
-    network = _Network(2 + 2 * count)
-    made, had = 2, 2 + count  # the first vertices of two rows, one for a node in each
+    recomputed, needing = set[int](), dict[int, list[int]]()
     for place, node in enumerate(nodes):
-        earned = prices[place] - node.seconds
-        if not node.is_needed:
-            network.join(had + place, _SINK, prices[place])
-        if earned <= 0.0 or place in fixed:
+        if prices[place] <= node.seconds or place in fixed:
             continue
-        network.join(_SOURCE, made + place, earned)
-        for one in node.sources if node.is_needed else (*node.sources, place):
-            if not nodes[one].is_needed:
-                network.join(made + place, had + one, math.inf)
-    earning = network.cut()
-    recomputed = {place for place in range(count) if made + place in earning}
+        sources = node.sources if node.is_needed else (*node.sources, place)
+        if others := [one for one in sources if not nodes[one].is_needed]:
+            needing[place] = others
+        else:
+            recomputed.add(place)
+    recomputed.update(_earning(nodes, prices, needing))
     needed = {place for place, node in enumerate(nodes) if node.is_needed}
     for place in recomputed:
         needed.update(nodes[place].sources)
     return Held(frozenset(recomputed & needed), frozenset(needed - recomputed))
+
+
+def _earning(
+    nodes: Sequence[Node], prices: Sequence[float], needing: Mapping[int, Iterable[int]]
+) -> set[int]:
+    """Return which projects earn most together, of those that need others to be had at a price."""
+    made = {place: vertex for vertex, place in enumerate(needing, 2)}
+    bought = set().union(*needing.values())
+    had = {place: vertex for vertex, place in enumerate(sorted(bought), 2 + len(made))}
+    network = _Network(2 + len(made) + len(had))
+    for place, others in needing.items():
+        network.join(_SOURCE, made[place], prices[place] - nodes[place].seconds)
+        for one in others:
+            network.join(made[place], had[one], math.inf)
+    for place, vertex in had.items():
+        network.join(vertex, _SINK, prices[place])
+    earning = network.cut()
+    return {place for place, vertex in made.items() if vertex in earning}
 
 
 def _too_long(nodes: Sequence[Node], recomputed: frozenset[int], most: int) -> list[list[int]]:

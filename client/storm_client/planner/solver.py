@@ -22,14 +22,15 @@ Everything here is pure: no tensor, device or clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
+from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep, Replay
 from storm_client.planner.exchange import choices
-from storm_client.planner.groups import Alike, Part, alike_groups
+from storm_client.planner.groups import Alike, Choices, Part, alike_groups
 from storm_client.planner.machine import Machine
+from storm_client.planner.min_cut import Node
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
 
@@ -85,7 +86,9 @@ class Solver:
             window = sum(filter(math.isfinite, seconds))
         self._priced = Priced(problem, machine, seconds, window)
         self._alike: dict[frozenset[int], list[Alike]] = {}
-        """The groups of values, and what is known of their choices, by what is there anyway."""
+        """The groups of values, by what is there anyway."""
+        self._known: dict[tuple[Node, ...], Choices] = {}
+        """What is known of the choices of such a group."""
 
     def choose(self, budget_bytes: int, stays: Set[int] = frozenset()) -> Choice:
         """Return what becomes of each value if `budget_bytes` may be kept, as by `choose`.
@@ -97,9 +100,24 @@ class Solver:
         begun.keep_what_is_asked_for_at_once()
         there = frozenset(begun.kept | begun.last)
         if there not in self._alike:
-            self._alike[there] = alike_groups(priced, there)
+            self._alike[there] = alike_groups(priced, there, self._known)
         found = choices(priced, self._alike[there], begun.budget_left)
         return _choice(min(map(begun.taking, found), key=_State.total))
+
+    def keeping(self, choice: Choice, more: Iterable[int]) -> Choice:
+        """Return what becomes of each value if `more` is kept, and all else is decided alike."""
+        state = _State(self._priced, choice.kept_bytes)
+        for number, decision in enumerate(choice.decisions):
+            if isinstance(decision, Replay):
+                state.recomputed.add(number)
+            elif decision == LAST:
+                state.last.add(number)
+            elif isinstance(decision, Keep):
+                state.kept.add(number)
+        state.kept.update(more)
+        state.last.difference_update(more)
+        state.drop_what_is_not_needed()
+        return _choice(state)
 
 
 @dataclass

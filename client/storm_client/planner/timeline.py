@@ -35,7 +35,7 @@ from operator import add
 from storm_client.planner.decisions import Decision, Keep, Replay
 from storm_client.planner.problem import Problem
 
-__all__ = ["Timeline", "checkpointed", "kept_by_checkpointing", "planned"]
+__all__ = ["Timeline", "asked_between", "checkpointed", "kept_by_checkpointing", "planned"]
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,25 @@ class Timeline:
 
 def planned(problem: Problem, decisions: Iterable[Decision]) -> Timeline:
     """Return what a step takes that follows these decisions."""
-    kept, recomputed = set(), set()
-    for value, decision in zip(problem.values, decisions, strict=True):
-        if isinstance(decision, Keep) and value.is_saved:
-            kept.add(value.number)
-        elif isinstance(decision, Replay):
-            recomputed.add(value.number)
-    return _timeline(problem, kept, recomputed, lambda number: number)
+    decided = list(zip(problem.values, decisions, strict=True))
+    kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
+    recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
+    return _timeline(problem, kept, recomputed, _when_asked)
+
+
+def asked_between(problem: Problem, decisions: Iterable[Decision]) -> dict[int, tuple[int, int]]:
+    """Return at which moments of the backward pass a plan asks for each value first and last.
+
+    Autograd asks for what it has saved, and what is recomputed for what it is made from.
+    """
+    decided = zip(problem.values, decisions, strict=True)
+    recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
+    return _spans(problem, recomputed, _when_asked)
+
+
+def _when_asked(number: int) -> int:
+    """Return that a plan recomputes a saved value no earlier than it is asked for."""
+    return number
 
 
 def checkpointed(problem: Problem) -> Timeline:
