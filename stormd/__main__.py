@@ -1,4 +1,4 @@
-"""`python -m stormd`: the command line, where the script `stormd` is not on PATH."""
+"""The command line as `python -m stormd`, for when the script `stormd` is not on PATH."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""What a daemon has at its address: the lock, the two sockets that listen, and their files.
+"""The lock, the two listening sockets and the socket files at a daemon's address.
 
-The sockets outlive a daemon that is followed by another, which finds them here. Their files may be
-removed behind its back, and are made again. A worker has no address: of the two sockets it has the
-one for lifelines alone, at a path of its own.
+The sockets outlive a daemon that has a successor, and the successor takes them over. If another
+program removes the socket files, the daemon creates them again. A worker has no address: it has
+only the socket for lifelines, at a path of its own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Address:
-    """Of one daemon: `take` first, then the sockets, `close` behind the end of these.
+    """The address of one daemon: first `take`, then bind the sockets, `close` after closing them.
 
-    `worker_lifeline` is the path of a worker's lifelines, None where the address is its own.
+    `worker_lifeline` is the path of a worker's lifelines; None if the daemon has its own address.
     """
 
     def __init__(
@@ -43,16 +43,17 @@ class Address:
         self._is_own = worker_lifeline is None
         self._socket: Final = parse_address(config.address)
         self.lifeline: Final = worker_lifeline or lifeline_path(self._socket)
-        """Where lifelines connect."""
+        """The path to which lifelines connect."""
         self._lock: AddressLock | None = None
-        self._left: dict[Path, socket.socket] = {}  # of an earlier daemon, and listening yet
+        self._left: dict[Path, socket.socket] = {}  # from an earlier daemon, still listening
         self._bound: dict[Path, Listener] = {}
 
     def take(self) -> None:
-        """Have the address, and remove what nobody has there any more.
+        """Take the address's lock, and remove stale socket files.
 
         Raises:
-            StormdError: another has it, or its directory is of no use. `close` must follow.
+            StormdError: another daemon has the address, or its directory cannot be used. The
+                caller must still call `close`.
         """
         if self._is_own:
             self._prepare_directory()
@@ -65,10 +66,10 @@ class Address:
                 self._left[path] = left
 
     def bind_control(self, loop: asyncio.AbstractEventLoop) -> ControlSocket:
-        """Return the control socket; a worker's has the connections alone that it is given.
+        """Return the control socket; a worker's has only the connections that the front passes.
 
         Raises:
-            DirectoryUnsafe: it cannot be bound.
+            DirectoryUnsafe: the socket cannot be bound.
         """
         config, path = self._config, self._socket
         with _binding(path):
@@ -92,7 +93,7 @@ class Address:
         """Return the socket of the lifelines.
 
         Raises:
-            DirectoryUnsafe: it cannot be bound.
+            DirectoryUnsafe: the socket cannot be bound.
         """
         path = self.lifeline
         with _binding(path):
@@ -108,20 +109,22 @@ class Address:
         return lifelines
 
     def open_to_users(self) -> None:
-        """Let those who may connect do so, and have the manager keep what listens.
+        """Give users access to the socket files, and have the service manager keep the sockets.
 
         Raises:
-            DirectoryUnsafe: a file cannot be given to them.
+            DirectoryUnsafe: the group or mode of a file cannot be set.
         """
         for path in self._bound:
             self._grant(path)
         self._keep()
 
     def restore(self) -> None:
-        """Bind again what was removed: nobody new would find this daemon, nor could start another.
+        """Create removed files again.
+
+        Without them, new clients could neither reach this daemon nor start another one.
 
         Raises:
-            StormdError: another has the address by now, or it cannot be bound.
+            StormdError: another daemon has the address by now, or a socket cannot be bound.
         """
         is_locked = self._lock is None or self._lock.is_there
         if is_locked and all(one.is_bound for one in self._bound.values()):
@@ -140,13 +143,13 @@ class Address:
         log.warning("files of the address were removed: bound again")
 
     def close(self) -> None:
-        """Give the address up. Twice is fine."""
+        """Release the address's lock. Twice is fine."""
         if self._lock is not None:
             self._lock.close()
 
     @property
     def _names(self) -> dict[str, Path]:
-        """The files of the sockets, by what a manager calls these."""
+        """The paths of the socket files, by the sockets' names at the service manager."""
         lifelines = {LIFELINES: self.lifeline}
         return {CONTROL: self._socket, **lifelines} if self._is_own else lifelines
 
@@ -168,7 +171,7 @@ class Address:
 
 @contextmanager
 def _binding(path: Path) -> Iterator[None]:
-    """Tell of what the kernel says as the environment's fault, which it is."""
+    """Raise DirectoryUnsafe for an OSError: it is the environment's fault, not a bug."""
     try:
         yield
     except OSError as error:

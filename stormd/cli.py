@@ -1,9 +1,9 @@
 """The `stormd` command: parses the command line and runs one command.
 
 The exit status is 0 for success, 1 for a failed check or a failure of the daemon, 2 for wrong usage
-or a bad setting, 3 where no daemon answers, and 130 after an interrupt; `stormd run` ends with that
-of the command that it ran. An error of ours ends as one line on standard error, never as a
-traceback.
+or a bad setting, 3 if no daemon answers, and 130 after an interrupt. `stormd run` exits with the
+status of the command that it ran. A StormdError or ProtocolError ends as one line on standard
+error, never as a traceback.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, sys.argv where None, and return the exit status."""
+    """Run the command line, sys.argv if None, and return the exit status."""
     line = parser()
     given = sys.argv[1:] if arguments is None else list(arguments)
-    line.set_defaults(line=line, given=given)  # of which completions, and a daemon anew, are made
+    line.set_defaults(line=line, given=given)  # for `completion`, and to start a daemon again
     chosen = line.parse_args(given)
     if chosen.command is None:
         line.print_help()
         return EXIT_OK
     try:
         exit_status: int = _COMMANDS[chosen.command].run(chosen)
-        sys.stdout.flush()  # here, where a reader that has gone is still an error of ours
+        sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except (StormdError, ProtocolError) as error:
         say(str(error))
         return _status_of(error)
@@ -95,7 +95,7 @@ def parser() -> Parser:
 
 
 def _unread() -> int:
-    """End as a command does whose reader has seen enough, as `stormd status | head -1`."""
+    """Return the exit status for a closed output pipe, as in `stormd status | head -1`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     return 141  # what a shell reports for a command ended by SIGPIPE
 

@@ -1,9 +1,9 @@
-"""What an operator may set, defined once.
+"""The operator's settings, each defined once.
 
-A Config that exists is valid, and each option's name, default, unit and help stand here alone, but
-for the names in `stormd.protocol.variables`, for clients, which do not load this. Command-line
-flags, `STORMD_...` variables, the TOML file (settings.py) and the commented example file are all
-derived from the fields below.
+A Config that exists is valid. Only this module has each option's name, default, unit and help;
+`stormd.protocol.variables` repeats the names for clients, which do not load this module.
+Command-line flags, `STORMD_...` variables, the TOML file (settings.py) and the commented example
+file are all derived from the fields below.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_WORKERS: Final = 64
 
 
 def default_address() -> str:
-    """Return where a daemon of this user listens: the system's directory for root."""
+    """Return the default address of this user's daemon: for root, in the system's directory."""
     system, user = default_addresses(os.environ, os.getuid())
     return system if os.getuid() == 0 else user
 
@@ -68,7 +68,7 @@ class Config:
     """The daemon's settings. Sizes are bytes, times seconds.
 
     Raises:
-        ConfigError: at construction, where a value is of the wrong type or outside its limits.
+        ConfigError: at construction, if a value is of the wrong type or outside its limits.
             The message names the option, the value, the limit and what to do.
     """
 
@@ -282,20 +282,20 @@ class Config:
 
     @property
     def sessions_per_uid(self) -> int:
-        """The most sessions of one user: fewer than all where there are others to leave some to."""
+        """The most sessions of one user; by default half of all if several users may connect."""
         if self.max_sessions_per_uid:
             return min(self.max_sessions_per_uid, self.max_sessions)
         return max(1, self.max_sessions // 2) if len(self.allowed_uids) > 1 else self.max_sessions
 
     @property
     def cache_offset(self) -> int:
-        """Where the cache's memory begins, behind the pool's: at a whole page."""
+        """The offset of the cache's memory: after the pool's memory, at a whole page."""
         end = self.pool_bytes // GRANULE * GRANULE + slack_of(self.pool_bytes)
         return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def host_bytes(self) -> int:
-        """All host memory that there may be: the pool, the cache, and the slack of both."""
+        """The most host memory, in bytes: the pool, the cache, and the slack of both."""
         return self.cache_offset + self.cache_bytes + slack_of(self.cache_bytes)
 
     def __post_init__(self) -> None:
@@ -338,7 +338,7 @@ def _check_address(address: str) -> None:
 
 
 def _check_parts(config: Config, lane: str) -> None:
-    """Hold a chunk to half the staging: the next must fit while one is in flight."""
+    """Check that a chunk takes at most half the staging: the next must fit beside it in flight."""
     part: int = getattr(config, f"part_bytes_{lane}")
     staging: int = getattr(config, f"staging_bytes_{lane}")
     if 2 * part > staging:
@@ -375,7 +375,7 @@ def _check_spill(config: Config) -> None:
 
 
 def _check_shares(config: Config) -> None:
-    """Hold the shares to what there is: a share that could be refused is none."""
+    """Check that pool and quotas cover every share: a share must never be refused."""
     share = config.session_share_bytes
     if config.max_sessions * share > config.pool_bytes:
         raise ConfigError(

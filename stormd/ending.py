@@ -1,6 +1,6 @@
-"""How sessions end that the daemon ends: at its own end, or because their clients come no more.
+"""How the daemon ends sessions: at its own end, or because their clients do not return.
 
-Clients get to fetch what they have stored, until time is short: what they fetch is not lost.
+Until the time is short, clients may fetch the entries that they have stored, and so not lose them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["DETACH_SECONDS", "Ending"]
 log = logging.getLogger(__name__)
 
 DETACH_SECONDS: Final = 2.0
-"""Part of the shutdown's time kept for lanes to finish, out of what clients get to fetch theirs;
-at most half of it."""
+"""Time reserved at the end of a shutdown for lanes to finish, at most half of the shutdown's time.
+Clients may fetch their entries before."""
 
 
 class Ending:
-    """Ends the sessions of a ledger by way of its gateway; on the event loop.
+    """Ends the sessions of a ledger through its gateway; on the event loop.
 
-    `progress` is set whenever an entry or a session may have gone, of workers as well.
+    `progress` is set whenever an entry or a session may have ended, also in a worker process.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Ending:
         self._progress = progress
 
     def end_orphans(self, resume_seconds: float) -> None:
-        """End the sessions of an earlier daemon whose clients are gone, or come no more."""
+        """End an earlier daemon's sessions whose clients are dead or did not resume in time."""
         now = time.monotonic()
         for record in self._ledger.leases.orphans():
             if now - record.seen > resume_seconds or not _lives(record):
@@ -51,7 +51,7 @@ class Ending:
         self._gateway.flush()
 
     async def end_all(self, seconds: float) -> None:
-        """End all sessions, also of the workers, which end with them, within that time."""
+        """End all sessions within `seconds`, and the worker processes with theirs."""
         deadline, ledger, fleet = time.monotonic() + seconds, self._ledger, self._fleet
         ledger.drain()
         if fleet is not None:
@@ -66,7 +66,7 @@ class Ending:
             log.error("%d sessions could not be ended in order", len(ledger.sessions))
 
     async def end_unresumable(self, seconds: float) -> None:
-        """End the sessions with which no other daemon can go on, within that time."""
+        """End, within `seconds`, the sessions that the next daemon cannot resume."""
         deadline, there = time.monotonic() + seconds, self._ledger.sessions
         bound = [one for one in there.values() if not one.cell]
         if not bound:
@@ -82,7 +82,7 @@ class Ending:
         await self._until(lambda: not any(one.info.session in there for one in bound), deadline)
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until the condition holds; False where it does not by the deadline."""
+        """Wait until the condition holds; return whether it does by the deadline."""
         while not condition():
             self._progress.clear()
             try:
@@ -98,7 +98,7 @@ def _kept(seconds: float) -> float:
 
 
 def _lives(record: Session) -> bool:
-    """Tell whether the process of a session is there, or is of another namespace of processes."""
+    """Return whether a session's process is alive; True if it is in another PID namespace."""
     if record.hello is None or not record.hello.pid:
         return True
     try:

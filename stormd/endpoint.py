@@ -1,12 +1,11 @@
 """The HTTP endpoint an operator's tools read: a few fixed GET routes.
 
-Routes are called on the daemon's event loop, so they read its state without a lock and without
-tearing. A slow, silent or hostile client costs one bounded connection for a few seconds and nothing
-else.
+Routes are called on the daemon's event loop, so they read a consistent state without a lock. A
+slow, silent or hostile client costs one bounded connection for a few seconds and nothing else.
 
-Why not prometheus-client's own server: it answers on threads of its own, one a connection and as
-many as come, which would read the ledger while the loop changes it. On the loop, a loop that
-hangs also stops answering, which is what a health probe is there to find.
+Why not prometheus-client's own server: it answers on an unlimited number of threads, one per
+connection, which would read the ledger while the loop changes it. Here, a loop that hangs also
+stops answering, and a health probe is meant to detect that.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ _LOGGER: Final = logging.getLogger("stormd.endpoint")
 
 _MAX_REQUEST_BYTES: Final = 8192
 _MAX_CONNECTIONS: Final = 16
-"""The oldest ends for one more: a probe asks at once, and others must not keep it out by not
-asking."""
+"""One more connection closes the oldest. A probe sends its request at once, so silent clients
+cannot keep it out."""
 
 _REQUEST_SECONDS: Final = 5.0
-"""From accepting a connection to having sent the answer."""
+"""The most time from accepting a connection to having sent the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a route answers."""
+    """The answer of a route."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
@@ -44,11 +43,11 @@ class Reply:
 
 
 Route = Callable[[str], Reply]
-"""Takes the request's Accept header, empty where it has none."""
+"""Takes the request's Accept header, empty if there is none."""
 
 
 class Endpoint:
-    """Serves `routes` (path to Route) by GET and HEAD on a TCP address, one request a connection.
+    """Serves `routes` (path to Route) by GET and HEAD on a TCP address; one request per connection.
 
     `address` is HOST:PORT, an IPv6 host in brackets; port 0 takes any free one. Nothing is bound
     before open(). close() ends the connections in flight and may be called twice.
@@ -61,10 +60,10 @@ class Endpoint:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self) -> None:
-        """Start to answer.
+        """Start to listen and answer.
 
         Raises:
-            AddressInUse: the address is taken, or is none of this machine's. Nothing is bound.
+            AddressInUse: the address is taken, or is not one of this machine's. Nothing is bound.
         """
         try:
             self._server = await asyncio.start_server(
@@ -85,7 +84,7 @@ class Endpoint:
         return port
 
     async def close(self) -> None:
-        """Stop to answer; returns once every connection has ended."""
+        """Stop answering; return once every connection has ended."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -106,7 +105,7 @@ class Endpoint:
             async with asyncio.timeout(_REQUEST_SECONDS):
                 await self._serve_request(reader, writer)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            # The client's: it is silent, slow or gone, and nobody is left to be told.
+            # The client's fault: it is silent, slow or gone, and cannot be sent an error.
             _LOGGER.debug("request not completed")
         finally:
             self._connections.pop(task, None)
@@ -125,7 +124,7 @@ class Endpoint:
         await writer.drain()
 
     def _answer(self, head: str) -> tuple[Reply, bool]:
-        """Return the reply to a request's head, and whether its body is wanted."""
+        """Return the reply to a request's head, and whether to send the reply's body."""
         line, _, fields = head.partition("\r\n")
         words = line.split(" ")
         if len(words) != 3 or not words[2].startswith("HTTP/1."):

@@ -1,7 +1,6 @@
-"""What can go wrong in the daemon, by whose fault.
+"""The daemon's errors, by whose fault they are.
 
-A message names the value, the limit and the next step, and nothing was changed by the call that
-raised.
+A message names the value, the limit and the next step. The call that raised has changed nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _REMEDIES: Final = {
     errno.ENOMEM: "free memory, or raise the limit of address space (ulimit -v) or of the cgroup",
     errno.ENOSPC: "free room there",
 }
-"""For what is short, whatever it was wanted for."""
+"""Remedies for an exhausted resource, whatever needed it."""
 
 
 def remedy(error: OSError, otherwise: str) -> str:
-    """Return what the kernel says and what to do: `otherwise` where it is not that there is none.
+    """Return the kernel's message and what to do: `otherwise` unless a resource is exhausted.
 
-    As one sentence, so that no want of memory is told as one of descriptors.
+    Both are one sentence, so that a lack of memory is not reported as a lack of descriptors.
     """
     return f"{error.strerror or error}: {_REMEDIES.get(error.errno or 0, otherwise)}"
 
@@ -48,47 +47,47 @@ class StormdError(Exception):
 
 
 class ConfigError(StormdError):
-    """The operator's: a setting that cannot be used."""
+    """The operator's fault: a setting cannot be used."""
 
 
 class NoDaemon(StormdError):
-    """The environment's: no daemon answers where one was asked for."""
+    """The environment's fault: no daemon answers at the address."""
 
 
 class UpgradeUnavailable(StormdError):
-    """The operator's: a daemon cannot be replaced under its trainers, or not from here."""
+    """The operator's fault: a daemon cannot be replaced while trainers use it, or not from here."""
 
 
 class AddressInUse(StormdError):
-    """The operator's: another daemon lives at the address."""
+    """The operator's fault: another daemon or program uses the address."""
 
 
 class DirectoryUnsafe(StormdError):
-    """The environment's: the runtime directory belongs to, or is writable by, someone else."""
+    """The environment's fault: the runtime directory or a file in it is unsafe or unusable."""
 
 
 class PoolUnavailable(StormdError):
-    """The environment's: the machine does not give the memory that the pool asks for."""
+    """The environment's fault: the machine does not provide the memory that the daemon needs."""
 
 
 class SpillUnavailable(StormdError):
-    """The environment's: the tier on disk cannot be opened."""
+    """The environment's fault: the tier on disk cannot be opened."""
 
 
 class StartStopped(StormdError):
-    """The operator's wish: the daemon was told to end before it served."""
+    """The operator's wish: the daemon was told to end before it was ready."""
 
 
 class LaneUnavailable(StormdError):
-    """The environment's: a lane cannot be opened, or cannot take another session or segment."""
+    """The environment's fault: a lane cannot be opened, or takes no further session or segment."""
 
 
 class ChildFailed(StormdError):
-    """A process that the demo or a benchmark started did not do its work."""
+    """A process that a command started or waited for did not do its work."""
 
 
 class CommandUnusable(StormdError):
-    """The user's: a command for `stormd run` that cannot be started."""
+    """The user's fault: the command of `stormd run` cannot be started."""
 
     def __init__(self, text: str, exit_status: int) -> None:
         super().__init__(text)
@@ -96,4 +95,4 @@ class CommandUnusable(StormdError):
 
 
 class MpsUnavailable(StormdError):
-    """The environment's: CUDA's MPS cannot be had here."""
+    """The environment's fault: CUDA MPS is not available here."""

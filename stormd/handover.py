@@ -1,9 +1,9 @@
-"""What one daemon leaves to the next: the pool's memory, its journal, the sockets that listen.
+"""The state that one daemon passes to the next: pool memory, journal, and listening sockets.
 
-The manager that starts daemons keeps their descriptors (`notify`), whatever ends a daemon. One that
-comes finds all of it and goes on, or says why it cannot, and begins anew: what was there is lost
-then, and clients are told so. What lies in memory was laid out by settings of then, which stay as
-they were for as long as somebody has something there.
+The manager that starts daemons keeps their descriptors (`notify`), however a daemon ends. The next
+daemon continues with this state, or logs why it cannot and starts empty. In the second case the
+state is lost, and clients are told so. The settings of the earlier daemon determine the layout of
+the memory. They stay in force as long as a session or a cached tensor is left in it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ CONTROL: Final = "stormd-control"
 LIFELINES: Final = "stormd-lifelines"
 _POOL: Final = "stormd-pool"
 _JOURNAL: Final = "stormd-journal"
-"""What the manager knows the descriptors by."""
+"""The names under which the manager keeps the descriptors."""
 
 
 class Handover:
-    """Of one daemon; all methods are called in the order in which it opens and ends.
+    """The handover of one daemon.
 
-    `state` is what an earlier one has left, None where that is nothing, or of no use.
+    All methods are called in the order in which the daemon opens and ends. `state` is the state
+    of an earlier daemon; None if there is none or it cannot be used.
     """
 
     def __init__(self, notifier: Notifier, kept: dict[str, int]) -> None:
-        """Own the descriptors that were kept for this process, by name."""
+        """Take ownership of `kept`, the descriptors kept for this process, by name."""
         self._notifier = notifier
         self._kept = kept
         self._pool = -1
@@ -54,10 +55,10 @@ class Handover:
         self._noted = Totals()
         self.state: State | None = None
         self.earlier = Totals()
-        """What earlier daemons have stored."""
+        """The bytes that earlier daemons have stored."""
 
     def take(self, config: Config) -> Config:
-        """Read what was left; return the settings to go on with."""
+        """Read the earlier daemon's state; return the settings to continue with."""
         pool, journal = self._kept.pop(_POOL, -1), self._kept.pop(_JOURNAL, -1)
         if pool < 0 or journal < 0:
             self._close(pool, journal)
@@ -81,17 +82,17 @@ class Handover:
         return fitted
 
     def give_up(self, reason: str) -> None:
-        """Begin anew: what was left contradicts itself."""
+        """Drop the earlier daemon's state, which contradicts itself, and start empty."""
         log.error("what an earlier daemon held is lost: %s", reason)
         self._drop_journal(-1)
         self._close(self._pool)
         self._pool, self.state = -1, None
 
     def pool_file(self, nbytes: int) -> int:
-        """Return the descriptor of the pool's memory, which stays this object's.
+        """Return the descriptor of the pool's memory; this object still owns it.
 
         Raises:
-            PoolUnavailable: the kernel gives none.
+            PoolUnavailable: the kernel provides no memory file.
         """
         if self._pool < 0:
             try:
@@ -101,10 +102,10 @@ class Handover:
         return self._pool
 
     def records(self) -> JournalRecords:
-        """Return where all that outlives the process is written down.
+        """Return the journal's records, to which all state that outlives the process is written.
 
         Raises:
-            PoolUnavailable: there is no address space for it.
+            PoolUnavailable: there is no descriptor or address space for the journal.
         """
         if self._journal is None:
             try:
@@ -117,7 +118,7 @@ class Handover:
         return self._records
 
     def adopt(self, ledger: Ledger, cache: Cache | None) -> None:
-        """Have what an earlier daemon has left be held until its clients come."""
+        """Hold the earlier daemon's sessions and cached tensors until its clients resume."""
         if self.state is None:
             return
         now = time.monotonic()
@@ -132,7 +133,7 @@ class Handover:
         )
 
     def note_layout(self, config: Config, spaces: Sequence[Space]) -> None:
-        """Write down how the memory is laid out now."""
+        """Write the current layout of the memory to the journal."""
         self._records.laid_out(
             Layout(
                 pool_bytes=config.pool_bytes,
@@ -143,7 +144,10 @@ class Handover:
         )
 
     def note_totals(self, stored: Mapping[str, Any]) -> None:
-        """Write down what has been stored by now: by this daemon `stored`, as counters have it."""
+        """Write the bytes stored so far to the journal: those of earlier daemons, plus `stored`.
+
+        `stored` has this daemon's counts, as in `Counters.throughput`.
+        """
         totals = Totals(
             self.earlier.raw_bytes + stored["raw_bytes"],
             self.earlier.blob_bytes + stored["blob_bytes"],
@@ -153,7 +157,7 @@ class Handover:
             self._noted = totals
 
     def keep_memory(self, config: Config, spaces: Sequence[Space]) -> None:
-        """Have pool and journal be kept, whose layout is written down first."""
+        """Have the manager keep pool and journal, after writing the layout to the journal."""
         assert self._journal is not None, "there is no journal yet"
         self.note_layout(config, spaces)
         if self.state is None:
@@ -161,9 +165,10 @@ class Handover:
             self._keep(_JOURNAL, self._journal.descriptor)
 
     def listening(self, name: str, path: Path) -> socket.socket | None:
-        """Return the socket of that name, which clients have connected to meanwhile, if there is.
+        """Return the kept listening socket of that name, None if there is none.
 
-        One that is bound elsewhere, or whose file is gone, is closed.
+        Clients may have connected to it in the meantime. A socket that is bound elsewhere, or whose
+        file was removed, is closed.
         """
         descriptor = self._kept.pop(name, -1)
         if descriptor < 0:
@@ -175,16 +180,16 @@ class Handover:
         return None
 
     def keep_listening(self, name: str, descriptor: int) -> None:
-        """Have a socket be kept that listens, in the place of an earlier one of that name."""
+        """Have the manager keep a listening socket, in place of an earlier one of that name."""
         self._keep(name, descriptor)
 
     def end(self) -> None:
-        """Have nothing be kept any more: the daemon has ended in order."""
+        """Have the manager drop all descriptors: the daemon has ended in order."""
         for name in (CONTROL, LIFELINES, _POOL, _JOURNAL):
             self._notifier.forget(name)
 
     def close(self) -> None:
-        """Close what this process has; what is kept stays. Nothing is written down any more."""
+        """Close this process's descriptors and the journal; the manager's copies stay open."""
         self._close(self._pool, *self._kept.values())
         self._kept.clear()
         self._pool = -1
@@ -208,14 +213,14 @@ class Handover:
 
 
 class _NothingLeft(Exception):
-    """An earlier daemon has left memory that nobody has anything in."""
+    """The earlier daemon's memory contains neither a session nor a cached tensor."""
 
 
 def _fitted(config: Config, layout: Layout) -> Config:
-    """Return the settings with those of the layout that there is; tell of what differs.
+    """Return the settings with the sizes of the existing layout; log which ones differ.
 
     Raises:
-        ConfigError: they do not go with the others.
+        ConfigError: these sizes do not fit the other settings.
     """
     kept: dict[str, Any] = {
         "pool_bytes": layout.pool_bytes,

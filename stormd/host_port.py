@@ -1,6 +1,6 @@
-"""TCP addresses as people write them: `HOST:PORT`, an IPv6 host in brackets.
+"""TCP addresses as people write them: `HOST:PORT`, with an IPv6 host in brackets.
 
-Only a host with a port in 0 .. 65535 comes out. Nothing is looked up.
+A result always has a host and a port in 0 .. 65535. No name is looked up.
 """
 
 from __future__ import annotations

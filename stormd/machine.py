@@ -1,6 +1,6 @@
-"""What this machine is: the facts that a figure needs beside it and a check needs below it.
+"""Facts about this machine, to report beside measurements and to base checks on.
 
-Nothing here changes the machine, and what cannot be learned is None rather than a guess.
+Nothing here changes the machine. A fact that cannot be determined is None, never a guess.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PACKAGES: Final = ("stormd", "torch", "numpy", "pyzmq", "msgpack", "uvloop")
 
 
 class _Controller(NamedTuple):
-    """How a version of cgroups calls its limits, what is in use, and what of it can be dropped."""
+    """Names in one version of cgroups: of the limits, the usage, and the droppable memory."""
 
     limits: tuple[str, ...]
     usage: str
@@ -39,22 +39,22 @@ _FIRST: Final = _Controller(
 
 
 def memory_limit() -> int:
-    """Return the bytes of memory this process may use: the machine's, or less where limits say so.
+    """Return the bytes of memory this process may use: the machine's, or less if a limit is lower.
 
-    Those of its cgroups, and of its address space and data (`ulimit -v` and `-d`).
+    Limits are those of its cgroups, and of its address space and data (`ulimit -v` and `-d`).
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _cgroup_limits()), *_resource_limits()])
 
 
 def memory_available() -> int:
-    """Return the bytes that this process may take now before the kernel ends a process for it."""
+    """Return the bytes that this process can take now before the kernel kills a process."""
     free = (limit - used for limit, used in _cgroup_limits())
     return max(0, min([psutil.virtual_memory().available, *free]))
 
 
 def package_versions(names: tuple[str, ...] = _PACKAGES) -> dict[str, str | None]:
-    """Return the installed version of each package, None where it is missing."""
+    """Return the installed version of each package, None if it is missing."""
     return {name: _version(name) for name in names}
 
 
@@ -80,10 +80,10 @@ def _resource_limits() -> Iterator[int]:
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of the process's cgroup and of all above it, of either version.
+    """Yield limit and usage, in bytes, of the process's cgroup and all its parents, v1 and v2.
 
-    In a container the path may be the host's: then only the one that is mounted at the root is
-    found, which is the container's.
+    In a container the path may be the host's. Then only the cgroup mounted at the root is found,
+    and that is the container's.
     """
     for line in (_read(_OWN_CGROUPS) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -102,7 +102,7 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def _in_use(directory: Path, names: _Controller) -> int:
-    """Return what a cgroup uses, less the pages of files that the kernel drops when it must."""
+    """Return the bytes that a cgroup uses, without file pages that the kernel can drop."""
     rows = (line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
     droppable = sum(int(row[1]) for row in rows if row[0] == names.droppable)
     return max(0, int(_read(directory / names.usage) or 0) - droppable)

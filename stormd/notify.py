@@ -1,8 +1,8 @@
-"""Tells the service manager how the daemon is doing, in systemd's datagram protocol.
+"""Reports the daemon's state to the service manager, in systemd's datagram protocol.
 
-Without a manager every call does nothing, and a manager that cannot be reached is logged and never
-ends or delays the daemon. The variables read here are the manager's protocol (sd_notify(3)), set by
-it for the process it starts. They are no settings of an operator.
+Without a manager every call does nothing. A manager that cannot be reached is logged, and never
+ends or delays the daemon. The variables read here belong to the manager's protocol (sd_notify(3)):
+the manager sets them for the process it starts. They are not settings of an operator.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["MANAGER_VARIABLE", "Notifier", "feed_watchdog", "take_kept", "watchd
 _LOGGER: Final = logging.getLogger("stormd.notify")
 
 MANAGER_VARIABLE: Final = "NOTIFY_SOCKET"
-"""Says where a service manager listens to the process that it has started."""
+"""Names the socket on which a service manager listens to the process that it has started."""
 
 _MICROSECONDS: Final = 1_000_000
 
 _FIRST_KEPT: Final = 3
-"""The descriptors that a manager hands over begin behind the standard streams."""
+"""The descriptors that a manager passes begin after the standard streams."""
 
 
 class Notifier:
-    """One datagram socket to the service manager, or nothing where there is none.
+    """One datagram socket to the service manager, or nothing if there is no manager.
 
     Raises:
-        ConfigError: at construction, where the socket's name is neither an absolute path nor an
+        ConfigError: at construction, if the socket's name is neither an absolute path nor an
             abstract name.
     """
 
@@ -53,7 +53,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """Return the notifier that the process's manager asked for, an idle one without."""
+        """Return a notifier for the process's manager; without a manager, one that does nothing."""
         return cls(environ.get(MANAGER_VARIABLE, ""))
 
     def __enter__(self) -> Self:
@@ -86,16 +86,16 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def starting(self, text: str, more_seconds: float) -> None:
-        """Say how far the start has come, and ask for `more_seconds` before it counts as hung."""
+        """Report the start's progress, and ask for `more_seconds` before it counts as hung."""
         self._send(f"STATUS={text}", f"EXTEND_TIMEOUT_USEC={round(more_seconds * _MICROSECONDS)}")
 
     def store(self, name: str, descriptor: int) -> None:
-        """Have the manager keep a copy of a descriptor, for whom it starts in this one's place."""
-        # FDPOLL: none of them is to be dropped for what it has come to.
+        """Have the manager keep a copy of a descriptor for the process that it starts next."""
+        # FDPOLL=0: the manager must not drop a descriptor on a hang-up or an error.
         self._send("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", descriptors=(descriptor,))
 
     def forget(self, name: str) -> None:
-        """Have the manager close what it keeps by a name."""
+        """Have the manager close the descriptors that it keeps under a name."""
         self._send("FDSTOREREMOVE=1", f"FDNAME={name}")
 
     def _send(self, *assignments: str, descriptors: Sequence[int] = ()) -> None:
@@ -113,12 +113,12 @@ class Notifier:
 
 
 def watchdog_seconds(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> float:
-    """Return within how many seconds the manager wants the next sign of life; 0.0 for never.
+    """Return the most seconds that the manager allows between two signs of life; 0.0 for no limit.
 
-    `pid` is this process's where None: a variable inherited from a parent means the parent.
+    `pid` is this process's if None: a variable inherited from a parent applies to the parent.
 
     Raises:
-        ConfigError: the variable is no positive number of microseconds.
+        ConfigError: the variable is not a positive number of microseconds.
     """
     text = environ.get("WATCHDOG_USEC", "")
     if not text:
@@ -134,9 +134,9 @@ def watchdog_seconds(environ: Mapping[str, str] = os.environ, pid: int | None = 
 
 
 def take_kept(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the descriptors that the manager kept for this process, by name, once.
+    """Return the descriptors that the manager kept for this process, by name; only the first time.
 
-    They are the caller's. Of several of one name all but the last are closed.
+    The caller owns them. Of several with one name, all but the last are closed.
     """
     pid, count, names = (
         environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
@@ -159,9 +159,9 @@ def take_kept(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
 async def feed_watchdog(
     notifier: Notifier, within_seconds: float, stuck: Callable[[], Sequence[str]]
 ) -> None:
-    """Give a sign of life twice in each `within_seconds` as long as `stuck` names no worker.
+    """Send a sign of life twice in each `within_seconds`, as long as `stuck` names no worker.
 
-    Runs until cancelled, on the daemon's loop: a blocked loop gives no sign either, so the
+    Runs on the daemon's event loop until cancelled. A blocked loop sends no sign either, so the
     manager restarts a daemon that hangs anywhere.
     """
     while True:

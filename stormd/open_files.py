@@ -1,6 +1,6 @@
 """How many descriptors the process may have open, and whether they run short.
 
-Asking costs two system calls, however many are open.
+A check costs a few system calls, however many descriptors are open.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from stormd.errors import ConfigError
 __all__ = ["are_scarce", "check_room", "raise_limit", "wanted"]
 
 OF_DAEMON: Final = 64
-"""More than a daemon without sessions has open: 19 on the cpu lane, with the metrics' endpoint."""
+"""More than a daemon without sessions has open: 19 on the cpu lane, with the metrics endpoint."""
 
 OF_SESSION: Final = 4
 
 
 def wanted(sessions: int) -> int:
-    """Return the limit with which so many sessions find room: half of it, see `are_scarce`."""
+    """Return the limit that so many sessions need: twice their descriptors, see `are_scarce`."""
     return 2 * (OF_DAEMON + OF_SESSION * sessions)
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one, and return it: shells start programs with 1,024.
+    """Raise the soft limit, 1,024 in most shells, to the hard limit, and return it.
 
     Raises:
-        ConfigError: it is too low for a daemon to start.
+        ConfigError: the hard limit is too low for a daemon to start.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -38,10 +38,10 @@ def raise_limit() -> int:
 
 
 def check_room() -> None:
-    """Make sure that a daemon which has opened all its own could take a session.
+    """Check that a daemon that has opened all its own descriptors can take a session.
 
     Raises:
-        ConfigError: it would end each connection as soon as it comes.
+        ConfigError: it would close each connection at once.
     """
     if are_scarce():
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,10 +56,10 @@ def _too_low(limit: int, why: str) -> str:
 
 
 def are_scarce() -> bool:
-    """Return whether half of what may be open is.
+    """Return whether more than half of the permitted descriptors may be open.
 
-    The kernel gives the lowest number that is free: so many are taken at the least, and all have
-    to be before the limit is met.
+    The kernel returns the lowest free number, so at least that many are open. The limit is reached
+    only once all numbers below it are taken.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

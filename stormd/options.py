@@ -1,7 +1,7 @@
 """One option: its names, and how its value is read from text and checked.
 
 A value that passes `check_value` is of the option's type and inside its limits. An error names the
-option or where the text came from, the value, the limit and what to do.
+option or the source of the text, the value, the limit and what to do.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Kind = Literal["text", "size", "count", "seconds", "mode", "uids", "switch"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How one field is called, checked and explained outside.
+    """The names, limits and help of one field of Config.
 
     `least` and `most` bound numbers, in the unit of the kind: bytes, seconds or a count.
-    Where the default depends on the machine, `default_note` says how, and `example` is shown.
-    A daemon that is running takes a new value of a `reloadable` option on SIGHUP.
+    If the default depends on the machine, `default_note` says how, and `example` is shown instead.
+    A running daemon takes a new value of a `reloadable` option on SIGHUP.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Option:
 
 
 def read_value(option: Option, value: Any, source: str) -> Any:
-    """Return the value as the field's type where it came as text; leave other types to Config."""
+    """Convert text, a list of user ids or whole seconds to the field's type; Config checks it."""
     if option.kind == "uids" and isinstance(value, list):
         return tuple(value)
     if option.kind == "seconds" and type(value) is int:

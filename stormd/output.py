@@ -28,7 +28,7 @@ EXIT_USAGE = 2
 """Flags, environment or config file cannot be used; argparse's own status."""
 EXIT_NO_DAEMON = 3
 EXIT_RESTART = 75
-"""Of a daemon that another is to follow, with what it holds."""
+"""The daemon ended for another daemon to continue with its state."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by SIGINT."""
 

@@ -1,4 +1,4 @@
-"""What the parts of a daemon get by its settings: memory, limits, and who may connect."""
+"""What a daemon's parts get according to its settings: memory, limits, and who may connect."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ __all__ = [
 _T = TypeVar("_T")
 
 REST_BYTES: Final = 32 << 20
-"""What the process grows by from there on: buffers of sockets, its own state, libraries that load
-late. Measured with one session: 6 MiB."""
+"""Further growth of the process: socket buffers, its own state, libraries that load late. Measured
+with one session: 6 MiB."""
 
 
 def bytes_beside_pool(config: Config) -> int:
-    """Return the bytes that serving takes beside the pool: the cpu lane's, messages, the rest."""
+    """Return the bytes that serving takes beside the pool: cpu lane, disk, messages, the rest."""
     scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
     movers = config.spill_threads * WORKER_BYTES if config.spill_path else 0
     return REST_BYTES + scratch + movers + config.staging_bytes_cpu + config.message_bytes
 
 
 def near_gpu(config: Config, make: Callable[[], _T]) -> _T:
-    """Return what `make` makes, of memory near the GPU that these settings have be served.
+    """Return the result of `make`, with memory of the NUMA node near the GPUs to be served.
 
-    This thread and those it starts take memory from there from now on. Of GPUs that are near
-    different nodes none is preferred.
+    From now on this thread and those it starts take memory from that node. If the GPUs are near
+    different nodes, no node is preferred.
     """
     prefer_node(near_gpus(range(len(served_uuids(config)))))
     return make()
 
 
 def _spaces(config: Config) -> list[Space]:
-    """Return the pool's space, and the cache's where there is one; none of it is there yet."""
+    """Return the space of the pool, and of the cache if there is one; nothing is committed yet."""
     pool, cache = config.pool_bytes, config.cache_bytes
     spaces = [Space(pool, slack=slack_of(pool), committed=0)]
     if cache:
@@ -61,9 +61,10 @@ def _spaces(config: Config) -> list[Space]:
 def adopted_spaces(
     config: Config, handover: Handover | None
 ) -> tuple[list[Space], list[tuple[int, int]]]:
-    """Return the spaces with what an earlier daemon has left in them, and where memory is.
+    """Return the spaces with the blocks of an earlier daemon, and their committed ranges.
 
-    There is none where it has left nothing, or what contradicts itself.
+    A range is an offset and its bytes. There are none without an earlier daemon's state, or if
+    that state contradicts itself.
     """
     if handover is None or handover.state is None:
         return _spaces(config), []
@@ -81,7 +82,7 @@ def adopted_spaces(
 
 
 def limits_of(config: Config) -> Limits:
-    """Return what the ledger grants at the most."""
+    """Return the limits of what the ledger grants."""
     return Limits(
         max_sessions=config.max_sessions,
         user_sessions=config.sessions_per_uid,
@@ -94,7 +95,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def cache_part_bytes(config: Config) -> int:
-    """Return the largest part that every lane takes: what one put, another may get."""
+    """Return the largest part that every lane takes, as any may get it; 0 without a cache."""
     return min(config.part_bytes_cpu, config.part_bytes_cuda) if config.cache_bytes else 0
 
 

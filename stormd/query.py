@@ -1,7 +1,7 @@
 """Asks a daemon for its state, as `stormd status` and `stormd top` do.
 
-A question needs no session, leaves nothing behind in the daemon, and ends by its deadline with the
-state or an error.
+A query needs no session and leaves nothing behind in the daemon. It ends within its timeout, with
+the state or an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_address(address: str | None, environ: Mapping[str, str] | None = None) 
     """Return the address given, else STORMD_ADDRESS, else the first default that listens.
 
     Raises:
-        NoDaemon: no daemon that this user can speak to listens at a default place.
+        NoDaemon: no daemon that this user can reach listens at a default address.
         ProtocolError: the address is malformed.
     """
     environ = os.environ if environ is None else environ
@@ -61,7 +61,7 @@ def find_address(address: str | None, environ: Mapping[str, str] | None = None) 
 class StatusQuery:
     """A connection that asks one daemon for its state, as often as wanted.
 
-    A context manager. `timeout` is the seconds that one question may take.
+    A context manager. `timeout` is the seconds that one query may take.
     """
 
     def __init__(self, address: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -77,7 +77,7 @@ class StatusQuery:
         """Return the daemon's state.
 
         Raises:
-            NoDaemon: no answer within the timeout, or one that is not understood.
+            NoDaemon: there is no answer within the timeout, a refusal, or one that is not valid.
         """
         trouble = socket_trouble(parse_address(self.address))
         if trouble is not None:
@@ -97,7 +97,7 @@ class StatusQuery:
         )
 
     def _answer(self, frame: bytes) -> dict[str, Any] | None:
-        """Return the state where the frame answers the last question, None where an older one."""
+        """Return the state if the frame answers the last query, None if it answers an older one."""
         try:
             batch = decode(frame)
         except ProtocolError as error:

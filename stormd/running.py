@@ -1,9 +1,9 @@
-"""The daemon as a process: its loop, its signals, and what its manager is told of the start.
+"""The daemon as a process: its event loop, its signals, and its reports to the service manager.
 
-The daemon says "ready" only once the pool is pinned and the socket answers. SIGTERM and SIGINT end
-it in order and within its deadline, SIGUSR2 has another take its place: also while it is starting,
-and as often as they come. SIGHUP has it read its settings file again. Without a file it does
-nothing, unless the terminal that the daemon was started from is gone.
+The daemon reports "ready" only once the pool is pinned and the socket answers. SIGTERM and SIGINT
+end it in order and within its deadline. SIGUSR2 ends it for another daemon to take its place. All
+three work during the start too, and may be repeated. On SIGHUP the daemon reads its settings file
+again. Without a file, SIGHUP ends a daemon whose terminal is gone, and else does nothing.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ ReadConfig = Callable[[], Config]
 def run_daemon(
     config: Config, read: ReadConfig | None = None, terminal: LogQueue | None = None
 ) -> bool:
-    """Run a daemon of these settings; return, once it has ended in order, if another follows.
+    """Run a daemon with these settings until it ends in order; return whether another follows.
 
-    `read` reads the settings again, None where there is no file to read them from. `terminal` is
-    where its progress is shown, if a person sees it. Call it in a process that may only end
-    afterwards: the signals that ask for an end stay ignored.
+    `read` reads the settings again; None if there is no file. `terminal` shows the start's
+    progress, if it is a terminal. Afterwards the process should only exit: it ignores the signals
+    that ask for an end.
 
     Raises:
-        StormdError: the daemon could not be opened, or not go on; nothing of it is left. Signals
-            mean again what they mean to a process that does not handle them.
+        StormdError: the daemon could not be opened or could not continue; nothing of it is left.
+            The signals have their default actions again.
     """
     limit, wanted = open_files.raise_limit(), open_files.wanted(config.max_sessions)
     if limit != resource.RLIM_INFINITY and limit < wanted:
@@ -75,9 +75,9 @@ def _leave_signals(disposition: signal.Handlers) -> None:
 
 
 async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | None) -> bool:
-    """Open, serve and close; tell whether another is to follow.
+    """Open, serve and close; return whether another daemon is to follow.
 
-    A signal that comes while the pool is pinned gives the start up.
+    A signal to end aborts the start, also while the pool is being pinned.
     """
     within, hung_up = watchdog_seconds(), asyncio.Event()
     _take(signal.SIGHUP, hung_up.set)
@@ -116,7 +116,7 @@ async def _open(server: Server) -> None:
         _take(number, server.stop)
     _take(signal.SIGUSR2, partial(_suspend, server))
     await server.open()
-    gc.freeze()  # else it is looked through while somebody waits, for milliseconds at a time
+    gc.freeze()  # else garbage collection scans it while clients wait, for milliseconds each time
 
 
 def _suspend(server: Server) -> None:
@@ -125,10 +125,10 @@ def _suspend(server: Server) -> None:
 
 
 def _take(number: signal.Signals, action: Callable[[], None]) -> None:
-    """Have a signal call `action` on the running loop, and do nothing once the loop has ended.
+    """Make a signal call `action` on the running loop; once the loop is closed it does nothing.
 
-    The handlers that a loop can be given end with it: whoever asks twice would find a process on
-    its way out without one, and end it as if it had failed.
+    A loop's own signal handlers end with the loop. A second signal would then kill the exiting
+    process, as if it had failed.
     """
     if not is_heeded(number):
         return
@@ -139,20 +139,20 @@ def _take(number: signal.Signals, action: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(action)
 
     signal.signal(number, handle)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # as whoever has started it may have it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # the parent process may have blocked it
 
 
 async def _answer_hang_ups(
     hung_up: asyncio.Event, reload: Callable[[], None] | None, stop: Callable[[], None] | None
 ) -> None:
-    """Do what each SIGHUP asks for; `stop` is None where there was no terminal to begin with."""
+    """Handle each SIGHUP; `stop` is None if there was no terminal at the start."""
     while True:
         await hung_up.wait()
         hung_up.clear()
         if reload is not None:
             try:
                 reload()
-            except Exception:  # our bug, which is not to end what serves
+            except Exception:  # our bug, which must not end a serving daemon
                 log.exception("settings not reloaded")
         elif stop is not None and not _has_terminal():
             stop()
@@ -161,7 +161,7 @@ async def _answer_hang_ups(
 
 
 def _has_terminal() -> bool:
-    """Return whether there is a terminal whose end would be this process's."""
+    """Return whether this process has a controlling terminal, whose end would end the process."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
@@ -171,7 +171,7 @@ def _has_terminal() -> bool:
 
 @contextlib.contextmanager
 def _pinning_progress(notifier: Notifier, terminal: LogQueue | None) -> Iterator[OnProgress]:
-    """Show a bar on a terminal while the pool is being pinned; tell the manager elsewhere."""
+    """Show a bar on a terminal while the pool is being pinned; else report to the manager."""
     if terminal is None or not terminal.isatty():
         yield StartReport(notifier)
         return
@@ -189,10 +189,10 @@ def _pinning_progress(notifier: Notifier, terminal: LogQueue | None) -> Iterator
 # --- what an operator's tools see ------------------------------------------------------------
 
 _REPORT_SECONDS: Final = 1.0
-"""Least time between two reports of how far the start has come."""
+"""Least time between two progress reports of the start."""
 
 _MORE_SECONDS: Final = 60.0
-"""How long the start may take from one report on before it counts as hung."""
+"""How long the start may take after a report before it counts as hung."""
 
 
 @contextlib.asynccontextmanager
@@ -201,11 +201,11 @@ async def operated(
 ) -> AsyncIterator[Endpoint | None]:
     """Show the open `server` to the operator's tools while the block runs.
 
-    Yields the endpoint, None where `metrics_address` is empty. `watchdog_seconds` is 0.0 where
-    no manager waits for signs of life.
+    Yields the endpoint, None if `metrics_address` is empty. `watchdog_seconds` is 0.0 if no
+    manager waits for signs of life.
 
     Raises:
-        AddressInUse: the endpoint cannot listen; nothing was said to the manager.
+        AddressInUse: the endpoint cannot listen; nothing was reported to the manager.
     """
     async with contextlib.AsyncExitStack() as stack:
         endpoint = None
@@ -223,12 +223,12 @@ async def operated(
 
 
 class StartReport:
-    """Tells the manager how far pinning has come; called from the threads that pin."""
+    """Reports the progress of pinning to the manager; called from the threads that pin."""
 
     def __init__(self, notifier: Notifier, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._notifier = notifier
         self._clock = clock
-        # Two threads that pass it at once send one report too many, which does no harm.
+        # Two threads that pass this time at once send one report too many, which is harmless.
         self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
@@ -241,7 +241,7 @@ class StartReport:
 
 
 def reload_settings(server: Server, notifier: Notifier, read: Callable[[], Config]) -> None:
-    """Have the server take the settings that `read` returns; a bad file changes nothing."""
+    """Apply the settings that `read` returns to the server; an invalid file changes nothing."""
     notifier.reloading()
     try:
         config = read()

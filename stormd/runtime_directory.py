@@ -1,12 +1,12 @@
-"""The directory that holds a daemon's sockets, and the lock that makes an address one daemon's.
+"""The directory of a daemon's sockets, and the lock that reserves an address for one daemon.
 
-Nobody but root and this user can put a socket of their own in the place of ours, and of all
-daemons that want an address, the one that holds the lock has it. So a socket at an address whose
-lock is free is left over from a dead daemon, and may be removed, if nobody has it open: another
-program may, or a daemon whose lock was deleted by one that cleans directories.
+Only root and this user can replace our socket with another one. Of all daemons that want an
+address, the one that holds the lock gets it. So a socket whose lock is free is left over from a
+dead daemon, and may be removed if no process has it open. Another program may have it open, or a
+daemon whose lock file was deleted by a program that cleans directories.
 
-A file's name is no proof that it is ours: what is removed at the end, or taken for there, is told
-by its inode.
+A file's name does not prove that the file is ours. So its inode decides whether a file still exists
+or may be removed at the end.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 
 
 def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
-    """Make sure of a safe directory for sockets; make it, 0700 or 0750 with a group, if missing.
+    """Check the directory for sockets; create it if missing, 0700, or 0750 if a group is let in.
 
     Raises:
-        DirectoryUnsafe: it cannot be made, is no directory, is another user's, or others may
-            write to it (and it is not sticky as /tmp is), but those of `group`.
+        DirectoryUnsafe: it cannot be created, is not a directory, or belongs to another user; or
+            users outside `group` may write to it, and it is not sticky as /tmp is.
     """
     try:
         directory.mkdir(mode=0o700, parents=True)
@@ -52,11 +52,11 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
 
 
 def check_directory(directory: Path, group: str) -> None:
-    """Make sure that nobody else can put a socket in the place of ours there.
+    """Check that no other user can replace our socket in the directory.
 
     Raises:
-        DirectoryUnsafe: it is no directory, is another user's, or others may write to it (and it
-            is not sticky as /tmp is), but those of `group`, which is empty where none is let in.
+        DirectoryUnsafe: it is not a directory, or belongs to another user; or users outside
+            `group`, which may be empty, may write to it, and it is not sticky as /tmp is.
     """
     try:
         found = directory.stat()
@@ -91,7 +91,7 @@ def _group_id(name: str) -> int | None:
 
 
 def grant(path: Path, mode: int, group: str) -> None:
-    """Set permission bits and, where one is named, the group.
+    """Set permission bits and, if one is named, the group.
 
     Raises:
         DirectoryUnsafe: there is no such group, or this user may not give the file to it.
@@ -108,13 +108,13 @@ def grant(path: Path, mode: int, group: str) -> None:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove what a dead daemon left at the path of a socket. The address's lock is held.
+    """Remove the socket file that a dead daemon left at a path. The caller holds the lock.
 
-    What lies there and is none of that is left alone.
+    Any other file there is left alone.
 
     Raises:
-        DirectoryUnsafe: it is no socket.
-        AddressInUse: a living process has it open.
+        DirectoryUnsafe: the file is not a socket.
+        AddressInUse: a living process has the socket open.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -130,14 +130,14 @@ def remove_stale(path: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Tell whether a living process has the socket open; of a dead one's the kernel refuses us."""
+    """Return whether a living process has the socket open; else the kernel refuses to connect."""
     with socket.socket(socket.AF_UNIX) as caller:
         caller.setblocking(False)
         try:
             caller.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # a full queue, another type of socket: somebody is there
+        except OSError:  # a full queue or another type of socket: a process has it open
             return True
     return True
 
@@ -145,8 +145,8 @@ def _is_open(path: Path) -> bool:
 class SocketFile:
     """The file of a socket that this process has bound to `path`.
 
-    Make it when the socket is bound, and use it no longer than the socket is open: the kernel gives
-    the inode to no other file for so long.
+    Create this object when the socket is bound, and use it only while the socket is open: for that
+    time the kernel gives the inode to no other file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,20 +155,21 @@ class SocketFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether the path is still this socket's, not removed or another's."""
+        """Whether the path still names this socket's file, neither removed nor replaced."""
         return _is(self._path, self._made)
 
     def remove(self) -> None:
-        """Remove it, if it is there. Twice is fine."""
+        """Remove the file, if it is still this socket's. Twice is fine."""
         if self.is_there:
             self._path.unlink(missing_ok=True)
 
 
 class AddressLock:
-    """Held from construction to `close`; the kernel lets go of it however the process ends.
+    """Held from construction to `close`; the kernel releases it however the process ends.
 
     Raises:
-        AddressInUse: a living daemon holds it.
+        AddressInUse: a living daemon holds the lock.
+        DirectoryUnsafe: the lock's file cannot be opened.
     """
 
     def __init__(self, address: Path) -> None:
@@ -178,24 +179,24 @@ class AddressLock:
 
     @property
     def is_there(self) -> bool:
-        """Whether the lock's file is still the one that is held: another would not keep anyone out.
+        """Whether the path still names the locked file; else the lock keeps no other daemon out.
 
         False after `close`.
         """
         return self._descriptor >= 0 and _is(self._path, os.fstat(self._descriptor))
 
     def renew(self) -> None:
-        """Hold the lock again whose file was removed.
+        """Take the lock again, if its file was removed.
 
         Raises:
-            AddressInUse: another daemon holds it by now.
+            AddressInUse: another daemon holds the lock by now.
         """
         if not self.is_there:
             removed, self._descriptor = self._descriptor, self._acquire(self._address)
             os.close(removed)
 
     def close(self) -> None:
-        """Remove the file, if it is there, and let go. Twice is fine."""
+        """Remove the lock's file, if it is still ours, and release the lock. Twice is fine."""
         if self._descriptor >= 0:
             if self.is_there:
                 self._path.unlink(missing_ok=True)
@@ -203,7 +204,7 @@ class AddressLock:
             self._descriptor = -1
 
     def _acquire(self, address: Path) -> int:
-        """Lock the file that has the name after the lock is held: another may have removed it."""
+        """Return the locked file that the path still names: another daemon may have removed it."""
         while True:
             descriptor = _locked(self._path, address)
             if _is(self._path, os.fstat(descriptor)):
@@ -212,7 +213,7 @@ class AddressLock:
 
 
 def _is(path: Path, file: os.stat_result) -> bool:
-    """Tell whether the path names that file."""
+    """Return whether the path names that file."""
     try:
         return os.path.samestat(path.lstat(), file)
     except OSError:

@@ -1,7 +1,7 @@
-"""A word to the user on standard error, for which nobody waits long.
+"""Messages to the user on standard error, written within a time limit.
 
-A pipe that nobody reads takes nothing once it is full, and whoever has something to say there must
-still come to its end.
+A pipe that nobody reads accepts nothing once it is full, and a process that writes there must still
+be able to end.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SAY_SECONDS: Final = 2.0
 
 
 def say(text: str, seconds: float = SAY_SECONDS) -> None:
-    """Write `stormd: text` to standard error; what is not taken within `seconds` is lost.
+    """Write `stormd: text` to standard error; what is not accepted within `seconds` is lost.
 
-    Past Python's buffer, which would be written again, and waited for, at the process's end.
+    Bypasses Python's buffer: Python would write it again, and wait for it, at the process's end.
     """
     line = f"stormd: {text}\n"
     try:
         descriptor = sys.stderr.fileno()
-    except io.UnsupportedOperation:  # something else stands in its place
+    except io.UnsupportedOperation:  # stderr is replaced by an object without a descriptor
         sys.stderr.write(line)
         return
     data, deadline = line.encode(errors="backslashreplace"), time.monotonic() + seconds
@@ -36,4 +36,4 @@ def say(text: str, seconds: float = SAY_SECONDS) -> None:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([], [descriptor], [], left)[1]:
                 return
-            data = data[write(descriptor, data[: select.PIPE_BUF]) :]  # which a pipe has room for
+            data = data[write(descriptor, data[: select.PIPE_BUF]) :]  # a ready pipe has room for

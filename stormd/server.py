@@ -1,10 +1,11 @@
 """The daemon: opens the pool, the lanes and the sockets, serves, and ends in order.
 
-It is one of three: alone, with all devices; the front of worker processes, which has the address
-and grants sessions, and serves the cache alone; or a worker, which has sessions handed to it.
+It has one of three roles. A single daemon serves all devices. The front of worker processes has the
+address, grants sessions, and serves only the cache itself. A worker serves the sessions that the
+front passes to it.
 
-`open` leaves either a daemon that answers or nothing behind. `close` ends by its deadline, in a
-fixed order, and nothing of the pool is unmapped while a worker may use it.
+`open` either makes a daemon that answers or leaves nothing behind. `close` ends by its deadline, in
+a fixed order. The pool is not unmapped while a worker thread may use it.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.5
 FIRST_CLIENT_SECONDS: Final = 60.0
-"""How long a daemon that ends with its last client waits for its first."""
+"""How long a daemon that ends with its last client waits for its first client."""
 
 
 class Server:
     """One daemon on the running event loop: `open`, `serve`, `close`, each once.
 
-    `on_progress(done, total)` is called from other threads while the pool is made, in bytes. With a
-    `handover` what is stored outlives the daemon. With a place as `worker` it is one.
+    `on_progress(done, total)`, in bytes, is called from other threads while the pool is made. With
+    a `handover`, stored entries outlive the daemon. With a `worker` place, the daemon is a worker.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Server:
         worker: WorkerPlace | None = None,
     ) -> None:
         self._asked = config
-        self._config = config  # what of it is this process's
+        self._config = config  # as it applies to this process
         self._handover = handover
         self._worker = worker
         self._fleet: Fleet | None = None
@@ -113,11 +114,11 @@ class Server:
         self._ending: Ending
 
     async def open(self) -> None:
-        """Make the pool, open the lanes, bind the sockets: afterwards clients are served.
+        """Make the pool, open the lanes, and bind the sockets; afterwards clients are served.
 
         Raises:
-            StartStopped: `stop` was called before the pool was there.
-            StormdError: by whose fault it is, one of errors.py; nothing is left behind.
+            StartStopped: `stop` was called before the pool was made.
+            StormdError: one of errors.py, by whose fault it is; nothing is left behind.
         """
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
@@ -136,17 +137,18 @@ class Server:
             self._cleanup.close()
             raise
         self._is_open = True
-        if self._worker is None:  # of a worker the front tells
+        if self._worker is None:  # the front reports for a worker
             lanes = list(self.status()["lanes"])
             shown = {"address": self._config.address, "lanes": lanes, "seconds": seconds}
             log.info("ready", extra=shown)
 
     async def serve(self) -> None:
-        """Serve until `stop`, or until the last client has gone where the config says so.
+        """Serve until `stop` or `suspend`, or, if configured so, until the last client has gone.
 
         Raises:
-            StormdError: the files of the address were removed, and it cannot be had again; or a
-                device is broken, and nothing outlives this daemon. `close` must follow.
+            StormdError: the files of the address were removed and cannot be created again; or a
+                device is broken, and nothing outlives this daemon. The caller must still call
+                `close`.
         """
         while not self._stopping.is_set():
             try:
@@ -166,13 +168,14 @@ class Server:
                 return
 
     def stop(self) -> None:
-        """Ask `serve` to return. From any thread or a signal handler; twice is fine."""
+        """Ask `serve` to return. Callable from any thread or a signal handler; twice is fine."""
         self._loop.call_soon_threadsafe(self._stopping.set)
 
     def suspend(self) -> bool:
-        """Ask `serve` to return, and have what is held stay for the daemon that follows.
+        """Ask `serve` to return, and keep all sessions and entries for the next daemon.
 
-        From the loop; False where nothing outlives this daemon, which goes on then.
+        To be called on the event loop. Returns False if nothing can outlive this daemon, which then
+        continues to serve.
         """
         if self._handover is None:
             return False
@@ -182,16 +185,16 @@ class Server:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether another daemon is to follow, with what is held."""
+        """Whether another daemon is to follow and continue with this one's sessions."""
         return self._is_suspended
 
     def reload(self, config: Config) -> list[str]:
-        """Take the reloadable settings of `config`; the sessions there are stay as they are.
+        """Apply the reloadable settings of `config`; existing sessions stay as they are.
 
         Returns the names of the other settings that differ: they need a restart.
 
         Raises:
-            ConfigError: the new limits do not go with the pool there is; nothing has changed.
+            ConfigError: the new limits do not fit the existing pool; nothing has changed.
         """
         fresh, ignored = reloaded(self._asked, config)
         own = fresh if self._fleet is None else front_config(fresh)
@@ -205,33 +208,33 @@ class Server:
         return ignored
 
     def take_session(self, line: socket.socket, session: int, frame: bytes, unread: bytes) -> bool:
-        """Go on with a connection that the front has granted a session, as a worker.
+        """As a worker, take over a connection to which the front has granted a session.
 
-        `frame` has its Hello, `unread` what came behind that. False where there is no session: its
-        client was told why. On the event loop, once the worker is open.
+        `frame` has its Hello, `unread` the bytes received after it. Returns False if no session was
+        opened; its client was told why. Call it on the event loop, once the worker is open.
         """
         self._control.take(line, session, framed(frame) + unread)
         return session in self._ledger.sessions
 
     def end_session(self, session: int) -> None:
-        """End a session that the front wants no longer, as a worker."""
+        """As a worker, end a session that the front no longer wants."""
         self._gateway.end(session, "unattached")
         self._gateway.flush()
 
     async def close(self) -> None:
         """End in order, by the deadline of the config, whatever the clients do.
 
-        Does nothing where `open` failed or the daemon has ended already.
+        Does nothing if `open` failed or the daemon has ended already.
 
-        1. Take no new session and no new entry; say so to those who ask. Workers do the same.
-        2. Let clients fetch what they have stored, until nothing is held or time is short.
-        3. End the sessions: lanes finish what runs, skip what waits, and let their memory go.
+        1. Accept no new session and no new entry, and refuse such requests. Workers do the same.
+        2. Let clients fetch their stored entries, until none is left or time is short.
+        3. End the sessions: lanes finish running work, skip waiting work, and free the memory.
         4. Close the lifelines and the control socket, remove their files.
-        5. Grow the pool no more, end the workers of lanes and disk, unmap the pool, and give the
-           address up.
+        5. Stop growing the pool, end the threads of lanes and disk, unmap the pool, and release the
+           address.
 
-        One that was suspended does the first three for sessions alone that no other can go on with,
-        and leaves the files of the sockets where they are.
+        A suspended daemon takes the first three steps only for sessions that the next daemon cannot
+        resume, and does not remove the files of the sockets.
         """
         if not self._is_open:
             return
@@ -251,7 +254,7 @@ class Server:
         log.info("ended")
 
     def stuck(self) -> list[str]:
-        """Return one sentence for each worker that hangs or has ended. On the event loop only."""
+        """Return a sentence for each worker thread that hangs or has ended. On the loop only."""
         return stuck_workers([one for lane in self._lanes.values() for one in lane.heartbeats])
 
     @property
@@ -262,7 +265,7 @@ class Server:
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only.
 
-        What workers do is known as they have said last, half a second ago at the most.
+        The figures of worker processes are from their last reports, at most half a second old.
         """
         own = state(
             config=self._config,
@@ -284,7 +287,7 @@ class Server:
         )
 
     def _tell_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Hand the state of all processes over, once workers have said how they are."""
+        """Call `tell` with the state of all processes, once the workers have reported theirs."""
         if self._worker is not None:
             self._worker.tell_status(tell)
         elif self._fleet is None:
@@ -295,7 +298,7 @@ class Server:
     # --- parts of open, in order ------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """Read what an earlier daemon has left, whose settings of the pool stay then."""
+        """Read an earlier daemon's state, if any; its settings of the pool then stay in force."""
         if self._handover is not None:
             self._cleanup.callback(self._handover.close)
             self._config = self._handover.take(self._config)
@@ -307,7 +310,7 @@ class Server:
         self._address.take()
 
     def _slow_parts(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """Return what makes a start take long, in its order, as the log names it."""
+        """Return the slow steps of the start, in order, by their names in the log."""
         return {
             "device": partial(asyncio.to_thread, check_device, self._config),
             "workers": self._start_workers,
@@ -317,7 +320,7 @@ class Server:
         }
 
     async def _start_workers(self) -> None:
-        """Where worker processes are to serve the devices, start them, and be their front."""
+        """If worker processes are to serve the devices, start them, and become their front."""
         plans = [] if self._worker else await asyncio.to_thread(plan_workers, self._config)
         if not plans:
             return
@@ -338,7 +341,7 @@ class Server:
 
     @property
     def _budget(self) -> PoolBudget | None:
-        """What bounds the pool beside its size: what other workers have of it."""
+        """The limit of this worker's part of a pool that all workers share; else None."""
         return None if self._worker is None else self._worker.budget
 
     async def _make_pool(self) -> None:
@@ -361,7 +364,7 @@ class Server:
             on_progress=self._on_progress,
             is_stopped=self._stopping.is_set,
         )
-        if self._worker is None:  # its process is there already
+        if self._worker is None:  # a worker's process has its NUMA node already
             make = partial(near_gpu, config, make)
         self._pool = await asyncio.to_thread(make)
         self._cleanup.callback(self._pool.close)
@@ -465,7 +468,7 @@ class Server:
             self._handover.note_totals(self.counters.throughput()["store"])
 
     def _watch_spill(self) -> None:
-        """End the tier on disk where it is of no use any more; all else goes on."""
+        """End the tier on disk if it has failed; everything else continues."""
         fault = "" if self._spill is None else self._spill.tier.fault()
         if fault and not self._spill_fault:
             self._spill_fault = fault
@@ -473,9 +476,13 @@ class Server:
             log.error("the tier on disk has ended: %s; what was there alone is lost", fault)
 
     def _watch_lanes(self) -> None:
-        """End where a device is broken: another process can use it, this one no more.
+        """End this daemon if a device is broken: only another process can use that device again.
 
-        A worker goes on, until the front, which hears of it, kills it.
+        The daemon is suspended if it can be. A worker continues until the front, which gets its
+        reports, kills it.
+
+        Raises:
+            LaneUnavailable: a device is broken, and nothing outlives this daemon.
         """
         fault = "; ".join(lane.fault for lane in self._lanes.values() if lane.fault)
         if not fault or self._worker is not None or self.suspend():
@@ -487,7 +494,7 @@ class Server:
         self._growth.look()
 
     def _grown(self) -> None:
-        """Have those go on that wait for memory, if it has come or none comes, and take more."""
+        """Retry requests that wait for memory: there is more of it, or no more can be had."""
         if self._handover is not None:
             self._handover.note_layout(self._config, self._spaces)
         self._gateway.go_on()
@@ -499,7 +506,7 @@ class Server:
         return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
 
     def _hear_of_session(self, session: int, cause: str) -> None:
-        """Take in what a worker says of a session."""
+        """Handle a worker's report about a session."""
         if cause == ATTACHED:
             self._gateway.attached(session)
         else:
@@ -507,9 +514,9 @@ class Server:
             self._gateway.flush()
 
     def _leave(self) -> None:
-        """Hear nobody any more, and leave all there is to the daemon that follows.
+        """Stop listening to clients and lanes, and leave all sessions to the next daemon.
 
-        From here on no session ends and nothing is freed: the journal says so no more.
+        From here on no session ends and nothing is freed, as the journal would not record it.
         """
         self._mailbox.close()
         self._gateway.leave()
@@ -517,7 +524,7 @@ class Server:
         log.info("suspended", extra={"sessions": len(self._ledger.sessions)})
 
     def _end_threads(self, whose: str, close: Callable[[float], bool]) -> None:
-        """End threads that use the pool, which stays mapped where one does not end."""
+        """End threads that use the pool; if one does not end, the pool stays mapped."""
         if not close(DETACH_SECONDS):
             log.error("a thread of %s does not end: the pool stays mapped", whose)
             self._pool.keep()

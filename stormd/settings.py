@@ -1,4 +1,4 @@
-"""Where an operator's settings come from: flags, environment and TOML file, in that order.
+"""Reads an operator's settings: flags override the environment, which overrides the TOML file.
 
 Nothing else in the daemon reads the environment or a file for a setting.
 """
@@ -29,14 +29,14 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     path: Path | None = None,
 ) -> Config:
-    """Return the settings of flags, environment and TOML file, the first that names one winning.
+    """Return the settings of flags, environment and TOML file; the first that sets an option wins.
 
     `flags` maps option names to values or to texts as written on the command line; None means
-    the flag was not given. `environ` is os.environ where None.
+    the flag was not given. `environ` is os.environ if None.
 
     Raises:
-        ConfigError: an unknown key or variable, a value that cannot be read, an invalid value, no
-            such file.
+        ConfigError: an unknown key or variable, a value that cannot be read, an invalid value, or
+            no such file.
     """
     settings: dict[str, Any] = {}
     if path is not None:
@@ -51,7 +51,7 @@ def load_config(
 
 
 def reloaded(running: Config, read: Config) -> tuple[Config, list[str]]:
-    """Return `running` with the reloadable values of `read`, and the other options that differ."""
+    """Return `running` with the reloadable values of `read`, and the names of other differences."""
     changed = [
         option
         for option in config_options()
@@ -66,7 +66,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a number's length, or nesting
+    except (ValueError, RecursionError) as error:  # bad TOML or UTF-8, number too long, too deep
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
     settings = {}
     for key, value in table.items():

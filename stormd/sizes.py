@@ -1,4 +1,4 @@
-"""Sizes in the daemon's settings and messages: the protocol's, with the operator's error."""
+"""Sizes in the daemon's settings and messages, as in the protocol, but raising ConfigError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of `4GiB`, `512 MiB`, `1.5GiB` or plain `4096`.
 
     Raises:
-        ConfigError: no size, an unknown unit, or not a whole number of bytes.
+        ConfigError: not a size, an unknown unit, or not a whole number of bytes.
     """
     try:
         return sizes.parse_size(text)

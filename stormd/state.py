@@ -1,4 +1,4 @@
-"""The state of a daemon as `stormd status --json` prints it: each part says its own."""
+"""The state of a daemon as `stormd status --json` prints it, collected from its parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state(
     gauge: GpuGauge,
     counters: Counters,
 ) -> dict[str, Any]:
-    """Return the state; on the event loop only, so that no part changes meanwhile."""
+    """Return the state. On the event loop only, so that no part changes meanwhile."""
     use = space.use()
     sessions = ledger.sessions_status()
     ratio = ledger.raw_bytes / (use.used + use.promised) if use.used else None
@@ -89,7 +89,7 @@ def _spill_status(config: Config, ledger: Ledger) -> dict[str, Any] | None:
 
 
 def _gpus_status(lanes: Iterable[Lane], gauge: GpuGauge) -> list[dict[str, Any]]:
-    """Return each GPU that is served; `busy_percent` is None where the driver does not say."""
+    """Return each served GPU; `busy_percent` is None if the driver does not report it."""
     links = [link for lane in lanes for link in lane.links]
     return [
         {
@@ -114,12 +114,12 @@ def merged_status(
 ) -> dict[str, Any]:
     """Return the state of a front and its workers, as one process would report it.
 
-    Sessions are the front's, with what their worker says of each. What the front has of a pool is
-    for nobody and is left out.
+    Sessions are the front's, each with its worker's figures. The front's own minimal pool serves
+    nobody and is left out.
 
-    `states` are the last ones of the workers there are, `counters` those of all processes, and
-    `workers` what is shown of each. `pool_bytes` is the pool of all, which workers may lend each
-    other: what each may have is then more than its part.
+    `states` are the last states of the running workers, `counters` those of all processes, and
+    `workers` the row shown for each worker. `pool_bytes` is the size of the whole pool. If workers
+    lend each other memory, their capacities add up to more than that.
     """
     pool = _merged_pool([state["pool"] for state in states])
     pool["capacity_bytes"] = min(pool["capacity_bytes"], pool_bytes)
@@ -148,13 +148,13 @@ def merged_status(
 def _merged_sessions(
     sessions: list[dict[str, Any]], states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the front's sessions; who they are is its word, what they hold is their worker's."""
+    """Return the front's sessions with their worker's figures; the pid is always the front's."""
     known = {one["id"]: one for state in states for one in state["sessions"]}
     return [{**one, **known.get(one["id"], {}), "pid": one["pid"]} for one in sessions]
 
 
 def _merged_pool(pools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums; the peak is that of the workers' peaks, which need not be of one moment."""
+    """Return the pools as one; its peak is the sum of peaks, which need not be of one moment."""
     names = ("capacity", "committed", "used", "promised", "peak_used")
     return {
         **{f"{name}_bytes": sum(pool[f"{name}_bytes"] for pool in pools) for name in names},
@@ -177,5 +177,5 @@ def _merged_spill(tiers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _direction(ways: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one direction of the disk, whose speed is what all workers have had of it."""
+    """Return one direction of the disk summed over all workers, speeds included."""
     return {name: sum(way[name] for way in ways) for name in ways[0]}

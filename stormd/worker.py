@@ -1,10 +1,10 @@
-"""A worker: the process that serves one device's sessions for the front that has started it.
+"""A worker: the process that serves some devices' sessions for the front that has started it.
 
     python -m stormd.worker DESCRIPTOR PID
 
-It is a daemon without an address: it gets its settings and each session's connection from the front
-by way of a socket pair, and tells it what becomes of them. It ends when it is told to, and is
-killed when the front ends.
+It is a daemon without an address. The front sends it its settings and each session's connection
+through a socket pair, and the worker reports when a session attaches and ends. It ends when the
+front tells it to, and is killed when the front ends.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = ["main"]
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS: Final = 0.5
-"""Least time between two words of how far pinning has come."""
+"""Least time between two reports of the progress of pinning."""
 
 
 def main(arguments: list[str]) -> int:
     """Serve until told to end; return the exit status."""
     descriptor, parent = map(int, arguments)
     die_with_parent(signal.SIGKILL, parent)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the front's, as a terminal's
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # meant for the front
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=descriptor)
     try:
@@ -78,7 +78,7 @@ class _Worker:
         if is_lent(config):
             self._budget = PoolBudget(rows, order["workers"], config.host_bytes, FIRST_BYTES)
         self._sessions: set[int] = set()
-        self._asked: deque[Callable[[dict[str, Any]], None]] = deque()  # for the front's answers
+        self._asked: deque[Callable[[dict[str, Any]], None]] = deque()  # await the front's answers
         self._end = end
         self._line: Line
         self._pinned = 0.0
@@ -97,7 +97,7 @@ class _Worker:
             "reload": self._reload,
             "state": self._answer,
         }
-        self._waiting: list[tuple[str, list[Any], int]] = []  # heard before there was a server
+        self._waiting: list[tuple[str, list[Any], int]] = []  # received before the server was open
         self._serves = False
 
     async def run(self) -> int:
@@ -125,7 +125,7 @@ class _Worker:
             self._line.close()
         return EXIT_OK
 
-    # --- what the front says ----------------------------------------------------------------
+    # --- messages from the front ------------------------------------------------------------
 
     def _hear(self, kind: str, values: list[Any], descriptor: int) -> None:
         if kind == "stop":
@@ -141,7 +141,7 @@ class _Worker:
         self._server.stop()
 
     def _lose(self) -> None:
-        """The front is gone: it ends this process, if the kernel has not yet."""
+        """Kill this process, as the front is gone, if the kernel has not done so yet."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _take_session(self, descriptor: int, values: list[Any]) -> None:
@@ -169,14 +169,14 @@ class _Worker:
         }
 
     def _ask(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Have the front say how all processes are: a client may ask any of them."""
+        """Ask the front for the state of all processes: a client may ask any of them for it."""
         self._asked.append(tell)
         self._line.send("ask")
 
     def _answer(self, state: dict[str, Any]) -> None:
         self._asked.popleft()(state)
 
-    # --- what it is told --------------------------------------------------------------------
+    # --- messages to the front --------------------------------------------------------------
 
     def _tell(self, session: int, cause: str) -> None:
         if cause == "attached":
@@ -186,13 +186,13 @@ class _Worker:
             self._line.send("ended", session, cause)
 
     def _note(self, session: int, *, is_there: bool) -> None:
-        """Note a session that has come or gone: while there is one, this worker's share is its."""
+        """Note a session's start or end: while there is one, this worker keeps its share."""
         (self._sessions.add if is_there else self._sessions.discard)(session)
         if self._budget is not None:
             self._budget.be_busy(is_busy=bool(self._sessions))
 
     def _pinning(self, done: int, total: int) -> None:
-        """Tell how far pinning has come; from the threads that pin."""
+        """Report the progress of pinning to the front; called from the threads that pin."""
         now = time.monotonic()
         if now > self._pinned or done == total:
             self._pinned = now + REPORT_SECONDS
@@ -200,7 +200,7 @@ class _Worker:
 
 
 def _name_lines(index: int) -> None:
-    """Have each line of this process's log say whose it is; the front tells of sessions."""
+    """Add the worker's index to each log line of this process; the front logs about sessions."""
 
     def name(record: logging.LogRecord) -> bool:
         record.worker = index

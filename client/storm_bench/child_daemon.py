@@ -1,7 +1,7 @@
 """A daemon in a process of its own, for the demo and the benchmarks.
 
-The daemon answers when the context is entered, and is gone with its directory when it is left,
-however that happens.
+The daemon answers once the context is entered. The daemon and its directory are gone once the
+context is left, however that happens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ChildDaemon", "tail"]
 
 _ANSWER_SECONDS: Final = 0.5
 _STATUS_SECONDS: Final = 15.0
-"""The machine is busy with what the daemon was started for: an answer may take seconds."""
+"""The machine is busy with the work that the daemon was started for: answers may take seconds."""
 
 _END_SECONDS: Final = 15.0
 
@@ -30,10 +30,10 @@ class ChildDaemon:
     """Starts `stormd serve` on a socket in a temporary directory; a context manager.
 
     `flags` are added to its command line; `start_seconds` is how long pinning the pool and
-    answering the first question may take.
+    answering the first query may take.
 
     Raises:
-        ChildFailed: when entered, where the daemon ends or stays silent; its log is in the text.
+        ChildFailed: on entry, if the daemon ends or stays silent; its log is in the text.
     """
 
     def __init__(self, *, flags: list[str], start_seconds: float = 60.0) -> None:
@@ -81,7 +81,7 @@ class ChildDaemon:
         self.close()
 
     def close(self) -> None:
-        """End the daemon in order, by force where that takes too long. Twice is fine."""
+        """End the daemon in order, by force if that takes too long. Twice is fine."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -108,7 +108,7 @@ class ChildDaemon:
                 self._wait_a_moment()
 
     def _wait_a_moment(self) -> None:
-        """Wait for the daemon's end, for as long as a first look at its socket may wait."""
+        """Wait a moment before the next query, or until the daemon ends."""
         assert self._process is not None
         try:
             self._process.wait(0.02)
@@ -117,7 +117,7 @@ class ChildDaemon:
 
 
 def tail(text: str, lines: int = 12) -> str:
-    """Return the last lines of a child's output, or a word that there are none."""
+    """Return the last lines of a child's output, or a note that there are none."""
     return "\n".join(text.strip().splitlines()[-lines:]) or "(it said nothing)"
 
 

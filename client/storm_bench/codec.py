@@ -1,7 +1,7 @@
-"""`stormd bench codec`: what the lossless codec makes of the kinds of tensors autograd saves.
+"""`stormd bench codec`: the lossless codec on the kinds of tensors that autograd saves.
 
-Every tensor is made from a fixed seed, comes back bit for bit before its ratio counts, and its
-ratio is the same on every machine. The speeds are this machine's, one thread.
+Every tensor is made from a fixed seed. Its ratio counts only if the tensor is decoded bit for bit,
+and is the same on every machine. The speeds are this machine's, with one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Figures", "measure_codec", "print_captured", "print_codec"]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Ratio raw to stored, and raw bytes a second each way, for one kind of tensor."""
+    """Ratio of raw to stored bytes, and raw bytes a second each way, for one kind of tensor."""
 
     kind: str
     speed: str
@@ -37,7 +37,7 @@ def measure_codec(values: int, rounds: int) -> list[dict[str, Any]]:
     """Return the figures of every kind with `values` values each, as JSON values.
 
     Raises:
-        ChildFailed: a tensor came back changed.
+        ChildFailed: a decoded tensor differs from the original.
     """
     return [
         asdict(_measure(kind, tensor, speed, rounds))
@@ -56,8 +56,9 @@ def print_codec(figures: list[dict[str, Any]]) -> None:
 
 
 def print_captured(families: list[dict[str, Any]]) -> None:
-    """Print what `storm_bench.activations` measured, one line a family of models, and
-    below it the analyses of the family's tensors where they were asked for.
+    """Print what `storm_bench.activations` measured, one line per family of models.
+
+    The analyses of the family's tensors follow below, if they were requested.
     """
     head = f"{'captured from a training step':34} {'bound':>8} {'fast':>8} {'dense':>8}"
     write_line(f"{head}  reached of the bound")
@@ -110,5 +111,5 @@ def _measure(kind: str, tensor: Tensor, speed: str, rounds: int) -> Figures:
 
 
 def _best(rounds: int, work: Callable[[], object]) -> float:
-    """Return the least seconds that the work took."""
+    """Return the seconds of the fastest round."""
     return min(seconds_of(work, "cpu") for _ in range(rounds))

@@ -1,7 +1,7 @@
 """The benchmarks of `stormd bench`, and how their figures are shown.
 
-A figure comes with the machine, the versions, the date and the command that gave it, and those of
-the daemon from a daemon and a client in processes of their own.
+A figure is reported with the machine, the versions, the date and the command that gave it. Figures
+of the daemon are from a daemon and a client in separate processes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["add_arguments", "run"]
 _SECONDS: Final = 300.0
 
 _MALLOC: Final = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
-"""Freed memory stays with the client, as in a training that runs for hours: what is measured is
-copying and encoding, not the kernel's first touch of new pages.
+"""The client's process keeps freed memory, as in a training that runs for hours. So copying and
+encoding are measured, not the kernel's first touch of new pages.
 """
 
 
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and print its figures. SIGTERM too ends what it has started."""
+    """Run the benchmark and print its figures. SIGTERM also ends the processes it has started."""
     measure, show = _BENCHMARKS[args.benchmark]
     with noted_interrupts():
         figures = measure(args)

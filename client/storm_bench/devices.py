@@ -1,4 +1,4 @@
-"""Where training steps are measured: the device, what has to be there, and its peak of memory."""
+"""The device on which training steps are measured: its prerequisites, and its peak of memory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["MPS", "compile_codec", "device_here", "mps_is_on", "peak_bytes", "re
 _KIB: Final = 1 << 10
 
 MPS: Final = {True: ", MPS on", False: ", MPS off", None: ""}
-"""How that is shown behind a device's name."""
+"""How the state of MPS is shown after a device's name."""
 
 
 def device_here() -> str:
-    """Return "cuda" where PyTorch finds a GPU, else "cpu"."""
+    """Return "cuda" if PyTorch finds a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def mps_is_on(device: str) -> bool | None:
-    """Return whether CUDA's MPS is on; None where there is no GPU to share."""
+    """Return whether CUDA MPS is on; None if there is no GPU to share."""
     return check_mps().state == "ok" if device == "cuda" else None
 
 
 def compile_codec() -> None:
-    """Put the codec's kernels where the daemon finds them: until it has them it stores raw.
+    """Compile the codec's kernels for the daemon: until it has them it stores tensors raw.
 
     Raises:
-        ChildFailed: they cannot be compiled; the compiler's words are in the text.
+        ChildFailed: they cannot be compiled; the text has the compiler's output.
     """
     command = [sys.executable, "-m", "storm_kernels.ancf.compile", "bfloat16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
@@ -47,18 +47,18 @@ def compile_codec() -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin anew, of what is allocated and of what is reserved."""
+    """Reset the peaks: of allocated and reserved memory, or of a CPU's resident memory."""
     import torch
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return PyTorch's most allocated bytes on a GPU; without one, the most resident memory."""
+    """Return the peak of PyTorch's allocated bytes on a GPU, or of resident bytes on a CPU."""
     import torch
 
     if device.type == "cuda":

@@ -1,9 +1,9 @@
-"""`stormd bench gemm`: products that encode what they make, beside cuBLAS's and encoding apart.
+"""`stormd bench gemm`: products that encode their results, beside cuBLAS and separate encoding.
 
-All ways through a case run in one process on the same tensors, a few calls of each in turns, so
-that a card that slows down as it gets warm slows all of them. A way that cannot run here is in the
-table with the reason. Forward and backward are those of a gated MLP's two products and what joins
-them; "layer" is the whole MLP with all its gradients.
+All ways to compute a case run in one process on the same tensors, a few calls of each in turns. So
+a card that slows down as it gets warm slows all of them. A way that cannot run here is in the table
+with the reason. "forward" and "backward" are those of a gated MLP's two products and the operations
+that join them; "layer" is the whole MLP with all its gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["CASES", "Case", "add_gemm_arguments", "measure_gemm", "print_gemm"]
 
 _SEED: Final = 46
 _CALLS: Final = 4
-"""Calls that are timed together: the first finds caches as the way before has left them."""
+"""Calls that are timed together; the first finds the caches as the previous way left them."""
 
 _NCU_SECONDS: Final = 240.0
 _PLAIN: Final = "cuBLAS"
@@ -44,7 +44,7 @@ _STORM: Final = "storm"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Shapes of an MLP: `rows` tokens of `width`, and `hidden` in between."""
+    """Shapes of an MLP: `rows` tokens of `width` values, and `hidden` values in between."""
 
     rows: int
     width: int
@@ -61,7 +61,7 @@ CASES: Final = {
     },
     "cpu": {"small": Case(256, 128, 384)},
 }
-"""By device: the GPT of `stormd bench train` at widths 4096 and 1024, and Llamas."""
+"""Cases by device: the GPT of `stormd bench train` at widths 4096 and 1024, and Llamas."""
 
 _TILINGS: Final = (
     *((1, group, 0) for group in (8, 16, 32)),
@@ -71,7 +71,7 @@ _TILINGS: Final = (
 
 
 def add_gemm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is to be measured, and how."""
+    """Add the arguments that say what is to be measured, and how."""
     names = sorted({name for cases in CASES.values() for name in cases})
     parser.add_argument(
         "--cases", nargs="+", choices=names, help="what to measure (default: all of the device's)"
@@ -121,7 +121,7 @@ def measure_gemm(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Bench:
-    """Measures one case; every figure is the median of `rounds`, in seconds a call."""
+    """Measures one case; every figure is the median of `rounds`, in seconds per call."""
 
     def __init__(self, name: str, case: Case, device: str, args: argparse.Namespace) -> None:
         self._name, self._case, self._device, self._args = name, case, device, args
@@ -145,7 +145,7 @@ class _Bench:
         return found
 
     def _table(self, ways: dict[str, Way]) -> dict[str, dict[str, Any]]:
-        """Time all ways in turns; the first is what the others are compared with."""
+        """Time all ways in turns; the others are compared with the first."""
         rows: dict[str, dict[str, Any]] = {}
         times: dict[str, list[float]] = {}
         for name, way in ways.items():
@@ -172,7 +172,7 @@ class _Bench:
 
 
 class _Ways:
-    """What is timed of a case, on tensors that all ways share."""
+    """The timed ways to compute a case, on tensors that all ways share."""
 
     def __init__(self, case: Case, device: str) -> None:
         import torch
@@ -191,7 +191,7 @@ class _Ways:
         self.grad = normal(case.rows, case.hidden, 1.0)
 
     def check(self) -> None:
-        """Raise ChildFailed where storm's products are not close to PyTorch's."""
+        """Raise ChildFailed if storm's products are not close to PyTorch's."""
         from storm_kernels import gemm
 
         h, gate, up = gemm.gated_mlp(self.x, self.gate, self.up)
@@ -202,7 +202,7 @@ class _Ways:
                 raise ChildFailed(f"storm's product is wrong by {error:.1e}: report this as a bug")
 
     def product(self, *, tilings: bool) -> dict[str, Way]:
-        """Return one product, not encoded and encoded."""
+        """Return the ways to compute one product, not encoded and encoded."""
         from storm_kernels.gemm import hopper
 
         ways: dict[str, Way] = {_PLAIN: partial(self._linear, self.gate)}
@@ -217,7 +217,7 @@ class _Ways:
         return ways
 
     def forward(self, *, compiled: bool, tilings: bool) -> dict[str, Way]:
-        """Return both products and what joins them; all but the last leave gate and up encoded."""
+        """Return the ways to compute both products and join them, gate and up encoded or not."""
         from storm_kernels.gemm import hopper
 
         ways: dict[str, Way] = {_APART: self._encoded_apart(), _PLAIN: self._plain}
@@ -236,7 +236,7 @@ class _Ways:
         return ways
 
     def backward(self) -> dict[str, Way]:
-        """Return the gradients of gate and up, and h once more, from what the forward left."""
+        """Return the ways to compute gate's and up's gradients from both, and to recompute h."""
         from storm_kernels.gemm import hopper
 
         gate, up = self._linear(self.gate), self._linear(self.up)
@@ -251,7 +251,7 @@ class _Ways:
         return ways
 
     def layer(self) -> dict[str, Way]:
-        """Return the whole MLP, forward and backward: PyTorch's operations, and GatedMLP."""
+        """Return the ways to run the whole MLP, both passes: PyTorch's operations, and GatedMLP."""
         import torch
         from storm_kernels.nn import GatedMLP
 
@@ -269,14 +269,14 @@ class _Ways:
         return ways | {_STORM: self._why_not() or partial(step, mlp)}
 
     def ratio(self) -> float:
-        """Return how many times smaller gate and up are, encoded."""
+        """Return how many times smaller gate and up are when encoded."""
         from storm_kernels import gemm
 
         _, gate, up = gemm.gated_mlp(self.x, self.gate, self.up)
         return (gate.raw_nbytes + up.raw_nbytes) / (gate.nbytes + up.nbytes)
 
     def _why_not(self) -> str:
-        """Return why the kernel cannot run on these tensors, or nothing."""
+        """Return why the kernel cannot run on these tensors, or an empty text if it can."""
         from storm_kernels import gemm
         from storm_kernels.gemm import hopper
 
@@ -313,7 +313,7 @@ class _Ways:
         return of_gate, self.grad * activated, activated * up
 
     def _encoded_apart(self) -> Way:
-        """Return what makes gate and up, joins them, and encodes each in a pass of its own."""
+        """Return the way that computes gate and up, joins them, and encodes each separately."""
         from torch.nn import functional
 
         if self._device == "cpu":
@@ -331,7 +331,7 @@ class _Ways:
 
 
 def _encoder(like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return an encoder on the current stream that waits for nothing, for tensors like this one."""
+    """Return an asynchronous encoder on the current stream, for tensors like this one."""
     import torch
     from storm_kernels.ancf import max_encoded_bytes
     from storm_kernels.ancf.cuda import CudaCodec
@@ -363,7 +363,7 @@ def _tiled(tiling: Any) -> str:
 
 
 def _counted_bytes(case: Case, ratio: float) -> dict[str, float]:
-    """Return the bytes of a forward pass that read and write each tensor once a kernel."""
+    """Return the bytes that a forward pass moves, each tensor read or written once per kernel."""
     x, weight = 2 * case.rows * case.width, 2 * case.width * case.hidden
     raw = 2 * case.rows * case.hidden
     code, slots = raw / ratio, 2 * raw / 8  # a sector of 32 bytes in 128 elements, both ways
@@ -376,7 +376,7 @@ def _counted_bytes(case: Case, ratio: float) -> dict[str, float]:
 
 
 def _dram_bytes(case: str, way: str) -> dict[str, Any]:
-    """Return the bytes that the device's memory moves in one call, by Nsight Compute."""
+    """Return the bytes that the device's memory moves in one call, as Nsight Compute counts."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return {"skipped": "Nsight Compute (ncu) is not installed"}
@@ -423,7 +423,7 @@ def _once(case: str, way: str) -> None:
 
 
 def print_gemm(figures: dict[str, Any]) -> None:
-    """Print a line a way: microseconds, and times the first way of its table."""
+    """Print a line per way: microseconds, and the multiple of its table's first way."""
     write_line(f"{figures['device']}; microseconds, and times the first of each table")
     for name, case in figures["cases"].items():
         if "skipped" in case:

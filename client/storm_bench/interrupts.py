@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM for commands that work for long: raised where they strike, and noted.
+"""Ctrl-C and SIGTERM for long-running commands: raised at once, and noted.
 
-An interrupt ends the command. Python swallows an exception that a handler raises in a destructor, a
-library's among them. What was noted is raised again where `check` is called.
+An interrupt ends the command. Python swallows an exception that a handler raises in a destructor,
+also in a library's. So `check` raises a noted interrupt again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """What has come so far."""
+    """The signals received so far."""
 
     def __init__(self) -> None:
         self._noted: list[int] = []
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come, whatever became of what it raised."""
+        """Raise KeyboardInterrupt if a signal has come, even if its exception was swallowed."""
         if self._noted:
             raise KeyboardInterrupt
 
@@ -35,7 +35,7 @@ class Interrupts:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Interrupts]:
-    """Have SIGINT and SIGTERM noted, though SIGINT was ignored as in a shell's background jobs."""
+    """Note SIGINT and SIGTERM, even if SIGINT was ignored, as in a shell's background jobs."""
     interrupts = Interrupts()
     before = [(number, signal.signal(number, interrupts.handle)) for number in SIGNALS]
     try:

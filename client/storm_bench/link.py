@@ -1,8 +1,8 @@
-"""Measures the way through the daemon: store and restore, codec raw, against two memcpys.
+"""Measures store and restore through the daemon, codec raw, against two memcpys.
 
 Run as `python -m storm_bench.link`. Prints one JSON object. Both sides of a comparison move the
-same bytes away and back, the memcpys at their best, and every tensor that comes back is compared
-with what went in.
+same bytes away and back, and the best round of each counts. Every restored tensor is compared with
+the original.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 __all__ = ["main"]
 
 _SMALL_BYTES: Final = 4096
-"""A tensor whose copy takes under a microsecond: what remains is the hook's own time."""
+"""Size of a tensor whose copy takes under a microsecond: the hook's own time remains."""
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors in the forward and hands what comes back to a check in the backward."""
+    """Saves tensors in the forward pass, and gives restored ones to `receive` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, receive: Callable[[Tensor], None], *saved: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class _Save(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Round:
-    """Times of one store and restore of all tensors, in seconds; cpu is this thread's alone."""
+    """Seconds of one store and restore of all tensors; cpu is this thread's processor time."""
 
     store: float = 0.0
     restore: float = 0.0
@@ -56,7 +56,7 @@ class Round:
 
     @property
     def total(self) -> float:
-        """Both ways."""
+        """The seconds of both ways."""
         return self.store + self.restore
 
 
@@ -107,7 +107,7 @@ def _measure_small(
 ) -> dict[str, Any]:
     tensors = _random_tensors(count, _SMALL_BYTES)
     offload = client.offload(torch.nn.Identity(), min_bytes=_SMALL_BYTES, codec="raw")
-    _one_round(offload, tensors)  # the first learns the order
+    _one_round(offload, tensors)  # in the first round the client learns the order
     clock = _cpu_clock(daemon_pid)
     before = time.clock_gettime(clock)
     measured = [_one_round(offload, tensors) for _ in range(rounds)]
@@ -130,14 +130,14 @@ def _random_tensors(count: int, nbytes: int) -> list[Tensor]:
 
 
 def _one_round(offload: Any, tensors: list[Tensor]) -> Round:
-    """Store and restore a copy of every tensor, whose memory is let go in between."""
+    """Store and restore a copy of every tensor; the copies are freed in between."""
     measured = Round()
     back: list[Tensor] = []
     leaf = torch.zeros(1, requires_grad=True)
     copies = [tensor.clone() for tensor in tensors]
     with _timed(measured, "store"), offload:
         out = _Save.apply(leaf, back.append, *copies)  # type: ignore[no-untyped-call]
-        copies.clear()  # what still lives unchanged is handed out again and never restored
+        copies.clear()  # a copy that is alive and unmodified would not be restored
     with _timed(measured, "restore"):
         out.sum().backward()
     for tensor, same in zip(tensors, back, strict=True):
@@ -155,7 +155,7 @@ def _timed(measured: Round, name: str) -> Iterator[None]:
 
 
 def _two_memcpys(tensors: list[Tensor]) -> float:
-    """Return the seconds to copy every tensor away and back, between pages all touched before."""
+    """Return the seconds to copy every tensor away and back; all pages were touched before."""
     away = [torch.full_like(tensor, 1) for tensor in tensors]
     back = [torch.full_like(tensor, 1) for tensor in tensors]
     started = time.perf_counter()
@@ -167,7 +167,7 @@ def _two_memcpys(tensors: list[Tensor]) -> float:
 
 
 def _cpu_clock(pid: int) -> int:
-    """Return the clock of a process's processor time, in ns where /proc has hundredths."""
+    """Return the clock of a process's processor time: in ns, while /proc counts in 10 ms."""
     clock = ctypes.c_int()
     status = ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock))
     if status:

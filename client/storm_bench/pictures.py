@@ -1,7 +1,7 @@
-"""The pictures of the benchmarks' figures; only what was measured is drawn.
+"""Draws pictures of the benchmarks' figures; only measured values are drawn.
 
-Each function takes the figures that a benchmark returns, and the file to write, whose suffix says
-which format. They raise ImportError where matplotlib is missing.
+Each function takes the figures that a benchmark returns, and the file to write, whose suffix
+determines the format. They raise ImportError if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = [
 ]
 
 _BARS_WIDTH: Final = 0.8
-"""Of a group of bars, where groups are 1 apart."""
+"""Width of a group of bars; groups are 1 apart."""
 
 _OUR_PEERS: Final = ("ours", "SimpleRotorNet")
 _OUR_METHODS: Final = "storm"
 _GIB: Final = 1 << 30
 _PLOTS_A_LINE: Final = 4
 _AXIS_ROOM: Final = 1.25
-"""Of each axis beyond the last point, for the names."""
+"""Factor by which each axis is lengthened, to have space for the names."""
 
 
 def draw_captured(families: list[dict[str, Any]], path: Path) -> None:
-    """Write what the codec reaches against the bound, one point a captured tensor."""
+    """Draw the codec's ratio against that of the bound, one point per captured tensor."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -53,7 +53,7 @@ def draw_captured(families: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_scan(figures: dict[str, Any], path: Path) -> None:
-    """Write how many times a copy's time each scan takes, a bar a way in a group a case."""
+    """Draw each scan's time as a multiple of a copy's: a group per case, a bar per way."""
     from matplotlib.figure import Figure
 
     groups = list(_groups(figures["cases"]))
@@ -88,7 +88,7 @@ def _groups(cases: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def draw_ternary(figures: dict[str, Any], path: Path) -> None:
-    """Write how long ternary products take beside their peers, and what weights take."""
+    """Draw the times of ternary products and their peers, and the memory of weights."""
     from matplotlib.figure import Figure
 
     products = {
@@ -116,7 +116,7 @@ def _bars(
 
 
 def total_bytes(row: dict[str, Any]) -> int | None:
-    """Return what a method takes of the GPU's memory, in both processes; None if not known."""
+    """Return the bytes of GPU memory that a method takes in both processes; None if not known."""
     trainer, daemon = row.get("process_device_bytes"), row.get("daemon_device_bytes")
     if trainer is None or (daemon is None and "offload" in row):
         return None
@@ -124,9 +124,9 @@ def total_bytes(row: dict[str, Any]) -> int | None:
 
 
 def draw_train(figures: dict[str, Any], path: Path) -> None:
-    """Write step time against memory, a plot a workload and a point a method; budgets in a line.
+    """Draw step time against memory: a plot per workload, a point per method, a line of budgets.
 
-    The memory is what both processes hold on the GPU, where that is known, else the peak.
+    The memory is that of both processes on the GPU if it is known for all methods, else the peak.
     """
     from matplotlib.figure import Figure
 
@@ -156,7 +156,7 @@ def draw_train(figures: dict[str, Any], path: Path) -> None:
 
 
 def draw_zoo(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the same of the zoo's rows, those that have a peak."""
+    """Draw the same picture of those rows of the zoo that have a peak."""
     workloads: dict[str, dict[str, Any]] = {}
     for row in rows:
         budget = row.get("budget")

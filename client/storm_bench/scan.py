@@ -1,7 +1,7 @@
 """`stormd bench scan`: the associative scans beside PyTorch's, others' and a plain copy.
 
-All ways through a case run in one process on the same tensors, their results are compared before a
-time counts, and a way that cannot run here is in the table with the reason.
+All ways to compute a case run in one process on the same tensors. Their results are compared before
+a time counts. A way that cannot run here is in the table with the reason.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["CASES", "Case", "add_scan_arguments", "measure_scan", "print_scan"]
 
 _SEED: Final = 20
 _FLUSHED_BYTES: Final = 1 << 30
-"""Written between two timed calls on a GPU, so that each finds its caches cold."""
+"""Bytes written between two timed calls on a GPU, so that each call finds cold caches."""
 
 _ACCURACY_LENGTH: Final = 1 << 20
 _NO_SCAN: Final = "no scan at all, result wrong"
-"""The row that shows what of a layer's time is not the scan's."""
+"""The row that shows a layer's time without that of the scan."""
 
 _PACKAGES: Final = ("triton", "accelerated-scan", "fla-core")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is scanned: "cumsum" or "linear" (its gradient too), a shape, along dimension 1."""
+    """A shape and what to run along its dimension 1: "cumsum", "linear" with gradient, "layer"."""
 
     name: str
     kind: str
@@ -71,11 +71,11 @@ CASES: Final = {
         Case("layer", "layer", (1, 2048, 256)),
     ),
 }
-"""By device; sequences of rows are a batch with its channels before the length."""
+"""Cases by device. Of two dimensions, the first is batch and channels, the second the length."""
 
 
 def add_scan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is to be measured, and how."""
+    """Add the arguments that say what is to be measured, and how."""
     names = sorted({case.name for cases in CASES.values() for case in cases})
     parser.add_argument(
         "--cases", nargs="+", choices=names, help="what to measure (default: all of the device's)"
@@ -88,10 +88,10 @@ def add_scan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every case and return the figures; draw them where asked to.
+    """Measure every case and return the figures; draw them if requested.
 
     Raises:
-        ConfigError: a picture is asked for that could not be written.
+        ConfigError: the requested picture could not be written.
         ChildFailed: a scan's result is wrong.
     """
     import torch
@@ -118,7 +118,7 @@ def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
 def _measured(
     device: str, wanted: list[str] | None, rounds: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the figures of each case wanted, and say on standard error that it is done."""
+    """Yield the figures of each wanted case, and report on standard error that it is done."""
     for case in CASES[device]:
         if wanted is None or case.name in wanted:
             yield case.name, _Bench(case, device, rounds).figures()
@@ -138,7 +138,7 @@ class _Bench:
         self._case, self._device, self._rounds = case, device, rounds
 
     def figures(self) -> dict[str, Any]:
-        """Return the times of all ways, each also over the copy that moves the same bytes."""
+        """Return the times of all ways, also as multiples of a copy that moves the same bytes."""
         gc.collect()
         kind = {"cumsum": self._cumsum, "linear": self._linear, "layer": self._layer}
         return {"shape": list(self._case.shape), **kind[self._case.kind]()}
@@ -184,7 +184,7 @@ class _Bench:
         return {"forward": forward, "backward": backward}
 
     def _backward_seconds(self, way: Callable[..., Tensor], a: Tensor, b: Tensor) -> float:
-        """Return the time of the gradients of both inputs alone."""
+        """Return the seconds of the gradients of both inputs, without the forward pass."""
         import torch
 
         sources = [one.detach().requires_grad_() for one in (a, b)]
@@ -194,9 +194,10 @@ class _Bench:
         return self._seconds(work)
 
     def _layer(self) -> dict[str, Any]:
-        """Return time and peak memory of a training step of AR-SSM with either sum, and with none.
+        """Return time and peak memory of a training step of AR-SSM with either scan, and with none.
 
-        Without a sum the results are wrong: no scan, however fast, makes a step shorter than that.
+        Without a scan the results are wrong, but its time is a lower bound: no scan, however fast,
+        makes a step shorter.
         """
         import torch
         from storm_kernels.nn import AdaptiveRankSemiseparable
@@ -279,7 +280,7 @@ def _training_step(layer: Any, optimizer: Any, x: Tensor) -> None:
 
 
 def _check(name: str, result: Tensor, expected: Tensor) -> None:
-    """Compare the first sequences of a float32 result with what it should be, by their norms."""
+    """Compare the first sequences of a float32 result with the expected ones, by their norms."""
     part = expected.double()
     error = (result[: len(part)].double() - part).norm() / part.norm()
     if not error < 1e-4:
@@ -287,7 +288,7 @@ def _check(name: str, result: Tensor, expected: Tensor) -> None:
 
 
 def _accuracy(device: str) -> dict[str, float]:
-    """Return the largest errors of float32 sums of 2**20 values of N(0, 100), and in ulps."""
+    """Return the largest errors of float32 sums of 2**20 values of 100 * N(0, 1), also in ulps."""
     import numpy as np
     import torch
     from storm_kernels import scan
@@ -348,7 +349,10 @@ def _accelerated(a: Tensor, b: Tensor) -> Callable[[], Tensor] | str:
 
 
 def _differentiable_peers(a: Tensor) -> dict[str, Callable[..., Tensor]]:
-    """Return accelerated-scan's on (batch, channels, length), where it is and a is of such rows."""
+    """Return accelerated-scan by its name, if it is installed and `a` has two dimensions on a GPU.
+
+    It scans (batch, channels, length).
+    """
     if not a.is_cuda or a.dim() != 2:
         return {}
     try:
@@ -365,7 +369,7 @@ def _differentiable_peers(a: Tensor) -> dict[str, Callable[..., Tensor]]:
 
 
 def _hgrn(a: Tensor, b: Tensor) -> Callable[[], Tensor] | str:
-    """Return fla's h = exp(g)*h + x; it takes the logarithm of the factor."""
+    """Return fla's scan h = exp(g)*h + x, which takes the logarithm of the factor, or why not."""
     if not a.is_cuda or a.dim() != 3:
         return "needs flash-linear-attention, a GPU, and length before channels"
     try:
@@ -380,7 +384,7 @@ def _hgrn(a: Tensor, b: Tensor) -> Callable[[], Tensor] | str:
 
 
 def print_scan(figures: dict[str, Any]) -> None:
-    """Print a line a way and case: microseconds, and times the copy of the same bytes."""
+    """Print a line per way and case: microseconds, and the multiple of a copy of the same bytes."""
     write_line(f"{figures['device']}; microseconds, and times a copy that moves the same bytes")
     for name, case in figures["cases"].items():
         shape = " x ".join(map(str, case["shape"]))

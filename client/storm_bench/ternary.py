@@ -1,8 +1,8 @@
 """`stormd bench ternary`: ternary products beside those of NumPy, torch and bitblas.
 
-All peers of a row are timed in turns within one run, on as many threads, and with operands made
-from a fixed seed. A peer that is missing is left out and named. Times are seconds and have all that
-a caller waits for.
+All peers of a row are timed in turns within one run, on equally many threads, and with operands
+made from a fixed seed. A peer that is missing is left out and named. Times are seconds and include
+everything that a caller waits for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Peers = dict[str, Callable[[], object]]
 
 
 def add_ternary_arguments(ternary: argparse.ArgumentParser) -> None:
-    """Add what is to be measured, and how."""
+    """Add the arguments that say what is to be measured, and how."""
     ternary.add_argument(
         "--sizes", type=positive_int, nargs="+", default=[2048, 8192], help="rows and columns of w"
     )
@@ -49,10 +49,10 @@ def add_ternary_arguments(ternary: argparse.ArgumentParser) -> None:
 
 
 def measure_ternary(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of this machine; draw them where asked to.
+    """Return the figures of this machine; draw them if requested.
 
     Raises:
-        ConfigError: a picture is asked for that could not be written.
+        ConfigError: the requested picture could not be written.
     """
     import numpy as np
     from storm_kernels import backends
@@ -82,7 +82,7 @@ def measure_ternary(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_ternary(figures: dict[str, Any]) -> None:
-    """Print a table a row, and what 100 million weights take."""
+    """Print a table per row, and the memory that 100 million weights take."""
     variants = ", ".join(f"{name}: {detail}" for name, detail in figures["backends"].items())
     write_line(f"{variants}; threads: {figures['threads']}")
     for name, peers in figures["seconds"].items():
@@ -101,7 +101,7 @@ def print_ternary(figures: dict[str, Any]) -> None:
 
 
 def _products(rng: np.random.Generator, size: int, threads: int) -> _Peers:
-    """Return w @ x for one x by all peers; torch's and NumPy's w are as wide as they need."""
+    """Return w @ x for one vector x by all peers; torch and NumPy have w in the dtype they need."""
     import torch
     from storm_kernels.ternary import TernaryTensor
 
@@ -195,10 +195,10 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 def _timed(peers: _Peers, rounds: int) -> dict[str, dict[str, float]]:
-    """Time all peers in turns, so that what disturbs the machine disturbs them alike.
+    """Time all peers in turns, so that disturbances of the machine affect them alike.
 
-    A turn's first call finds what the others have left in the caches, the next ones what is its
-    own: "cold" is the median of the former, "median" and "best" are of the latter.
+    In a turn, the first call finds the other peers' data in the caches, and the next calls find
+    their own. "cold" is the median of the first calls, "median" and "best" are of the next ones.
     """
     cold: dict[str, list[float]] = {}
     warm: dict[str, list[float]] = {}
@@ -206,7 +206,7 @@ def _timed(peers: _Peers, rounds: int) -> dict[str, dict[str, float]]:
         try:
             call()
         except RuntimeError:
-            continue  # torch without that product on this processor
+            continue  # torch has no such product on this processor
         cold[name], warm[name] = [], []
     for _ in range(rounds):
         for name, times in cold.items():

@@ -1,6 +1,6 @@
-"""Ways through one case, on tensors that all share: how they are timed and shown.
+"""Ways to compute one case, on tensors that all ways share: how they are timed and shown.
 
-A way that cannot run here is the reason why.
+A way that cannot run here is a text with the reason.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 __all__ = ["Way", "cells", "seconds_of", "skipped"]
 
 Way: TypeAlias = "Callable[[], Any] | str"
-"""What is timed, or why it cannot be."""
+"""The call that is timed, or the reason why it cannot run."""
 
 
 def skipped(error: Exception) -> dict[str, str]:
-    """Return the row of a way that has failed: others' code may do so in any way."""
+    """Return the row of a way that has failed: others' code may raise any exception."""
     return {"skipped": f"{type(error).__name__}: {str(error)[:200]}"}
 
 
 def seconds_of(work: Callable[[], object], device: str, calls: int = 1) -> float:
-    """Return the seconds of a call, of some that are made together: on a GPU by its own events."""
+    """Return the seconds per call of `calls` calls in a row; on a GPU its events measure them."""
     if device == "cpu":
         started = time.perf_counter()
         for _ in range(calls):
@@ -40,7 +40,7 @@ def seconds_of(work: Callable[[], object], device: str, calls: int = 1) -> float
 
 
 def cells(row: dict[str, Any], ratio: str) -> str:
-    """Return a way's time in microseconds, what it is a multiple of, and its memory."""
+    """Return a way's microseconds, its multiple under the key `ratio`, and its memory, as text."""
     if "skipped" in row:
         return f"left out: {row['skipped']}"
     text = f"{row['seconds'] * 1e6:>12.1f}"

@@ -9,8 +9,8 @@
                 loss = model(x, y)
             loss.backward()
 
-Losses and gradients are bit for bit those of the script without offload, or an exception of
-`storm_client.errors` is raised. Importing this loads neither CuPy nor CUDA.
+Losses and gradients are bit for bit those of the script without offload; otherwise the script gets
+an exception of `storm_client.errors`. Importing this package loads neither CuPy nor CUDA.
 """
 
 from storm_client import errors

@@ -1,4 +1,4 @@
-"""What `offload` takes, and what to say to whoever passes something else."""
+"""Validates the arguments of `offload` and raises a UsageError for a wrong one."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = [
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
 Layer = torch.nn.Module | type[torch.nn.Module] | str
-"""A module, all modules of a class, or the module of a qualified name."""
+"""A module, a class (all modules of the class), or a module's qualified name."""
 
 
 def modules_of(model: Modules) -> list[torch.nn.Module]:
-    """Return the modules that were passed.
+    """Return the modules in the argument as a list.
 
     Raises:
-        UsageError: something else was.
+        UsageError: the argument is neither a module nor an iterable of modules.
     """
     if model is None:
         return []
@@ -53,10 +53,11 @@ def modules_of(model: Modules) -> list[torch.nn.Module]:
 
 
 def check_options(given: Iterable[str], known: Sequence[str], of_connect: Sequence[str]) -> None:
-    """Check the names of options of `offload`, which are `known`.
+    """Check that each name in `given` is an option of `offload`; `known` has these options.
 
     Raises:
-        UsageError: one is no option of it; it may be one of connect(), which are `of_connect`.
+        UsageError: a name is not an option of offload(). The message tells if the name is in
+            `of_connect`, the options of connect().
     """
     for name in given:
         if name in known:
@@ -72,10 +73,10 @@ def check_options(given: Iterable[str], known: Sequence[str], of_connect: Sequen
 
 
 def size_of(value: int | str, name: str) -> int:
-    """Return the bytes of a size that was passed as `name`: a whole number, or a text as "1MiB".
+    """Return a size in bytes; `value` is a whole number or a text such as "1MiB".
 
     Raises:
-        UsageError: it is no size.
+        UsageError: `value` is not a size. The message calls the argument `name`.
     """
     if type(value) is int and value >= 0:
         return value
@@ -88,20 +89,20 @@ def size_of(value: int | str, name: str) -> int:
 
 
 def check_codec(codec: str) -> None:
-    """Check how tensors are to be encoded.
+    """Check that `codec` is a known codec.
 
     Raises:
-        UsageError: a value that cannot be.
+        UsageError: the codec is unknown.
     """
     if codec not in CODECS:
         raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
 
 
 def check_loss(loss: str) -> None:
-    """Check how losses are to be computed.
+    """Check that `loss` is a known way to compute losses.
 
     Raises:
-        UsageError: a value that cannot be.
+        UsageError: the value is unknown.
     """
     if loss not in _LOSSES:
         raise UsageError(f"loss is {loss!r}; choose {' or '.join(map(repr, _LOSSES))}")
@@ -112,10 +113,10 @@ def plan_options(
     verify: str,
     replay: bool | Iterable[Callable[..., Any]],
 ) -> PlanOptions:
-    """Return what was asked of the plan; a `budget` of None is STORMD_BUDGET's.
+    """Return the options of the plan; a `budget` of None means the value of STORMD_BUDGET.
 
     Raises:
-        UsageError: a value that none of them takes.
+        UsageError: an argument has an invalid value.
     """
     if budget is None:
         budget = os.environ.get(BUDGET_VARIABLE) or "least"
@@ -139,12 +140,12 @@ def plan_options(
 
 
 def layers_of(layers: Any, modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
-    """Return the modules that `layers` names among all that some modules have, each once.
+    """Return the modules inside `modules` that `layers` names, each once.
 
-    A list of modules stands for its items: it is not called itself.
+    A ModuleList or ModuleDict stands for its items, because PyTorch does not call the container.
 
     Raises:
-        UsageError: something is no module, or names none of these.
+        UsageError: an entry of `layers` is not a layer, or names no module inside `modules`.
     """
     inside = {name: part for module in modules for name, part in module.named_modules()}
     is_one = isinstance(layers, (str, type)) or not isinstance(layers, Iterable)
@@ -158,7 +159,7 @@ def layers_of(layers: Any, modules: Iterable[torch.nn.Module]) -> tuple[torch.nn
 
 
 def _named(layer: Any, inside: Mapping[str, torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return what one of `layers` names; `inside` has the model's modules by name."""
+    """Return the modules that one entry of `layers` names; `inside` has the model's, by name."""
     parts = inside.values()
     if isinstance(layer, str):
         found = [inside[layer]] if layer in inside else []
@@ -184,7 +185,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield what PyTorch may call a function by: an operator is known as a packet of overloads."""
+    """Yield the objects by which PyTorch may call a function: an operator has several overloads."""
     yield function
     if isinstance(function, CustomOpDef):
         function = function._opoverload
@@ -212,7 +213,7 @@ _WANTED = (
 
 
 def _shown(value: object) -> str:
-    """Return a number or word as it is, and of anything else the type."""
+    """Return a number, string or class as text; for any other value, return its type's name."""
     if isinstance(value, type):
         return f"class {value.__name__}"
     name = type(value).__name__

@@ -1,10 +1,10 @@
-"""Calls the layers that a user names again in the backward pass, by PyTorch's own checkpointing.
+"""Recomputes the layers that the user names in the backward pass, with PyTorch's checkpointing.
 
-While a block is under way each named module has a `forward` that asks who is innermost on PyTorch's
-stack of saved-tensor hooks. If that is a step that names it, the call is checkpointed: the layer's
-inputs go through the step's hooks, and nothing that is saved inside does. In all else, which are
-other threads, layers within layers, within other hooks, and the recomputation, it is the module's
-own forward. Outside of blocks nothing of ours is on the module.
+During a block each named module has a replaced `forward`. It looks at the innermost hooks on
+PyTorch's stack of saved-tensor hooks. If they belong to a step that names the module, the call is
+checkpointed: the layer's inputs go through the step's hooks, and tensors saved inside the layer do
+not. In all other cases the module's own forward runs. These cases are other threads, layers within
+layers, calls within other hooks, and the recomputation. Outside of blocks the module is unmodified.
 
 The forward is wrapped, not the call: hooks of the module itself, FSDP2's among them, run once.
 """
@@ -28,25 +28,26 @@ __all__ = ["CheckpointedLayers"]
 
 
 class CheckpointedLayers:
-    """The layers that one Offload's steps checkpoint. Threads may share it."""
+    """The layers that the steps of one Offload checkpoint. Several threads may share the object."""
 
     def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
         """Checkpoint calls of these modules."""
         self.modules = tuple(modules)
         self._forwards: dict[int, _Forward] = {}
-        """By the module's id; what was compiled is compiled anew where it meets another object."""
+        """By the module's id. A forward is reused: compiled code recompiles if it gets a new
+        object."""
 
     def begin(self, step: object) -> None:
-        """Checkpoint calls while the innermost hooks are methods of `step`, which is not kept."""
+        """Checkpoint calls while the innermost hooks are methods of `step`, held weakly."""
         with _LOCK:
             for module in self.modules:
                 forward = self._put_on(module)
                 forward.steps = (*forward.living_besides(step), weakref.ref(step))
 
     def end(self, step: object) -> None:
-        """Leave calls alone again; the last step has modules be as they were before the first.
+        """Stop checkpointing for `step`; the last step restores the modules' own forwards.
 
-        A forward that somebody else has put on the module meanwhile stays there.
+        If somebody else has replaced a module's forward meanwhile, that forward remains.
         """
         with _LOCK:
             for module in self.modules:
@@ -57,9 +58,10 @@ class CheckpointedLayers:
                         forward.leave(module)
 
     def _put_on(self, module: torch.nn.Module) -> _Forward:
-        """Return the forward that stands for a module's own, on it; with the lock held.
+        """Put our forward on a module unless it has one, and return it; call with the lock held.
 
-        Never one that what is there now may call: that one would call itself.
+        The returned forward is never one that the module's present forward may call, because it
+        would then call itself.
         """
         present = vars(module).get("forward")
         if isinstance(present, _Forward):
@@ -72,37 +74,37 @@ class CheckpointedLayers:
 
 
 _LOCK: Final = threading.Lock()
-"""Protects which modules have a forward of ours, and of which steps each knows."""
+"""Protects which modules have a forward of ours, and the steps that each forward knows."""
 
 
 class _Forward:
-    """Stands for a module's forward; copied and pickled it is that one."""
+    """Replaces a module's forward. Copying or pickling it yields the wrapped forward."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._was_own = "forward" in vars(module)
         self.__wrapped__: Callable[..., Any] = module.forward
-        """Where `inspect` looks for a signature."""
+        """`inspect` reads the signature from this attribute."""
         self.steps: tuple[weakref.ref[Any], ...] = ()
 
     def stands_for(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module's forward is that which this one calls."""
+        """Return whether a module's present forward is the one that this object wraps."""
         return self.__wrapped__ == module.forward and self._was_own == ("forward" in vars(module))
 
     def living_besides(self, step: object) -> tuple[weakref.ref[Any], ...]:
-        """Return the other steps. One that an interrupt has ended unseen lives for a while."""
+        """Return the other living steps; one that an interrupt ended may live for a while."""
         return tuple(one for one in self.steps if one() not in (None, step))
 
     def leave(self, module: torch.nn.Module) -> None:
-        """Give a module its forward back."""
+        """Restore a module's own forward."""
         if self._was_own:
             vars(module)["forward"] = self.__wrapped__
         else:
             del vars(module)["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's forward returns, checkpointed where a step asks for it.
+        """Call the module's forward and return its result, checkpointed if a step names the module.
 
-        What is compiled is left to its compiler.
+        While torch.compile traces, the plain forward is called, so the compiler decides.
         """
         if torch.compiler.is_compiling() or not self._is_named():
             return self.__wrapped__(*args, **kwargs)
@@ -115,7 +117,7 @@ class _Forward:
             raise
 
     def _is_named(self) -> bool:
-        """Tell whether the innermost hooks of this thread are of a step that names the module."""
+        """Return whether this thread's innermost hooks are of a step that names the module."""
         step = innermost() if torch.is_grad_enabled() else None
         return step is not None and any(one() is step for one in self.steps)
 
@@ -127,16 +129,16 @@ class _Forward:
 
 
 class _Held(NamedTuple):
-    """A tensor that autograd cannot save."""
+    """Wraps a tensor that autograd cannot save: an inference tensor."""
 
     tensor: torch.Tensor
 
 
 def _checkpointed(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a forward so that what it saves is recomputed in the backward pass.
+    """Call a forward so that the tensors it saves are recomputed in the backward pass.
 
-    Tensors that are given by name are handed to PyTorch by place: so they are saved too, by our
-    hooks, and raise if they are changed in place before the backward pass.
+    Keyword arguments are passed to PyTorch by position. So their tensors, too, are saved by our
+    hooks, and unpacking raises if they are modified in place before the backward pass.
     """
     names, count = tuple(kwargs), len(args)
 
@@ -152,12 +154,12 @@ def _checkpointed(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def _end_frames(error: BaseException) -> None:
-    """End the calls of PyTorch's checkpointing that an exception has left.
+    """Close the frames of PyTorch's checkpointing that an exception has left open.
 
-    Some versions leave their hooks on the stack until the traceback dies, and take them off, or
-    another's, then.
+    Some versions leave their hooks on the stack until the traceback is freed. At that time they pop
+    their own hooks or, by mistake, another's.
     """
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code.co_filename == pytorch.__file__:
-            with suppress(RuntimeError):  # one that runs still, further out
+            with suppress(RuntimeError):  # a frame further out is still running
                 frame.clear()

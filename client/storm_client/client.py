@@ -1,7 +1,7 @@
-"""The object that a script holds: a connection to a daemon, and what one does with it.
+"""The client object of a script: a connection to a daemon and its operations.
 
-Closing it ends its sessions and, if it started a daemon, that daemon too. How a daemon is found is
-`connect.py`'s.
+Closing the client ends its sessions. If the client started a daemon, closing ends the daemon too.
+`connect.py` finds the daemon.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["Client", "connect", "offload"]
 
 
 class Client:
-    """A connection to a daemon; made by `storm_client.connect`."""
+    """A connection to a daemon; `storm_client.connect` makes it."""
 
     def __init__(self, supply: Supply, embedded: EmbeddedDaemon | None, timeout: float) -> None:
-        """Own the sessions, and the daemon if it is our own."""
+        """Take ownership of the sessions, and of the private daemon if `embedded` is one."""
         self._supply = supply
         self._embedded = embedded
         self._timeout = timeout
@@ -45,12 +45,12 @@ class Client:
 
     @property
     def address(self) -> str:
-        """The address in use."""
+        """The daemon's address."""
         return self._supply.sessions.address
 
     @property
     def cache(self) -> Cache:
-        """Named tensors that the daemon keeps for every process of this user or group."""
+        """Named tensors that the daemon keeps for all processes of this user or group."""
         return self._cache
 
     def offload(
@@ -66,33 +66,34 @@ class Client:
         loss: str = "tiled",
         **unknown: Never,
     ) -> Offload:
-        """Return a reusable context: what autograd saves inside it goes to the daemon.
+        """Return a reusable context manager: tensors that autograd saves inside it are offloaded.
 
-        `model` is a module or several, whose parameters and buffers stay on the device, as do
-        tensors of less than `min_bytes`, in bytes or as "1MiB". `codec` is "ancf" (lossless) or
-        "raw".
+        `model` is a module or several. Their parameters and buffers are kept on the device, and so
+        are tensors of less than `min_bytes` (a number of bytes, or a size as "1MiB"). `codec` is
+        "ancf" (lossless) or "raw".
 
-        `budget` says how much of what a step saves may stay on the device: "least", "fit" (what
-        the device has free), bytes, a size as "12GiB", or a fraction of what is saved as a float;
-        by default what STORMD_BUDGET says, else "least".
+        `budget` limits how much of a step's saved tensors may be kept on the device: "least", "fit"
+        (as much as the device has free), a number of bytes, a size as "12GiB", or, as a float, a
+        fraction of the saved bytes. The default is STORMD_BUDGET, else "least".
 
         Tensors that are cheaper to recompute than to transfer are recomputed, bit for bit. The
-        first steps compare each of them, with `verify="always"` every step, by a checksum: only
-        that notices a parameter or input that was changed between the passes in a way that
-        PyTorch's version counter does not see (`.data`, NumPy, some fused optimizers). `replay`
-        switches that off, or names functions of your own that may be recomputed. They
-        have to be deterministic, read nothing but their arguments, and change none of them.
+        first steps compare each recomputed tensor; with `verify="always"` every step does, by a
+        checksum. Only "always" detects a parameter or input that was changed between the passes
+        without PyTorch's version counter (`.data`, NumPy, some fused optimizers). `replay=False`
+        switches recomputation off. A list of your own functions in `replay` allows their
+        recomputation: they must be deterministic, read nothing but their arguments, and modify none
+        of them.
 
-        `layers` names modules to checkpoint: `torch.utils.checkpoint.checkpoint` recomputes them
-        in the backward pass (`use_reentrant=False`), with its rules. What is saved inside of them
-        takes no memory, and what they read and do has to be the same both times. They are modules
-        of the model, classes of them, or names as `model.named_modules()` has them; a ModuleList
-        stands for its items. No other module is called a second time.
+        `layers` names modules to checkpoint: `torch.utils.checkpoint.checkpoint` recomputes them in
+        the backward pass (`use_reentrant=False`), with its rules. Tensors saved inside these
+        modules take no memory. The modules must read and do the same in both passes. Name them by
+        modules of the model, by classes of modules, or by names from `model.named_modules()`; a
+        ModuleList stands for its items. No other module is called a second time.
 
-        `loss="tiled"` has `torch.nn.functional.cross_entropy`, which the losses of modules and of
-        transformers' models end in, computed in tiles inside the block, as
-        `storm_client.cross_entropy` is, where both ways were seen to have the same bits. With
-        "plain" it is left alone.
+        `loss="tiled"` computes `torch.nn.functional.cross_entropy` in tiles inside the block, as
+        `storm_client.cross_entropy` does, if both ways gave the same bits in a comparison. The
+        losses of modules and of transformers' models call this function. With "plain" it is left
+        unmodified.
 
         Raises:
             UsageError: a bad value, an unknown option, or the client is closed.
@@ -120,7 +121,7 @@ class Client:
         return self._supply.status(self._timeout)
 
     def close(self) -> None:
-        """End the sessions; what is still stored is lost. Calling it twice is fine."""
+        """End the sessions; all data still stored is lost. A second call has no effect."""
         self._cache.close()
         self._supply.close()
         if self._embedded is not None:
@@ -128,7 +129,7 @@ class Client:
             self._embedded = None
 
     def __enter__(self) -> Client:
-        """Return itself."""
+        """Return the client."""
         return self
 
     def __exit__(
@@ -150,17 +151,18 @@ def connect(
 ) -> Client:
     """Connect to a daemon.
 
-    Without `address`, it is the one named by STORMD_ADDRESS, else the system's, else the user's.
-    `embedded` says whether a private daemon is started: "auto" if none answers, "never", or
-    "always", whatever STORMD_ADDRESS names. With "auto" all clients of the process share one,
-    unless they ask for pools of other sizes. `pool_bytes` is how large its pool may grow, in bytes
-    or as "8GiB"; without it, what STORMD_POOL_BYTES says, or 4 GiB, or less if the machine or
-    container has less. It takes memory as it is used. With "auto" and "never" an address that was
-    named, here or in the environment, is never replaced by another daemon. `timeout` is in seconds.
+    Without `address`, the client tries the address in STORMD_ADDRESS, else the system's, else the
+    user's. `embedded` says whether to start a private daemon: "auto" if none answers, "never", or
+    "always", whatever STORMD_ADDRESS names. With "auto" all clients of the process share one
+    private daemon, unless they ask for pools of other sizes. `pool_bytes` limits the size of its
+    pool, in bytes or as "8GiB". The default is STORMD_POOL_BYTES, else 4 GiB, or less if the
+    machine or container has less. The pool takes memory only as it is used. With "auto" and
+    "never", another daemon never replaces an address that was named, here or in the environment.
+    `timeout` is in seconds.
 
-    `on_daemon_loss` is for what is saved after the daemon was lost; what it held raises in any
-    case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
-    until a daemon answers at the same address again.
+    `on_daemon_loss` says what to do with tensors saved after the daemon was lost. "raise": raise
+    DaemonLost. "keep": keep them in memory, with one warning, until a daemon answers at the same
+    address again. In both cases, needing a tensor that the lost daemon held raises.
 
     Raises:
         UsageError: a malformed address, a value out of range, or an address and "always".
@@ -174,11 +176,12 @@ def connect(
 def offload(model: Modules = None, **options: Any) -> Offload:
     """Return `Client.offload(model, **options)` of a client that the whole process shares.
 
-    It connects as `connect()` does at the first call, and is closed when the process ends. A
-    forked child gets one of its own.
+    The first call connects as `connect()` does. The connection is closed when the process ends. A
+    forked child gets its own connection.
 
     Raises:
-        UsageError: what Client.offload does not take; options of `connect` belong there.
+        UsageError: an argument that Client.offload does not accept; pass options of `connect`
+            there.
         DaemonUnavailable, ProtocolMismatch: as `connect`.
     """
     modules = modules_of(model)
@@ -187,7 +190,7 @@ def offload(model: Modules = None, **options: Any) -> Offload:
 
 
 def _check_options(given: Iterable[str]) -> None:
-    """Check the names of options by the signatures, which are where options are defined."""
+    """Check option names against the signatures of `Client.offload` and `connect`."""
     offers = inspect.signature(Client.offload).parameters.values()
     known = [one.name for one in offers if one.kind is inspect.Parameter.KEYWORD_ONLY]
     check_options(given, known, list(inspect.signature(connect).parameters))

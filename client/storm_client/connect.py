@@ -1,6 +1,7 @@
-"""Finds a daemon by its address or by convention, or starts one.
+"""Finds a daemon by its address or at the usual addresses, or starts one.
 
-Its daemon has answered in our version of the protocol, or this raises and leaves nothing open.
+The returned daemon has answered in our protocol version. Otherwise these functions raise and leave
+nothing open.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ ADDRESS_VARIABLE = "STORMD_ADDRESS"
 LEAST_POOL_BYTES = 1 << 20
 
 TIMEOUT = 5.0
-"""Seconds within which a daemon has to answer, where nobody says otherwise."""
+"""Default for the seconds within which a daemon must answer."""
 
 Embedded = Literal["auto", "never", "always"]
 OnDaemonLoss = Literal["raise", "keep"]
 
 
 class Connected(NamedTuple):
-    """The sessions with a daemon, and the daemon itself where it is one of our own."""
+    """The sessions with a daemon, and the daemon itself if it is a private one."""
 
     supply: Supply
     embedded: EmbeddedDaemon | None
 
     def close(self) -> None:
-        """End the sessions, and leave the daemon of our own, which ends with its last user."""
+        """End the sessions and stop using the private daemon, which ends with its last user."""
         self.supply.close()
         if self.embedded is not None:
             self.embedded.close()
@@ -54,10 +55,10 @@ def connected(
     timeout: float = TIMEOUT,
     on_daemon_loss: OnDaemonLoss = "raise",
 ) -> Connected:
-    """Connect to a daemon, as `storm_client.connect` says.
+    """Connect to a daemon; see `storm_client.connect`.
 
     Raises:
-        UsageError, DaemonUnavailable, ProtocolMismatch: as it does.
+        UsageError, DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
     """
     _check(embedded, timeout)
     pool = _pool_size(pool_bytes)
@@ -88,9 +89,9 @@ def connected(
 
 
 def shared_supply() -> Supply:
-    """Return the sessions that the whole process shares, connecting by convention if need be.
+    """Return the sessions that the whole process shares; the first call connects.
 
-    They are closed when the process ends. A forked child gets some of its own.
+    The sessions are closed when the process ends. A forked child gets its own sessions.
 
     Raises:
         DaemonUnavailable, ProtocolMismatch: as `connected`.
@@ -99,11 +100,11 @@ def shared_supply() -> Supply:
 
 
 class _Shared:
-    """What `shared_supply` has, one a process."""
+    """The shared connection behind `shared_supply`, one per process."""
 
     def __init__(self) -> None:
         self._connected: Connected | None = None
-        self._lock = threading.Lock()  # protects it
+        self._lock = threading.Lock()  # protects _connected
 
     def connected(self) -> Connected:
         with self._lock:
@@ -113,7 +114,7 @@ class _Shared:
             return self._connected
 
     def forked(self) -> None:
-        """Begin anew in a child, where a thread that was connecting does not live."""
+        """Reset in a forked child, where no thread that was connecting continues."""
         self._connected, self._lock = None, threading.Lock()
 
 
@@ -135,11 +136,11 @@ def _connect_embedded(daemon: EmbeddedDaemon, timeout: float, keeps: bool) -> Co
 
 
 _told: set[str] = set()
-"""Whether the process was told of a private daemon: it holds one text at most."""
+"""The addresses of private daemons that were announced: one per process at most."""
 
 
 def _tell_once(supply: Supply, daemon: EmbeddedDaemon, timeout: float) -> None:
-    """Say what a private daemon takes, and how to change it: nobody has asked for it by name."""
+    """Print once what a private daemon takes and how to change it: the user did not name one."""
     if _told:
         return
     _told.add(daemon.address)
@@ -157,7 +158,7 @@ def _supply(address: str, timeout: float, keeps: bool) -> Supply:
 
 
 def _running() -> str | None:
-    """Return the first of the usual addresses at which somebody listens."""
+    """Return the first of the usual addresses at which a daemon listens, else None."""
     return next((address for address in _defaults() if is_listening(address)), None)
 
 
@@ -166,7 +167,7 @@ def _defaults() -> list[str]:
 
 
 def _looked() -> str:
-    """Return where a daemon was looked for by convention, and why none was found."""
+    """Return the usual addresses, each with the reason why no daemon was found there."""
     troubles = {address: socket_trouble(socket_path(address)) for address in _defaults()}
     return " or ".join(f"{address} ({trouble})" for address, trouble in troubles.items())
 
@@ -184,7 +185,7 @@ def _check(embedded: str, timeout: float) -> None:
 
 
 def _pool_size(pool_bytes: int | str | None) -> int | None:
-    """Return the size in bytes, None for the default."""
+    """Return the pool size in bytes; None means the daemon's default."""
     if pool_bytes is None:
         return None
     size = size_of(pool_bytes, "pool_bytes")

@@ -1,8 +1,8 @@
-"""CUDA calls that name the device they are about.
+"""CUDA calls that name their device explicitly.
 
-A thread's current device may be another than the one that a tensor lies on, and may have no context
-yet: a question about it would be about the wrong device, and make a context there that takes some
-hundred MiB of its memory.
+A thread's current device may differ from a tensor's device, and may have no context yet. A call
+without a device would then ask about the wrong device. It would also create a context there, which
+takes some hundred MiB of that device's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["devices_in_use", "is_capturing", "usable", "with_number"]
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether this thread's work on a GPU is being captured into a CUDA graph."""
+    """Return whether this thread's work on a GPU is being captured into a CUDA graph."""
     if torch._C._cuda_getDevice() == device.index:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
@@ -31,17 +31,17 @@ def devices_in_use() -> list[torch.device]:
 
 
 def with_number(device: torch.device) -> torch.device:
-    """Return the device with its number, which is that of the present thread where it has none."""
+    """Return the device with its index; "cuda" alone means this thread's current device."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def usable(device: torch.device | str) -> torch.device:
-    """Return the device, with its number where it is one of several.
+    """Return the device, with its index if there may be several of its type.
 
     Raises:
-        UsageError: torch knows no such device, or cannot use it here.
+        UsageError: torch does not know the device, or cannot use it here.
     """
     try:
         return torch.empty(0, device=torch.device(device)).device

@@ -1,8 +1,8 @@
-"""A private daemon, for scripts on machines where nobody runs one.
+"""A private daemon, for scripts on machines where no daemon runs.
 
-It serves one process and whoever is told the address, and its pool grows as it is used. It ends
-with its last client and takes its files with it, so nothing has to be cleaned up when this process
-is killed. All clients of a process that ask for no other share one.
+It serves one process and any other process that gets its address. Its pool grows as it is used. The
+daemon ends with its last client and removes its files, so nothing has to be cleaned up when this
+process is killed. All clients of a process share one daemon, unless they ask for another pool size.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from stormd.protocol import private_pool_commit, temporary_directory, unknown_va
 __all__ = ["EmbeddedDaemon", "shared_daemon"]
 
 START_SECONDS = 60.0
-"""For a daemon that is told to pin its pool at start: on a slow machine a second a GiB."""
+"""Limit for a daemon that pins its pool at start: on a slow machine a second per GiB."""
 
 END_SECONDS = 15.0
-"""For a daemon to end after its last client did; its own deadline is shorter."""
+"""Limit for a daemon to end after its last client did; the daemon's own deadline is shorter."""
 
 POLL_SECONDS = 0.02
 
 NOT_FOR_DAEMONS = ("CUDA_DEVICE_MAX_CONNECTIONS", "NOTIFY_SOCKET")
-"""Where a script sets the first to 1, as Megatron's do, a daemon's copies and kernels would take
-turns. The second is of the script's own manager."""
+"""Environment variables that a daemon must not inherit. Scripts such as Megatron's set the first to
+1, which would serialize a daemon's copies and kernels. The second belongs to the script's own
+service manager."""
 
 
 class EmbeddedDaemon:
-    """A daemon process of our own, for so many `users`, each of which closes it once."""
+    """A private daemon process; each of its `users` closes it once."""
 
     def __init__(self, pool_bytes: int | None) -> None:
-        """Start a daemon with a pool of `pool_bytes`, or of the daemon's default size.
+        """Start a daemon with a pool of `pool_bytes`; None means the daemon's default size.
 
         Raises:
-            DaemonUnavailable: it ended before it listened, with what it said.
+            DaemonUnavailable: the daemon ended before it listened, or was not ready in time. The
+                message has its last output.
         """
         socket = f"stormd-{os.getuid()}/{os.urandom(8).hex()}.sock"  # the daemon makes it, 0700
         self.address = f"ipc://{temporary_directory(socket)}/{socket}"
@@ -72,28 +74,28 @@ class EmbeddedDaemon:
         return self._process.pid
 
     def serves(self, pool_bytes: int | None) -> bool:
-        """Tell whether it is this process's, lives, and has the pool that is asked for."""
+        """Return whether this process owns the daemon, it is running, and it has this pool size."""
         is_fit = pool_bytes is None or pool_bytes == self.pool_bytes
         return is_fit and os.getpid() == self._owner and self._process.poll() is None
 
     def resident_bytes(self) -> int:
-        """Return what the process has of the machine's memory; 0 once it has ended."""
-        with suppress(OSError):  # where it outlives a crash, it is the child of the process here
+        """Return the bytes of the daemon's resident memory; 0 once it has ended."""
+        with suppress(OSError):  # to survive crashes, the daemon may be a child of the process
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             sizes = [Path(f"/proc/{pid}/statm").read_text() for pid in (self.pid, *children)]
             return sum(int(size.split()[1]) for size in sizes) * mmap.PAGESIZE
         return 0
 
     def kill(self) -> None:
-        """End the daemon at once, whoever uses it."""
+        """Kill the daemon at once, even if others use it."""
         self._process.kill()
         self.users = 1
         self.close()
 
     def close(self) -> None:
-        """Wait for the daemon to end, unless others still use it: it ends with the last."""
+        """Drop one user; the last one waits for the daemon to end."""
         self.users -= 1
-        if os.getpid() == self._owner and not self.users:  # a forked child has no part in it
+        if os.getpid() == self._owner and not self.users:  # a forked child does not own it
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
 
@@ -108,7 +110,7 @@ class EmbeddedDaemon:
         return command
 
     def _await_ready(self, log: IO[bytes]) -> None:
-        """Wait until somebody listens: the daemon binds its sockets when it is ready."""
+        """Wait until the daemon listens: it binds its sockets when it is ready."""
         deadline = time.monotonic() + START_SECONDS
         while not is_listening(self.address):
             if self._process.poll() is not None:
@@ -126,16 +128,16 @@ class EmbeddedDaemon:
 
 
 _shared: EmbeddedDaemon | None = None
-_lock = threading.Lock()  # protects it, and the users of the daemon in it
+_lock = threading.Lock()  # protects _shared, and the users of its daemon
 
 
 def shared_daemon(pool_bytes: int | None) -> EmbeddedDaemon:
-    """Return the process's private daemon, with one user more, or start one.
+    """Return the process's private daemon with one more user, or start one.
 
-    One with another pool than is asked for, if that is, is not shared.
+    A daemon with another pool size than the requested one is not shared; None accepts any size.
 
     Raises:
-        DaemonUnavailable: none can be started.
+        DaemonUnavailable: no daemon can be started.
     """
     global _shared  # noqa: PLW0603 - one a process
     with _lock:
@@ -148,7 +150,7 @@ def shared_daemon(pool_bytes: int | None) -> EmbeddedDaemon:
 
 
 def _forked() -> None:
-    """Begin anew in a child, where a thread that was starting one does not live."""
+    """Reset in a forked child, where no thread that was starting a daemon continues."""
     global _shared, _lock
     _shared, _lock = None, threading.Lock()
 
@@ -157,16 +159,16 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment less what a daemon must not have, or would refuse.
+    """Return our environment without the variables that a daemon must not have, or would refuse.
 
-    Whoever connects is warned of unknown variables; a script is not to fail by them.
+    The script is warned of unknown variables when it connects; they must not make it fail.
     """
     left_out = {*NOT_FOR_DAEMONS, *unknown_variables(os.environ)}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _end_of(log: IO[bytes]) -> str:
-    """Return the last that the daemon said."""
+    """Return the end of the daemon's output."""
     log.seek(0)
     text = log.read().decode(errors="replace").strip()
     return text[-1000:] or "it said nothing"

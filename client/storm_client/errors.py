@@ -1,7 +1,7 @@
-"""What the client raises, by whose fault it is.
+"""The exceptions of the client, one class per cause.
 
-Every exception that this package raises on purpose is a StormError, but for one: the RuntimeError
-for a tensor that was changed in place is PyTorch's own and reads like it.
+Every exception that this package raises on purpose is a StormError, with one exception: modifying a
+saved tensor in place raises a RuntimeError with PyTorch's own message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class StormError(Exception):
-    """Base of everything the client raises."""
+    """Base class of the client's exceptions."""
 
 
 class UsageError(StormError):
@@ -31,23 +31,23 @@ class UsageError(StormError):
 
 
 class DaemonUnavailable(StormError):
-    """No daemon answers at the address, or it takes no session. Nothing has been stored."""
+    """No daemon answers at the address, or it accepts no session. Nothing has been stored."""
 
 
 class DaemonLost(StormError):
-    """The daemon, or the session with it, ended. What it held for this process is gone."""
+    """The daemon or its session ended. The data that it held for this process is lost."""
 
 
 class ConnectionClosed(DaemonLost):
-    """The session was ended from this side: the client is closed."""
+    """The session was ended by this process: the client is closed."""
 
 
 class ActivationLost(StormError):
-    """The bytes of a saved tensor cannot be had again; the backward pass cannot go on."""
+    """The bytes of a saved tensor cannot be restored; the backward pass cannot continue."""
 
 
 class CorruptBlob(StormError):
-    """The bytes of a saved tensor failed their checksum; they were not returned."""
+    """The bytes of a saved tensor failed their checksum, and are not returned."""
 
 
 class ProtocolMismatch(StormError):
@@ -73,13 +73,13 @@ _BY_NAME = {
 
 
 def named(kind: str, detail: str) -> StormError:
-    """Return the error that the daemon named on the wire; a name from later versions is kept."""
+    """Return the error that the daemon named on the wire; unknown names become a StormError."""
     error = _BY_NAME.get(kind)
     return error(detail) if error is not None else StormError(f"{kind}: {detail}")
 
 
 def lost_in_forward(loss: DaemonLost) -> DaemonLost:
-    """Return a loss that keeps something from being saved, with what to do next."""
+    """Return `loss` with advice, for a tensor that cannot be saved."""
     return _advised(
         loss,
         "call storm_client.connect() again when there is a daemon (`stormd serve`); with its "
@@ -88,7 +88,7 @@ def lost_in_forward(loss: DaemonLost) -> DaemonLost:
 
 
 def lost_in_backward(loss: DaemonLost, *, keeps: bool) -> DaemonLost:
-    """Return a loss of what was saved, with what to do next; `keeps` as connect was told."""
+    """Return `loss` with advice, for a saved tensor; `keeps`: on_daemon_loss is "keep"."""
     if keeps:
         return _advised(loss, "repeat the step from its forward pass")
     return _advised(

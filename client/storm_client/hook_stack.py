@@ -1,10 +1,11 @@
-"""The `with` blocks of an Offload: they put hooks on PyTorch's stack and take them off again.
+"""The `with` blocks of an Offload: they push hooks on PyTorch's stack and pop them again.
 
-An ordinary `__exit__` is not enough for that. Python looks for signals when a function written in
-Python begins, so Ctrl-C may raise before its first line, and the hooks would stay on. But the
-interpreter holds what `__exit__` was looked up as, from before `__enter__` is called until the
-block is left, and drops it in any case. So that object is one of its own for each block, and hooks
-that are still on go with its death, by a callback in which no Python code runs.
+An ordinary `__exit__` is not enough. Python checks for signals when a function written in Python
+begins, so Ctrl-C may raise before the first line of `__exit__`, and the hooks would stay on the
+stack. But the interpreter looks `__exit__` up before it calls `__enter__`, holds the result until
+the block ends, and drops it in any case. So each look-up returns a new object. When this object is
+freed, a weak reference's callback, in which no Python code runs, pops the hooks that are still on
+the stack.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _pop_mode = torch._C._pop_torch_function_stack
 
 
 def untraced(function: Function) -> Function:
-    """Have torch.compile run a function, and all that it calls, as they are.
+    """Make torch.compile run a function, and all functions that it calls, uncompiled.
 
-    A compiled module runs its backward, and what lies between its graphs, with Dynamo looking at
-    every frame; one that asks for a whole graph around a block is told that this cannot be.
+    Dynamo looks at every frame of a compiled module's backward pass, and between its graphs. A user
+    who asks for one whole graph around a block gets Dynamo's error.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -56,23 +57,23 @@ def untraced(function: Function) -> Function:
 
 
 class Stacks:
-    """What this thread has on PyTorch's stacks, so that it can be so again after an exception.
+    """Notes a thread's state on PyTorch's stacks and restores it after an exception.
 
-    A `with` statement takes off what it has put on, unless an interrupt comes before the first line
-    of an `__exit__` or behind the last of an `__enter__`. For that, restore in an `except` clause
-    around it.
+    A `with` statement pops what it has pushed, unless an interrupt comes before the first line of
+    an `__exit__` or after the last line of an `__enter__`. For that case, call `restore` in an
+    `except` clause around the statement.
     """
 
     __slots__ = ("_hooks", "_is_recording", "_modes")
 
     def __init__(self) -> None:
-        """Note the present."""
+        """Note the present state."""
         self._hooks = _top_hooks(True)
         self._is_recording = torch.is_grad_enabled()
         self._modes = function_modes()
 
     def restore(self) -> None:
-        """Have hooks, function modes and the recording of gradients be as they were."""
+        """Restore the hooks, the function modes and whether gradients are recorded."""
         while (top := _top_hooks(True)) is not None and top != self._hooks:
             _pop_hooks()
         modes = function_modes()
@@ -82,13 +83,13 @@ class Stacks:
 
 
 def function_modes() -> list[Any]:
-    """Return what PyTorch's functions pass through in this thread, the innermost last."""
+    """Return this thread's stack of PyTorch function modes, the innermost last."""
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(index) for index in range(count)]
 
 
 def have_modes(modes: list[Any]) -> None:
-    """Have PyTorch's functions pass through these in this thread, the innermost last."""
+    """Replace this thread's stack of PyTorch function modes; the innermost is last."""
     for _ in range(torch._C._len_torch_function_stack()):
         _pop_mode()
     for mode in modes:
@@ -96,29 +97,29 @@ def have_modes(modes: list[Any]) -> None:
 
 
 def innermost() -> Any:
-    """Return what this thread's innermost hooks are methods of, if of anything."""
+    """Return the object whose methods this thread's innermost hooks are, or None."""
     top = _top_hooks(True)
     owner = None if top is None else getattr(top[0], "__self__", None)
-    return getattr(owner, "owner", owner)  # compiled hooks have one that is written in Python
+    return getattr(owner, "owner", owner)  # compiled hooks have an owner written in Python
 
 
 class Watcher(Protocol):
-    """Compiled code that looks at a thread's calls; both functions are written in C."""
+    """Compiled code that watches a thread's calls; both methods are written in C."""
 
     def watch(self) -> None:
-        """Look at what this thread calls from now on."""
+        """Watch this thread's calls from now on."""
         ...
 
     def unwatch(self) -> None:
-        """Look at nothing any more that it calls; does nothing where that is so."""
+        """Stop watching; does nothing if this object is not watching."""
         ...
 
 
 class Entered(Protocol):
-    """What a block is for."""
+    """The step of a block."""
 
     def end(self) -> None:
-        """Note that the block has ended, and by no exception."""
+        """Note that the block has ended without an exception."""
         ...
 
     def abandon(self) -> None:
@@ -127,43 +128,43 @@ class Entered(Protocol):
 
     @property
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """What returns what autograd is to hold instead of a tensor, and the tensor for that."""
+        """The pack hook (tensor to autograd's object) and the unpack hook (object to tensor)."""
         ...
 
     @property
     def mode(self) -> TorchFunctionMode | None:
-        """What PyTorch's functions pass through in the block."""
+        """The function mode of the block, or None."""
         ...
 
     @property
     def watchers(self) -> Sequence[Watcher]:
-        """What looks at the operators that are called in the block."""
+        """The watchers of the operators that the block calls."""
         ...
 
 
 class _Guard(weakref.ref["partial[None]"]):
-    """Of what ends a block: takes the hooks off if that dies first. Drop the guard to disarm it."""
+    """Pops the hooks when the block's exit object is freed. Drop the guard to disarm it."""
 
     __slots__ = ()
     pop = _pop_hooks
 
 
 class _ModeGuard(weakref.ref["partial[None]"]):
-    """The same for the block's mode."""
+    """Pops the block's function mode when the block's exit object is freed."""
 
     __slots__ = ()
     pop = _pop_mode
 
 
 class _WatcherGuard(weakref.ref["partial[None]"]):
-    """The same for what looks at the block's calls."""
+    """Stops one of the block's watchers when the block's exit object is freed."""
 
     __slots__ = ("pop",)
     pop: Callable[[], object]
 
 
 class _Block:
-    """One entry, from before its hooks are on until they are off."""
+    """One entry of a `with` block, from before its hooks are pushed until they are popped."""
 
     __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guards")
 
@@ -174,24 +175,24 @@ class _Block:
         self.mode_guard: _ModeGuard | None = None
         self.watcher_guards: tuple[_WatcherGuard, ...] = ()
         self.pops = pops
-        """What takes off what the block has put on, called one after the other without Python."""
+        """Functions that undo the block's pushes, called in this order without Python between."""
 
 
 class Blocks(threading.local):
     """The blocks of one context manager in each thread."""
 
     def __init__(self) -> None:
-        """Begin outside of all."""
+        """Start outside of all blocks."""
         self._leaving: weakref.ref[partial[None]] | None = None
         self._unguarded: list[_Block] = []
-        """Those entered by a plain call of `__enter__`, which a plain call has to leave."""
+        """Blocks entered by a direct call of `__enter__`; a direct call of `__exit__` ends them."""
 
     def leaving(self, leave: partial[None]) -> None:
-        """Note what will end the block that is entered next."""
+        """Note `leave`, the object that will end the next block."""
         self._leaving = weakref.ref(leave)
 
     def enter(self, entered: Entered) -> None:
-        """Put the hooks of `entered` on."""
+        """Push the hooks and the mode of `entered`, and start its watchers."""
         hooks, mode = entered.hooks, entered.mode
         watchers = entered.watchers
         unwatches = [watcher.unwatch for watcher in watchers]
@@ -230,10 +231,10 @@ class Blocks(threading.local):
             raise
 
     def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
-        """Take the hooks of the block off, and tell it unless an exception has ended it.
+        """End the innermost block: pop its hooks, and call `end`, or `abandon` after an exception.
 
         Raises:
-            UsageError: this thread is in no such block. Its hooks are as they were.
+            UsageError: this thread is in no such block. Its hooks are unchanged.
         """
         entered = blocks or self._unguarded
         if not entered:
@@ -246,7 +247,7 @@ class Blocks(threading.local):
             _take_out(block.mode)
             block.pops = tuple(pop for pop in block.pops if pop is not _pop_mode)
         pops = map(call, block.pops)
-        # No signal is looked for between these, which call nothing, and the end of the call.
+        # Python checks for no signal from here to the end of the deque call: it calls no Python.
         block.guard = block.mode_guard = None
         block.watcher_guards = ()
         del entered[-1]
@@ -263,10 +264,10 @@ def _is_on(mode: TorchFunctionMode) -> bool:
 
 
 def _take_out(mode: TorchFunctionMode) -> None:
-    """Have a mode not be on the stack, of which it is not the top.
+    """Remove a mode from the stack, also if it is not on top.
 
-    PyTorch takes it off while it runs, and an interrupt may strike before that is sure to be
-    undone; so may one that keeps another's mode there.
+    PyTorch takes a mode off the stack while the mode runs. An interrupt may come before PyTorch is
+    sure to push the mode again, or leave another's mode on top of this one.
     """
     modes = function_modes()
     if any(one is mode for one in modes):
@@ -286,10 +287,10 @@ Manager = TypeVar("Manager", bound=HasBlocks)
 
 
 class Leaving(Generic[Manager]):
-    """The `__exit__` of a context manager: each look-up makes an object of its own."""
+    """The `__exit__` of a context manager: each look-up returns a new object."""
 
     def __get__(self, manager: Manager | None, owner: type[Manager]) -> Callable[..., None]:
-        """Return what ends the block that is entered next."""
+        """Return the function that ends the next block."""
         if manager is None:
             return _leave_unguarded
         leave = partial(_leave, manager, [])

@@ -1,7 +1,7 @@
-"""The saved-tensor hooks of one step: what autograd calls when it saves a tensor and wants it back.
+"""The saved-tensor hooks of one step: autograd calls them to save a tensor and to get it back.
 
-What becomes of a tensor when it is saved is decided here; how it comes back is `unpacking`'s
-business. A tensor that is not offloaded stays.
+This module decides about each tensor when it is saved; `unpacking` returns it later. A tensor that
+is neither offloaded nor recomputed is kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["StepHooks"]
 
 
 class StepHooks:
-    """Pack and unpack of one step. The graph keeps it alive for as long as it has handles."""
+    """The pack and unpack hooks of one step. The graph keeps them alive while it has handles."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StepHooks:
         self.tiles_losses = tiles_losses
         """Whether losses are computed in tiles while these hooks are the innermost."""
         self._compiled = compiled
-        """Counts what graphs save, in the first steps."""
+        """Counts the bytes that compiled graphs save, in the first steps."""
         self._layers = layers
         self._sessions = sessions
         self._keeps = keeps
@@ -86,7 +86,7 @@ class StepHooks:
         self._step = Step(history)
         path, follow = self._native_path(), native.module()
         self._least = planning.least(policy.min_bytes)
-        """Bytes that a tensor has to have not to stay."""
+        """Smallest tensor, in bytes, that is not kept as small."""
         self._planned = planning.begin(
             self._least,
             SaveHooks(
@@ -102,34 +102,34 @@ class StepHooks:
             self._planned, self._step, policy, recorder, least=self._least, codec=codec, keeps=keeps
         )
         self._session: Session | None = None
-        """That of the first tensor, which the daemon is told of the plan by."""
+        """The session of the first tensor; it is used to tell the daemon of the plan."""
         self._follower = self._find_follower(path)
         """Compiled code that follows the step, until the block has ended."""
         self._launches = self._planned.launches
-        """What tells of the kernels that the block launches, until it has ended."""
+        """Notes the kernels that the block launches, until the block has ended."""
         if self._follower is not None and self._planned.has_launches:
             self._launches = watch_launches(follow, self._follower)
         self._trace = traces.begin(recorder, seldom=self._follower is not None)
         self._unpacking.begin(self._planned, self._trace)
 
     def note_loss(self, plain_bytes: int) -> None:
-        """Note what PyTorch's own loss would take beyond one that is computed in tiles."""
+        """Note the extra bytes that PyTorch's own loss would take, compared with a tiled one."""
         self._planned.note_loss(plain_bytes)
 
     @property
     def mode(self) -> TorchFunctionMode | None:
-        """What has to see PyTorch's functions in the block."""
+        """The function mode that watches PyTorch's functions in the block, or None."""
         return self._planned.mode
 
     @property
     def watchers(self) -> Sequence[Watcher]:
-        """What has to see the operators that the block calls."""
+        """The watchers of the operators that the block calls."""
         calls = self._planned.watcher if self._follower is None else self._follower
         launches = None if self._launches is None else self._launches.watcher
         return [one for one in (calls, launches) if one is not None]
 
     def _native_path(self) -> NativePath | None:
-        """Return compiled code, if it may follow the step as far as its signature allows."""
+        """Return the access to compiled code if it may follow the step, else None."""
         if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
             return None
         follow = native.module()
@@ -140,11 +140,11 @@ class StepHooks:
         return NativePath(follow, self._recorder.native)
 
     def _find_follower(self, path: NativePath | None) -> _follow.Follower | None:
-        """Return compiled hooks where all that the step is expected to do can be followed so."""
+        """Return compiled hooks if they can follow all that the step is expected to do."""
         script = self._planned.script
         if path is None or script is None:
             return None
-        if self._planned.is_news:  # which no save of such a step may tell the daemon
+        if self._planned.is_news:  # no save of such a step may tell the daemon
             with suppress(DaemonLost):
                 self._session = self._sessions.of(self._planned.device)
         follow, counts = path
@@ -179,9 +179,9 @@ class StepHooks:
             self._launches.begin()
 
     def end(self) -> None:
-        """Send what the block has saved and may leave: nothing is saved in it any more.
+        """End the block: store the tensors that it saved and that may be offloaded now.
 
-        Results leave now though somebody still holds them: their changes are counted.
+        Results are offloaded now even if somebody still holds them: their changes are counted.
         """
         self._layers.end(self)
         self._end_launches()
@@ -219,14 +219,14 @@ class StepHooks:
         return self._planned.end()
 
     def _tell(self) -> None:
-        """Tell the daemon of the plan that the block has followed, unless it knows it."""
+        """Tell the daemon of the plan that the block has followed, unless the daemon knows it."""
         if self._session is not None:
             plan = self._planned.news_for(self._session)
             if plan is not None:
                 self._session.tell(plan, self._planned.budget)
 
     def abandon(self) -> None:
-        """Let go of what was noted of a block that an exception has ended."""
+        """Drop all that was noted of a block that an exception has ended."""
         self._layers.end(self)
         self._end_launches()
         if self._follower is not None:
@@ -236,20 +236,20 @@ class StepHooks:
 
     @property
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """What returns for a tensor what autograd is to hold instead, and the tensor for that."""
+        """The pack hook (tensor to autograd's object) and the unpack hook (object to tensor)."""
         if self._follower is not None:
             return self._follower.pack, self._follower.unpack
         return self._pack, self._unpacking.unpack
 
     @untraced
     def _pack_beside(self, tensor: torch.Tensor, position: int) -> Packed:
-        """Pack a tensor that compiled code has handed over; its step is at that event."""
+        """Pack a tensor that compiled code passes to Python; `position` is the step's event."""
         follower = self._follower
         if follower is None or not follower.walks:
             return self._pack(tensor)
         if (local := local_of(tensor)) is not None:
             return Distributed(tensor, follower.pack(local), follower.unpack)
-        if position < 0:  # something else has happened
+        if position < 0:  # the step has departed from its script
             self._planned.stand_at(-1 - position)
             self._planned.leave()
             follower.leave()
@@ -266,7 +266,7 @@ class StepHooks:
 
     @untraced
     def _pack_expected(self, tensor: torch.Tensor, position: int) -> Packed:
-        """Offload a result that is what the event at a position expects, as compiled code found."""
+        """Offload a result that compiled code has matched with the script's event at `position`."""
         layer = self._planned.layer_of(position)
         try:
             decision = self._policy.decide(tensor, self._least)
@@ -302,7 +302,7 @@ class StepHooks:
 
     @untraced
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        """Return what autograd is to hold instead of `tensor`."""
+        """Return the object that autograd is to hold instead of `tensor`."""
         if HANDLED.depth:
             return self._skip(tensor, "compiled")
         if (local := local_of(tensor)) is not None:
@@ -320,16 +320,16 @@ class StepHooks:
             return self._keep(tensor)
 
     def _consider(self, tensor: torch.Tensor) -> Packed:
-        """Do what becomes of a tensor that no script expects to stay.
+        """Pack a tensor for which no script expects that it is kept.
 
         Raises:
-            DaemonLost: the daemon is gone, and was meant to have it.
+            DaemonLost: the tensor was to be offloaded, and the daemon is gone.
         """
         decision = self._policy.decide(tensor, self._least)
         if self._compiled is not None and not _is_no_activation(decision):
             self._compiled.saves(_nbytes(tensor))
         if tensor.is_cuda and is_capturing(tensor.device):
-            decision = Keep("capture")  # already opening a session would spoil the graph
+            decision = Keep("capture")  # opening a session would already spoil the graph
         if isinstance(decision, Keep):
             return self._skip(tensor, decision.reason)
         session = self._sessions.of(tensor.device)
@@ -339,7 +339,7 @@ class StepHooks:
             self._session = session
         storage, recording = tensor.untyped_storage(), self._planned.recording
         saved = None if recording is None else recording.saved(tensor, storage)
-        if saved is None:  # by a backward pass after the block, or in a block without end
+        if saved is None:  # saved by a backward pass after the block, or in a block without end
             return self._offload(tensor, storage, session)
         value, decision, result = saved
         if isinstance(decision, Keep):
@@ -360,7 +360,7 @@ class StepHooks:
         return kept
 
     def _keep(self, tensor: torch.Tensor) -> KeptTensor:
-        """Leave to memory what was meant for a daemon that is lost."""
+        """Keep a tensor that was meant for a daemon that is lost."""
         self._recorder.saved(tensor.nbytes, 0.0)
         self._recorder.kept(tensor.nbytes, "daemon_lost")
         kept = KeptTensor.keeping(tensor)
@@ -375,7 +375,7 @@ class StepHooks:
         result: Result,
         session: Session,
     ) -> Replayed:
-        """Have a tensor recomputed; hand it over, too, until its recipe has proved itself."""
+        """Have a tensor recomputed; offload it, too, until its recipe is proved."""
         trial = self._planned.trial(value.number, storage.nbytes())
         if trial is not None:
             packed = self._offload(tensor, storage, session, value.layer)
@@ -392,7 +392,7 @@ class StepHooks:
         )
 
     def _pack_input(self, tensor: torch.Tensor, decision: Decision, layer: str) -> Packed:
-        """Hand over what others are to be made from; called where an operation has run."""
+        """Offload or keep an input of recipes; called right after an operation has run."""
         try:
             session = self._sessions.of(tensor.device)
             decided = decision, self._policy.decide(tensor, self._least)
@@ -406,7 +406,7 @@ class StepHooks:
             return KeptTensor.keeping(tensor)
 
     def _publish_ready(self, tensor: torch.Tensor) -> int:
-        """Return a number that tells when `tensor` has been made; 0 where nobody asks for that."""
+        """Return a number that is published once `tensor` is computed; 0 if nobody waits for it."""
         try:
             session = self._sessions.of(tensor.device)
             return 0 if session is None else session.publish_ready()
@@ -414,7 +414,7 @@ class StepHooks:
             return 0
 
     def _leave_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
-        """Have a result leave as it was made, if the function that made it has saved it."""
+        """Offload a result as it was computed, if the function that computed it has saved it."""
         try:
             session = self._sessions.of(tensor.device)
             if session is not None:
@@ -430,14 +430,14 @@ class StepHooks:
         session: Session,
         layer: str = "",
     ) -> Handle:
-        """Have a tensor leave."""
+        """Offload a tensor, or share the record of its storage."""
         recorder = self._recorder.of_layer(layer)
         record = session.find(storage, tensor)
         if record is not None:
             recorder.deduplicated(tensor.nbytes)
         else:
             record = self._hold(tensor, storage, session, recorder)
-        if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
+        if tensor.grad_fn is None and not tensor._is_view():  # holding a view would hold its base
             record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
         handle = self._step.handle(record, View.of(tensor), version)
@@ -451,7 +451,7 @@ class StepHooks:
         session: Session,
         recorder: StatsRecorder,
     ) -> StoredRange:
-        """Make the record of a storage that has none, and send others that may leave now."""
+        """Make a record for a storage without one, and send other records that may be sent now."""
         began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
         with ranges.span("pack", nbytes):
             ready = None if recording is None else recording.early.of(storage)
@@ -477,6 +477,6 @@ def _is_no_activation(decision: object) -> bool:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return a tensor's bytes here as far as they are known: 0 for sparse and nested ones."""
+    """Return the bytes of a tensor's local part; 0 for sparse and nested tensors."""
     part = part_of(tensor)
     return part.nbytes if part.layout is torch.strided and not part.is_nested else 0

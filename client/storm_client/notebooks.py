@@ -1,4 +1,4 @@
-"""Tables as notebooks show them."""
+"""HTML tables for notebooks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["table_html"]
 def table_html(
     headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
 ) -> str:
-    """Return a table with its headings, and the notes as lines below it; all of it is text."""
-    from html import escape  # not before a table is shown: it reads the names of all entities
+    """Return a table as HTML, with `notes` as lines below it; all arguments are plain text."""
+    from html import escape  # imported late: the import reads the names of all entities
 
     heading = "".join(f"<th>{escape(one)}</th>" for one in headings)
     cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)

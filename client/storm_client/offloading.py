@@ -1,7 +1,7 @@
-"""What a script holds of offloading: an Offload, each of whose `with` blocks is a step.
+"""The Offload object of a script; each of its `with` blocks is a step.
 
-An Offload may be entered in several threads at once and inside itself: every block is a step of
-its own, with its pair of hooks (`hooks.py`), and PyTorch applies the innermost of the thread.
+Several threads may enter an Offload at once, and blocks may be nested. Every block is its own step
+with its own pair of hooks (`hooks.py`); PyTorch applies the thread's innermost hooks.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 __all__ = ["Offload"]
 
 SETTLE_SECONDS = 1.0
-"""How long stats() waits for the daemon to have encoded what was stored last."""
+"""Seconds that stats() waits until the daemon has encoded the latest stores."""
 
 
 class Offload:
-    """Offloads what autograd saves inside its `with` blocks; made by Client.offload."""
+    """Offloads tensors that autograd saves inside its `with` blocks; Client.offload makes it."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Offloads are made by `storm_client.offload` and Client.offload.
+        """Refuse: use `storm_client.offload` or Client.offload to make an Offload.
 
         Raises:
             UsageError: always.
@@ -74,9 +74,9 @@ class Offload:
         layers: tuple[torch.nn.Module, ...],
         loss: str,
     ) -> Offload:
-        """Return one that uses the sessions of a client, and leaves ending them to it.
+        """Return an Offload that uses the sessions of a client; the client ends them.
 
-        Calls of `layers` are checkpointed in its blocks; `loss` is "tiled" or "plain".
+        Calls of `layers` in its blocks are checkpointed. `loss` is "tiled" or "plain".
         """
         offload = cls.__new__(cls)
         offload._begin(supply, policy, codec, options, layers=layers, loss=loss)
@@ -121,7 +121,7 @@ class Offload:
 
         Raises:
             UsageError: the client is closed or forked, or the budget cannot be kept.
-            DaemonLost: the client is without its daemon.
+            DaemonLost: the client has lost its daemon.
         """
         supply = self._found()
         sessions = supply.current()
@@ -169,21 +169,21 @@ class Offload:
             error: BaseException | None,
             traceback: TracebackType | None,
         ) -> None:
-            """End the step; what it saved lives as long as the graph that needs it."""
+            """End the step; its saved tensors live as long as the graph that needs them."""
     else:
         __exit__ = Leaving()
 
     def stats(self) -> OffloadStats:
-        """Return what was done so far, waiting up to a second for stores in flight to end."""
+        """Return the statistics so far; wait up to a second until stores in flight have ended."""
         if self._supply is not None:
             self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
 
     def report(self) -> Report:
-        """Return what was done so far, by layer, with the plan and the latest step in time.
+        """Return a report by layer, with the plan and a timeline of the latest step.
 
-        Printed it is a table, in a notebook also a picture; `draw(path)` writes the picture. It
-        waits as `stats` does.
+        Printing the report shows a table, and in a notebook also a picture; `draw(path)` writes the
+        picture. This waits as `stats` does.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -198,7 +198,7 @@ class Offload:
         )
 
     def _repr_html_(self) -> str:
-        """Return the report for a notebook; without its plan where the budget cannot be kept."""
+        """Return the report for a notebook; only the statistics if the budget cannot be kept."""
         try:
             return self.report()._repr_html_()
         except UsageError:
@@ -206,12 +206,12 @@ class Offload:
 
     @property
     def address(self) -> str:
-        """The address of the daemon in use, for `stormd status --address`."""
+        """The daemon's address, for `stormd status --address`."""
         return self._found().sessions.address
 
     @property
     def plan(self) -> Plan | None:
-        """The decisions for what the latest step signature saves; None before a step has ended.
+        """The plan of the latest step signature; None before the first step has ended.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -219,7 +219,7 @@ class Offload:
         return self._planning.plan()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
-        """Return one of the same client for the copied modules, with statistics of its own."""
+        """Return an Offload of the same client for the copied modules, with its own statistics."""
         copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
         modules = deepcopy(self._policy.modules, memo)
         policy = Policy(modules, self._policy.min_bytes)
@@ -229,7 +229,7 @@ class Offload:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what was asked for: all else belongs to this process."""
+        """Return the options of the Offload: all other state belongs to this process."""
         policy = self._policy
         return {
             "modules": policy.modules,
@@ -241,18 +241,18 @@ class Offload:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew; the first block finds a daemon."""
+        """Start anew; the first block connects to a daemon."""
         policy = Policy(state["modules"], state["min_bytes"])
         layers, loss = state["layers"], state["loss"]
         self._begin(None, policy, state["codec"], state["options"], layers=layers, loss=loss)
 
     def _look_back(self) -> None:
-        """Warn where the first steps had little saved; called by `__enter__`."""
+        """Warn if the first steps offloaded little of their activations; `__enter__` calls this."""
         staying, steps = self._recorder.staying(), self._first_steps.begun - 1
         if not staying.stats.saved_bytes:
             self._first_steps.look_later()
             return
-        # What is saved of the parameters of a checkpointed layer nobody hands over.
+        # Checkpointed layers do not hand their parameters over to the saved-tensor hooks.
         named = set(map(id, parts_of(self._layers.modules)))
         outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
         parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
@@ -265,27 +265,27 @@ class Offload:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _advise(self, advising: Advising) -> None:
-        """Tell `stormd advise`, which has started this script, what it waits for."""
+        """Report to `stormd advise`, which has started this script, the progress it waits for."""
         planning = self._planning
         advising.step_begins(
             perf_counter(), planning.plans_for, planning.ratio, lambda: planning.devices
         )
 
     def _link_figures(self, device: torch.device) -> LinkFigures:
-        """Return what the daemon knows of a device's link; nothing where it does not answer."""
+        """Return the daemon's figures for a device's link; empty if it does not answer."""
         return LinkFigures() if self._supply is None else self._supply.link_figures(device)
 
     def _link_of_late(self, device: torch.device) -> LinkFigures:
-        """Return the same as the daemon has said it last, without asking."""
+        """Return the link figures that the daemon reported last, without asking it."""
         return LinkFigures() if self._supply is None else self._supply.link_of_late(device)
 
     def _device_peak(self) -> int | None:
-        """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""
+        """Return the largest peak of allocated bytes among the model's GPUs; None without a GPU."""
         peaks = map(torch.cuda.max_memory_allocated, self._planning.devices)
         return max(peaks, default=None)
 
     def _found(self) -> Supply:
-        """Return where the sessions come from: for one that was unpickled, the shared client."""
+        """Return the sessions; an unpickled Offload uses those of the shared client."""
         if self._supply is None:
             self._supply = shared_supply()
         return self._supply

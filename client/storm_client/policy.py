@@ -1,7 +1,8 @@
-"""Which saved tensors may be offloaded at all, and why the others stay. It changes nothing.
+"""Decides which saved tensors may be offloaded, and why the others are kept. It has no side effect.
 
-A tensor that may is a plain strided tensor whose bytes are its storage's bytes, in memory that is
-PyTorch's alone. Whatever is doubtful stays, which costs memory and never a value.
+A tensor may be offloaded if it is a plain strided tensor in memory that only PyTorch uses, and if
+its storage has the tensor's bytes. In doubt a tensor is kept, which costs memory but never changes
+a value.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["Inside", "Policy"]
 
 LOOK_EVERY: Final = 64
-"""One in so many looks for the modules' storages is for those that are new, too."""
+"""One in this many look-ups of the modules' storages also looks for new parameters."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Exact types; a subclass may mean anything by its bytes."""
+"""Exact types; a subclass may give its bytes any meaning."""
 
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-"""Also of tensors that are not quantized: bytes viewed as one of these."""
+"""Applies also to tensors that are not quantized: bytes viewed as one of these types."""
 
 _SMALL, _PARAMETER, _OUTSIDE = Keep("small"), Keep("parameter"), Keep("outside")
 _FOREIGN, _SUBCLASS = Keep("foreign"), Keep("subclass")
@@ -39,32 +40,32 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Inside(Protocol):
-    """Tells whether the calling thread is inside one of certain layers."""
+    """Knows whether the calling thread is inside one of certain layers."""
 
     depth: int
 
 
 class Policy:
-    """The choice of one Offload."""
+    """The policy of one Offload."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], min_bytes: int) -> None:
-        """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
+        """Never offload parameters and buffers of `modules`, or tensors below `min_bytes`."""
         self.min_bytes = min_bytes
         self.modules = tuple(modules)
         self.layers: Inside | None = None
-        """Set where only what is saved inside certain layers may leave."""
+        """If set, only tensors saved inside these layers may be offloaded."""
         self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
-        """One of those that lie in a storage, by the storage's address."""
+        """By storage address: one of the modules' tensors in that storage."""
         self._native: _follow.Owned | None = None
-        """The same for compiled code."""
+        """The same table for compiled code."""
         self._may_be_stale = True
         self._looks = -1
 
     def refresh(self) -> None:
-        """Have the modules' storages looked up anew before something is not found among them.
+        """Look the modules' storages up again before the next tensor is declared not theirs.
 
-        Moving a module gives its parameters new ones. To look through a model's modules takes up to
-        a millisecond, and what most steps save needs no such look.
+        Moving a module gives its parameters new storages. Looking through a model's modules takes
+        up to a millisecond, and most steps' saved tensors need no such look-up.
         """
         self._may_be_stale = True
 
@@ -72,7 +73,7 @@ class Policy:
         self._may_be_stale = False
         self._looks += 1
         if self._looks % LOOK_EVERY and all(map(self._is_known, self._owned)):
-            return  # nothing has moved; what is new stays anyway, since somebody else holds it
+            return  # nothing has moved; new ones are kept anyway, since somebody else holds them
         owned: dict[int, weakref.ref[torch.Tensor]] = {}
         for part in parts_of(self.modules):
             for table in (part._parameters, part._buffers):
@@ -84,7 +85,7 @@ class Policy:
         self._owned, self._native = owned, None
 
     def owned(self, follow: Native) -> _follow.Owned:
-        """Return the modules' storages for compiled code, as they were when last looked up."""
+        """Return the modules' storages at the last look-up, for compiled code."""
         if self._native is None:
             if not self._owned:
                 self._look_up()
@@ -93,16 +94,16 @@ class Policy:
         return self._native
 
     def small_owned_bytes(self) -> int:
-        """Return the bytes of the modules' parameters that are passed over as small."""
+        """Return the total bytes of the modules' parameters below `min_bytes`."""
         parameters = chain.from_iterable(module.parameters() for module in self.modules)
         return sum(one.nbytes for one in parameters if one.nbytes < self.min_bytes)
 
     def decide(self, tensor: torch.Tensor, least: int | None = None) -> Decision:
-        """Return what becomes of `tensor`, as far as it and its storage tell.
+        """Return the decision about `tensor`, as far as the tensor and its storage tell.
 
-        What has less than `least` bytes stays; None stands for `min_bytes`. Called for every saved
-        tensor: what most of them are is looked at first. What is small may be a view of a large
-        storage, which it keeps.
+        Tensors below `least` bytes are kept; None stands for `min_bytes`. This is called for every
+        saved tensor, so the most common cases are checked first. A small tensor may be a view,
+        which keeps a large storage alive.
         """
         least = self.min_bytes if least is None else least
         if type(tensor) not in _PLAIN or _is_wrapped(tensor):
@@ -119,28 +120,28 @@ class Policy:
         return self._decide_further(tensor, least)
 
     def decide_storage(self, storage: torch.UntypedStorage, least: int | None = None) -> Decision:
-        """Return what becomes of a storage of which a tensor may be offloaded; see `decide`."""
+        """Return the decision about a storage; `decide` has to allow one of its tensors first."""
         if storage.nbytes() < (self.min_bytes if least is None else least):
             return _SMALL
         return _FOREIGN if _is_foreign(storage) else OFFLOAD
 
     def _decide_further(self, tensor: torch.Tensor, least: int) -> Decision:
-        """Go on for a plain tensor that is large enough."""
+        """Finish `decide` for a plain tensor that is large enough."""
         if tensor._is_zerotensor():
-            return Keep("zero")  # as forward-mode differentiation makes them, without any memory
+            return Keep("zero")  # forward-mode differentiation makes these, without memory
         storage = tensor.untyped_storage()
         if type(tensor) is torch.nn.Parameter or self._is_owned(tensor, storage._cdata):
             return _PARAMETER
         if tensor.requires_grad and base_of(tensor).is_leaf and tensor.grad_fn is None:
-            return Keep("leaf")  # the graph itself holds it, to accumulate its gradient
+            return Keep("leaf")  # the graph itself holds the leaf to accumulate its gradient
         if tensor.is_quantized or tensor.dtype in _QUANTIZED:
             return Keep("quantized")
         return Keep("inference") if tensor.is_inference() else self.decide_storage(storage, least)
 
     def _is_owned(self, tensor: torch.Tensor, address: int) -> bool:
-        """Tell whether it is, or views, a parameter or buffer of the modules.
+        """Return whether `tensor` is, or is a view of, a parameter or buffer of the modules.
 
-        No result of an operation is one, but for a view.
+        An operation's result is one only if it is a view.
         """
         if self._is_known(address):
             return True
@@ -153,22 +154,22 @@ class Policy:
         return self._is_known(address)
 
     def _is_known(self, address: int) -> bool:
-        """Tell whether a storage is that of one that was found at the last look."""
+        """Return whether a storage is that of a module's tensor, as of the last look-up."""
         reference = self._owned.get(address)
         owner = None if reference is None else reference()
-        # No storage may have come to the address of one that is gone.
+        # A freed storage's address may have been reused for another storage.
         return owner is not None and owner.untyped_storage()._cdata == address
 
 
 def _is_foreign(storage: torch.UntypedStorage) -> bool:
-    """Tell whether the memory is not PyTorch's alone: NumPy's, DLPack's, another process's."""
-    if not storage.resizable():  # what was only lent to PyTorch
+    """Return whether others may use the memory, too: NumPy, DLPack or another process."""
+    if not storage.resizable():  # PyTorch has only borrowed the memory
         return True
-    return storage.is_shared() and storage.device.type == "cpu"  # memory of a GPU counts as shared
+    return storage.is_shared() and storage.device.type == "cpu"  # GPU memory counts as shared
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    """Name the layout of a tensor that is not plainly strided."""
+    """Return the layout's name for a tensor that is not plainly strided."""
     if tensor.is_nested:
         return "nested"
     return "sparse" if "sparse" in str(tensor.layout) else "layout"

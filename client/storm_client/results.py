@@ -1,7 +1,7 @@
-"""Results of operations, and how they leave: their changes are counted, whoever holds them still.
+"""How results of operations are offloaded: their changes are counted even if somebody holds them.
 
-Compiled code keeps them for now, and has those leave together that nobody else holds. At the end of
-their block all leave.
+Compiled code keeps results temporarily, and offloads several at once if nobody else holds them. All
+results are offloaded at the end of their block at the latest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Results"]
 
 
 class Results:
-    """Of one step."""
+    """The results of one step."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Results:
         codec: str,
         keeps: bool,
     ) -> None:
-        """Know none yet. What has fewer than `least` bytes stays.
+        """Start without results. Results below `least` bytes are kept.
 
-        `keeps` says whether the step goes on without a lost daemon.
+        `keeps` says whether the step continues without a lost daemon.
         """
         self.session: Session | None = None
-        """That of what compiled code keeps for now."""
+        """The session for results that compiled code keeps temporarily."""
         self._planned = planned
         self._step = step
         self._policy = policy
@@ -60,17 +60,17 @@ class Results:
         self._recorder = recorder
         self._keeps = keeps
         self._records: list[weakref.ref[StoredRange]] = []
-        """Which leave at the end at the latest."""
+        """Records that are sent at the end of the block at the latest."""
 
     def note(self, record: StoredRange) -> None:
-        """Have the record of a result leave at the end at the latest."""
+        """Send the record of a result at the end of the block at the latest."""
         self._records.append(weakref.ref(record))
 
     def send(self) -> None:
-        """Send all that have not left.
+        """Send all records that have not been sent.
 
         Raises:
-            DaemonLost: a daemon is gone. What it has not admitted stays.
+            DaemonLost: a daemon is gone. The client keeps all that the daemon has not admitted.
         """
         records = [record for reference in self._records if (record := reference()) is not None]
         self._records.clear()
@@ -80,7 +80,7 @@ class Results:
 
     @untraced
     def leave_together(self, kept: list[_follow.Kept]) -> None:
-        """Have results leave that compiled code has kept for now; what an error leaves stays."""
+        """Offload results that compiled code has kept so far; after an error the rest is kept."""
         session = self.session
         assert session is not None, "what is kept for now is of its device"
         try:
@@ -94,9 +94,9 @@ class Results:
 
     @untraced
     def leave_unshared(self, units: list[_follow.Unit]) -> list[Use] | None:
-        """Have results leave, as one range each unit; None where they are to be kept.
+        """Offload results, one range per unit; return None if they are to be kept.
 
-        Nobody else holds them or their copies, so that nobody can find or write to either.
+        Nobody else holds the results or their copies, so nobody can find them or write to them.
         """
         session, began, worked = self.session, perf_counter(), thread_time()
         assert session is not None, "what is kept for now is of its device"
@@ -113,7 +113,7 @@ class Results:
             self._stay(loss, (nbytes for _, nbytes, _ in members_of_all))
             return None
         seconds = perf_counter() - began
-        if session.has_in_place:  # otherwise the thread copies: bytes have a figure of their own
+        if session.has_in_place:  # otherwise the thread copies, and costs are counted by bytes
             self._planned.costs.stored((thread_time() - worked) / len(units))
         for record, (_, _, members) in zip(records, units, strict=True):
             record.stats.saved(members[0][1], seconds)
@@ -122,9 +122,9 @@ class Results:
 
     @untraced
     def leave_made(self, number: int, tensor: torch.Tensor) -> Use | None:
-        """Have the value of that number leave though somebody holds it; None where it may not.
+        """Offload value `number` while somebody still holds it; return None if that is not allowed.
 
-        It has been made on its device's default stream, and is all of its storage.
+        The value was computed on its device's default stream, and is all of its storage.
         """
         session, nbytes = self.session, tensor.nbytes
         began, worked = perf_counter(), thread_time()
@@ -132,8 +132,8 @@ class Results:
             return None
         if not self._planned.leaves_as_made(number, nbytes):
             return None
-        storage = tensor.untyped_storage()  # Python's object counts as one who holds it
-        if session.saved.find(storage) is not None:  # of what Python has packed before it was made
+        storage = tensor.untyped_storage()  # the Python object counts as a holder of the storage
+        if session.saved.find(storage) is not None:  # Python packed it before it was computed
             return None
         recorder = self._recorder.of_layer(self._planned.record.layer(number))
         try:
@@ -151,10 +151,10 @@ class Results:
         return use
 
     def _stay(self, loss: DaemonLost, sizes: Iterable[int]) -> None:
-        """Count results of these bytes as kept, where the step goes on without the daemon.
+        """Count results of these sizes, in bytes, as kept because the daemon is lost.
 
         Raises:
-            DaemonLost: it does not.
+            DaemonLost: the step does not continue without a daemon.
         """
         if not self._keeps:
             raise lost_in_forward(loss) from loss
@@ -163,7 +163,7 @@ class Results:
             self._recorder.kept(nbytes, "daemon_lost")
 
     def _recorder_of(self, members: list[_follow.Member]) -> RangeRecorder:
-        """Return what counts a range for the layers of what lies in it."""
+        """Return the recorder that counts a range for the layers of its members."""
         if len(members) == 1:
             return self._recorder.of_layer(self._planned.layer_of(members[0][0]))
         recorders = SharedRecorder()
@@ -173,7 +173,7 @@ class Results:
         return recorders
 
     def _leave(self, kept: _follow.Kept, session: Session) -> None:
-        """Have a result leave, unless it was moved already."""
+        """Offload a result, unless it was moved already."""
         found = kept.describe()
         if found is None:
             return

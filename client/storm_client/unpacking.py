@@ -1,7 +1,7 @@
-"""What becomes of saved tensors in the backward pass: each comes back as it was, or raises.
+"""Returns saved tensors in the backward pass: each as it was, or an exception is raised.
 
-Unpack returns what PyTorch's own saved tensor would be at that moment, in bits, shape, strides and
-dtype. A tensor that stayed gets the version check that PyTorch leaves out for hooked tensors.
+Unpack returns the tensor that PyTorch itself would return at that moment: with its bits, shape,
+strides and dtype. Kept tensors get the version check that PyTorch omits for hooked tensors.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["Packed", "Tried", "Unpacking"]
 
 
 class Tried(NamedTuple):
-    """What autograd holds for a tensor that compiled code recomputes and that is handed over, too.
+    """Autograd's object for a tensor that compiled code recomputes and that is offloaded, too.
 
-    So it is at a size at which the two were not compared yet.
+    The step does both because they have not been compared at this size yet.
     """
 
     trial: Trial
@@ -52,7 +52,7 @@ class Tried(NamedTuple):
 
     @property
     def version(self) -> SavedVersion:
-        """That of the tensor."""
+        """The tensor's version."""
         packed: Handle = self.trial.packed
         return packed.version
 
@@ -61,37 +61,37 @@ Packed = Handle | KeptTensor | Replayed | Tried | Distributed
 
 
 class Unpacking:
-    """Of one step. The graph keeps it alive for as long as it has handles."""
+    """The unpack hook of one step. The graph keeps it alive while it has handles."""
 
     def __init__(self, policy: Policy, recorder: StatsRecorder, *, keeps: bool) -> None:
-        """Count by `recorder`; `keeps` says whether later steps do without a lost daemon."""
+        """Count in `recorder`; `keeps` says whether later steps continue without a lost daemon."""
         self.turn: tuple[StepSignature, Mark] | None = None
-        """The signature that the forward pass has followed, and when it had handed over all; None
-        once the backward pass has asked for something."""
+        """The signature that the forward pass has followed, and when the pass had sent all its
+        tensors. None once the backward pass has asked for a tensor."""
         self._policy = policy
         self._recorder = recorder
         self._keeps = keeps
-        self._replaying = threading.RLock()  # protects all results of the step, and what follows
+        self._replaying = threading.RLock()  # protects all results of the step, and the following
         self._brought = 0.0
-        """Seconds spent on bringing inputs of replays, which count as waiting."""
+        """Seconds spent on restoring inputs of recomputation, which count as waiting."""
 
     def begin(self, planned: PlannedStep, trace: StepTrace | Untraced) -> None:
-        """Note what the step is, before anything is saved in it."""
+        """Note the step's plan and trace, before the step saves anything."""
         self._planned = planned
         self._trace = trace
         self._notes_costs = planned.script is not None
-        """Whether compiled code follows the step: what learns takes longer."""
+        """Whether compiled code follows the step: a step that learns takes longer."""
 
     @untraced
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor that was packed.
 
         Raises:
-            RuntimeError: it was changed in place since.
-            CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
+            RuntimeError: it was modified in place after it was saved.
+            CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be restored.
         """
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # PyTorch will set the version of what is returned
+            with torch.inference_mode(False):  # PyTorch will set the returned tensor's version
                 return self.unpack(packed)
         if isinstance(packed, (Handle, Distributed)):
             return self._load(packed) if isinstance(packed, Handle) else packed.unpack()
@@ -106,34 +106,36 @@ class Unpacking:
         return self._kept(packed)
 
     def _kept(self, kept: KeptTensor) -> torch.Tensor:
-        """Return a tensor that was kept, wherever it is by now."""
-        token = kept.token  # before it is looked at whether another thread has moved it
+        """Return a tensor that was kept, from memory or from the daemon if it was moved."""
+        token = kept.token  # read before `moved`: another thread may be moving the tensor
         return token if kept.moved is None else self._load(kept.moved)
 
     @cached_property
     def _may_hand_out(self) -> bool:
-        """Whether memory may be used before it is known that the daemon has restored it."""
+        """Whether memory may be used before the daemon has confirmed its restore."""
         return not acts_on_gradients_early(self._policy.modules)
 
     def _asked(self, version: SavedVersion) -> torch.Tensor | None:
-        """Note that what was saved at `version` is needed; return what PyTorch uses in its stead.
+        """Note that a tensor saved at `version` is needed; return its replacement, if it has one.
 
         Raises:
-            RuntimeError: it was changed in place since.
+            RuntimeError: it was modified in place after it was saved.
         """
         self.note_asked()
         version.check()
         return version.replaced()
 
     def note_asked(self) -> None:
-        """Note that the backward pass asks for something."""
+        """Note that the backward pass asks for a tensor."""
         turn, self.turn = self.turn, None
         if turn is not None:
             signature, ended = turn
             signature.times.turned(ended.until_now())
 
     def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
-        """Return what was saved, or what has been given other data since; an input as it was saved.
+        """Return a saved tensor, or the tensor with other data that has replaced it.
+
+        An input of recomputation is returned as it was saved.
 
         Raises:
             RuntimeError, CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
@@ -146,12 +148,12 @@ class Unpacking:
 
     @untraced
     def load_bytes(self, use: Use) -> torch.UntypedStorage:
-        """Return the bytes of what was saved, in memory that streams may use in their order.
+        """Return the bytes of a saved tensor, in memory that streams may use in stream order.
 
         Raises:
             CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
         """
-        assert isinstance(use.step, Step)  # this one, or that of what was moved
+        assert isinstance(use.step, Step)  # this step, or the step of a moved tensor
         is_first = use.step.unpacked(use)
         record = use.record
         began, worked = perf_counter(), thread_time()
@@ -183,7 +185,7 @@ class Unpacking:
         return session.load(use, is_first=is_first, may_hand_out=may_hand_out)
 
     def bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
-        """Return an input as it was when it was handed over."""
+        """Return an input of recomputation as it was when it was saved."""
         if isinstance(packed, KeptTensor):
             packed.check()
             return self._kept(packed)
@@ -193,7 +195,7 @@ class Unpacking:
         return tensor
 
     def _replay(self, replayed: Replayed) -> torch.Tensor:
-        """Return a tensor that is recomputed, or, the first times, the tensor itself."""
+        """Return a recomputed tensor, or, while its recipe is on trial, the saved tensor itself."""
         with self._replaying:
             if replayed.trial is not None:
                 tensor = self._try(replayed.trial, lambda: self._tried(replayed.result))
@@ -211,12 +213,12 @@ class Unpacking:
         return replayed.version.alias(tensor)
 
     def _try(self, trial: Trial, recompute: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-        """Return the tensor that was handed over, and note whether its recipe makes the same."""
+        """Return the offloaded tensor, and note whether recomputation gives the same bits."""
         tensor = self.bring(trial.packed)
         try:
             made = recompute()
             if made is None:
-                pass  # what made it ran when another step signature was expected
+                pass  # its operation ran while another step signature was expected
             elif same_bits(made.untyped_storage(), tensor.untyped_storage()):
                 self._planned.prove(trial)
             else:
@@ -228,5 +230,5 @@ class Unpacking:
         return tensor
 
     def _tried(self, result: Result) -> torch.Tensor | None:
-        """Return what a recipe makes; None where the step that was to make one has parted."""
+        """Return the recomputed tensor; None if the step departed before a recipe was made."""
         return None if self._planned.has_parted and not result.has_recipe else result.made()

@@ -1,6 +1,6 @@
 """The shared host cache: named tensors that outlive the session that put them.
 
-items     what is held, for whom and how long; what is dropped when room is needed
+items     which tensors are held, for whom and how long, and which are dropped to make room
 names     which names a user may read, in order
-requests  what the ledger answers to sessions that are for the cache
+(the ledger's cache_requests answers the sessions that use the cache)
 """

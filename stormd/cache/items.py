@@ -1,18 +1,19 @@
 """The shared host cache: named tensors that outlive the session that put them.
 
-All of it lies in a space of its own, so activations neither lose room to it nor give it any. A name
-means one complete tensor or none. The blocks of a tensor that is being read are not given back,
-whatever becomes of its name. Pure: no clock, socket or lane inside.
+All tensors are in a space of their own, so cache and activations never take room from each other. A
+name refers to one complete tensor or to none. The blocks of a tensor that is being read are not
+freed, whatever happens to its name. Pure: this module uses no clock, socket or lane.
 
-Names belong to users: each user has names of its own, and reads those of its own and of its
-group. Looked up is the user's own tensor first, then the one that was put last by anybody of the
-group. Only its owner replaces or deletes a tensor. So nobody can occupy a name for others, and
-who may not read a tensor cannot tell that it is there.
+Names belong to users. Each user has its own names, and reads its own tensors and those of its
+group. A look-up finds the user's own tensor first, then the one that a member of the group put
+last. Only its owner replaces or deletes a tensor. So nobody can occupy a name for others, and a
+user who may not read a tensor cannot tell that it exists.
 
-Room is made for each chunk when it comes, by dropping what was least recently put or read: who
-announces much and sends nothing costs nobody anything. What goes is of the user who holds most, and
-never of one who holds less than the user for whom it goes. Whatever takes long is done a little at
-a time (`tidy`, `make_room`), with others' requests in between.
+The cache makes room for each chunk when the chunk arrives, by dropping the tensors that were least
+recently put or read. So a client that announces much and sends nothing costs nobody anything. The
+cache drops tensors of the user who holds most, and never of one who holds less than the user who
+needs the room. Long work is done in small steps (`tidy`, `make_room`), with other clients' requests
+in between.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from stormd.sizes import format_size
 __all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "ItemRecords", "Label", "Loan"]
 
 MAX_ITEMS: Final = 16384
-"""Tensors held: a name and its place in the lists take some 2 KiB of the daemon's memory."""
+"""Maximum tensors held: a name and its place in the lists take some 2 KiB of daemon memory."""
 
 FREED_AT_ONCE: Final = 64
-"""Blocks given back, and tensors dropped that have expired, before others have a turn."""
+"""Maximum blocks freed, and expired tensors dropped, before other clients have a turn."""
 
 
 class Caller(NamedTuple):
-    """Who asks, as the kernel knows it: user and primary group of the client's process."""
+    """The client's process as the kernel knows it: its user and primary group."""
 
     uid: int
     gid: int
@@ -47,7 +48,7 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What is told about a tensor besides its bytes. `dtype` and `shape` are the client's own."""
+    """A tensor's metadata. `dtype` and `shape` come from the client and are not interpreted."""
 
     name: str
     dtype: str
@@ -57,7 +58,7 @@ class Label:
 
 
 class CachePart(NamedTuple):
-    """One stored chunk: its blob, its size before encoding, its codec."""
+    """One stored chunk: its blob, its size before encoding, and its codec."""
 
     block: Block
     raw_bytes: int
@@ -68,9 +69,9 @@ class CachePart(NamedTuple):
 class Item:
     """One tensor. `expires` is a time of the caller's clock, infinite for none.
 
-    `loans` counts the chunks that sessions may read; `gone` items have no name any more and are
-    freed with the last loan. `charge` is the bytes of the space that it takes, `cell` where it is
-    written down, 0 where it is not.
+    `loans` counts the chunks that sessions may read. A `gone` item has lost its name and is freed
+    with its last loan. `charge` is the item's size in the space, in bytes. `cell` is the place of
+    its record in the journal, 0 if it has none.
     """
 
     label: Label
@@ -84,13 +85,13 @@ class Item:
     charge: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Add up once what is looked at whenever room is to be made."""
+        """Compute the charge once: every attempt to make room reads it."""
         self.charge = sum(granules(part.block.nbytes) for part in self.parts)
 
 
 @dataclass(slots=True)
 class Holding:
-    """What one user's tensors take, and those that nobody reads, least recently used first."""
+    """One user's tensors: their total size, and those nobody reads, least recently used first."""
 
     items: int = 0
     nbytes: int = 0
@@ -99,19 +100,19 @@ class Holding:
 
 
 class ItemRecords(Protocol):
-    """Writes down what has to outlive the process."""
+    """Records what must outlive the process."""
 
     def cached(self, item: Item) -> None:
-        """A tensor is in the cache."""
+        """Record that a tensor is in the cache."""
 
     def dropped(self, item: Item) -> None:
-        """A tensor's name means nothing any more."""
+        """Remove the record of a tensor that has lost its name."""
 
 
 class Cache:
-    """Holds what is in `space`, which it shares with the puts that are in flight alone.
+    """Holds the tensors in `space`. Only puts in flight use that space besides them.
 
-    `now` is in seconds of a clock that does not step back.
+    `now` is in seconds of a clock that never goes back.
     """
 
     def __init__(self, space: Space, counts: CacheCounts, records: ItemRecords) -> None:
@@ -120,19 +121,19 @@ class Cache:
         self._records = records
         self._items: dict[Item, None] = {}
         self._by_name: dict[str, dict[int, Item]] = {}  # name -> uid -> item; the same items
-        self._by_user: dict[int, Holding] = {}  # the same, and those that are gone and lent
-        self._index = NameIndex()  # the same names, for lists of them
-        self._lent: set[Item] = set()  # gone, and still being read
-        self._expiries: list[tuple[float, int, Item]] = []  # a heap; some are gone already
-        self._garbage: deque[Block] = deque()  # nobody's, to be given back to the space
+        self._by_user: dict[int, Holding] = {}  # the same, and those in _lent
+        self._index = NameIndex()  # the same names, for listing
+        self._lent: set[Item] = set()  # gone, but still being read
+        self._expiries: list[tuple[float, int, Item]] = []  # a heap; some items are gone already
+        self._garbage: deque[Block] = deque()  # without an owner, to be freed in the space
         self._numbers = 0
 
     # --- putting ----------------------------------------------------------------------------
 
     def shortage(self, nbytes: int) -> str | None:
-        """Return why there is no room for `nbytes`, whatever of it is dropped; None where there is.
+        """Return why no room for `nbytes` can be made by dropping tensors, or None if it can.
 
-        Nothing is set aside or dropped: who announces a tensor has not sent it.
+        Nothing is reserved or dropped: a client that announces a tensor has not sent it.
         """
         use = self.space.use()
         idle = sum(holding.idle_bytes for holding in self._by_user.values())
@@ -140,10 +141,10 @@ class Cache:
         return _shortage(nbytes, use.capacity) if nbytes > free + idle else None
 
     def make_room(self, nbytes: int, owner: Caller, putting: int, now: float) -> bool:
-        """Drop a little for a part of a user who is `putting` so many bytes besides.
+        """Drop a little for a chunk of `owner`, whose session already holds `putting` bytes.
 
-        True where it is to be called again. When it is False, the space has the room, or nothing
-        may be dropped that would help, and for want of it nothing was.
+        Return True if it must be called again. When it returns False, the space has the room, or
+        the tensors that may be dropped do not suffice and none was dropped for the chunk.
         """
         use = self.space.use()
         missing = nbytes - (use.capacity - use.used - use.promised)
@@ -169,9 +170,9 @@ class Cache:
     def put(
         self, label: Label, owner: Caller, parts: tuple[CachePart, ...], expires: float
     ) -> Item:
-        """Make the name mean these chunks, whose blocks are the cache's from now on.
+        """Make the name refer to these chunks, whose blocks the cache owns from now on.
 
-        The owner's tensor of that name is dropped; who reads it finishes.
+        The owner's earlier tensor of that name is dropped; reads of it finish.
         """
         before = self._by_name.get(label.name, {}).get(owner.uid)
         if before is not None:
@@ -185,7 +186,7 @@ class Cache:
         return item
 
     def adopt(self, item: Item) -> None:
-        """Hold what an earlier daemon has put into the space, and written down."""
+        """Hold a tensor that an earlier daemon has put into the space and recorded."""
         self._add(item)
 
     def _add(self, item: Item) -> None:
@@ -204,7 +205,7 @@ class Cache:
     # --- looking up -------------------------------------------------------------------------
 
     def find(self, name: str, caller: Caller, now: float) -> Item | None:
-        """Return what the name means to the caller."""
+        """Return the tensor that the name refers to for the caller, or None."""
         owners = self._by_name.get(name, {})
         own = owners.get(caller.uid)
         if own is not None and own.expires > now:
@@ -215,7 +216,7 @@ class Cache:
         return max(shared, key=lambda item: item.number, default=None)
 
     def lend(self, item: Item) -> list[Loan]:
-        """Return a loan for each chunk, which must be ended; the item counts as used."""
+        """Return one loan for each chunk; each must be ended. The item counts as used."""
         self._counts.hits += 1
         self._wake(item)
         if not item.parts:
@@ -228,16 +229,16 @@ class Cache:
         self._counts.misses += 1
 
     def names(self, caller: Caller, after: str, limit: int) -> tuple[list[str], bool]:
-        """Return the first names behind `after` that the caller may read; whether none follow.
+        """Return the first names after `after` that the caller may read, and whether none follow.
 
-        Those that have expired are among them until `tidy` has dropped them.
+        Expired names are included until `tidy` has dropped them.
         """
         return self._index.page(caller.uid, caller.gid, after, limit)
 
     # --- dropping ---------------------------------------------------------------------------
 
     def delete(self, name: str, caller: Caller, now: float) -> bool:
-        """Drop the caller's own tensor of that name; tell whether there was one."""
+        """Drop the caller's own tensor of that name; return whether there was one."""
         item = self._by_name.get(name, {}).get(caller.uid)
         if item is None or item.expires <= now:
             return False
@@ -245,14 +246,14 @@ class Cache:
         return True
 
     def tidy(self, now: float) -> bool:
-        """Drop a little of what has outlived its time, and give back of what nobody has any more.
+        """Drop a few expired tensors, or free a few blocks that have no owner.
 
-        True where it did something: then there may be more.
+        Return True if it did something: there may be more to do.
         """
         return self._expire(now) or self.collect()
 
     def collect(self) -> bool:
-        """Give a little of what nobody has any more back; tell whether there was something."""
+        """Free a few blocks that have no owner; return whether there were any."""
         count = min(len(self._garbage), FREED_AT_ONCE)
         for _ in range(count):
             self.space.release(self._garbage.popleft())
@@ -260,11 +261,11 @@ class Cache:
 
     @property
     def has_garbage(self) -> bool:
-        """Whether there is something to be given back."""
+        """Whether there are blocks that have no owner and are not freed yet."""
         return bool(self._garbage)
 
     def discard(self, blocks: list[Block]) -> None:
-        """Give blocks back to the space, those beyond a few by and by."""
+        """Free blocks in the space: a few at once, many in steps by `collect`."""
         if len(blocks) > FREED_AT_ONCE:
             self._garbage += blocks
             return
@@ -272,12 +273,12 @@ class Cache:
             self.space.release(block)
 
     def spoil(self, item: Item) -> None:
-        """Drop an item that turned out to be damaged, unless it is gone already."""
+        """Drop an item that proved to be damaged, unless it is gone already."""
         if not item.gone:
             self._drop(item)
 
     def end_loan(self, item: Item) -> None:
-        """Take a loan back."""
+        """Take a loan back; free a gone item with its last loan."""
         item.loans -= 1
         if item.loans:
             return
@@ -303,11 +304,11 @@ class Cache:
         }
 
     def held_bytes(self) -> int:
-        """Return the bytes of all that is here, also of what is read or is nobody's any more."""
+        """Return the bytes of all blocks held, including those being read or without an owner."""
         return self._garbage_bytes() + sum(holding.nbytes for holding in self._by_user.values())
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where the cache contradicts itself: for tests."""
+        """Raise AssertionError if the cache contradicts itself: for tests."""
         self.space.assert_invariants()
         named = [item for owners in self._by_name.values() for item in owners.values()]
         assert len(named) == len(self._items)
@@ -336,7 +337,7 @@ class Cache:
             assert set(holding.idle) == idle
             assert holding.idle_bytes == sum(item.charge for item in idle)
 
-    # --- parts of the above -----------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------
 
     def _garbage_bytes(self) -> int:
         return sum(granules(block.nbytes) for block in self._garbage)
@@ -346,7 +347,7 @@ class Cache:
         return 0 if holding is None else holding.nbytes
 
     def _note_expiry(self, item: Item) -> None:
-        """Have the item be dropped in time. The heap does not grow with items that are gone."""
+        """Schedule the item's expiry. The heap does not grow with items that are gone."""
         if len(self._expiries) >= 2 * len(self._items) + FREED_AT_ONCE:
             self._expiries = [one for one in self._expiries if not one[2].gone]
             heapq.heapify(self._expiries)
@@ -363,20 +364,20 @@ class Cache:
         return dropped > 0
 
     def _wake(self, item: Item) -> None:
-        """Have an item not be dropped to make room, if that could be."""
+        """Exclude an item from those that may be dropped to make room."""
         holding = self._by_user[item.owner.uid]
         if item in holding.idle:
             del holding.idle[item]
             holding.idle_bytes -= item.charge
 
     def _rest(self, item: Item) -> None:
-        """Have an item that nobody reads be the last of its user's to be dropped."""
+        """Make an item that nobody reads the last of its user's to be dropped."""
         holding = self._by_user[item.owner.uid]
         holding.idle[item] = None
         holding.idle_bytes += item.charge
 
     def _evict_of_many(self) -> None:
-        """Drop the item least recently used, of the user who has most of them."""
+        """Drop the least recently used item of the user who has most items."""
         idle = [holding for holding in self._by_user.values() if holding.idle]
         if idle:
             self._evict(next(iter(max(idle, key=lambda holding: holding.items).idle)))
@@ -386,7 +387,7 @@ class Cache:
         self._counts.evictions += 1
 
     def _drop(self, item: Item) -> None:
-        """Take the name away, and the blocks as soon as nobody reads them."""
+        """Take the name away, and free the blocks as soon as nobody reads them."""
         self._records.dropped(item)
         item.gone = True
         del self._items[item]
@@ -412,7 +413,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """One part of an item that a session may read until `end`, which comes exactly once."""
+    """One chunk of an item, which a session may read until `end`, called exactly once."""
 
     cache: Cache
     item: Item
@@ -422,7 +423,7 @@ class Loan:
         self.cache.end_loan(self.item)
 
     def spoil(self) -> None:
-        """Note that the chunk is damaged: nobody gets the item any more."""
+        """Note that the chunk is damaged: nobody can look the item up any more."""
         self.cache.spoil(self.item)
 
 

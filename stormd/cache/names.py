@@ -1,7 +1,7 @@
-"""Which names a user may read, in order: the shared cache's lists without a search.
+"""Which names a user may read, in order: lists the shared cache's names without searching all.
 
-Each item's name stands once under its owner's user and once under the group, so a page costs what
-it holds, however many names others have.
+Each item's name is in two sorted lists, its owner's and its group's. So the cost of a page depends
+on the page's size, not on how many names other users have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NameIndex:
         self._of_group: dict[int, list[str]] = {}
 
     def add(self, name: str, uid: int, gid: int) -> None:
-        """Note that a user, of a group, has something of that name."""
+        """Note that this user of this group has an item of that name."""
         insort(self._of_user.setdefault(uid, []), name)
         insort(self._of_group.setdefault(gid, []), name)
 
@@ -31,7 +31,7 @@ class NameIndex:
         _remove(self._of_group, gid, name)
 
     def page(self, uid: int, gid: int, after: str, limit: int) -> tuple[list[str], bool]:
-        """Return the first names behind `after` that the user may read; whether none follow."""
+        """Return the first names after `after` that the user may read, and whether none follow."""
         both = heapq.merge(
             *(
                 islice(names, bisect_right(names, after), None)

@@ -1,7 +1,7 @@
 """`stormd advise`: runs a training script for some steps and prints what each budget would give.
 
-The script runs under `stormd run`. Its client measures (`storm_client.monitoring.advising`) and
-tells what it found by one datagram a trainer; then the run is ended.
+The script runs under `stormd run`. Its client measures (`storm_client.monitoring.advising`), and
+each trainer sends its figures in one datagram. Then the run is ended.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "run a training script for some steps and print what each budget would give"
 
 _GATHER_SECONDS: Final = 2.0
-"""For further trainers behind the first, beside a step's own time."""
+"""Time to wait for a further trainer after each answer, in addition to a step's own time."""
 
 _END_SECONDS: Final = 20.0
-"""For a run that was told to end; then it is killed."""
+"""Time for a run that was told to end; after that it is killed."""
 
 _ANSWER_BYTES: Final = 1 << 16
 
@@ -106,7 +106,7 @@ def _answers(command: list[str]) -> tuple[list[dict[str, Any]], int]:
 
 
 def _received(listener: socket.socket, child: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """Return what trainers tell until no further one is to be expected, or the run has ended."""
+    """Return the trainers' answers, until no further one is expected or the run has ended."""
     found: list[dict[str, Any]] = []
     deadline = None
     with selectors.DefaultSelector() as selector, os.fdopen(os.pidfd_open(child.pid)) as ended:
@@ -124,7 +124,7 @@ def _received(listener: socket.socket, child: subprocess.Popen[bytes]) -> list[d
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the run in order: it ends what the command leaves."""
+    """End the run in order, so that it ends all processes that the command started."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
     try:
@@ -135,7 +135,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _pool(found: list[dict[str, Any]]) -> int:
-    """Return the pool for all trainers, whose first steps offload what later ones recompute."""
+    """Return the pool for all trainers; their first steps offload what later ones recompute."""
     return suggested_pool(int(sum(one["saved_bytes"] / one["ratio"] for one in found)))
 
 

@@ -49,7 +49,7 @@ def positive_seconds(text: str) -> float:
 
 
 def valid_budget(text: str) -> str:
-    """Return the text of a budget as it was given."""
+    """Return the text of a valid budget unchanged."""
     try:
         parse_budget(text)
     except ValueError as error:
@@ -58,10 +58,10 @@ def valid_budget(text: str) -> str:
 
 
 def check_picture(image: str | None, option: str = "--image") -> None:
-    """Refuse a picture that could not be written, before what it shows is measured.
+    """Check that a picture can be written, before its figures are measured.
 
     Raises:
-        ConfigError: matplotlib or the folder is missing, or the name says no format.
+        ConfigError: matplotlib or the folder is missing, or the suffix is not a known format.
     """
     if image is None:
         return
@@ -75,7 +75,7 @@ def check_picture(image: str | None, option: str = "--image") -> None:
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that asks a running daemon takes."""
+    """Add the arguments of every command that queries a running daemon."""
     parser.add_argument(
         "--address",
         metavar="ipc:///PATH",

@@ -1,6 +1,6 @@
 """`stormd bench`: measures the daemon, the codec and the kernels on this machine.
 
-The programs are in storm_bench, which is loaded when this command was chosen and never else.
+The programs are in storm_bench, which is loaded only when this command is chosen.
 """
 
 from __future__ import annotations

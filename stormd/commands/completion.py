@@ -1,7 +1,7 @@
 """`stormd completion`: a script that completes stormd's commands and flags in a shell.
 
-It is made of the parser itself, so it knows what the commands know. Making it needs shtab, the
-extra `completion`; using it needs nothing.
+The script is generated from the parser itself, so it has all commands and flags. Generating it
+needs shtab, the extra `completion`; using it needs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HELP = "print a script that completes this command line in a shell"
 
 _SHELLS: Final = ("bash", "zsh", "fish")
 _PATHS: Final = ("FILE", "COMMAND ...")
-"""What a value is called that is completed as a file's name."""
+"""Metavars of the values that are completed as file names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the script for the command line that `args.line` parses.
 
     Raises:
-        ConfigError: shtab, of which it is made, is not installed.
+        ConfigError: shtab, which generates it, is not installed.
     """
     if find_spec("shtab") is None:
         raise ConfigError("completions are made with shtab: pip install shtab")
@@ -50,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
             if metavar in _PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif isinstance(metavar, str) and metavar.startswith("{"):
-                action.choices = metavar[1:-1].split(",")  # which the settings check, not argparse
+                action.choices = metavar[1:-1].split(",")  # the settings check them, not argparse
     write_line(shtab.complete(line, shell=args.shell).rstrip())
     return EXIT_OK

@@ -1,6 +1,6 @@
-"""`stormd demo`: shows that trainers with offload train as those without.
+"""`stormd demo`: shows that trainers with offload train exactly as those without.
 
-The programs are in storm_bench, which is loaded when this command was chosen and never else.
+The programs are in storm_bench, which is loaded only when this command is chosen.
 """
 
 from __future__ import annotations

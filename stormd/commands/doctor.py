@@ -56,7 +56,7 @@ def _print_table(findings: list[Finding]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    # Folded: a command or path that is cut short is of no use.
+    # Folded, as a truncated command or path is useless.
     texts = (Column(title, overflow="fold") for title in ("found", "what to do"))
     table = Table("check", "", *texts, box=None)
     for finding in findings:

@@ -1,6 +1,6 @@
-"""The command line's parser: arguments load with their command, and help says every default.
+"""The command line's parser: arguments load with their command, and help shows every default.
 
-What a program needs to look at the whole command line (completions, the manual) is here too.
+`all_commands` is for programs that need the whole command line (completions, the manual).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ __all__ = ["Parser", "all_commands"]
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's arguments are added when it is chosen: others' programs stay unloaded.
+    """Adds a command's arguments only when it is chosen, so other commands' code is not loaded.
 
-    Options are written whole: the first letters of one may be those of another some day.
+    Options cannot be abbreviated: a prefix that is unique now may be ambiguous in a later version.
     """
 
     _add: Callable[[argparse.ArgumentParser], None] | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what argparse's parser takes."""
+        """Take the same arguments as argparse's parser."""
         super().__init__(
             *args, **{"formatter_class": _HelpFormatter, "allow_abbrev": False, **options}
         )
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             add(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, having added what is to be added; what is left over is this command's error."""
+        """Load the arguments and parse; an unknown argument exits with this command's message."""
         self.load()
         chosen, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def all_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Load and yield the parser and those of all commands below it, in their order."""
+    """Load and yield the parser, then the parsers of all its commands, in their order."""
     if isinstance(parser, Parser):
         parser.load()
     yield parser
@@ -60,7 +60,7 @@ def all_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentP
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help that says each default, unless its text does."""
+    """Help that shows the default of each option whose text does not contain it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""

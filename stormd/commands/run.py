@@ -1,7 +1,7 @@
-"""`stormd run`: runs a command with a daemon and CUDA's MPS beside it, and ends as the command did.
+"""`stormd run`: runs a command beside a daemon and CUDA MPS, and exits as the command did.
 
-The exit status is the command's, or 128 and the number of the signal that ended it; 126 and 127
-where it cannot be started, as shells have it. Before the command has started it is that of any
+The exit status is the command's, or 128 plus the number of the signal that ended it. As in shells,
+it is 126 or 127 if the command cannot be started. For failures before the start, it is that of any
 other command of stormd.
 """
 
@@ -37,7 +37,7 @@ _SPILL_FLAGS: Final = (
     ("spill_bytes", "SIZE", "room there, all of it taken at start (default: none)"),
     ("spill_encrypt", "{on,off}", "whether that is encrypted (default: on)"),
 )
-"""Settings of the daemon that are flags here as well: name, what follows, what it is."""
+"""Settings of the daemon that are flags here as well: name, metavar, help."""
 
 HELP = "run a command with a daemon of its own, and CUDA's MPS where it can be had"
 
@@ -89,14 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     request = request_of(args, os.environ)
-    # What supervises loads here, so that no other command waits for it.
+    # The supervisor loads here, so that no other command waits for it.
     from stormd.supervise.front import supervise
 
     return supervise(request)
 
 
 def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
-    """Return what was asked for.
+    """Return the request that the command line makes.
 
     Raises:
         ConfigError: no command, or a setting that cannot be used.
@@ -145,5 +145,5 @@ def _check_budget(flag: str | None, environ: Mapping[str, str]) -> None:
 
 
 def _mps_mode(mode: MpsMode, config: Config) -> MpsMode:
-    """Return "off" for "auto" where no daemon of ours would run kernels."""
+    """Return `mode`, or "off" for "auto" if a daemon started here would run no GPU kernels."""
     return "off" if mode == "auto" and config.device == "cpu" else mode

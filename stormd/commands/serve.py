@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     read = functools.partial(_read, flags, args.config)
     config = read()
     if config.resumable and not os.environ.get(MANAGER_VARIABLE):
-        # No manager keeps what outlives the daemon: this process does.
+        # No manager keeps the state that outlives the daemon, so this process does.
         from stormd.supervise.holder import hold
 
         return hold([sys.executable, "-m", "stormd", *args.given])
@@ -76,10 +76,10 @@ def _read(flags: dict[str, Any], path: Path | None) -> Config:
 
 
 def fitted(config: Config, limit: int) -> Config:
-    """Return the settings, of a pool that fits into the memory that the process may use.
+    """Return the settings, with a pool that fits into `limit`, the memory the process may use.
 
-    One that is taken as it is used, and whose size nobody has chosen, is made to fit: three
-    quarters are for it and the cache.
+    A pool of the default size that is committed as it is used is reduced: pool and cache then take
+    at most three quarters of the memory.
 
     Raises:
         ConfigError: pool and cache are larger than the memory.
@@ -95,7 +95,7 @@ def fitted(config: Config, limit: int) -> Config:
 
 
 def check_pool(config: Config, limit: int) -> None:
-    """Raise ConfigError where pool and cache are larger than the memory the process may use."""
+    """Raise ConfigError if pool and cache are larger than the memory the process may use."""
     if config.host_bytes > limit:
         raise ConfigError(
             f"pool_bytes is {format_size(config.pool_bytes)} and cache_bytes "
@@ -106,7 +106,7 @@ def check_pool(config: Config, limit: int) -> None:
 
 @contextlib.contextmanager
 def _named_want() -> Iterator[None]:
-    """Tell of what Python says for want of memory or threads, whatever they were wanted for."""
+    """Raise PoolUnavailable if Python runs out of memory or threads, whatever needed them."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -128,7 +128,7 @@ def _tell_of_missing_library() -> None:
 
 
 def _shown_default(option: Option) -> str:
-    """Return the default as it would be typed."""
+    """Return the default as a user would type it."""
     value = default_of(option)
     return "empty" if value in ("", ()) else render_value(option, value).strip('"')
 

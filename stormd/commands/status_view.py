@@ -1,6 +1,6 @@
 """The daemon's state as text for people; `stormd status` and `stormd top` share it.
 
-Nothing is shown that the state does not say. Rates come from two states.
+It shows only what the state contains. Rates are computed from two states.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second that the daemon stored and restored, before encoding; and of each GPU's link
-    by device and direction, the blobs' bytes a second while it was busy and how much that was. The
-    same of the disk, where there is a tier there.
+    """The daemon's rates between two states.
+
+    `store` and `restore` are bytes a second, before encoding. `links` has, by device and direction,
+    the blobs' bytes a second while a GPU's link was busy, and the busy share of the time. `disk`
+    has the same by direction, if there is a tier on disk.
     """
 
     store: float
@@ -42,7 +44,7 @@ class Rates:
 
 
 def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None:
-    """Return the rates between two states of one daemon, None where it was restarted."""
+    """Return the rates between two states of one daemon, None if it was restarted in between."""
     seconds = after["uptime_seconds"] - before["uptime_seconds"]
     if seconds <= 0:
         return None
@@ -60,7 +62,7 @@ def status_view(address: str, state: dict[str, Any], rates: Rates | None = None)
     """Return heading, pool and cache, sessions with their plans, and counters of a state."""
     heading = f"stormd {state['version']} at {address}, up {_duration(state['uptime_seconds'])}"
     troubles = _troubles(state["counters"])
-    # A daemon of before there were plans speaks the same protocol.
+    # An older daemon, from before plans existed, speaks the same protocol.
     planned = [session for session in state["sessions"] if session.get("plan") is not None]
     return Group(
         Text(heading, style="bold"),
@@ -79,7 +81,7 @@ def _pool(state: dict[str, Any]) -> Table:
     pool = state["pool"]
     table = Table.grid(padding=(0, 1))
     for is_bar in (False, True, False, False, False, False):
-        table.add_column(no_wrap=not is_bar)  # so that the bar is what gives way
+        table.add_column(no_wrap=not is_bar)  # so that only the bar shrinks
     table.add_row(
         "pool",
         *_filled(pool),
@@ -173,7 +175,7 @@ def _gpus(gpus: list[dict[str, Any]], rates: Rates | None) -> Table:
 
 
 def _lately(gpu: dict[str, Any]) -> dict[str, LinkRate]:
-    """Return the rates of the last interval that the daemon itself gives."""
+    """Return the rates of the last interval, as the daemon itself reports them."""
     return {
         way: LinkRate(link["bytes_per_second"], link["busy_share"])
         for way, link in gpu["link"].items()

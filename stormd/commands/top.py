@@ -1,7 +1,7 @@
 """`stormd top`: a live view of a running daemon.
 
-Each view is one answer of the daemon, its rates taken against the answer before. The command ends
-with status 3 as soon as the daemon does not answer.
+Each view shows one answer of the daemon, with rates since the answer before. The command ends with
+status 3 as soon as the daemon does not answer.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def run(args: argparse.Namespace) -> int:
         try:
             _print_json(states) if args.json else _show(address, states)
         except KeyboardInterrupt:
-            return EXIT_OK  # the way to leave a live view
+            return EXIT_OK  # the usual way to leave a live view
     return EXIT_OK
 
 
 def _states(
     query: StatusQuery, interval: float, count: int | None
 ) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
-    """Yield the state before and the state now, None before the first."""
+    """Yield the previous and the present state; the first time, the previous one is None."""
     before: dict[str, Any] | None = None
     pause = threading.Event()
     looks = 0
@@ -73,11 +73,11 @@ def _print_json(states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) 
     for before, now in states:
         rates = rates_between(before, now) if before else None
         write_json({**now, "rates": asdict(rates) if rates else None})
-        sys.stdout.flush()  # whoever reads this from a pipe reads each look when it was taken
+        sys.stdout.flush()  # so that the reader of a pipe gets each look at once
 
 
 def _show(address: str, states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) -> None:
-    """Show one view in the place of the last; one below the other where it is no terminal."""
+    """Show each view in place of the last, or below it if the output is not a terminal."""
     from rich.console import Console
     from rich.live import Live
 

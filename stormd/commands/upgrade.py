@@ -1,6 +1,6 @@
-"""`stormd upgrade`: has the daemon that runs be followed by the installed one, under its trainers.
+"""`stormd upgrade`: replaces the running daemon by the installed version, while trainers run.
 
-Nothing that they have stored is lost, and their steps wait for as long as the new one starts.
+Without --force nothing that they have stored is lost. Their steps wait until the new daemon serves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace the daemon; tell how many sessions went on. 1 where some did not."""
+    """Replace the daemon and print how many sessions continued; return 1 if some did not."""
     address = find_address(args.address)
     before = _state(address, args.timeout)
     _check(before, is_forced=args.force)
@@ -65,10 +65,12 @@ def _state(address: str, timeout: float) -> dict[str, Any]:
 
 
 def _check(state: dict[str, Any], *, is_forced: bool) -> None:
-    """Refuse where the daemon would take what it holds with it, or is none of this namespace's.
+    """Check that no stored entries would be lost, and that the daemon is in this PID namespace.
+
+    With `is_forced`, entries of sessions that cannot be resumed may be lost.
 
     Raises:
-        UpgradeUnavailable: it would, or is not.
+        UpgradeUnavailable: entries would be lost, or the daemon is in another namespace.
     """
     if not state.get("resumable"):
         raise UpgradeUnavailable(
@@ -99,21 +101,21 @@ def _suspend(state: dict[str, Any]) -> None:
         raise UpgradeUnavailable(
             f"process {state['pid']} is another user's: run this as root or as the daemon's user"
         ) from error
-    except ProcessLookupError:  # it has ended since it was asked: another follows
+    except ProcessLookupError:  # it has ended since the query: another follows
         return
 
 
 def _replaced(address: str, before: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Return the state of the daemon that follows, once all sessions have gone on or ended.
+    """Return the next daemon's state, at the deadline or once all sessions have resumed or ended.
 
     Raises:
-        ChildFailed: none answers by the deadline.
+        ChildFailed: no other daemon answers by the deadline.
     """
     after: dict[str, Any] | None = None
     while time.monotonic() < deadline:
         try:
             state = _state(address, min(2.0, deadline - time.monotonic() + 0.1))
-        except NoDaemon:  # it has not begun to listen, or ended while it was asked
+        except NoDaemon:  # it does not listen yet, or ended during the query
             time.sleep(_TURN_SECONDS)
             continue
         if state["pid"] != before["pid"]:

@@ -1,6 +1,6 @@
-"""Checks of CUDA, asked of the driver itself so that no CUDA package is needed.
+"""Checks of CUDA that query the driver itself, so that no CUDA package is needed.
 
-No context is made and no device memory taken: trainers beside this are not disturbed.
+They create no context and take no device memory, so running trainers are not disturbed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_driver(config: Config) -> Finding:
 
 
 def check_ipc() -> Finding:
-    """Check that every device has what the cuda lane stands on."""
+    """Check that every device has the features that the cuda lane needs."""
     driver = _driver()
     if driver is None:
         return Finding("CUDA IPC", "skip", _NO_DRIVER)
@@ -88,7 +88,7 @@ def check_mps() -> Finding:
 
 
 def check_workers(config: Config) -> Finding:
-    """Check that several GPUs have a worker process each: one interpreter is soon full."""
+    """Check that several GPUs have a worker process each: one interpreter is soon saturated."""
     name, driver = "workers", _driver()
     count = 0 if driver is None or config.device == "cpu" else _device_count(driver)
     if config.workers not in ("auto", "off"):
@@ -105,7 +105,7 @@ def check_workers(config: Config) -> Finding:
 
 
 def check_connections() -> Finding:
-    """Check the variable with which unrelated streams have one queue."""
+    """Check that CUDA_DEVICE_MAX_CONNECTIONS does not put unrelated streams into one queue."""
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value == "1":
         advice = (
@@ -141,7 +141,7 @@ def _without_driver(config: Config) -> Finding:
 
 
 def _driver() -> ctypes.CDLL | None:
-    """Return the initialised driver, None where there is none that works."""
+    """Return the initialised driver, None if there is none that works."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -163,7 +163,7 @@ def _attribute(driver: ctypes.CDLL, index: int, attribute: int) -> int:
 
 
 def _lacking(driver: ctypes.CDLL, *attributes: int) -> str:
-    """Return the numbers of the devices that do not have all of these, with commas between."""
+    """Return the numbers of the devices that lack one of these attributes, joined by commas."""
     devices = range(_device_count(driver))
     have = {n for n in devices if all(_attribute(driver, n, one) for one in attributes)}
     return ", ".join(str(n) for n in devices if n not in have)

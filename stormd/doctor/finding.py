@@ -11,12 +11,12 @@ from typing import Literal
 __all__ = ["Finding", "State"]
 
 State = Literal["ok", "warn", "fail", "skip"]
-"""warn: works, but slower or with less than could be had; skip: nothing to check here."""
+"""warn: works, but slower or with less than is possible; skip: nothing to check here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check saw, and what to do about it."""
+    """What a check found, and what to do about it."""
 
     check: str
     state: State

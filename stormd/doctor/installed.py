@@ -1,8 +1,8 @@
 """Checks of what is installed: packages, the C library, the codec on real data, compiled code.
 
-The codec is judged by what it gives back, not by what it says of itself. The client's own build
-program is asked, as a file: it needs the standard library alone, and a daemon's commands load
-neither PyTorch nor the client.
+The codec is judged by the data that it decodes, not by what it reports. The client's own build
+program runs as a file: it needs only the standard library, and a daemon's commands do not load the
+client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUILD_SECONDS: Final = 30.0
 
 
 def check_packages() -> Finding:
-    """Check that what the daemon imports is there, and that torch is new enough."""
+    """Check that the packages that the daemon imports are there, and that torch is new enough."""
     versions = package_versions()
     missing = [name for name, version in versions.items() if version is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -48,7 +48,7 @@ def check_c_library() -> Finding:
 
 
 def check_codec() -> Finding:
-    """Check that every available backend gives a tensor back bit for bit."""
+    """Check that every available CPU backend decodes a tensor bit for bit."""
     import torch
     from storm_kernels import ancf, backends
 
@@ -63,7 +63,7 @@ def check_codec() -> Finding:
 
 
 def check_compiled() -> Finding:
-    """Check that the module is built, or can be; Python does the same without, slower."""
+    """Check that the client's module is built, or can be; without it, slower Python is used."""
     spec = find_spec("storm_client")
     if spec is None or spec.origin is None:
         return Finding(_COMPILED, "skip", "the client is not installed")

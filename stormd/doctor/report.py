@@ -1,6 +1,6 @@
 """Runs every check for one set of settings.
 
-A check that breaks is itself reported as failed, so one broken check never hides the others.
+A check that raises is itself reported as failed, so one broken check never hides the others.
 """
 
 from __future__ import annotations

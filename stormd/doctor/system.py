@@ -91,9 +91,9 @@ def check_shared_memory() -> Finding:
 
 
 def check_descriptors(config: Config) -> Finding:
-    """Check that the limit of open files, to which the daemon raises its own, holds all sessions.
+    """Check that the hard limit of open files, to which the daemon raises its own, is high enough.
 
-    It ends new connections while half of them are open.
+    The daemon ends new connections while half of the permitted files are open.
     """
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = open_files.wanted(config.max_sessions)
@@ -105,7 +105,7 @@ def check_descriptors(config: Config) -> Finding:
 
 
 def check_runtime_directory(config: Config) -> Finding:
-    """Check that the daemon would take the socket's directory, or can make it."""
+    """Check that the daemon would accept the socket's directory, or can create it."""
     directory = parse_address(config.address).parent
     name = "runtime directory"
     try:

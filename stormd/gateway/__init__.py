@@ -1,4 +1,4 @@
-"""The shell between sockets, ledger and lanes: who may speak, and what a message asks of whom."""
+"""The layer between sockets, ledger and lanes: who may connect, and who handles each message."""
 
 from stormd.gateway.gateway import ATTACHED, Gateway
 from stormd.gateway.opening import Terms

@@ -1,7 +1,7 @@
-"""Carries out what the ledger says: jobs go to lanes, answers to clients, and sessions end.
+"""Carries out the ledger's instructions: sends jobs to lanes and answers to clients, ends sessions.
 
-Answers that arise in one turn of the loop leave in one frame, and those that may wait leave with
-the next within milliseconds. A client that misses an answer would wait for ever: its session ends.
+Answers of one turn of the loop are sent in one frame. Answers that may wait are sent with the next
+ones, within milliseconds. A client that misses an answer would wait forever, so its session ends.
 """
 
 from __future__ import annotations
@@ -53,36 +53,36 @@ __all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later", "Move", "OnSession", "joined
 log = logging.getLogger(__name__)
 
 MESSAGES_A_FRAME: Final = 512
-"""Answers in one frame: far below what a frame holds, whatever texts they carry."""
+"""Maximum answers in one frame: far below a frame's capacity, whatever texts they contain."""
 
 HELD_SECONDS: Final = 0.005
-"""How long Admitted may stay behind to leave with Stored: each frame wakes a thread of ZeroMQ's
-here, and one of the client's."""
+"""Maximum time that Admitted is held back to be sent with Stored. Each frame wakes a ZeroMQ thread
+here and one in the client."""
 
 UNREAD_BYTES: Final = 8 << 20
-"""Of answers that the kernel has not taken; a peer that leaves more unread is given up. Those to
-all stores of a session with 60,000 entries are a third of it. Less would not do: on a busy machine
-a client that reads may be kept from it for as long as hundreds of frames take."""
+"""Maximum bytes of answers that the kernel has not accepted; beyond it the peer's session ends. The
+answers to all stores of a session with 60,000 entries are a third of it. Less would be too little:
+on a busy machine a client may be unable to read for as long as hundreds of frames take."""
 
 _alike = attrgetter("session", "__class__")
 
 Move = Callable[[Sequence[SpillJob]], None]
-"""Has the tier on disk begin these."""
+"""Has the tier on disk begin these jobs."""
 
 Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-"""Has a call made on the loop after so many seconds."""
+"""Schedules a call on the loop after so many seconds."""
 
 OnSession = Callable[[int, str], None]
-"""Takes a session and what has become of it."""
+"""Takes a session and its new state: `ATTACHED`, or the cause of its end."""
 
 
 class Dispatch:
     """Performs instructions and sends answers; `flush` must follow at the end of any event.
 
-    The control socket calls it where there is something to send.
+    The control socket calls `flush` after a turn if there is something to send.
 
-    `on_progress` is called then where what is held has changed, and `move` where the tier on disk
-    is to do something. `on_session` is told of each that is gone, and why.
+    `flush` calls `on_progress` if the holdings have changed, and `move` if the tier on disk has
+    jobs to begin. `on_session` is told of each session that is gone, and why.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Dispatch:
         self._move = move
         self._on_session = on_session
         self._lifelines: LifelineListener
-        self._unsent: dict[Peer, None] = {}  # peers with an outbox that must leave, in order
-        self._held: dict[Peer, None] = {}  # those with one that may wait
+        self._unsent: dict[Peer, None] = {}  # peers whose outbox must be sent, in order
+        self._held: dict[Peer, None] = {}  # peers whose outbox may wait
         self._holding: asyncio.TimerHandle | None = None
         self._freeing: asyncio.TimerHandle | None = None
         self._seldom: dict[type[Instruction], Callable[[Peer, Any], None]] = {
@@ -120,7 +120,7 @@ class Dispatch:
         }
 
     def start(self, lifelines: LifelineListener) -> None:
-        """Take the lifelines that end with their sessions."""
+        """Set the lifelines, which are closed when their sessions end."""
         self._lifelines = lifelines
 
     # --- instructions -----------------------------------------------------------------------
@@ -128,8 +128,8 @@ class Dispatch:
     def perform(self, instructions: list[Instruction]) -> None:
         """Carry instructions out, in their order."""
         peers = self.peers.by_session
-        # Whatever it was, the tier on disk may have something to move, and who ends the daemon
-        # waits for what is given back, which has no answer.
+        # Any event may give the tier on disk something to move. A daemon that is ending waits for
+        # entries to be freed, which has no answer. Both need a flush.
         if self._move is not None or self.ledger.is_draining:
             self.control.is_owing = True
         for instruction in instructions:
@@ -150,11 +150,11 @@ class Dispatch:
         peer.lane.map_segment(made.session, made.segment, descriptor)
 
     def _probe(self, peer: Peer, _probe: Probe) -> None:
-        """Send what the client has not asked for: the socket says whether anybody is there."""
+        """Send a Pong that the client has not asked for, to see whether it is reachable."""
         self.send_pong(peer, 0)
 
     def send_pong(self, peer: Peer, request: int) -> None:
-        """Tell a client how fast its bytes go."""
+        """Tell a client how fast its bytes are transferred."""
         spills, speed = self.ledger.spills, peer.lane.link_speed(peer.session)
         disk = 0 if spills is None else spills.bytes_per_second
         self.send(peer, request, Pong(link=speed.measured, limit=speed.limit, disk=disk))
@@ -169,13 +169,13 @@ class Dispatch:
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:
         self.peers.remove(ended.session)
-        self._on_session(ended.session, ended.cause)  # before its client hears of it
+        self._on_session(ended.session, ended.cause)  # before its client learns of it
         self._lifelines.end(ended.session)
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)
 
     def forget(self, peer: Peer) -> None:
-        """Hear a client no more whose session goes on: it has come again on another connection."""
+        """Drop a client's connection but not its session: it has connected again elsewhere."""
         self.peers.cut_off(peer)
         peer.close_descriptors()
         self._unsent.pop(peer, None)
@@ -185,7 +185,7 @@ class Dispatch:
     # --- results ----------------------------------------------------------------------------
 
     def take_results(self, results: Sequence[Result]) -> None:
-        """Take in what lanes have done."""
+        """Take in the results of lanes."""
         self._take(results)
         self.flush()
 
@@ -197,14 +197,14 @@ class Dispatch:
             try:
                 self.perform(self.ledger.on_results[kind](peers[session].record, alike, now))
             except Exception:
-                # Our bug. The session ends, and nobody else's; its end waits for these in vain.
+                # Our bug. Only this session ends; its end never receives these results.
                 log.exception("results of session %s could not be handled", session_name(session))
                 self.end(session, "failed")
         if is_waited_for:
             self.control.unpark()
 
     def leave(self) -> None:
-        """Do nothing more of what was to be done later: the sessions are another daemon's."""
+        """Cancel all scheduled work: another daemon takes the sessions over."""
         for timer in (self._holding, self._freeing):
             if timer is not None:
                 timer.cancel()
@@ -217,9 +217,9 @@ class Dispatch:
         self.go_on_freeing()
 
     def give_up(self, peer: Peer, reason: str) -> None:
-        """End the session of a peer that would wait for ever for the answers it has missed.
+        """End the session of a peer that has missed answers and would wait for them forever.
 
-        Its connection ends as well: what is unsent must not be kept for as long as it likes.
+        Its connection is closed as well: the peer must not decide how long unsent bytes are kept.
         """
         self.counters.unsent += 1
         fields = {"session": session_name(peer.session), "reason": reason}
@@ -228,7 +228,7 @@ class Dispatch:
         self.end(peer.session, "unreachable")
 
     def go_on_freeing(self) -> None:
-        """Have more of what sessions that end have held freed after others had a turn."""
+        """Schedule more freeing of entries of ended sessions, after the loop's other events."""
         if self._freeing is None and self.ledger.leases.is_freeing:
             self._freeing = self._later(0.0, self._free_some)
 
@@ -256,17 +256,17 @@ class Dispatch:
             self._holding = self._later(HELD_SECONDS, self._send_held)
 
     def hurry(self, peer: Peer) -> None:
-        """Have what is in the peer's outbox leave with the next `flush`."""
+        """Have the next `flush` send the peer's outbox."""
         self._unsent[peer] = None
         self.control.is_owing = True
 
     def send_alone(self, peer: Peer, request: int, message: Message) -> None:
-        """Send a message in a frame of its own, now: a large one might not fit beside others."""
+        """Send a message at once in its own frame: a large one might not fit beside others."""
         self.control.send(peer.connection, encode([Envelope(request, message)]))
         self._give_up_if_lost(peer)
 
     def flush(self) -> None:
-        """Send what is in the outboxes, at the end of any event; have the tier on disk go on."""
+        """Send all outboxes that must be sent, and have the tier on disk begin what is due."""
         self.control.is_owing = False
         if self._move is not None and self.ledger.spills is not None:
             jobs = self.ledger.spills.moves(time.monotonic())
@@ -282,13 +282,13 @@ class Dispatch:
             self._on_progress()
 
     def send_outbox(self, peer: Peer) -> None:
-        """Send what is in a peer's outbox now."""
+        """Send a peer's outbox now."""
         self._held.pop(peer, None)
         outbox, peer.outbox = peer.outbox, []
         connection = peer.connection
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
             if not peer.is_heard:
-                return  # it was given up
+                return  # the peer was given up
             answers = joined(outbox[start : start + MESSAGES_A_FRAME])
             self.control.send(connection, encode(answers))
             if connection.unsent or not connection.is_reachable:
@@ -300,7 +300,7 @@ class Dispatch:
         self.flush()
 
     def _give_up_if_lost(self, peer: Peer) -> None:
-        """Give a peer up that is not there or reads too little."""
+        """End a peer's session if the peer is gone or reads too little."""
         if not peer.connection.is_reachable:
             self.give_up(peer, "it is gone")
         elif peer.connection.unsent > UNREAD_BYTES:
@@ -308,9 +308,9 @@ class Dispatch:
 
 
 def joined(answers: Sequence[Envelope]) -> Sequence[Envelope]:
-    """Return the answers of one frame, without Admitted of what is Stored in it as well.
+    """Return the answers for one frame, without an Admitted whose Stored is among them.
 
-    Neighbouring entries that were stored in the same mode are told of in one message.
+    Neighbouring Stored of the same mode are joined into one StoredParts.
     """
     stored = {message.entry for _, message in answers if type(message) is Stored}
     if not stored:

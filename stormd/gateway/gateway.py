@@ -1,7 +1,7 @@
-"""What a message of a client, or a result of a lane, asks of whom.
+"""Passes each message of a client, and each result of a lane, to the module that handles it.
 
-Every request is answered, also with an error, or its session ends; a frame of one client, whatever
-is in it, changes nothing for another, and holds nobody up: it is worked on in pieces.
+Every request is answered, if only with an error, or its session ends. A client's frame, whatever
+its content, changes nothing for another client, and delays nobody: it is handled in steps.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ __all__ = ["ATTACHED", "LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gatewa
 log = logging.getLogger(__name__)
 
 SMALL_BYTES: Final = 16 << 10
-"""Of a frame that is read at once, in a fraction of a millisecond whatever is in it."""
+"""Maximum bytes of a frame that is decoded at once, in under a millisecond whatever its content."""
 
 RELEASED_AT_ONCE: Final = 256
-"""Entries given up before others have a turn."""
+"""Maximum entries released before other clients have a turn."""
 
 LARGE_BYTES: Final = 8 << 20
-"""Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
+"""A store of at least so many bytes gets Admitted at once: a client that is short of memory frees
+the tensor when it arrives."""
 
 ATTACHED: Final = "attached"
-"""What `on_session` is told of a session that has its lifeline."""
+"""What `on_session` is told of a session whose lifeline is connected."""
 
 UNHANDLED: Final = "a frame could not be handled"
 
@@ -68,14 +69,14 @@ Handler = Callable[["Peer", int, Any], Iterator[None] | None]
 
 
 class Gateway:
-    """Binds ledger, lanes and sockets together. All methods run on the event loop.
+    """Connects ledger, lanes and sockets. All methods run on the event loop.
 
-    `status` hands over what a StatusRequest is answered with; `on_progress` is called whenever what
-    is held may have changed; `later` has a call made on the loop after so many seconds; `move`
-    begins what the tier on disk is to do, and must be given where the ledger has one.
-    `take_results` is where lanes answer. Where there are worker processes they are `elsewhere`;
-    `on_session(session, cause)` is told of each that has its lifeline, with "attached", and of each
-    that has ended.
+    `status` provides the state that answers a StatusRequest. `on_progress` is called whenever the
+    holdings may have changed. `later` schedules a call on the loop after so many seconds. `move`
+    has the tier on disk begin jobs, and must be given if the ledger has a tier. Lanes pass their
+    results to `take_results`. `elsewhere` has the worker processes, if there are any.
+    `on_session(session, cause)` is told of each session whose lifeline is connected, with
+    "attached", and of each that has ended.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Gateway:
         self._control.start(self.take_frame, self._dispatch.flush, self.give_up)
 
     def allow(self, uids: frozenset[int]) -> None:
-        """Let other users connect from now on; sessions that are open stay."""
+        """Allow these users to connect from now on; open sessions are not affected."""
         self._opening.allow(uids)
         self._hear_of(uids)
 
@@ -150,9 +151,9 @@ class Gateway:
     # --- events -----------------------------------------------------------------------------
 
     def take_frame(self, connection: Connection, frame: bytes | None) -> Iterator[None] | None:
-        """Take a message from a client; return the steps of what takes long. `flush` must follow.
+        """Take a message from a client; return its long work as steps. `flush` must follow.
 
-        `frame` is None where the message had another number of parts than a client sends.
+        `frame` is None if the message had more than one part.
         """
         peer = self._peers.by_connection.get(connection)
         try:
@@ -174,13 +175,13 @@ class Gateway:
             self._fail(connection)
 
     def _fail(self, connection: Connection) -> None:
-        """End the one session whose frame met a bug of ours, and nobody else's."""
+        """End only the session whose frame hit a bug of ours."""
         peer = self._peers.by_connection.get(connection)
         if peer is not None:
             self.end(peer.session, "failed")
 
     def give_up(self, connection: Connection) -> None:
-        """End the session of a client whose connection was ended: too much of it had to wait."""
+        """End the session of a client whose connection was closed because too much waited on it."""
         peer = self._peers.by_connection.get(connection)
         if peer is not None:
             self._dispatch.give_up(peer, "too much waits of it")
@@ -189,9 +190,9 @@ class Gateway:
     def take_token(
         self, token: bytes, uid: int, given: list[int]
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Give a lifeline the session of its token, and the descriptors to hand over.
+        """Give a lifeline the session of its token, and the descriptors to send.
 
-        `given` are those that a client has sent who resumes a session; they are this method's.
+        `given` has the descriptors that a resuming client has sent; this method owns them.
         """
         peer = self._peers.claim(token, uid)
         if peer is None or peer.resumes is None:
@@ -210,10 +211,10 @@ class Gateway:
         return peer.session, descriptors
 
     def take_piece(self, session: int, number: int, descriptor: int) -> None:
-        """Take the descriptor of the piece that a MapPiece names, which comes before or after it.
+        """Take the descriptor of the piece that a MapPiece names; either may come first.
 
-        Of a piece that is not to be mapped it is closed. A client that has more open than may be
-        loses its session; one that was interrupted may send one twice.
+        The descriptor is closed if its piece is not to be mapped. A client with too many open
+        descriptors loses its session. A client that was interrupted may send a descriptor twice.
         """
         peer = self._peers.by_session[session]
         waiting = peer.awaiting.pop(number, None)
@@ -234,7 +235,7 @@ class Gateway:
         self.flush()
 
     def tick(self) -> None:
-        """Look after leases and silent connections; called twice a second."""
+        """Check leases and silent connections; to be called twice a second."""
         self._control.tick()
         self._dispatch.perform(self._ledger.tick(time.monotonic()))
         self._dispatch.go_on_freeing()
@@ -243,13 +244,13 @@ class Gateway:
         self.flush()
 
     def end_tier(self, reason: str) -> None:
-        """End the tier on disk: restores that need it fail, and stores wait for it no longer."""
+        """End the tier on disk: restores that need it fail, and stores no longer wait for it."""
         if self._ledger.spills is not None:
             self._dispatch.perform(self._ledger.spills.end(reason))
         self.go_on()
 
     def go_on(self) -> None:
-        """Take up what waits for memory: there is more of it, or none is to be had."""
+        """Retry requests that wait for memory: there is more of it, or no more can be had."""
         self._control.unpark()
         self.flush()
 
@@ -258,7 +259,7 @@ class Gateway:
         self._dispatch.end(session, cause)
 
     def attached(self, session: int) -> None:
-        """Note that a session that a worker serves has its lifeline: the worker looks after it."""
+        """Note that a worker's session has its lifeline; the worker watches it from now on."""
         record = self._ledger.sessions.get(session)
         if record is not None and record.phase is Phase.OPENED:
             self._ledger.leases.attach(record, math.inf)
@@ -270,13 +271,13 @@ class Gateway:
         self.flush()
 
     def leave(self) -> None:
-        """Hear nobody any more; sessions stay as they are, for the daemon that follows."""
+        """Hear nobody any more; sessions are kept unchanged for the next daemon."""
         self._dispatch.leave()
         self._control.close(keeps_file=True)
         self._lifelines.close(keeps_file=True)
 
     def flush(self) -> None:
-        """Send what is in the outboxes, at the end of any event."""
+        """Send the outboxes; to be called at the end of any event."""
         self._dispatch.flush()
 
     # --- frames -----------------------------------------------------------------------------
@@ -284,7 +285,7 @@ class Gateway:
     def _hear_stranger(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
         """Answer a frame of a connection without a session; a Hello in it may open one."""
         problem = self._opening.problem(connection)
-        if problem is not None:  # and nothing of what it says is looked at
+        if problem is not None:  # and the content of the frame is not read
             request = 0 if frame is None else first_request(frame)
             self._opening.refuse(connection, request, problem)
             return
@@ -302,9 +303,9 @@ class Gateway:
             yield
 
     def _hear(self, peer: Peer, frame: bytes | None) -> Iterator[None] | None:
-        """Carry out a frame of a client with a session, whose lease it renews.
+        """Carry out a frame of a client with a session, and renew its lease.
 
-        Its first message at once, where the frame is small: most have no other.
+        A small frame's first message is carried out at once, since most frames have no other.
         """
         peer.record.seen = time.monotonic()
         if frame is None or len(frame) > SMALL_BYTES:
@@ -335,7 +336,7 @@ class Gateway:
     def _carry_out(
         self, peer: Peer, batch: Iterable[Envelope], steps: Iterator[None] | None
     ) -> Iterator[None]:
-        """Take the steps of a message that was begun, and carry out those that follow it."""
+        """Take the remaining steps of a message, then carry out those that follow it."""
         if steps is not None:
             yield from self._while_heard(peer, steps)
         for request, message in batch:
@@ -351,7 +352,7 @@ class Gateway:
 
     def _request(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
         if not peer.is_heard:
-            return None  # the session ended with an earlier message of this frame, or meanwhile
+            return None  # the session ended by an earlier message of this frame, or meanwhile
         ask = self._of_the_ledgers.get(type(message))
         if ask is not None:
             self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
@@ -371,7 +372,7 @@ class Gateway:
             if not peer.is_heard:
                 return
 
-    # --- requests that the ledger cannot be asked at once ------------------------------------
+    # --- requests with steps before the ledger is asked --------------------------------------
 
     def _store(self, peer: Peer, request: int, message: Store) -> Iterator[None] | None:
         if peer.record.cache is not None:
@@ -381,7 +382,7 @@ class Gateway:
         return self._ask(peer, request, message)
 
     def _store_parts(self, peer: Peer, _request: int, message: StoreParts) -> Iterator[None]:
-        """Store each in its turn; what has to wait holds up those that follow it."""
+        """Store each entry in turn; one that has to wait delays those after it."""
         for one in message.stores():
             steps = self._store(peer, one.entry, one)
             if steps is not None:
@@ -405,7 +406,7 @@ class Gateway:
             os.close(refused)
 
     def _ask(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
-        """Do what the ledger says, or return the steps where that waits for memory."""
+        """Carry out the ledger's answer; if that is to wait for memory, return the steps."""
         ask = self._ledger.on_request[type(message)]
         answer = ask(peer.record, request, message, time.monotonic())
         if isinstance(answer[0], Wait):
@@ -414,9 +415,9 @@ class Gateway:
         return None
 
     def _ask_again(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
-        """Ask each time the pool has grown; nothing that the client has sent since comes between.
+        """Ask the ledger again each time the pool has grown, before the client's later requests.
 
-        It is asked for the last time where the pool does not grow any more.
+        The last attempt is made when the pool cannot grow any more.
         """
         ask = self._ledger.on_request[type(message)]
         answer: list[Instruction] = [Wait(peer.session)]
@@ -428,14 +429,14 @@ class Gateway:
         self._dispatch.hurry(peer)
 
     def _store_in_cache(self, peer: Peer, request: int, message: Store) -> Iterator[None]:
-        """Store once what is there has made room, which may take long."""
+        """Store after dropping cached tensors to make room, which may take long."""
         now = time.monotonic()
         while self._ledger.make_cache_room(peer.record, message, now):
             yield
         yield from self._ask(peer, request, message) or ()
 
     def _cached(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
-        """Answer once what has expired is gone, which may take long."""
+        """Answer after dropping expired tensors, which may take long."""
         now = time.monotonic()
         while self._ledger.tidy_cache(now):
             yield
@@ -454,13 +455,13 @@ class Gateway:
             self._release(peer, 0, Release(entries[begin : begin + RELEASED_AT_ONCE]))
             yield
 
-    # --- requests that the ledger knows nothing of -------------------------------------------
+    # --- requests answered without the ledger ------------------------------------------------
 
     def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
         self._dispatch.send_pong(peer, request)
 
     def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
-        """Answer in a frame of its own: a state is large, a batch of them might not fit."""
+        """Answer in a separate frame: a state is large, and a batch of them might not fit."""
 
         def answer(state: dict[str, Any]) -> None:
             if peer.is_heard:
@@ -474,19 +475,19 @@ class Gateway:
 
 
 def _nobody(session: int, cause: str) -> None:
-    """Tell nobody of a session."""
+    """Ignore a session's event."""
 
 
 def _read(frame: bytes | None) -> Generator[None, None, Iterable[Envelope]]:
-    """Return the messages of a frame, all of which are valid, having looked at it in steps.
+    """Return the messages of a frame, after checking in steps that all are valid.
 
     Raises:
-        ProtocolError: it is no valid batch.
+        ProtocolError: the frame is no valid batch.
     """
     if frame is None:
         raise ProtocolError("a message of several parts: send each batch in one")
     if len(frame) <= SMALL_BYTES:
         return decode(frame)
-    for _ in decode_each(frame):  # kept, they would take many times the frame's bytes
+    for _ in decode_each(frame):  # not kept: decoded, they take many times the frame's bytes
         yield
     return decode_each(frame)

@@ -1,10 +1,10 @@
-"""What a connection without a session is answered: who may have one, and how it opens.
+"""Answers connections that have no session: who may have one, and how it is opened.
 
-Nothing is granted to a peer of another protocol version, of a user who is not allowed, or under a
-routing id that it chose itself; of those who may not connect nothing is looked at.
+Nothing is granted to a peer of another protocol version, of a user who is not allowed, or with a
+routing id of its own choice. If a user may not connect, no message of the connection is read.
 
-Where worker processes serve the devices, a session is granted here, takes a place here, and its
-connection is handed to the worker, which says Welcome.
+If worker processes serve the devices, the session is granted here and takes its place here. Its
+connection is handed over to the worker, which answers with Welcome.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ __all__ = ["NAME_SHOWN", "Opening", "TellStatus", "Terms"]
 log = logging.getLogger(__name__)
 
 NAME_SHOWN: Final = 64
-"""Characters of a client's name that are kept: a status of 1,024 sessions must fit into a frame,
-or nobody would get one."""
+"""Characters kept of a client's name: a status of 1,024 sessions must fit into a frame, or nobody
+could receive one."""
 
 
 TellStatus = Callable[[Callable[[dict[str, Any]], None]], None]
-"""Hands the state over to the call that it is given, now or within a second or two."""
+"""Passes the state to the given callback, now or within a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Who may have a session, and what Welcome says of every one.
+    """Who may have a session, and the values that every Welcome contains.
 
-    `allowed_uids` are the users that may connect; `cache_part_bytes` is the largest part of a
-    session for the cache, 0 where there is none. `resume_seconds` is how long clients wait for the
-    daemon that follows this one, 0.0 where none takes their sessions on; `epoch` names those.
+    `allowed_uids` are the users that may connect. `cache_part_bytes` is the largest chunk in a
+    session for the cache, 0 if there is no cache. `resume_seconds` is how long clients wait for the
+    next daemon, 0.0 if sessions cannot be resumed. `epoch` identifies the sessions that can.
     """
 
     allowed_uids: frozenset[int]
@@ -76,7 +76,7 @@ class Terms:
 
 
 class Opening:
-    """Answers strangers; one whose Hello is right becomes a peer, here or `elsewhere`."""
+    """Answers connections without a session; a valid Hello opens one, here or `elsewhere`."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Opening:
         return self._terms.allowed_uids
 
     def allow(self, uids: frozenset[int]) -> None:
-        """Let other users connect from now on; sessions that are open stay."""
+        """Allow these users to connect from now on; open sessions are not affected."""
         self._terms = replace(self._terms, allowed_uids=uids)
 
     def problem(self, connection: Connection) -> Refused | None:
-        """Return why nothing that this connection says is looked at."""
+        """Return why no message of this connection is read, or None if messages are."""
         uid = connection.credentials.uid
         if uid not in self._terms.allowed_uids:
             return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
@@ -116,7 +116,7 @@ class Opening:
         return None
 
     def undecodable(self, frame: bytes | None, error: ProtocolError) -> Refused:
-        """Return what is answered to a frame that is no valid batch."""
+        """Return the answer to a frame that is no valid batch."""
         version = None if frame is None else hello_version(frame)
         if version is not None and version != PROTOCOL_VERSION:
             return _mismatch(version)
@@ -144,7 +144,7 @@ class Opening:
             self._send(connection, request, answer)
 
     def refuse(self, connection: Connection, request: int, answer: Refused) -> None:
-        """Tell a stranger no."""
+        """Send a refusal to a connection without a session."""
         self._counters.refused += 1
         self._send(connection, request, answer)
 
@@ -156,10 +156,10 @@ class Opening:
     def _open(
         self, connection: Connection, request: int, hello: Hello, *, is_last: bool = False
     ) -> Welcome | Refused | None:
-        """Open a session; None where the answer comes later, or from another process.
+        """Open a session; None if the answer comes later, or from another process.
 
-        Where no place is free, places that workers have just given up are heard of first; `is_last`
-        where that was done.
+        If no place is free, workers are first asked about places that have just become free;
+        `is_last` says that this was done.
         """
         uid = connection.credentials.uid
         problem = self._hello_problem(uid, hello)
@@ -184,7 +184,7 @@ class Opening:
             self._reply(connection, request, self._open(connection, request, hello, is_last=True))
 
     def _place_problem(self, uid: int, *, has_lane: bool) -> Refused | None:
-        """Return why there is no place for a session, having made one where that may be."""
+        """Return why there is no place for a session, after trying to make one."""
         leases = self._ledger.leases
         self._dispatch.perform(leases.make_place(uid, time.monotonic(), has_lane=has_lane))
         return leases.refusal(uid, has_lane=has_lane)
@@ -207,7 +207,7 @@ class Opening:
         return self._welcome(peer, attachment.staging_bytes)
 
     def _hand_over(self, connection: Connection, request: int, hello: Hello, lane: Worker) -> None:
-        """Give a session its place here, and its connection to the worker that is to serve it."""
+        """Give a session its place here, and its connection to the worker that will serve it."""
         session, uid = _fresh_session(), connection.credentials.uid
         peer = Peer(
             record=self._enter(session, connection.credentials, hello, NOTHING_SHARED),
@@ -244,7 +244,7 @@ class Opening:
     def _enter(
         self, session: int, credentials: Credentials, hello: Hello, attachment: Attachment
     ) -> Session:
-        """Put the session into the ledger. A pid of another namespace is 0: then Hello's is."""
+        """Put the session into the ledger. If the pid is 0 (another namespace), use Hello's pid."""
         uid, gid, pid = credentials
         info = SessionInfo(
             session=session,
@@ -271,7 +271,7 @@ class Opening:
     # --- Resume -----------------------------------------------------------------------------
 
     def _resume(self, connection: Connection, resume: Resume) -> Welcome | Refused:
-        """Have the client of an earlier daemon's session go on with it."""
+        """Have a client continue a session of an earlier daemon."""
         if resume.protocol != PROTOCOL_VERSION:
             return _mismatch(resume.protocol)
         record = self._ledger.sessions.get(resume.session)
@@ -289,7 +289,7 @@ class Opening:
             return Refused("DaemonLost", f"this daemon has no {hello.device} lane any more")
         if record.phase is Phase.ORPHANED:
             self._ledger.leases.resume(record, now)
-        else:  # it has come once more, before its lifeline: the first attempt was cut off
+        else:  # the client came again before its lifeline: its first attempt was cut off
             self._dispatch.forget(self._peers.by_session[resume.session])
             record.seen = now
         peer = Peer(
@@ -304,7 +304,7 @@ class Opening:
         return self._welcome(peer, hello.staging_bytes)
 
     def take_up(self, peer: Peer, descriptors: list[int]) -> bool:
-        """Have a lane take on a session with what its client shares; False where it cannot."""
+        """Attach a lane to a resumed session with its client's descriptors; False if it cannot."""
         hello, lane = peer.record.hello, peer.resumes
         assert hello is not None, "a session that cannot be resumed was kept"
         assert lane is not None, "a client that does not resume was taken up"
@@ -353,7 +353,7 @@ class Opening:
 
 
 def _is_for_workers(hello: Hello) -> bool:
-    """Tell whether a session stores what autograd saves: the cache and questions are not theirs."""
+    """Return whether a worker serves the session: one with a lane that is not for the cache."""
     return hello.device != NO_LANE and CACHE_FEATURE not in hello.features
 
 
@@ -362,14 +362,14 @@ def _fresh_session() -> int:
 
 
 def _may_resume(record: Session, resume: Resume, uid: int, epoch: int) -> bool:
-    """Tell whether it is its client that asks for a session, and nobody has it yet."""
+    """Return whether the session's own client asks to resume it, and it has no lifeline yet."""
     is_its_own = hmac.compare_digest(record.secret, resume.secret) and bool(record.secret)
     is_known = resume.epoch == epoch and record.info.uid == uid
     return is_its_own and is_known and record.phase in (Phase.ORPHANED, Phase.OPENED)
 
 
 def _kept(hello: Hello, pid: int, attachment: Attachment) -> Hello:
-    """Return what a later daemon has to know: what was granted, and the pid if the kernel knows."""
+    """Return the Hello to keep for a later daemon: granted staging size and the kernel's pid."""
     fields: dict[str, Any] = dict(zip(Hello.FIELDS, hello.to_wire(), strict=True))
     fields |= {"pid": pid, "staging_bytes": attachment.staging_bytes}
     return Hello(**fields)

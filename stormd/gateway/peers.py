@@ -1,4 +1,4 @@
-"""The clients that have a session: found by session, by connection while heard, by token once."""
+"""The clients that have a session, by session, by connection while heard, and once by token."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ __all__ = ["Peer", "Peers"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
-    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent.
+    """One client. `descriptors` is empty once they were sent; `outbox` has its unsent answers.
 
-    `handed` are descriptors that came over the lifeline before their MapPiece, by its number, and
-    `awaiting` requests that came before their descriptor.
+    `handed` has descriptors that came over the lifeline before their MapPiece, by piece number.
+    `awaiting` has the requests that came before their descriptor.
 
-    `is_heard` says whether its session goes on. One that was another daemon's `resumes` it on a
-    lane, which has it once the lifeline has brought what is shared; until then `lane` has none.
+    `is_heard` says whether its session goes on. A client that resumes another daemon's session has
+    the session's lane in `resumes`, and a `lane` without a device. The real lane takes over once
+    the lifeline has brought the shared descriptors.
     """
 
     record: Session
@@ -41,11 +42,11 @@ class Peer:
 
     @property
     def session(self) -> int:
-        """Its session's id."""
+        """The id of its session."""
         return self.record.info.session
 
     def close_descriptors(self) -> None:
-        """Close what nobody has taken of it."""
+        """Close the descriptors that nobody has taken."""
         for descriptor in (*self.descriptors, *self.handed.values()):
             os.close(descriptor)
         self.descriptors = ()
@@ -54,7 +55,7 @@ class Peer:
 
 
 class Peers:
-    """All clients. `by_connection` has those that are heard; both tables are for reading alone."""
+    """All clients. `by_connection` has those that are heard; callers only read both tables."""
 
     def __init__(self) -> None:
         self.by_session: dict[int, Peer] = {}
@@ -71,13 +72,13 @@ class Peers:
         self._waiting[peer.session] = peer
 
     def add_elsewhere(self, peer: Peer) -> None:
-        """Add a client that another process hears."""
+        """Add a client that another process serves."""
         self.by_session[peer.session] = peer
 
     def claim(self, token: bytes, uid: int) -> Peer | None:
-        """Return the client whose lifeline this token and user open; each only once.
+        """Return the client whose lifeline this token and user open; each token works only once.
 
-        Every waiting token is compared, in constant time, so that nothing is learned by trying.
+        Every waiting token is compared in constant time, so trying tokens reveals nothing.
         """
         found = None
         for peer in self._waiting.values():
@@ -88,7 +89,7 @@ class Peers:
         return found
 
     def cut_off(self, peer: Peer) -> None:
-        """Neither hear nor answer the client any more; its session is ending."""
+        """Stop hearing and answering the client: its session is ending."""
         if self.by_connection.get(peer.connection) is peer:
             del self.by_connection[peer.connection]
         self._waiting.pop(peer.session, None)

@@ -1,12 +1,12 @@
-"""The data paths of the daemon, one module a kind of device, and the contract they keep.
+"""The data paths of the daemon: one module per kind of device, and the contract that all keep.
 
-A lane does what the ledger has admitted and decides nothing itself. Each job that was handed over
-is answered by exactly one result, whatever happens, and a session's memory is untouched from its
-`Detached` on. Results reach the event loop through the lane's mailbox.
+A lane executes the jobs that the ledger has admitted and decides nothing itself. It answers each
+job with exactly one result, also on failure. It does not touch a session's memory after it has
+posted `Detached` for that session. Results reach the event loop through the lane's mailbox.
 
-Encode and decode are steps from an address to an address: of host memory on the cpu lane, of
-device memory on a stream on the cuda lane. Ranges in jobs lie inside their segment: that was
-checked before.
+Encode and decode are steps from one address to another: in host memory on the cpu lane, in device
+memory and on a stream on the cuda lane. The ledger has already checked that the ranges in jobs lie
+inside their segment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ __all__ = ["NOTHING_SHARED", "SEE_LOG", "Attachment", "Lane", "LinkSpeed", "Post
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """What a lane has set up for a session.
+    """The shared memory that a lane has set up for a session.
 
-    `descriptors` go to the client, timeline page first; the caller closes them. `staging_bytes`
-    is the staging area's size as granted, `part_bytes` the largest entry. `segment_bytes` is the
-    size of segment 0 where it is the staging area and exists already, 0 where the client maps it.
+    `descriptors` are sent to the client, timeline page first; the caller closes them.
+    `staging_bytes` is the granted size of the staging area, `part_bytes` the size of the largest
+    entry. `segment_bytes` is the size of segment 0 if that is the staging area and exists already;
+    it is 0 if the client maps segment 0.
     """
 
     descriptors: tuple[int, ...]
@@ -47,32 +48,33 @@ class Attachment:
 
 
 NOTHING_SHARED: Final = Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
-"""Of a session without a lane in this process."""
+"""The attachment of a session without a lane in this process."""
 
 
 class LinkSpeed(NamedTuple):
-    """Of one device's link, in bytes a second each way; 0 where there is none or it is unknown."""
+    """The speed of one device's link, in bytes a second each way; 0 if unknown or there is none."""
 
     measured: int = 0
-    """Of the copies of late, in the slower direction."""
+    """Measured over the latest copies, in the slower direction."""
     limit: int = 0
-    """What the settings allow."""
+    """The limit in the settings."""
 
 
 SEE_LOG: Final = "see the daemon's log"
 
 Post = Callable[[*tuple[Result, ...]], None]
-"""Takes results, several at once where they arise together; from any thread."""
+"""Takes results, several at once where they arise together; may be called from any thread."""
 
 
 class Lane:
     """One device's data path. All methods are called on the event loop and never block it.
 
-    But for `extend` and `retract`, which are called on a thread of their own, and may.
+    Exceptions are `extend` and `retract`: they are called on a thread of their own and may block.
 
-    Where a method is not overridden there is nothing to do for it: no link, no sequence numbers, no
-    segments of clients. As it stands it is the lane of sessions that have none: those for control
-    alone, to which the ledger refuses every job, and those that a worker process serves.
+    A lane does not override a method that has nothing to do: without a link, sequence numbers or
+    client segments. This base class is the lane of sessions without a data path of their own here:
+    sessions for control alone, whose jobs the ledger refuses, and sessions served by a worker
+    process.
     """
 
     device: str = NO_LANE
@@ -83,56 +85,56 @@ class Lane:
 
     @property
     def heartbeats(self) -> tuple[Heartbeat, ...]:
-        """The signs of life of the workers there are now.
+        """The heartbeats of the current workers.
 
-        A worker is inside its heartbeat only while it does what must end by itself, never while it
+        A worker is inside its heartbeat only during work that must end by itself, never while it
         waits for a client.
         """
         return ()
 
     @property
     def fault(self) -> str:
-        """Why its devices cannot be used any more by this process; empty while they can."""
+        """Why this process can no longer use the lane's devices; empty while it can."""
         return ""
 
     @property
     def links(self) -> tuple[LinkMeter, ...]:
-        """What is known of the links to its devices, one a device; none where there is no link."""
+        """The meters of the links to the lane's devices, one per device; empty without a link."""
         return ()
 
     def link_speed(self, session: int) -> LinkSpeed:  # noqa: ARG002 - there is no link
-        """Return what is known of the link to a session's device; nothing of an unknown session."""
+        """Return the speed of the link to a session's device; zeros for an unknown session."""
         return LinkSpeed()
 
     def limit_link(self, bytes_per_second: int) -> None:
-        """Have copies that begin from now on take as long as over such a link; 0 for no limit."""
+        """Slow down all copies that begin from now on to such a link; 0 means no limit."""
 
     def extend(self, offset: int, nbytes: int) -> None:
-        """Take in a further range of the pool, which is resident.
+        """Add a range of the pool, which is resident, to those that the lane's devices can access.
 
         Raises:
-            LaneUnavailable: a device cannot reach it; nothing of it is kept.
+            LaneUnavailable: a device cannot access the range; no part of it is added.
         """
 
     def retract(self, offset: int, nbytes: int) -> None:
-        """Let a range go that was taken in so, and of which nothing is used."""
+        """Remove a range that `extend` added and that nothing uses any more."""
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:  # noqa: ARG002 - nothing is shared
-        """Set a session's shared memory up.
+        """Set up a session's shared memory.
 
-        With `descriptors`, which are the lane's from then on, it is what an earlier daemon has set
-        up and the client has had since: as many, of the sizes of then, and none is to be handed
-        over. `hello.staging_bytes` is then what was granted.
+        With `descriptors`, which the lane then owns, the memory is what an earlier daemon set up
+        and the client still has. The descriptors match those of that time in number and size, and
+        none is sent to the client. `hello.staging_bytes` is then the size that was granted.
 
         Raises:
-            LaneUnavailable: this session cannot be served; nothing of it is left.
+            LaneUnavailable: this session cannot be served; nothing is set up.
         """
         for descriptor in descriptors:
             os.close(descriptor)
         return NOTHING_SHARED
 
     def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> Sequence[Result]:
-        """Begin a session's jobs, in their order; return the results of what is done already.
+        """Begin a session's jobs in order; return the results of those that are done already.
 
         Each store is answered by StoreDone or StoreFailed, each restore by RestoreDone or
         RestoreFailed.
@@ -140,23 +142,23 @@ class Lane:
         raise AssertionError(f"{len(jobs)} jobs of session {session}, which has no lane")
 
     def skip(self, session: int, sequence: int) -> None:
-        """Note that the store of this sequence number was rejected. No answer.
+        """Note that the store with this sequence number was rejected. Not answered.
 
-        Called in the order of the session's stores: a lane that counts them on the session's
-        timeline passes it over, so that nobody waits for it.
+        Called in the order of the session's stores. A lane that counts stores on the session's
+        timeline advances past this number, so that nobody waits for it.
         """
 
     def recorded(self, session: int, sequences: Sequence[int]) -> None:
-        """Note that what came of the stores of these numbers is written down. No answer.
+        """Note that the outcomes of the stores with these numbers are recorded. Not answered.
 
-        Of those alone whose results named their `sequence`: where a source may be used again only
-        then, because the session outlives the daemon.
+        Called only for stores whose results named their `sequence`. Their session outlives the
+        daemon, so their sources may be reused only after the outcome is recorded.
         """
 
     def map_segment(self, session: int, request: Mappable, descriptor: int = -1) -> None:
         """Begin to map a segment, or a piece; answered by SegmentMapped or SegmentRefused.
 
-        `descriptor` is that of the piece, and the lane's from then on.
+        `descriptor` is the descriptor of the piece; the lane then owns it.
         """
         if descriptor >= 0:
             os.close(descriptor)
@@ -164,16 +166,16 @@ class Lane:
         self._post(SegmentRefused(session=session, segment=request.segment, detail=detail))
 
     def unmap_segment(self, session: int, segment: int) -> None:
-        """Unmap a segment, or a piece, once no job in flight uses it. No answer."""
+        """Unmap a segment, or a piece, once no job in flight uses it. Not answered."""
 
     def detach(self, session: int) -> None:
-        """Skip the session's waiting jobs, finish what runs, let its memory go; then Detached."""
+        """Skip the session's waiting jobs, finish running ones, free its memory, post Detached."""
         self._post(Detached(session))
 
     def close(self, seconds: float) -> bool:  # noqa: ARG002 - there are no workers
-        """End the workers; False where one still runs after `seconds`.
+        """End the workers; return False if one still runs after `seconds`.
 
-        Sessions are detached, or are to go on with another daemon: nothing is answered then, and
-        their clients' memory is as if the process had been killed.
+        Sessions are detached already, or another daemon continues them. In the second case the lane
+        answers nothing, and the clients' memory is as if the process had been killed.
         """
         return True

@@ -1,8 +1,8 @@
-"""The cpu lane: a shared staging area a session, worker threads that encode and decode.
+"""The cpu lane: one shared staging area per session, and worker threads that encode and decode.
 
 Workers touch a session's memory only between its attachment and its `Detached`. Each job is
-answered once, also when it fails or is skipped. Nothing here runs on the event loop but queueing,
-and jobs so small that to hand them to a worker and back would take the loop longer.
+answered once, also when it fails or is skipped. The event loop only queues jobs, except for those
+that are so small that passing them to a worker and back would take the loop longer.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ LEAST_STAGING: Final = 64 << 10
 STAGING_SEGMENT: Final = 0
 
 START_SECONDS: Final = 5.0
-"""For workers to end that were started in vain."""
+"""How long to wait for the started workers to end when not all can be started."""
 
 AT_ONCE_BYTES: Final = 64 << 10
-"""Of the jobs that are done on the loop where their session has no other: some 20 microseconds, and
-a worker's waking and the loop's take several times that."""
+"""Most bytes of jobs that the event loop does itself if their session has no others. They take some
+20 microseconds; waking a worker and then the loop takes several times that."""
 
 LARGE_BYTES: Final = 1 << 20
-"""Of a job whose result is posted at once: what it cost to wake the loop is little beside it."""
+"""Least bytes of a job whose result is posted at once: waking the loop costs little compared with
+it."""
 
 HELD_RESULTS: Final = 32
 HELD_SECONDS: Final = 0.0005
-"""Results of small jobs are posted together while others wait, at most so many, from the first one
-on for no longer than this and the job in flight."""
+"""A worker posts the results of small jobs together while other jobs wait. It holds at most
+HELD_RESULTS, and from the first one on for no longer than HELD_SECONDS plus the job in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What a session and its lane share."""
+    """The memory that a session and its lane share."""
 
     page: SharedMemory
     staging: SharedMemory
@@ -78,10 +79,11 @@ class _Memory:
     """The counters of the page."""
 
     def let_go(self) -> None:
-        """Give the staging area's pages back, whether the client keeps them mapped or not.
+        """Give the staging area's pages back to the machine, even while the client maps them.
 
-        A client that copies out of it now would read zeros. So the page says before that what is
-        there is no longer what was restored; it stays for as long as the client maps it.
+        A client that copied out of the area afterwards would read zeros. So the page is poisoned
+        first, which says that the area no longer holds what was restored. The page lives as long as
+        the client maps it.
         """
         self.timelines.poison(STORED)
         self.staging.discard()
@@ -91,13 +93,13 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Held:
-    """Results of a worker that have not been posted, with their sessions; and its job."""
+    """The results that a worker has not posted yet, with their sessions; and its current job."""
 
     sessions: list[int] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     since: float = 0.0
     job: tuple[int, StoreJob | RestoreJob] | None = None
-    """What was taken and has no result, with its session."""
+    """The job that was taken and has no result yet, with its session."""
 
     def add(self, session: int, result: Result) -> None:
         if not self.sessions:
@@ -112,14 +114,14 @@ class _Held:
 
 
 class CpuLane(Lane):
-    """Serves sessions with `threads` workers; results go to `post`, from any of them.
+    """Serves sessions with `threads` workers; any of them may call `post` with results.
 
-    `staging_bytes` and `part_bytes` are the most that a session is granted, `all_staging_bytes`
-    what all of them have together; jobs of `at_once_bytes` are done on the loop. `close` must
-    follow.
+    `staging_bytes` and `part_bytes` are the most that one session is granted, `all_staging_bytes`
+    the most that all sessions have together. The event loop itself does jobs of up to
+    `at_once_bytes`. `close` must follow.
 
     Raises:
-        LaneUnavailable: there is not the memory, or not the threads, for so many workers.
+        LaneUnavailable: there is not enough memory, or not enough threads, for the workers.
     """
 
     device = "cpu"
@@ -147,7 +149,7 @@ class CpuLane(Lane):
         self._heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
         self._at_once_bytes = at_once_bytes
         *codecs, self._own_codec = _codecs(pool, [part_bytes] * threads + [at_once_bytes])
-        self._lock = threading.Lock()  # protects the number of those that work
+        self._lock = threading.Lock()  # protects the number of workers alive
         self._working = threads
         self._workers = [
             threading.Thread(target=self._work, args=pair, name=pair[0].name, daemon=True)
@@ -177,14 +179,14 @@ class CpuLane(Lane):
         return self._heartbeats
 
     def link_speed(self, session: int) -> LinkSpeed:  # noqa: ARG002 - one link for all
-        """Return the limit alone: what copies in memory take depends on what else runs."""
+        """Return only the limit: the time of copies in memory depends on what else runs."""
         return LinkSpeed(limit=self._limit.bytes_per_second)
 
     def limit_link(self, bytes_per_second: int) -> None:
         self._limit.change(bytes_per_second)
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
-        """Make the timeline page and the staging area, of the size asked for or less."""
+        """Make the timeline page and the staging area, of the requested size or less."""
         staging = hello.staging_bytes
         if not descriptors:
             staging = _granted(staging, self._staging_bytes)
@@ -216,10 +218,10 @@ class CpuLane(Lane):
         )
 
     def _check_staging(self, wanted: int) -> None:
-        """Refuse what the machine may not have: these pages are not the pool's.
+        """Check the limit on all staging areas together: their pages are not the pool's.
 
         Raises:
-            LaneUnavailable: the sessions there are, and that are being let go, have it.
+            LaneUnavailable: the sessions that are attached or still being detached use too much.
         """
         live = [memory.staging.nbytes for memory in list(self._memories.values())]
         if sum(live) + wanted > self._all_staging_bytes:
@@ -230,7 +232,7 @@ class CpuLane(Lane):
             )
 
     def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> Sequence[Result]:
-        """Queue jobs, or do a few bytes of a session that waits for nothing."""
+        """Queue jobs, or do small ones at once if the session has no others."""
         sized = [(job, job.nbytes) for job in jobs]
         if sum([nbytes for _, nbytes in sized]) <= self._at_once_bytes and self._may_do_at_once(
             session
@@ -240,19 +242,19 @@ class CpuLane(Lane):
         return ()
 
     def _may_do_at_once(self, session: int) -> bool:
-        """Tell whether somebody is there, nothing waits, and no link makes anybody wait."""
+        """Return whether a worker lives, the session has no jobs, and the link has no limit."""
         is_free = bool(self._working) and not self._limit.bytes_per_second
         return is_free and self._queue.is_idle(session)
 
     def detach(self, session: int) -> None:
-        """Skip what waits, let the workers finish what runs, then let the memory go."""
+        """Skip waiting jobs, let the workers finish those that run, then free the memory."""
         skipped = self._queue.remove(session)
         detail = "the session ended before it was done"
         self._post(*(_failure(job, "ActivationLost", detail) for job in skipped))
         self._queue.retire(session)
 
     def close(self, seconds: float) -> bool:
-        """End the workers; False where one still runs after `seconds`."""
+        """End the workers; return False if one still runs after `seconds`."""
         self._queue.close()
         deadline = time.monotonic() + seconds
         for worker in self._workers:
@@ -298,7 +300,7 @@ class CpuLane(Lane):
             self._post_held(held)
 
     def _give_up(self, held: _Held, detail: str) -> None:
-        """Answer what this worker had taken; the last one answers all that comes from now on."""
+        """Answer this worker's unfinished job; the last worker answers all jobs that follow."""
         if held.job is not None:
             session, job = held.job
             held.add(session, _failure(job, "ActivationLost", detail))
@@ -315,7 +317,7 @@ class CpuLane(Lane):
                 self._post_held(held)
 
     def _post_held(self, held: _Held) -> None:
-        """Post the results, and only then have their sessions' jobs count as done."""
+        """Post the results; only then mark their sessions' jobs as done."""
         sessions, results = held.sessions, held.results
         held.sessions, held.results = [], []
         if results:
@@ -371,10 +373,10 @@ class CpuLane(Lane):
 
 
 def _codecs(pool: HostPool, part_bytes: list[int]) -> list[HostCodec]:
-    """Return a codec with its scratch for each who encodes: one without would do nothing.
+    """Return one codec with scratch per worker and for the loop: none could work without one.
 
     Raises:
-        LaneUnavailable: there is not so much memory.
+        LaneUnavailable: there is not enough memory.
     """
     codecs: list[HostCodec] = []
     try:
@@ -399,7 +401,7 @@ def _granted(asked: int, most: int) -> int:
 
 
 def _shared(session: int, staging_bytes: int, given: list[int]) -> _Memory:
-    """Return new memory, or what the two descriptors are of; those used are taken out."""
+    """Return new memory, or the memory of two descriptors; set the used ones to -1 in `given`."""
     if len(given) != 2:
         raise OSError(errno.EINVAL, f"{len(given)} descriptors came of the 2 that are shared")
     page_descriptor, given[0] = given[0], -1

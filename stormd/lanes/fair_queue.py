@@ -1,8 +1,9 @@
-"""Hands the jobs of many sessions to a lane's workers, so that each moves as many bytes.
+"""Shares a lane's workers among many sessions so that each session moves equally many bytes.
 
-A session's jobs start in the order they came. A session with one job waiting is served before
-another's next one, however many and large that has. A retired session comes out exactly once more,
-with no job, when nothing of it waits or runs any longer.
+A session's jobs start in the order in which they were put. A session with one waiting job is served
+before the next job of another session, however many and large that session's jobs are. `take`
+returns a retired session exactly once more, without a job, when none of its jobs waits or runs any
+longer.
 """
 
 from __future__ import annotations
@@ -15,40 +16,41 @@ from typing import Final, Generic, TypeVar
 __all__ = ["FairQueue", "FairShares"]
 
 JOB_BYTES: Final = 64 << 10
-"""What a job costs beside its bytes, in bytes: some 20 microseconds of a worker. Else a session
-with small tensors would have most of the time."""
+"""Cost of a job beyond its bytes, expressed in bytes: some 20 microseconds of a worker. Without it,
+a session with small tensors would get most of the time."""
 
 Job = TypeVar("Job")
 
 
 class FairShares:
-    """Says who moves bytes next. Sessions are numbers, each known from `enter` until `forget`.
+    """Chooses which session moves bytes next; sessions are numbers, known from `enter` to `forget`.
 
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a session's tag is what it has moved, and
-    whoever has the smallest goes next. One that has had nothing to do begins again where whoever
-    went last began, so it is served soon and makes up for nothing.
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a session's tag is the number of bytes
+    that it has moved, and the session with the smallest tag is next. A session that had no work
+    restarts with the tag that the last served session had, so it is served soon but gets no credit
+    for the idle time.
     """
 
     def __init__(self) -> None:
         self._tags: dict[int, int] = {}
         self._now = 0
-        """The tag of the session that went last, when it did."""
+        """The tag that the last served session had when it was served."""
 
     def enter(self, session: int) -> None:
-        """Note that a session which had none has work."""
+        """Note that a session without work now has some."""
         self._tags[session] = max(self._tags.get(session, 0), self._now)
 
     def next(self, sessions: Iterable[int]) -> int:
-        """Return which of them goes next: of like ones the first."""
+        """Return the session with the smallest tag; of equal tags the first."""
         return min(sessions, key=self._tags.__getitem__)
 
     def moves(self, session: int, nbytes: int) -> None:
-        """Note that a session goes, with so many bytes."""
+        """Note that a session is served and moves so many bytes."""
         self._now = max(self._now, self._tags[session])
         self._tags[session] += nbytes
 
     def forget(self, session: int) -> None:
-        """Forget a session that has ended; one that never came is fine."""
+        """Forget a session that has ended; an unknown session is fine."""
         self._tags.pop(session, None)
 
     def __len__(self) -> int:
@@ -56,11 +58,11 @@ class FairShares:
 
 
 class FairQueue(Generic[Job]):
-    """Thread-safe. Sessions are numbers; they appear with their first job."""
+    """The jobs of all sessions. Thread-safe. A session is a number, known from its first job on."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # protects all below
-        self._waiting: dict[int, deque[tuple[Job, int]]] = {}  # with their bytes
+        self._waiting: dict[int, deque[tuple[Job, int]]] = {}  # jobs with their bytes
         self._shares = FairShares()
         self._running: dict[int, int] = {}
         self._idle = 0  # workers that wait for a job
@@ -69,7 +71,7 @@ class FairQueue(Generic[Job]):
         self._closed = False
 
     def put(self, session: int, jobs: Sequence[tuple[Job, int]]) -> None:
-        """Add jobs with the bytes of each. The session has not been retired."""
+        """Add jobs, each with its bytes. The session must not be retired."""
         with self._changed:
             queue = self._waiting.get(session)
             if queue is None:
@@ -82,8 +84,8 @@ class FairQueue(Generic[Job]):
     def take(self) -> tuple[int, Job | None] | None:
         """Wait for a job and return it with its session; `done` must follow.
 
-        The job is None where the session was retired and is finished; then no `done` follows.
-        Returns None once the queue is closed and empty.
+        The job is None if the session was retired and is finished; then no `done` follows. Returns
+        None once the queue is closed and empty.
         """
         with self._changed:
             while not self._waiting and not self._retired:
@@ -97,17 +99,17 @@ class FairQueue(Generic[Job]):
             return self._next()
 
     def take_now(self) -> tuple[int, Job] | None:
-        """Return a job that waits with its session, as `take`; None where none does."""
+        """Return a waiting job with its session, like `take`; None if no job waits."""
         with self._changed:
             return self._next() if self._waiting else None
 
     def is_idle(self, session: int) -> bool:
-        """Tell whether nothing of the session waits or runs, and nothing will until `put`."""
+        """Return whether no job of the session waits or runs, nor will before the next `put`."""
         with self._changed:
             return session not in self._waiting and session not in self._running
 
     def done(self, session: int, count: int = 1) -> None:
-        """Note that so many jobs that were taken have ended and their results were posted."""
+        """Note that so many taken jobs have ended and that their results were posted."""
         with self._changed:
             self._running[session] -= count
             if not self._running[session]:
@@ -115,18 +117,18 @@ class FairQueue(Generic[Job]):
                 self._retire_if_idle(session)
 
     def remove(self, session: int) -> list[Job]:
-        """Take the session's waiting jobs out and return them; those taken go on."""
+        """Remove the session's waiting jobs and return them; jobs already taken continue."""
         with self._changed:
             return [job for job, _ in self._waiting.pop(session, ())]
 
     def retire(self, session: int) -> None:
-        """Have the session come out of `take` once more when nothing of it waits or runs."""
+        """Have `take` return the session once more when none of its jobs waits or runs."""
         with self._changed:
             self._retiring.add(session)
             self._retire_if_idle(session)
 
     def close(self) -> None:
-        """Let `take` return None to every worker once nothing waits. Twice is fine."""
+        """Have `take` return None to every worker once no job waits. Calling it twice is fine."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

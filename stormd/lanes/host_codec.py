@@ -1,8 +1,8 @@
-"""Moves bytes between a session's memory and blobs in the arena, on the processor.
+"""Moves bytes between a session's memory and blobs in the arena, on the CPU.
 
-Nothing outside the given ranges is read or written, also when a client changes its memory meanwhile
-(the codec's promise: the blob is then garbage and found to be so), and what is decoded is verified
-by the codec before it is called restored.
+Only the given ranges are read and written, even if a client changes its memory meanwhile. The codec
+guarantees this: the blob is then garbage and is detected as such. The codec verifies decoded bytes
+before they count as restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stormd.memory.shared_memory import advise_huge_pages
 __all__ = ["Buffer", "HostCodec"]
 
 MODE_OFFSET: Final = 6
-"""Where an ANCF header says its mode; a test holds it to what the codec reads."""
+"""Offset of the mode in an ANCF header; a test compares it with the offset that the codec reads."""
 
 
 class Buffer:
@@ -34,15 +34,16 @@ class Buffer:
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def close(self) -> None:
-        """Unmap. Twice is fine."""
+        """Unmap the memory. Calling it twice is fine."""
         self._mapping.close()
 
 
 class HostCodec:
     """One worker's stores and restores of up to `part_bytes` each. Not thread-safe.
 
-    Its scratch holds a blob whose size is not known yet, or that lies in pieces. Its pages are
-    taken when touched, so raw blobs in one piece, which do not need it, cost nothing.
+    Its scratch holds a blob whose size is not known yet, or whose block has several extents.
+    Scratch pages are allocated when touched, so contiguous raw blobs, which need no scratch, cost
+    nothing.
     """
 
     def __init__(self, pool: HostPool, part_bytes: int) -> None:
@@ -51,7 +52,7 @@ class HostCodec:
         self._blob = Buffer(blob_bound(part_bytes))
 
     def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
-        """Encode the bytes at address `source`; return where the blob is, and its mode.
+        """Encode the bytes at address `source`; return the blob's block and its mode.
 
         On an error nothing is placed: the job's promise still stands.
         """
@@ -76,11 +77,11 @@ class HostCodec:
         self._codec.decode_into(self._address(block), block.nbytes, destination, nbytes)
 
     def close(self) -> None:
-        """Give the scratch back. Twice is fine."""
+        """Free the scratch. Calling it twice is fine."""
         self._blob.close()
 
     def _store_raw(self, source: int, job: StoreJob) -> Block:
-        """Encode straight into the arena, where it has room in one piece: the size is known."""
+        """Encode directly into the arena if the block is contiguous: the blob's size is known."""
         block = job.place(job.part.bound)
         try:
             self._encode_raw(source, job, block)
@@ -96,7 +97,7 @@ class HostCodec:
             scatter(self._pool.address, block.pieces(), self._blob.address)
 
     def _address(self, block: Block) -> int:
-        """Return where the blob is to be whole: in the arena, or in scratch if there in pieces."""
+        """Return the address of the whole blob: in the arena, or in scratch if split there."""
         return self._blob.address if block.offset is None else self._pool.address + block.offset
 
 

@@ -1,6 +1,6 @@
 """Opens the lanes that the config asks for.
 
-A device that was named is served or is an error. "auto" takes what is there.
+A device that the config names is served, or its absence is an error. "auto" uses what is there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 def check_device(config: Config) -> None:
-    """Look for the device that the config names, before memory is taken: to pin it takes a while.
+    """Check for the device that the config names before memory is allocated: pinning takes a while.
 
     May load CUDA's driver, but makes no context. Not for the event loop.
 
     Raises:
-        LaneUnavailable: this machine or build does not have it.
+        LaneUnavailable: this machine or build does not have the device.
     """
     if config.device != "cuda":
         return
@@ -46,7 +46,8 @@ def open_lanes(
 ) -> dict[str, Lane]:
     """Return the lanes by device. May take seconds; not for the event loop.
 
-    The cuda lane is of the devices of these ordinals, of all that are visible where None.
+    The cuda lane serves the devices of these ordinals, or all visible devices if `ordinals` is
+    None.
 
     Raises:
         LaneUnavailable: the config names a device that this machine or build does not have.
@@ -59,7 +60,7 @@ def open_lanes(
 def _open_cuda(
     config: Config, pool: HostPool, post: Post, ordinals: Sequence[int] | None
 ) -> Lane | None:
-    """Return the lane of the devices; None where there are none and "auto" was asked."""
+    """Return the lane of the devices; None if there are none and the config says "auto"."""
     try:
         # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
         from storm_kernels.ancf.cuda_modules import load_cupy
@@ -69,7 +70,7 @@ def _open_cuda(
 
         if ordinals is None:
             ordinals = range(len(device_uuids()))
-        load_cupy()  # which has the codec compiled
+        load_cupy()  # this compiles the codec
     except (BackendUnavailable, ImportError) as error:
         if config.device == "cuda":
             raise LaneUnavailable(f"there is no cuda lane here: {error}") from error

@@ -1,1 +1,1 @@
-"""The pure core: what sessions hold, and what follows from each event; no clock, socket or GPU."""
+"""The pure core: what sessions hold, and the effects of each event; no clock, socket or GPU."""

@@ -1,6 +1,6 @@
-"""What of a reserved range of addresses is mapped, so that no job names what is not there: pure.
+"""Which parts of a reserved address range are mapped, so that no job names unmapped ones. Pure.
 
-On a device a kernel that uses an address at which nothing is mapped breaks it for all sessions.
+A kernel that uses an unmapped address breaks the device for all sessions.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ __all__ = ["AddressRange"]
 
 
 class AddressRange:
-    """`nbytes` of addresses; pieces that are mapped at some of them do not overlap."""
+    """A range of `nbytes` addresses; the pieces mapped in it do not overlap."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._begins: list[int] = []
-        self._ends: dict[int, int] = {}  # by where the piece begins
+        self._ends: dict[int, int] = {}  # by the piece's begin
 
     def problem(self, begin: int, nbytes: int) -> str:
-        """Return why no piece can be mapped there; empty where one can."""
+        """Return why no piece can be mapped there; empty if one can."""
         end = begin + nbytes
         if end > self.nbytes:
             return f"bytes {begin} to {end} lie outside a range of {self.nbytes}"
@@ -29,17 +29,17 @@ class AddressRange:
         return f"some of bytes {begin} to {end} are mapped already" if is_taken or is_cut else ""
 
     def add(self, begin: int, nbytes: int) -> None:
-        """Note that a piece is mapped, where nothing was."""
+        """Note that a piece is mapped at addresses that were free."""
         insort(self._begins, begin)
         self._ends[begin] = begin + nbytes
 
     def remove(self, begin: int) -> int:
-        """Note that the piece that begins there is not mapped any more; return its bytes."""
+        """Note that the piece that begins there is unmapped; return its size in bytes."""
         self._begins.remove(begin)
         return self._ends.pop(begin) - begin
 
     def covers(self, begin: int, end: int) -> bool:
-        """Tell whether all of these bytes are mapped."""
+        """Return whether all bytes from `begin` to `end` are mapped."""
         index = bisect_right(self._begins, begin) - 1
         if index < 0:
             return False
@@ -51,7 +51,7 @@ class AddressRange:
         return begin < reached
 
     def assert_invariants(self) -> None:
-        """Check that pieces are in order, do not overlap, and lie in the range."""
+        """Check that pieces are in order, do not overlap, and are inside the range."""
         assert sorted(self._ends) == self._begins
         reached = 0
         for begin in self._begins:

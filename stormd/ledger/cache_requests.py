@@ -1,7 +1,8 @@
-"""What the ledger answers to sessions that are for the shared cache.
+"""The ledger's answers to sessions that are for the shared cache.
 
-Room for a put is made as its parts come, and its name changes its meaning at the commit alone. A
-session that ends leaves neither room nor loans behind, a put that gets no parts none either.
+A put gets room chunk by chunk as its chunks arrive, and its name changes its meaning only at the
+commit. When a session ends, its room and loans are freed; so is the room of a put that gets no
+chunks.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from stormd.sizes import format_size
 __all__ = ["CACHE_REQUESTS", "PUT_SECONDS", "CacheRequests"]
 
 PUT_SECONDS: Final = 60.0
-"""Without a part, after which a put that is open is closed: what was stored for it helps nobody."""
+"""Time without a chunk after which an open put is closed: what it has stored is of no use."""
 
 CACHE_REQUESTS: Final = (
     CachePut, CacheCommit, CacheCancel, CacheGet, CacheFind, CacheDelete, CacheList,
 )  # fmt: skip
-"""The messages that a session for the cache may send beside Store, Restore and Release."""
+"""The messages that a session for the cache may send besides Store, Restore and Release."""
 
 Handler = Callable[[Session, CacheAccess, Any, float], Message]
-"""Answers a session's request: its message, and the time."""
+"""Takes a session, its cache access, a message and the time; returns the answer."""
 
 
 class CacheRequests:
-    """Binds one cache to the sessions that use it."""
+    """Connects one cache to the sessions that use it."""
 
     def __init__(self, cache: Cache, state: State) -> None:
         self._cache = cache
@@ -67,12 +68,12 @@ class CacheRequests:
 
     @property
     def space(self) -> Space:
-        """Where the cache's blobs lie."""
+        """The space of the cache's blobs."""
         return self._cache.space
 
     @property
     def size(self) -> int:
-        """Bytes of the cache, all of which the first put waits for where the memory is to come."""
+        """Bytes of the cache. The first put waits for all of them if memory is yet to come."""
         return self._cache.space.capacity
 
     def answer(self, record: Session, message: Message, now: float) -> Message:
@@ -83,14 +84,14 @@ class CacheRequests:
         return self._handlers[type(message)](record, record.cache, message, now)
 
     def make_room(self, record: Session, nbytes: int, now: float) -> bool:
-        """Drop a little to make room for a part of `nbytes` at the most; True where to go on."""
+        """Drop a little for a chunk of up to `nbytes`; return whether to call this again."""
         access = record.cache
         if access is None or access.put is None or granules(nbytes) > access.put.unspent:
             return False
         return self._cache.make_room(granules(nbytes), access.caller, record.used_bytes, now)
 
     def spend(self, access: CacheAccess, nbytes: int) -> str | None:
-        """Promise room for a part of the put that is open; return None, or why that cannot be."""
+        """Promise room for a chunk of the open put; return None, or why it cannot be promised."""
         put = access.put
         if put is None:
             return _no_put(access)
@@ -106,20 +107,20 @@ class CacheRequests:
         return None
 
     def tidy(self, now: float) -> bool:
-        """Drop a little of what has outlived its time; True where there may be more."""
+        """Drop a few expired tensors, or free a few blocks; return whether there may be more."""
         return self._cache.tidy(now)
 
     @property
     def has_garbage(self) -> bool:
-        """Whether there are blocks that nobody has any more."""
+        """Whether there are blocks that have no owner and are not freed yet."""
         return self._cache.has_garbage
 
     def collect(self) -> None:
-        """Give a little of them back."""
+        """Free a few of the blocks that have no owner."""
         self._cache.collect()
 
     def close_idle(self, record: Session, now: float) -> None:
-        """Close the session's put where no part of it has come for too long."""
+        """Close the session's put if no chunk of it has come for too long."""
         access = record.cache
         if access is None or access.put is None or now - access.put.since <= PUT_SECONDS:
             return
@@ -127,7 +128,7 @@ class CacheRequests:
         self._close_put(record, access)
 
     def assert_invariants(self, records: Sequence[Session]) -> None:
-        """Raise AssertionError where cache and sessions contradict each other: for tests."""
+        """Raise AssertionError if cache and sessions contradict each other: for tests."""
         self._cache.assert_invariants()
         entries = [entry for record in records for entry in record.entries.values()]
         assert_space(
@@ -229,20 +230,20 @@ class CacheRequests:
         return CacheNames(*self._cache.names(access.caller, message.after, NAMES_A_PAGE))
 
     def _close_put(self, record: Session, access: CacheAccess) -> bool:
-        """Close the put, if one is open; give up what was stored for it."""
+        """Close the put, if one is open, and free the entries that were stored for it."""
         if access.put is None:
             return False
         access.put = None
         own = [(number, entry) for number, entry in record.entries.items() if entry.loan is None]
         for _, entry in own:
-            entry.released = True  # what a lane uses is freed when that is done
+            entry.released = True  # entries that a lane uses are freed when the lane is done
         unused = [number for number, entry in own if not entry.in_use]
         blocks = [one.block for one in self._state.holdings.remove_all(record, unused)]
         self._cache.discard([block for block in blocks if block is not None])
         return True
 
 
-# --- parts of the above ---------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------
 
 
 def _refused(detail: str) -> Refused:
@@ -250,14 +251,14 @@ def _refused(detail: str) -> Refused:
 
 
 def _bound(message: CachePut) -> int:
-    """Return the most bytes of the space that the parts take."""
+    """Return the maximum bytes of the space that the chunks take."""
     full, rest = divmod(message.nbytes, message.part_bytes)
     total = full * granules(blob_bound(message.part_bytes))
     return total + (granules(blob_bound(rest)) if rest else 0)
 
 
 def _commit_problem(record: Session, put: CachePut, entries: list[int]) -> str:
-    """Return why these entries are not the tensor that was announced, empty where they are."""
+    """Return why these entries are not the announced tensor, empty if they are."""
     wanted = part_count(put.nbytes, put.part_bytes)
     if len(set(entries)) != wanted or len(entries) != wanted:
         return f"{len(entries)} entries are no tensor of {put.nbytes} bytes in {wanted} parts"
@@ -295,7 +296,7 @@ def _part(entry: Entry) -> CachePart:
 
 
 def _no_put(access: CacheAccess) -> str:
-    """Return that no put is open, and what became of one that its client has not closed."""
+    """Say that no put is open, and which put was closed because no chunks came."""
     closed = ""
     if access.put_closed:
         closed = f" (that of {access.put_closed!r} got no part for {PUT_SECONDS:g} s)"

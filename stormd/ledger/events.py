@@ -1,10 +1,10 @@
-"""What passes between the ledger, the gateway and the lanes: jobs, results, instructions.
+"""The data passed between the ledger, the gateway and the lanes: jobs, results, instructions.
 
-All of it is plain data with named fields, made by keyword: a record of ten numbers in a row hides a
-swapped pair. Carrying an instruction out cannot fail in a way that the ledger would not be told of
-by a later event. None is changed once it is made; those that a part has one of each are not frozen,
-which would take three times as long to make, and the ledger makes jobs by position, in one place
-each: by keyword it takes twice as long.
+All of it is plain data with named fields, made by keyword, since ten positional numbers would hide
+a swapped pair. If carrying out an instruction fails, a later event tells the ledger. No object is
+changed once it is made. Those made for each chunk are not frozen, because frozen ones take three
+times as long to make. For the same reason the ledger makes jobs by position, in one place each: by
+keyword it takes twice as long.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = [
 
 
 Mappable: TypeAlias = MapSegment | ReserveRange | MapPiece
-"""What a client offers to its session's lane."""
+"""The messages that offer memory to the session's lane for mapping."""
 
 
 @dataclass(slots=True)
 class StoreJob:
     """Encode the bytes of `part` at `offset` of `segment`, and `place` the blob in `space`.
 
-    `ready` is the value of the session's `published` counter to wait for, `sequence` the one that
-    its `stored` is raised to then (cuda lane).
+    The lane waits until the session's `published` counter reaches `ready`. Once the source may be
+    used again, it raises the `stored` counter to `sequence` (cuda lane).
     """
 
     session: int
@@ -72,15 +72,15 @@ class StoreJob:
 
     @property
     def nbytes(self) -> int:
-        """Of the bytes to be encoded."""
+        """Number of bytes to be encoded."""
         return self.part.nbytes
 
     def place(self, nbytes: int) -> Block:
-        """Return where its blob of `nbytes` goes; the promise to it is used up by that."""
+        """Turn the promise into a block for the blob of `nbytes`, and return the block."""
         return self.space.place(self.part.charge, nbytes)
 
     def unplace(self, block: Block) -> None:
-        """Undo `place`: the promise stands again."""
+        """Undo `place`: the promise is valid again."""
         self.space.unplace(block, self.part.charge)
 
 
@@ -103,9 +103,9 @@ class RestoreJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpillJob:
-    """Move the blob of an entry between `block` and `extent`, which stay as they are until then.
+    """Move an entry's blob between `block` and `extent`; neither is freed before the answer.
 
-    `generation` is another one for each blob that is written; it is read under the same.
+    Each written blob gets a new `generation`; it must be read under the same one.
     """
 
     session: int
@@ -117,22 +117,22 @@ class SpillJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteJob(SpillJob):
-    """From the pool to the disk."""
+    """Write the blob from the pool to the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadJob(SpillJob):
-    """From the disk to the pool."""
+    """Read the blob from the disk into the pool."""
 
 
-# --- what lanes and the tier answer, one result a job ----------------------------------------
+# --- results of lanes and the tier, one for each job -----------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class StoreDone:
-    """The blob is in the arena at `block`; `seconds` of work on it, waiting left out.
+    """The blob is in the pool at `block`; the work took `seconds`, without waiting.
 
-    `sequence` is the store's where its lane wants to hear when that is written down, else 0.
+    `sequence` is the store's if its lane must hear when the result is recorded, else 0.
     """
 
     session: int
@@ -145,7 +145,7 @@ class StoreDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFailed:
-    """There is no blob, and nothing is placed: the promise still stands, to be withdrawn."""
+    """There is no blob and no block. The promise still stands and must be withdrawn."""
 
     session: int
     entry: int
@@ -164,7 +164,7 @@ class RestoreDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreFailed:
-    """The destination may hold anything; `kind` is "CorruptBlob" or "ActivationLost"."""
+    """The destination is undefined; `kind` is "CorruptBlob" or "ActivationLost"."""
 
     session: int
     ticket: int
@@ -191,7 +191,7 @@ class SegmentRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpillDone:
-    """What was to be written is on the disk, or what was to be read is in the block, verified."""
+    """The blob has been written to the disk, or read into its block and verified."""
 
     session: int
     entry: int
@@ -199,7 +199,7 @@ class SpillDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpillFailed:
-    """The tier is of no use any more; what was to be read into may hold anything."""
+    """The tier is of no further use; a block that was being read into is undefined."""
 
     session: int
     entry: int
@@ -208,7 +208,7 @@ class SpillFailed:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """The last result of a session: all its jobs have been answered, its memory is let go."""
+    """A session's last result: all its jobs are answered, and the lane has released its memory."""
 
     session: int
 
@@ -226,12 +226,12 @@ Result = (
 )
 
 
-# --- what else the ledger has done ----------------------------------------------------------
+# --- other instructions of the ledger -------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """Send the message to the session's client; `request` is 0 where it answers none."""
+    """Send the message to the session's client; `request` is 0 if it answers no request."""
 
     session: int
     request: int
@@ -240,7 +240,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Have the session's lane begin these, of which there is at least one, in their order."""
+    """Have the session's lane begin these jobs, at least one, in their order."""
 
     session: int
     jobs: list[StoreJob | RestoreJob]
@@ -256,7 +256,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Tell the session's lane that what came of the stores of these numbers is written down."""
+    """Tell the session's lane that the results of the stores with these numbers are recorded."""
 
     session: int
     sequences: list[int]
@@ -264,7 +264,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Map:
-    """Have the session's lane map the segment; the descriptor of a piece is there by then."""
+    """Have the session's lane map the segment; a piece's descriptor has arrived before."""
 
     session: int
     segment: Mappable
@@ -280,9 +280,10 @@ class Unmap:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ask the ledger for the same again once the pool has grown, before what the session says next.
+    """Repeat the request once the pool has grown, before handling the session's later requests.
 
-    It stands alone. Nothing was changed, but that the space knows that more memory is wanted.
+    This is the only instruction of its answer. Nothing has changed, except that the space has noted
+    that more memory is wanted.
     """
 
     session: int
@@ -290,21 +291,21 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Find out whether the silent session's client can still be reached; end it if not."""
+    """Check whether a silent session's client can still be reached; if not, end the session."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Have the session's lane let go of the session; its client is not answered any more."""
+    """Have the session's lane detach the session; its client gets no more answers."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The session is gone and holds nothing: close its lifeline. `cause` is of counters.ENDINGS."""
+    """The session is gone and holds nothing: close its lifeline. `cause` is in counters.ENDINGS."""
 
     session: int
     cause: str

@@ -1,9 +1,9 @@
 """What sessions hold, and how it adds up: the state that all modules of the ledger share.
 
-A session is charged for the entries that are its own, in whole granules. What it holds beyond its
-share is taken from the part of the pool that all have in common; so where all shares and the common
-part fit into the pool, a share is never refused. An entry's block goes back where it came from
-once, when it was given up and no lane uses it.
+A session is charged for its own entries, in whole granules. What it holds beyond its share comes
+from the common part of the pool. So if all shares and the common part fit into the pool, a share is
+never refused. An entry's block is freed exactly once, when the entry is released and no lane uses
+it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["Holdings", "Shares", "State", "assert_session", "assert_space"]
 
 
 class Shares:
-    """How sessions' holdings add up, by user and beyond each share. Sizes are bytes of the pool.
+    """Sums of the sessions' holdings: by user, and beyond each share. Sizes are bytes of the pool.
 
-    Other processes are told by `totals` where there are some.
+    `totals` exchanges the users' sums with other processes, if there are any.
     """
 
     def __init__(self, totals: UserTotals | None = None) -> None:
@@ -35,38 +35,38 @@ class Shares:
 
     @property
     def common_bytes(self) -> int:
-        """What all sessions hold beyond their shares."""
+        """The bytes that all sessions hold beyond their shares."""
         return self._common
 
     def of_user(self, uid: int) -> int:
-        """Return what all sessions of a user hold."""
+        """Return the bytes that all sessions of a user hold."""
         return self._by_user.get(uid, 0)
 
     def claim(self, uid: int, nbytes: int) -> int:
-        """Return what all sessions of a user hold in all processes, `nbytes` more being wanted.
+        """Return the bytes that a user's sessions hold in all processes, before `nbytes` more.
 
-        Others know of them from now on; where they are refused, `unclaim` must follow.
+        Other processes count the `nbytes` from now on. If they are refused, call `unclaim`.
         """
         own = self.of_user(uid)
         return own if self._totals is None else own + self._totals.claim(uid, own + nbytes)
 
     def unclaim(self, uid: int) -> None:
-        """Note that what was claimed for a user is not held."""
+        """Note that a user's claimed bytes are not held."""
         if self._totals is not None:
             self._totals.hold(uid, self.of_user(uid))
 
     @property
     def within_bytes(self) -> int:
-        """What all sessions hold of their shares."""
+        """The bytes that all sessions hold within their shares."""
         return sum(self._by_user.values()) - self._common
 
     def limit(self, share_bytes: int, used: Iterable[int]) -> None:
-        """Hold to another share; `used` is what each session holds."""
+        """Change the size of a share; `used` has the bytes that each session holds."""
         self._share = share_bytes
         self._common = sum(self._beyond(one) for one in used)
 
     def moved(self, uid: int, before: int, after: int) -> None:
-        """Note that a session of the user's holds another number of bytes."""
+        """Note that the bytes of one of the user's sessions change from `before` to `after`."""
         total = self._by_user.get(uid, 0) + after - before
         if total:
             self._by_user[uid] = total
@@ -77,11 +77,11 @@ class Shares:
         self._common += self.taken(before, after) if self._share else after - before
 
     def taken(self, before: int, after: int) -> int:
-        """Return by how much the common part shrinks where a session goes from one to the other."""
+        """Return how much of the common part a session takes by going from `before` to `after`."""
         return max(after, self._share) - max(before, self._share)
 
     def assert_invariants(self, sessions: Iterable[tuple[int, int]]) -> None:
-        """Raise AssertionError where the sums are not those of these users' sessions: for tests."""
+        """Raise AssertionError if the sums are not those of these users' sessions: for tests."""
         by_user: dict[int, int] = {}
         common = 0
         for uid, used in sessions:
@@ -97,9 +97,9 @@ class Shares:
 class Holdings:
     """Counts `entries`, the `raw_bytes` before encoding of those in the pool, and `shares`.
 
-    What a session has in the cache's space counts for none of the last two. `records` is where what
-    outlives the process is written down. `has_changed` says that something was taken in or given
-    back, or is waited for; whoever has looked at that clears it.
+    Entries of a session for the cache count for neither `raw_bytes` nor `shares`. `records` records
+    the state that outlives the process. `has_changed` says that bytes were taken, freed or are
+    waited for; its reader clears it.
     """
 
     def __init__(self, records: Records, totals: UserTotals | None = None) -> None:
@@ -110,15 +110,15 @@ class Holdings:
         self.has_changed = True
 
     def add(self, record: Session, entry_id: int, entry: Entry) -> None:
-        """Give a session an entry, for which it is charged."""
+        """Give a session an entry, and charge the session for it."""
         record.entries[entry_id] = entry
         self.charge(record, entry.charge)
         self._count(record, entry.raw_bytes)
         self.entries += 1
 
     def charge(self, record: Session, nbytes: int) -> None:
-        """Charge a session for so many bytes more; with fewer than 0, for fewer."""
-        if not nbytes:  # as of a blob that is as large as was promised
+        """Charge a session for `nbytes` more; a negative number means fewer."""
+        if not nbytes:  # for example, a blob as large as was promised
             return
         self.has_changed = True
         before = record.used_bytes
@@ -127,7 +127,7 @@ class Holdings:
             self.shares.moved(record.info.uid, before, record.used_bytes)
 
     def remove(self, record: Session, entry_id: int) -> Entry:
-        """Take an entry from a session; its promise, block or loan is the caller's business."""
+        """Take an entry from a session; the caller handles its promise, block or loan."""
         entry = record.entries.pop(entry_id)
         self.charge(record, -entry.charge)
         self._count(record, -entry.raw_bytes)
@@ -135,7 +135,7 @@ class Holdings:
         return entry
 
     def remove_all(self, record: Session, entry_ids: Iterable[int]) -> list[Entry]:
-        """Take several entries from a session, as `remove` does each."""
+        """Take several entries from a session, as `remove` does for each."""
         entries = [record.entries.pop(entry_id) for entry_id in entry_ids]
         self.charge(record, -sum(entry.charge for entry in entries))
         self._count(record, -sum(entry.raw_bytes for entry in entries))
@@ -143,27 +143,27 @@ class Holdings:
         return entries
 
     def add_lent(self, record: Session, entries: dict[int, Entry]) -> None:
-        """Give a session entries that the cache lends it, and for which nobody is charged."""
+        """Give a session entries that the cache lends it; nobody is charged for them."""
         record.entries |= entries
         self.entries += len(entries)
 
     def give_up(self, record: Session, entry_id: int) -> None:
-        """Make an entry invisible to its client, and free it unless a lane uses it."""
+        """Make an entry invisible to its client, and free it unless it is in use."""
         entry = record.entries[entry_id]
         entry.released = True
         if not entry.in_use:
             self._free(record, entry_id, entry)
 
     def free_unused(self, record: Session, entry_id: int) -> None:
-        """Free the entry if its owner has given it up and no lane uses it."""
+        """Free the entry if its owner has released it and it is not in use."""
         entry = record.entries[entry_id]
         if entry.released and not entry.in_use:
             self._free(record, entry_id, entry)
 
     def _free(self, record: Session, entry_id: int, entry: Entry) -> None:
-        """Give an entry's block and extent back, or its promise; it is charged no longer."""
+        """Free an entry's block and extent, or withdraw its promise; it is charged no longer."""
         self.remove(record, entry_id)
-        self.records.freed(entry)  # before its room is used again
+        self.records.freed(entry)  # before its space is used again
         if entry.loan is not None:
             entry.loan.end()
         elif entry.block is not None:
@@ -180,11 +180,11 @@ class Holdings:
 
 @dataclass(slots=True)
 class State:
-    """What there is, of which each module of the ledger looks after its part.
+    """The state that the ledger's modules share.
 
-    `space` is the pool's. While it is draining no session and no entry is taken. `touched` are the
-    entries that lanes no longer use, or that restores wait for, since the tier on disk has looked;
-    None where there is no tier.
+    `space` is the pool's. While `is_draining`, no session and no entry is accepted. `touched` has
+    the entries that lanes have stopped using, or that restores wait for, since the tier on disk
+    last looked; None if there is no tier.
     """
 
     space: Space
@@ -199,25 +199,25 @@ class State:
 def assert_space(
     space: Space, entries: Sequence[Entry], *, held: int = 0, promised: int = 0
 ) -> None:
-    """Raise AssertionError where a space holds other than these entries and what else is known.
+    """Raise AssertionError if a space holds anything but these entries and the given bytes.
 
-    `held` and `promised` are the bytes that are in use or promised beside the entries.
+    `held` and `promised` are the bytes that are in use or promised besides the entries.
     """
     space.assert_invariants()
     use = space.use()
     charged = held + sum(entry.charge for entry in entries)
     if all(entry.block or entry.disk for entry in entries):
         assert (use.used, use.promised) == (charged, promised)
-    else:  # a lane may have placed a block of less than was promised, and not said so yet
+    else:  # a lane may have placed a smaller block than was promised, and not answered yet
         assert use.used + use.promised <= charged + promised
 
 
 def assert_session(record: Session) -> None:
-    """Raise AssertionError where a session contradicts itself: for tests."""
+    """Raise AssertionError if a session contradicts itself: for tests."""
     assert record.used_bytes == sum(entry.charge for entry in record.entries.values())
     for entry_id, entry in record.entries.items():
         assert entry.charge == _charge(entry)
-        is_due = entry_id in record.to_free  # of an ending session, a few at a time
+        is_due = entry_id in record.to_free  # an ending session's entries are freed in steps
         assert entry.in_use or not entry.released or is_due, "a released entry was not freed"
         tickets = [n for n, ticket in record.tickets.items() if ticket.entry == entry_id]
         waiting = [number for number in tickets if number in record.waiting]
@@ -229,7 +229,7 @@ def assert_session(record: Session) -> None:
 
 
 def _charge(entry: Entry) -> int:
-    """Return what an entry must count for: nothing, where it is lent by the cache or on disk."""
+    """Return an entry's correct charge: 0 if the cache lends it or it is on disk."""
     if entry.loan is not None or (entry.disk and entry.disk.phase is not DiskPhase.WRITING):
         return 0
     return granules(entry.block.nbytes) if entry.block else entry.promised

@@ -1,9 +1,9 @@
-"""The life of sessions: opened, attached, renewed while they are heard, expired, ended and gone.
+"""The life of sessions: opened, attached, renewed while heard, probed when silent, ended and gone.
 
-A session is a lease on all it holds. It ends when its lifeline does, and that alone proves a client
-dead: a stopped process (a debugger, a long call that holds its interpreter lock) is silent and
-alive, and its activations must wait for it. So a lease that nobody has renewed is only probed. A
-session that never attached is ended, and one that has ended holds nothing.
+A session is a lease on all it holds. It ends when its lifeline does; only that proves a client
+dead. A stopped process (a debugger, a long call that holds its interpreter lock) is silent but
+alive, and must find its activations later. So a lease that nobody has renewed is only probed. A
+session that never attached is ended, and an ended session holds nothing.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from stormd.protocol import Hello, Refused
 __all__ = ["ATTACH_SECONDS", "FREED_A_TURN", "STALE_SECONDS", "Leases", "Places"]
 
 ATTACH_SECONDS: Final = 5.0
-"""How long a session may exist without its lifeline."""
+"""Maximum time that a session may exist without its lifeline."""
 
 STALE_SECONDS: Final = 0.5
-"""Without a lifeline, after which a session gives way to a new one where no place is free. It takes
-a client milliseconds."""
+"""Time without a lifeline after which a session may be ended for a new one, if no place is free. A
+client needs milliseconds to connect its lifeline."""
 
 FREED_A_TURN: Final = 256
-"""Entries of ending sessions that are freed before the loop gets to other work."""
+"""Maximum entries of ending sessions that are freed before the loop gets to other work."""
 
 
 class Leases:
-    """Opens and ends sessions. `cache` is None where the daemon keeps none."""
+    """Opens and ends sessions. `cache` is None if the daemon keeps no cache."""
 
     def __init__(self, state: State, cache: CacheRequests | None) -> None:
         self._state = state
         self._cache = cache
         self._places = Places()
-        self._freeing: deque[Session] = deque()  # those that end and have entries to be freed
+        self._freeing: deque[Session] = deque()  # ending sessions with entries to free
 
-    # --- may a session be opened ------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------
 
     def make_place(self, uid: int, now: float, *, has_lane: bool = True) -> list[Instruction]:
-        """Where a user finds no place, end the session that is longest without a lifeline.
+        """If the user finds no place, end the session that is longest without a lifeline.
 
-        Of the user's own where those are too many, else of the user who has most such sessions.
-        One that was opened a moment ago is left alone. `refusal` tells whether there is a place.
+        If the user has too many sessions, it is one of that user's; else one of the user with most
+        sessions without a lifeline. A session opened less than STALE_SECONDS ago is not ended.
+        `refusal` says whether there is a place now.
         """
         uid_taken, taken = self._places.taken(uid, has_lane=has_lane)
         if uid_taken >= self._user_sessions:
@@ -62,10 +63,10 @@ class Leases:
         return self.end(found.info.session, "unattached")
 
     def refusal(self, uid: int, *, has_lane: bool = True) -> Refused | None:
-        """Return why no session of a user's, with a lane or for control alone, can be opened now.
+        """Return why the user cannot open a session, with or without a lane; None if it can.
 
-        None where one can. Shares are kept for those with a lane; of the others, which hold
-        nothing, there may be as many beside them.
+        Shares are kept for sessions with a lane. Sessions without one hold nothing, and as many of
+        them may exist beside the others.
         """
         if self._state.is_draining:
             return Refused("DaemonLost", "the daemon is shutting down: start it again")
@@ -88,7 +89,7 @@ class Leases:
     def _user_sessions(self) -> int:
         return self._state.limits.user_sessions or self._state.limits.max_sessions
 
-    # --- its life ---------------------------------------------------------------------------
+    # --- a session's life -------------------------------------------------------------------
 
     def open(
         self,
@@ -101,10 +102,10 @@ class Leases:
         hello: Hello | None = None,
         secret: bytes = b"",
     ) -> Session:
-        """Add a session; `staging_bytes` is the size of segment 0, 0 where it is to be mapped.
+        """Add a session; `staging_bytes` is the size of segment 0, 0 if the client will map it.
 
-        With a `caller` it is one for the cache, of which there must be one. With a `hello` it can
-        be resumed by who knows its `secret`, where what is held is written down.
+        With a `caller` the session is for the cache, which must exist. With a `hello`, a client
+        that knows the `secret` can resume the session, if the ledger records its state.
         """
         assert self.refusal(info.uid, has_lane=info.has_lane) is None
         assert info.session not in self._state.sessions
@@ -123,7 +124,7 @@ class Leases:
         self._state.counters.sessions += 1
 
     def adopt(self, kept: KeptSession, now: float) -> None:
-        """Add a session of an earlier daemon's, with all it holds, whose client has yet to come."""
+        """Add a session of an earlier daemon, with all it holds; its client has not come yet."""
         segments = {0: kept.staging_bytes} if kept.staging_bytes else {}
         record = Session(
             info=kept.info,
@@ -146,11 +147,11 @@ class Leases:
                 touched.append((record, number))
 
     def orphans(self) -> list[Session]:
-        """Return the sessions whose clients have not come since another daemon ended."""
+        """Return the sessions of an earlier daemon whose clients have not come yet."""
         return [one for one in self._state.sessions.values() if one.phase is Phase.ORPHANED]
 
     def resume(self, record: Session, now: float) -> None:
-        """Note that an orphaned session's client has come; its lifeline is to follow."""
+        """Note that an orphaned session's client has come; its lifeline will follow."""
         record.enter(Phase.OPENED)
         record.has_client = True
         record.seen = now
@@ -165,7 +166,7 @@ class Leases:
     def tick(self, now: float) -> list[Instruction]:
         """End sessions that never attached, and probe those that have been silent for a lease.
 
-        Whoever hears a client renews its lease, by setting `seen`.
+        The module that hears a client renews its lease by setting `seen`.
         """
         instructions: list[Instruction] = []
         lease = self._state.limits.lease_seconds
@@ -179,34 +180,34 @@ class Leases:
         return instructions
 
     def end(self, session: int, cause: str) -> list[Instruction]:
-        """Begin a session's end, for a cause of counters.ENDINGS.
+        """Begin a session's end; `cause` is one of counters.ENDINGS.
 
-        Ending one that is ending, or gone, changes nothing: the end of one lets others go, so
-        whoever ends several meets some that are gone.
+        Ending a session that is ending or gone changes nothing. Ending one session may complete the
+        end of others, so a caller that ends several may find some gone.
         """
         record = self._state.sessions.get(session)
         if record is None or record.phase is Phase.ENDING:
             return []
-        if record.phase is Phase.OPENED:  # and so it holds nothing: whoever waits need not
+        if record.phase is Phase.OPENED:  # it holds nothing, so its place is free at once
             self._places.leave(record)
         record.enter(Phase.ENDING)
         record.cause = cause
         self._state.holdings.records.ended(record)
         self._state.counters.ended[cause] += 1
         if record.cache is not None:
-            record.cache.put = None  # what was stored for it is freed with the other entries
+            record.cache.put = None  # the entries stored for it are freed with the others
         for number in record.waiting:
             record.entries[record.tickets.pop(number).entry].waits -= 1
         record.waiting.clear()
         record.to_free = list(record.entries)
-        if record.to_free:  # else it is gone once its lane has let go of it
+        if record.to_free:  # else it is gone once its lane has detached it
             self._freeing.append(record)
-        if not record.has_client:  # no lane has it, and nobody is to be told
+        if not record.has_client:  # no lane has it, and nobody must be told
             record.detached = True
             return [*self.gone(record), *self.free_some()]
         return [Detach(session), *self.free_some()]
 
-    # --- what an ending session has held ----------------------------------------------------
+    # --- what ending sessions have held -----------------------------------------------------
 
     @property
     def is_freeing(self) -> bool:
@@ -214,9 +215,9 @@ class Leases:
         return bool(self._freeing) or (self._cache is not None and self._cache.has_garbage)
 
     def free_some(self) -> list[Instruction]:
-        """Free some entries of sessions that end, a few milliseconds' work; to be called again.
+        """Free some entries of ending sessions, a few milliseconds' work; to be called again.
 
-        Others are served in between.
+        Other clients are served in between.
         """
         gone: list[Instruction] = []
         left = FREED_A_TURN
@@ -231,31 +232,31 @@ class Leases:
         return gone
 
     def detached(self, record: Session, _results: object, _now: float) -> list[Instruction]:
-        """Take in that the session's lane has let go of it: no more results follow."""
+        """Note that the session's lane has detached it: no more results follow."""
         assert record.phase is Phase.ENDING, "a lane let go of a living session"
         record.detached = True
         return self.gone(record)
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where sessions and their places contradict each other: for tests."""
+        """Raise AssertionError if sessions and their places contradict each other: for tests."""
         self._places.assert_invariants(self._state.sessions.values())
         for record in self._freeing:
             assert record.phase is Phase.ENDING
 
     def _free_some_of(self, record: Session, most: int) -> int:
-        """Give up to `most` entries of an ending session up; return how many."""
+        """Release up to `most` entries of an ending session; return how many."""
         count = min(most, len(record.to_free))
         for _ in range(count):
             number = record.to_free.pop()
-            entry = record.entries.get(number)  # a lane may have answered it away meanwhile
+            entry = record.entries.get(number)  # a lane's result may have removed it meanwhile
             if entry is not None:
                 self._state.holdings.give_up(record, number)
         return count
 
     def gone(self, record: Session) -> list[Instruction]:
-        """Forget an ending session if it holds nothing and its lane has let go of it.
+        """Forget an ending session if it holds nothing and its lane has detached it.
 
-        What the tier on disk still uses is freed once that has answered.
+        Entries that the tier on disk still uses are freed once the tier has answered.
         """
         if not record.detached or record.to_free:
             return []
@@ -273,8 +274,9 @@ class Leases:
 class Places:
     """How many sessions each user has, and which of them have no lifeline yet.
 
-    A session takes a place from its opening until it is gone, or, where it never had a lifeline and
-    so holds nothing, until its end begins. Those with a lane and those without are counted apart.
+    A session takes a place from its opening until it is gone. If it never had a lifeline, and so
+    holds nothing, its place is free as soon as its end begins. Sessions with a lane and those
+    without are counted separately.
     """
 
     def __init__(self) -> None:
@@ -284,13 +286,13 @@ class Places:
         self._unattached: dict[int, Session] = {}  # the oldest first
 
     def taken(self, uid: int, *, has_lane: bool) -> tuple[int, int]:
-        """Return how many places a user has, and how many all users have."""
+        """Return how many places a user has taken, and how many all users have."""
         return self._by_user[has_lane, uid], self._by_kind[has_lane]
 
     def stalest(self, *, has_lane: bool, uid: int | None = None) -> Session | None:
-        """Return the session that is longest without a lifeline, where there is such a one.
+        """Return the session that is longest without a lifeline, or None.
 
-        Of a user's, or, where none is named, of the user who has most of them.
+        It is one of `uid`, or if that is None, of the user who has most such sessions.
         """
         found: dict[int, list[Session]] = {}
         for record in self._unattached.values():
@@ -299,14 +301,14 @@ class Places:
         return max(found.values(), key=len)[0] if found else None
 
     def take(self, record: Session) -> None:
-        """Give a session that was opened its place."""
+        """Give a newly opened session its place."""
         session, info = record.info.session, record.info
         self._taken[session] = self._unattached[session] = record
         self._by_user[info.has_lane, info.uid] += 1
         self._by_kind[info.has_lane] += 1
 
     def waits(self, record: Session) -> None:
-        """Note that a session that was another daemon's waits for its lifeline."""
+        """Note that another daemon's session waits for its lifeline."""
         self._unattached[record.info.session] = record
 
     def attached(self, record: Session) -> None:
@@ -314,7 +316,7 @@ class Places:
         del self._unattached[record.info.session]
 
     def leave(self, record: Session) -> None:
-        """Give a session's place up. Twice is fine."""
+        """Free a session's place. May be called twice."""
         info = record.info
         if self._taken.pop(info.session, None) is None:
             return
@@ -325,7 +327,7 @@ class Places:
         self._by_kind[info.has_lane] -= 1
 
     def assert_invariants(self, records: Iterable[Session]) -> None:
-        """Raise AssertionError where the places are not these sessions': for tests."""
+        """Raise AssertionError if the places are not those of these sessions: for tests."""
         there = {record.info.session: record for record in records}
         assert self._taken.keys() <= there.keys()
         assert self._unattached == {

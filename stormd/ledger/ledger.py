@@ -1,16 +1,16 @@
 """Who holds what: the pure state machine over sessions, entries, leases and quotas.
 
-An event goes in, instructions come out, and nothing else happens: no socket, clock or memory is
-touched here. Each kind of event has its module, and all of them one State:
+An event goes in, instructions come out, and nothing else happens: this code uses no socket, clock
+or memory. Each kind of event has its own module, and all modules share one State:
 
 - leases.py: a session's life, from its opening until it is gone
-- stores.py, restores.py, segments.py: a client's requests, and what lanes answer to each
-- cache_requests.py: what only sessions for the shared cache may ask for
-- spills.py: what goes to the tier on disk and comes back (spill_moves.py: when; spill_order.py:
-  which)
-- holdings.py: how what is held adds up
+- stores.py, restores.py, segments.py: a client's requests, and the lanes' results of each
+- cache_requests.py: the requests that only sessions for the shared cache may send
+- spills.py: what is written to the tier on disk and read back (spill_moves.py: when;
+  spill_order.py: which entries)
+- holdings.py: how holdings add up
 
-What the pool has no room for yet, and will have once it has grown, is answered by Wait.
+If the pool lacks space that it will have once it has grown, the answer is Wait.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ from stormd.protocol import (
 __all__ = ["Ledger"]
 
 OnRequest = Callable[[Session, int, Any, float], list[Instruction]]
-"""Takes a session's request: its number, the message, and the time."""
+"""Takes a session, the request's number, the message, and the time."""
 
 OnResults = Callable[[Session, Any, float], list[Instruction]]
-"""Takes results of one kind, all of one session, and the time."""
+"""Takes results of one kind, all of the same session, and the time."""
 
 
 class Ledger:
-    """The state of all sessions. Times are seconds of any clock that does not step back.
+    """The state of all sessions. Times are in seconds of any clock that never goes back.
 
-    `on_request` says by message, and `on_results` by result, who takes it in; what comes next is
-    in the instructions that are returned. Everything inside a message comes from a client and is
-    checked. `cache` is None where the daemon keeps none. With a `disk` entries may go there, and
-    `reserve` bytes of the pool are for their way back: at least a blob of the largest part. What
-    outlives the process is written down in `records`; without them nothing does. Other processes
-    that serve beside this one are known by `totals`.
+    `on_request` has the handler of each message class, `on_results` that of each result class. They
+    return the instructions to carry out. All content of a message comes from a client and is
+    checked. `cache` is None if the daemon keeps no cache. With a `disk`, entries may be written
+    there; `reserve` bytes of the pool are for reading them back, at least the largest chunk's blob.
+    `records` has the state that outlives the process; without it nothing does. `totals` has the
+    holdings of other processes that serve beside this one.
     """
 
     def __init__(
@@ -135,17 +135,17 @@ class Ledger:
         }
 
     def limit(self, limits: Limits) -> None:
-        """Hold everything that comes to other limits; what there is stays as it is."""
+        """Apply new limits to later requests; what sessions hold now is not affected."""
         self._state.limits = limits
         pool_users = (one.used_bytes for one in self._records() if one.cache is None)
         self.holdings.shares.limit(limits.share_bytes, pool_users)
 
     def drain(self) -> None:
-        """Take no new session and no new entry from now on."""
+        """Accept no new session and no new entry from now on."""
         self._state.is_draining = True
 
     def tick(self, now: float) -> list[Instruction]:
-        """Look after what has outlived its time; to be called about twice a second."""
+        """Handle expired tensors, puts and leases; to be called about twice a second."""
         if self._cache is not None:
             self._cache.tidy(now)
             for record in self._records():
@@ -155,19 +155,19 @@ class Ledger:
     # --- the shared cache -------------------------------------------------------------------
 
     def make_cache_room(self, record: Session, message: Store, now: float) -> bool:
-        """Before a part of a put is stored, drop a little for it; True where to go on with that."""
+        """Drop a little before a chunk of a put is stored; return whether to call this again."""
         if self._cache is None or record.phase is not Phase.ATTACHED:
             return False
         return self._cache.make_room(record, blob_bound(message.nbytes), now)
 
     def tidy_cache(self, now: float) -> bool:
-        """Before the cache is asked, drop a little of what has expired; True where to go on."""
+        """Drop a few expired tensors before the cache is asked; return whether to call it again."""
         return self._cache is not None and self._cache.tidy(now)
 
     def _cached(
         self, record: Session, request: int, message: Message, now: float
     ) -> list[Instruction]:
-        """Answer a request about the cache, of a session that is for it or is told so."""
+        """Answer a cache request; refuse it if the session is not for the cache."""
         answer: Message
         if record.cache is None or self._cache is None:
             answer = Refused(
@@ -183,16 +183,16 @@ class Ledger:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it takes nothing new."""
+        """Whether the ledger accepts nothing new."""
         return self._state.is_draining
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a store waits for the disk, and so for any room that comes."""
+        """Whether a store waits for the disk, and so for any space that is freed."""
         return self.spills is not None and self.spills.is_waited_for
 
     def _moved(self, record: Session, results: Any, now: float) -> list[Instruction]:
-        """Take in what the tier has done; an ending session may have waited for that alone."""
+        """Take in results of the tier; an ending session may have waited only for them."""
         assert self.spills is not None
         instructions = self.spills.moved(record, results, now)
         if record.phase is Phase.ENDING:
@@ -204,9 +204,9 @@ class Ledger:
     def _learned(
         self, record: Session, request: int, message: PlanLearned, _now: float
     ) -> list[Instruction]:
-        """Note what the session's trainer says of its steps, in the place of what it said before.
+        """Note the trainer's description of its steps; it replaces the session's earlier one.
 
-        It is for people: nothing is granted or refused by it.
+        It is for operators only: nothing is granted or refused because of it.
         """
         if record.phase is not Phase.ATTACHED or record.cache or not record.info.has_lane:
             detail = "a plan is of a session that stores what autograd saves, and this is none"
@@ -217,7 +217,7 @@ class Ledger:
 
     @property
     def entries(self) -> int:
-        """Entries of all sessions."""
+        """The number of entries of all sessions."""
         return self.holdings.entries
 
     @property
@@ -240,7 +240,7 @@ class Ledger:
         ]
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where the ledger contradicts itself or the arena: for tests."""
+        """Raise AssertionError if the ledger contradicts itself or the arena: for tests."""
         records, space, holdings = self._records(), self._state.space, self.holdings
         self.leases.assert_invariants()
         entries = [entry for record in records for entry in record.entries.values()]

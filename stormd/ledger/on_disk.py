@@ -1,7 +1,7 @@
-"""Where an entry is that was written to the tier on disk, and how all of that adds up.
+"""Where an entry is that was written to the tier on disk, and how such entries add up.
 
-An entry's place is a block of the pool, an extent of the file, or both. These hold state only; what
-happens when is decided in spills.py.
+An entry's place is a block of the pool, an extent of the file, or both. These classes hold state
+only; spills.py decides what happens when.
 
     in the pool --> WRITING --> CLEAN <--> AWAY
                                   ^         |
@@ -23,24 +23,24 @@ __all__ = ["Disk", "DiskPhase", "OnDisk"]
 
 
 class DiskPhase(Enum):
-    """Where the blob is. While it is WRITING or READING a thread of the tier uses both places."""
+    """Where the blob is. In WRITING or READING, a thread of the tier uses both places."""
 
     WRITING = auto()
-    """Whole in the pool, not yet on the disk."""
+    """Complete in the pool, not yet on the disk."""
 
     CLEAN = auto()
-    """Whole in both: the block can be given back at once."""
+    """Complete in both places: the block can be freed at once."""
 
     AWAY = auto()
     """On the disk alone."""
 
     READING = auto()
-    """On the disk, and not yet whole in the block that is set aside for it."""
+    """On the disk, and not yet complete in the block that is reserved for it."""
 
     LOST = auto()
     """It was on the disk alone when the tier ended."""
 
-    __hash__ = object.__hash__  # an Enum's own is a call of Python, at every look at a sum
+    __hash__ = object.__hash__  # an Enum's own is Python code, called at every look-up of a sum
 
 
 _NEXT: Final = {
@@ -50,16 +50,16 @@ _NEXT: Final = {
     DiskPhase.READING: (DiskPhase.CLEAN, DiskPhase.LOST),
     DiskPhase.LOST: (),
 }
-"""What may follow each; from WRITING and CLEAN an entry may also go back to the pool alone."""
+"""The phases that may follow each. From WRITING and CLEAN an entry may also leave the disk."""
 
 
 @dataclass(slots=True)
 class Disk:
     """The file's space, and the pool's bytes that blobs in each phase take or would take.
 
-    `by_session` is what each session has in the file, `written` since when each generation that is
-    there has been written, the oldest first. `ended` says why the tier is of no use any more; empty
-    while it is.
+    `by_session` has the bytes of each session in the file. `written` has the time at which the
+    write of each generation in the file began, oldest first. `ended` says why the tier has ended;
+    empty while it is in use.
     """
 
     space: Space
@@ -75,15 +75,15 @@ class Disk:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the pool that what is on the disk takes, or would take there."""
+        """Bytes of the pool that the blobs on disk take, or would take if they were read back."""
         return self.rooms.total() - self.rooms[DiskPhase.LOST]
 
     def loss(self) -> str:
-        """Return, for people, what became of an entry that is LOST."""
+        """Return, for people, why an entry is LOST."""
         return f"it was on disk alone, and the tier there has ended: {self.ended}"
 
     def assert_invariants(self, places: Collection[OnDisk]) -> None:
-        """Raise AssertionError where the sums are not those of these places: for tests."""
+        """Raise AssertionError if the sums are not those of these places: for tests."""
         rooms: Counter[DiskPhase] = Counter()
         by_session: Counter[int] = Counter()
         for place in places:
@@ -99,10 +99,10 @@ class Disk:
 
 @dataclass(slots=True, kw_only=True)
 class OnDisk:
-    """One entry's part in the tier. `nbytes` is its blob's, `since` when it was written.
+    """One entry's place in the tier. `nbytes` is its blob's size, `since` when its write began.
 
-    `into` is the block that it is being read into. `order` is the place of the first restore that
-    waits for it, 0 where none has been noted.
+    `into` is the block that it is being read into. `order` is the place in the order of requests of
+    the first restore that waits for it, 0 if none has been noted.
     """
 
     disk: Disk
@@ -131,14 +131,14 @@ class OnDisk:
         return self.phase is DiskPhase.WRITING or self.phase is DiskPhase.READING
 
     def enter(self, phase: DiskPhase) -> None:
-        """Go on to another phase."""
+        """Enter another phase."""
         assert phase in _NEXT[self.phase], f"what is {self.phase} cannot be {phase}"
         self.disk.rooms[self.phase] -= self.room
         self.disk.rooms[phase] += self.room
         self.phase = phase
 
     def leave(self) -> None:
-        """Give the extent back: what is there is nobody's any more. No thread uses it."""
+        """Free the extent; no thread may be using it."""
         disk = self.disk
         disk.rooms[self.phase] -= self.room
         del disk.written[self.generation]

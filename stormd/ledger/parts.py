@@ -1,4 +1,4 @@
-"""What a stored part is: its bytes, their type and codec, and the room of its largest blob."""
+"""A chunk to store, the `Part`: its bytes, element type and codec, and its blob's maximum size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Part", "blob_bound", "parse_dtype"]
 
 
 class Part(NamedTuple):
-    """`nbytes` to be stored; `bound` is the most that its blob has, `charge` that in granules."""
+    """`nbytes` to store. `bound` is the blob's maximum size, `charge` that size in granules."""
 
     nbytes: int
     dtype: DType
@@ -23,10 +23,10 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, nbytes: int, dtype: str, codec: str) -> Part:
-        """Return so many bytes of elements of the type of that name.
+        """Return a Part of `nbytes` with elements of the named type.
 
         Raises:
-            ValueError: no such type, or no whole number of its elements.
+            ValueError: there is no such type, or `nbytes` is no whole number of its elements.
         """
         kind, bound = parse_dtype(dtype, nbytes), blob_bound(nbytes)
         return cls(nbytes, kind, codec, bound, granules(bound))
@@ -36,7 +36,7 @@ def parse_dtype(name: str, nbytes: int) -> DType:
     """Return the element type of that name.
 
     Raises:
-        ValueError: no such type, or `nbytes` is no whole number of its elements.
+        ValueError: there is no such type, or `nbytes` is no whole number of its elements.
     """
     dtype = DType.__members__.get(name.upper())
     if dtype is None:
@@ -50,5 +50,5 @@ def parse_dtype(name: str, nbytes: int) -> DType:
 
 
 def blob_bound(nbytes: int) -> int:
-    """Return the most bytes that a blob of `nbytes` takes; in mode raw, exactly what it takes."""
+    """Return the maximum size of a blob for `nbytes`; in mode raw, its exact size."""
     return ancf.max_encoded_bytes(nbytes, DType.BYTES)  # the same for all element types

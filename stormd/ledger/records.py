@@ -1,12 +1,13 @@
-"""What the ledger writes down of its state, and reads again where another daemon goes on with it.
+"""Records the ledger's state, and reads it in the next daemon, which continues with it.
 
-Written before the answer leaves that tells of it, and taken away before the space is used again:
-sessions that can be resumed, the room that their entries were promised, the blocks that these came
-to, and what is in the shared cache. What is under way is not written down. A client asks again for
-what was not answered, and a store that has been done is answered as it was.
+A record is written before the answer that depends on it is sent, and erased before its space is
+used again. Recorded are sessions that can be resumed, the space promised to their entries, the
+entries' blocks, and the shared cache's tensors. Work in flight is not recorded. A client repeats
+requests that were not answered; a store that is done gets the same answer again.
 
-An entry's place is named by its kind: none yet, or a block of the pool. What is on disk alone is
-gone with the daemon, whose file has no name and whose key is nowhere else: it is not written down.
+A record has the kind of its entry's place: only a promise, or a block of the pool. An entry on disk
+alone is not recorded. It is lost with the daemon: the file has no name, and its key is nowhere
+else.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ _SESSION: Final = 2
 _ENTRY: Final = 3
 _ITEM: Final = 4
 _TOTALS: Final = 5
-"""The kinds of records."""
+"""The record kinds."""
 
 _PROMISED: Final = 0
 _PLACED: Final = 1
-"""The kinds of an entry's place."""
+"""The kinds of an entry's place: promised space, or a block."""
 
 _KEYS: Final = struct.Struct("<QQIIBBB")
-"""Of an entry: session, number, bytes before encoding, bytes promised or of the blob, codec, place,
-length of its mode's name, which follows; then offset and bytes of each extent."""
+"""The head of an entry's record: session, number, bytes before encoding, bytes promised or of the
+blob, codec, place, length of the mode's name. The name follows, then offset and bytes of each
+extent."""
 
 _EXTENT: Final = struct.Struct("<QQ")
 _CODECS: Final = {name: number for number, name in enumerate(CODECS)}
@@ -56,7 +58,7 @@ _CODECS: Final = {name: number for number, name in enumerate(CODECS)}
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What daemons have stored that followed each other, in bytes before and after encoding."""
+    """Bytes stored, before and after encoding, by all daemons that resumed one another's state."""
 
     raw_bytes: int = 0
     blob_bytes: int = 0
@@ -64,10 +66,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How the memory of the pool is laid out, and how much of it there is.
+    """How the memory of the pool is laid out, and how much of it is committed.
 
-    `committed` are the bytes of each space that are there: the pool's, and the cache's where there
-    is one. `part_bytes` are the largest parts that lanes had scratch for.
+    `committed` has the bytes of memory in each space: the pool's, and the cache's if there is a
+    cache. `part_bytes` has each lane's largest chunk, for which it has scratch.
     """
 
     pool_bytes: int
@@ -77,39 +79,39 @@ class Layout:
 
 
 class Records:
-    """Writes down what has to outlive the process; as it stands, nothing."""
+    """Records the state that must outlive the process; this base class records nothing."""
 
     @property
     def has_room(self) -> bool:
-        """Whether new entries can be written down."""
+        """Whether new entries can be recorded."""
         return True
 
     def opened(self, record: Session) -> None:
-        """A session has begun that may be resumed."""
+        """Record a new session, if it can be resumed."""
 
     def ended(self, record: Session) -> None:
-        """A session's end has begun: its entries are nobody's."""
+        """Erase a session whose end has begun: its entries have no owner."""
 
     def admitted(self, record: Session, number: int, entry: Entry) -> None:
-        """Room is promised for an entry."""
+        """Record that space is promised for an entry."""
 
     def stored(self, record: Session, number: int, entry: Entry) -> None:
-        """An entry's blob is in its block, or there again."""
+        """Record that an entry's blob is in its block, or was read back into one."""
 
     def freed(self, entry: Entry) -> None:
-        """An entry's room, or its block, is about to be used for others."""
+        """Erase an entry's record: its space or block is about to be used for others."""
 
     def cached(self, item: Item) -> None:
-        """A tensor is in the cache."""
+        """Record that a tensor is in the cache."""
 
     def dropped(self, item: Item) -> None:
-        """A tensor's name means nothing any more."""
+        """Erase the record of a tensor that has lost its name."""
 
 
 class JournalRecords(Records):
-    """In a journal. Sessions for the cache are not resumed, so nothing of theirs is written down.
+    """Records in a journal. Sessions for the cache cannot be resumed, so theirs are not recorded.
 
-    `cell` of sessions, entries and items says where each is, 0 where it is not.
+    `cell` of a session, entry or item is the place of its record, 0 if it has none.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -118,7 +120,7 @@ class JournalRecords(Records):
 
     @property
     def epoch(self) -> int:
-        """Names what is written down, for clients."""
+        """Identifies the recorded state to clients."""
         return self._journal.epoch
 
     @property
@@ -136,7 +138,7 @@ class JournalRecords(Records):
         record.cell = self._journal.write(_SESSION, msgpack.packb(content))
 
     def ended(self, record: Session) -> None:
-        """Take a session away; its entries follow one by one, and are nobody's meanwhile."""
+        """Erase a session; its entries are erased one by one later, and have no owner meanwhile."""
         if record.cell:
             self._journal.erase(record.cell)
             record.cell = 0
@@ -158,13 +160,13 @@ class JournalRecords(Records):
             record.info.session, number, entry.raw_bytes, block.nbytes,
             _CODECS[entry.codec], _PLACED, len(mode),
         )  # fmt: skip
-        if len(block.extents) == 1:  # as nearly all
+        if len(block.extents) == 1:  # as in nearly all blocks
             content = keys + mode + _EXTENT.pack(*block.extents[0])
         else:
             content = keys + mode + b"".join(_EXTENT.pack(*one) for one in block.extents)
         if entry.cell:
             entry.cell = self._journal.replace(entry.cell, _ENTRY, content)
-        else:  # it was on disk alone
+        else:  # the entry was on disk alone
             entry.cell = self._journal.write(_ENTRY, content)
 
     def freed(self, entry: Entry) -> None:
@@ -190,7 +192,7 @@ class JournalRecords(Records):
             item.cell = 0
 
     def laid_out(self, layout: Layout) -> None:
-        """Write down how the memory is laid out now."""
+        """Record the current memory layout."""
         content = [
             layout.pool_bytes, layout.cache_bytes, list(layout.committed), layout.part_bytes
         ]  # fmt: skip
@@ -199,14 +201,14 @@ class JournalRecords(Records):
             self._journal.erase(before)
 
     def counted(self, totals: Totals) -> None:
-        """Write down what has been stored so far."""
+        """Record how much has been stored so far."""
         content = [totals.raw_bytes, totals.blob_bytes]
         before, self._totals = self._totals, self._journal.write(_TOTALS, msgpack.packb(content))
         if before:
             self._journal.erase(before)
 
     def adopt(self, state: State) -> None:
-        """Go on with the records that were read, and take those away that mean nothing."""
+        """Continue with the records that were read, and erase the useless ones."""
         self._layout, self._totals = state.layout_cell, state.totals_cell
         for cell in state.useless:
             self._journal.erase(cell)
@@ -217,7 +219,7 @@ class JournalRecords(Records):
 
 @dataclass(slots=True, kw_only=True)
 class KeptEntry:
-    """An entry as it was written down; without a block it was promised `promised` bytes."""
+    """An entry as recorded; one without a block was promised `promised` bytes."""
 
     number: int
     raw_bytes: int
@@ -228,7 +230,7 @@ class KeptEntry:
     cell: int
 
     def made(self, space: Space, now: float) -> Entry:
-        """Return the entry, on which no lane works."""
+        """Return the entry, which no lane uses yet."""
         charge = self.promised if self.block is None else sum(e.nbytes for e in self.block.extents)
         return Entry(
             raw_bytes=self.raw_bytes,
@@ -246,7 +248,7 @@ class KeptEntry:
 
 @dataclass(slots=True, kw_only=True)
 class KeptSession:
-    """A session as it was written down, and its entries by number."""
+    """A session as recorded, and its entries by number."""
 
     info: SessionInfo
     part_bytes: int
@@ -259,7 +261,7 @@ class KeptSession:
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What an earlier daemon has left: `useless` are the cells of what came to nothing."""
+    """The state that an earlier daemon has left; `useless` has the cells of outdated records."""
 
     layout: Layout
     layout_cell: int
@@ -271,7 +273,7 @@ class State:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is waiting for anything of it."""
+        """Whether it contains neither sessions nor cached tensors."""
         return not self.sessions and not self.items
 
     def pool_blocks(self) -> list[Block]:
@@ -279,11 +281,11 @@ class State:
         return [entry.block for entry in self._entries() if entry.block is not None]
 
     def promised_bytes(self) -> int:
-        """Return what entries without a block were promised together."""
+        """Return the sum of bytes promised to entries that have no block."""
         return sum(entry.promised for entry in self._entries() if entry.block is None)
 
     def cache_blocks(self) -> list[Block]:
-        """Return the blocks of all that is in the cache."""
+        """Return the blocks of all tensors in the cache."""
         return [part.block for item in self.items for part in item.parts]
 
     def _entries(self) -> Iterable[KeptEntry]:
@@ -291,13 +293,13 @@ class State:
 
 
 def read_state(found: Sequence[Found]) -> State:
-    """Return what these records, in the order in which they were written, say there is.
+    """Return the state that these records describe; they are in the order of writing.
 
-    Of two about the same thing the later counts: its writer was ended before it took the other
-    away. An entry whose session is gone is nobody's.
+    Of two records about the same object the later counts: the writer ended before it erased the
+    earlier one. An entry whose session is gone has no owner.
 
     Raises:
-        JournalUnusable: they are not what this version writes.
+        JournalUnusable: the records are not in this version's format.
     """
     try:
         return _Reading(found).state()

@@ -1,8 +1,9 @@
-"""What a RESTORE does: checked, begun or held back, done by a lane, answered.
+"""The life of a Restore: checked, begun or held back, done by a lane, answered.
 
-Clients ask in the order of their needs: what is needed last must not take the link first because it
-was encoded first. So a restore whose entry is being encoded holds back all that were asked for
-after it, and they begin in their order. Every one that was taken is answered once.
+Clients request restores in the order of their needs. An entry that is needed last must not take the
+link first because it was encoded first. So a restore whose entry is not in the pool yet holds back
+all later ones of its session; they begin in the order of their requests. Every accepted restore is
+answered once.
 
     asked --> waiting --> begun --> Restored, or among RestoredParts
       |          |          |
@@ -41,11 +42,11 @@ from stormd.protocol.limits import MAX_BATCH, MAX_ID
 __all__ = ["MAX_RESTORES", "Restores", "restore_problem"]
 
 MAX_RESTORES: Final = 4096
-"""Restores of one session under way at one time."""
+"""Maximum restores of one session in flight or waiting."""
 
 
 class Restores:
-    """Takes what clients ask for and what lanes answer."""
+    """Handles restore requests of clients and results of lanes."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -55,7 +56,7 @@ class Restores:
     def restore(
         self, record: Session, request: int, message: Restore, now: float
     ) -> list[Instruction]:
-        """Start a restore, or hold it back."""
+        """Begin a restore, or hold it back."""
         asked = (
             message.ticket, message.entry,
             message.segment, message.offset, message.nbytes, message.sequence,
@@ -65,7 +66,7 @@ class Restores:
     def restore_parts(
         self, record: Session, request: int, message: RestoreParts, now: float
     ) -> list[Instruction]:
-        """Start several restores, or hold them back, as `restore` does each."""
+        """Begin several restores, or hold them back, as `restore` does for each."""
         asked = unpack(message.places, RESTORE_FIELDS)
         return self._ask(record, request, asked, now, together=True)
 
@@ -78,7 +79,7 @@ class Restores:
         *,
         together: bool,
     ) -> list[Instruction]:
-        """Have restores begin, or wait for their turns; `asked` has the numbers of each Restore."""
+        """Begin restores or make them wait for their turns; `asked` has each Restore's numbers."""
         session = record.info.session
         record.is_restoring = True
         done: list[Instruction] = []
@@ -104,10 +105,10 @@ class Restores:
             done.append(Jobs(session, jobs))
         return done
 
-    # --- those that wait --------------------------------------------------------------------
+    # --- waiting restores -------------------------------------------------------------------
 
     def start_waiting(self, record: Session) -> list[Instruction]:
-        """Start the restores whose turn it is and whose entries are encoded."""
+        """Begin the waiting restores, in order, up to the first whose entry is not in the pool."""
         jobs: list[StoreJob | RestoreJob] = []
         session = record.info.session
         while record.waiting:
@@ -123,16 +124,16 @@ class Restores:
         return [Jobs(session, jobs)] if jobs else []
 
     def fail_of(self, record: Session, entry_id: int, detail: str) -> list[Instruction]:
-        """Answer the restores that wait for an entry that there will never be."""
+        """Fail the restores that wait for an entry that will never be in the pool."""
         named = [n for n in record.waiting if record.tickets[n].entry == entry_id]
         return [self._fail(record, number, "ActivationLost", detail) for number in named]
 
     def fail_into(
         self, record: Session, segment: int, begin: int = 0, end: int = MAX_ID
     ) -> list[Instruction]:
-        """Answer the restores into bytes of a segment that have not begun.
+        """Fail the restores into bytes of a segment that have not begun.
 
-        They were held to what was mapped there, and may find less when they begin.
+        Their destinations were checked when they were requested, and are not mapped any more.
         """
         detail = f"segment {segment} was unmapped before the restore began: wait for its answer"
         named = [
@@ -150,12 +151,12 @@ class Restores:
         return failed
 
     def _touch(self, record: Session, entry_id: int) -> None:
-        """Have the tier on disk, where there is one, look at an entry again."""
+        """Have the tier on disk, if there is one, consider an entry again."""
         if self._state.touched is not None:
             self._state.touched.append((record, entry_id))
 
     def _fail(self, record: Session, number: int, kind: str, detail: str) -> Reply:
-        """Answer a restore that waits, and forget it; its entry is the caller's business."""
+        """Answer a waiting restore with Failed, and forget it; the caller handles its entry."""
         del record.waiting[number]
         ticket = record.tickets.pop(number)
         failed = Failed(number, ticket.entry, kind, detail)
@@ -166,7 +167,7 @@ class Restores:
     def done(
         self, record: Session, results: Iterable[RestoreDone], now: float
     ) -> list[Instruction]:
-        """Take in restores whose destinations hold their bytes; some are answered together."""
+        """Take in restores that are done; those requested together are answered together."""
         replies: list[Instruction] = []
         together: list[int] = []
         session = record.info.session
@@ -196,7 +197,7 @@ class Restores:
     def failed(
         self, record: Session, results: Iterable[RestoreFailed], _now: float
     ) -> list[Instruction]:
-        """Take in restores that came to nothing."""
+        """Take in restores that failed."""
         replies: list[Instruction] = []
         for result in results:
             ticket = record.tickets.pop(result.ticket)
@@ -220,7 +221,7 @@ class Restores:
 def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords take twice as long
     session: Session, ticket: int, number: int, segment: int, offset: int, nbytes: int
 ) -> tuple[str, str] | None:
-    """Return the kind (of Failed) and detail of why entry `number` is not restored, or None."""
+    """Return why entry `number` cannot be restored, as kind (of Failed) and detail, or None."""
     entry = session.entries.get(number)
     if session.phase is not Phase.ATTACHED:
         return "UsageError", session.phase_problem()

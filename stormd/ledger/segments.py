@@ -1,8 +1,8 @@
-"""Which memory of its own a session's jobs may name: mapped by its lane, used, unmapped.
+"""Which of its client's memory a session's jobs may name: mapped by its lane, used, unmapped.
 
-A segment takes part from the lane's SegmentMapped until the client's UnmapSegment; a job that was
-begun before keeps it mapped in the lane for as long as it runs. Of a range of addresses jobs may
-name what pieces are mapped at.
+Jobs may name a segment from the lane's SegmentMapped until the client's UnmapSegment. A job begun
+before that keeps the segment mapped in the lane until the job ends. In an address range, jobs may
+name only addresses at which pieces are mapped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from stormd.protocol import (
 __all__ = ["MAX_PIECES", "MAX_SEGMENTS", "Segments", "piece_problem", "segment_problem"]
 
 MAX_SEGMENTS: Final = 4096
-"""Segments of one session mapped at one time, ranges among them."""
+"""Maximum segments of one session mapped at a time, ranges included."""
 
 MAX_PIECES: Final = 1 << 14
-"""Pieces of one session mapped at one time: those of 320 GiB where each has 20 MiB."""
+"""Maximum pieces of one session mapped at a time: enough for 320 GiB in pieces of 20 MiB."""
 
 
 class Segments:
-    """Takes what clients ask for and what lanes answer."""
+    """Handles map requests of clients and results of lanes."""
 
     def __init__(self, restores: Restores) -> None:
         self._restores = restores
@@ -42,20 +42,20 @@ class Segments:
     def map(
         self, record: Session, request: int, message: MapSegment | ReserveRange, _now: float
     ) -> list[Instruction]:
-        """Have a segment mapped, unless its number is taken or there are too many."""
+        """Have a segment mapped, unless its number is taken or there are too many segments."""
         return _begin(record, segment_problem(record, message), Offer(request, message))
 
     def map_piece(
         self, record: Session, request: int, message: MapPiece, _now: float
     ) -> list[Instruction]:
-        """Have a piece mapped into a range, unless that has no room for it."""
+        """Have a piece mapped into a range, unless its addresses are outside it or taken."""
         into = record.ranges.get(message.into)
         return _begin(record, piece_problem(record, message), Offer(request, message, into))
 
     def unmap(
         self, record: Session, request: int, message: UnmapSegment, _now: float
     ) -> list[Instruction]:
-        """Take a segment or a piece out of use; new jobs cannot name it from here on."""
+        """Unmap a segment or a piece; new jobs cannot name it from now on."""
         number = message.segment
         if number in record.pieces:
             segment, begin = record.pieces.pop(number)
@@ -79,7 +79,7 @@ class Segments:
     def mapped(
         self, record: Session, results: Iterable[SegmentMapped], _now: float
     ) -> list[Instruction]:
-        """Take in what jobs may name from now on."""
+        """Take in mapped segments and pieces, which jobs may name from now on."""
         replies: list[Instruction] = []
         for result in results:
             offer = record.mapping.pop(result.segment)
@@ -100,7 +100,7 @@ class Segments:
 
 
 def segment_problem(session: Session, message: MapSegment | ReserveRange) -> str | None:
-    """Return why the segment may not be mapped, None where it may."""
+    """Return why the segment may not be mapped, or None if it may."""
     if detail := _number_problem(session, message.segment):
         return detail
     if len(session.segments) + len(session.mapping) >= MAX_SEGMENTS:
@@ -111,7 +111,7 @@ def segment_problem(session: Session, message: MapSegment | ReserveRange) -> str
 
 
 def piece_problem(session: Session, message: MapPiece) -> str | None:
-    """Return why the piece may not be mapped, None where it may."""
+    """Return why the piece may not be mapped, or None if it may."""
     if detail := _number_problem(session, message.segment):
         return detail
     into = session.ranges.get(message.into)
@@ -125,7 +125,7 @@ def piece_problem(session: Session, message: MapPiece) -> str | None:
 
 
 def _number_problem(session: Session, number: int) -> str:
-    """Return why nothing may be mapped by that number; empty where something may."""
+    """Return why nothing may be mapped under that number, empty if something may."""
     if detail := session.phase_problem() or session.lane_problem():
         return detail
     if number in session.segments or number in session.mapping or number in session.pieces:
@@ -141,10 +141,10 @@ def _begin(record: Session, problem: str | None, offer: Offer) -> list[Instructi
 
 
 def _added(record: Session, offer: Offer) -> Message:
-    """Let jobs name what was mapped; return what its client is told.
+    """Let jobs name the mapped memory; return the answer to the client.
 
-    A range may have been taken back meanwhile, and its number mean another one: a piece of it went
-    with it.
+    A piece's range may have been unmapped meanwhile, and its number may name a new range. The piece
+    was then unmapped with its range.
     """
     message = offer.message
     if isinstance(message, MapPiece):

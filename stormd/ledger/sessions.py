@@ -1,13 +1,13 @@
-"""What the ledger keeps: a session, its entries and the restores under way.
+"""The ledger's data: a session, its entries and its restores in flight.
 
-These hold state only; every change to them is made by the other modules of the ledger, each of
-which has one kind of event. What may follow what stands here, once:
+These classes hold state only; the other modules of the ledger, each for one kind of event, change
+it. The possible transitions are:
 
     a session   OPENED -> ATTACHED -> ENDING -> gone        (leases.py)
                 OPENED -> ENDING
     an entry    encoding -> stored -> freed                 (stores.py; restores.py reads it)
                 stored: in the pool, on disk, or both       (on_disk.py, spills.py)
-                given up while a lane uses it: freed when the lane is done
+                released while a lane uses it: freed when the lane is done
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def session_name(session: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one session may hold and for how long it may be silent; 0 bytes sets no quota.
+    """How much one session may hold and how long it may be silent; 0 bytes sets no quota.
 
-    `user_sessions` is how many sessions with a lane, and as many without one, a user may have; 0
-    for all. `user_quota_bytes` is what all sessions of one user may hold together, `share_bytes`
-    what of the pool is kept for each of `max_sessions` sessions, whether there is one or not.
+    `user_sessions` is the maximum of sessions with a lane, and of sessions without one, that one
+    user may have; 0 means max_sessions. `user_quota_bytes` limits all sessions of one user
+    together. `share_bytes` of the pool are kept for each of `max_sessions` sessions, whether it
+    exists or not.
     """
 
     max_sessions: int
@@ -70,9 +71,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """Who a session is, for the operator. `pid` and `uid` as the kernel knows them.
+    """Identifies a session to the operator. `pid` and `uid` are those that the kernel knows.
 
-    `device` is NO_LANE where it is for control alone.
+    `device` is NO_LANE for a session without a lane.
     """
 
     session: int
@@ -83,12 +84,12 @@ class SessionInfo:
 
     @property
     def has_lane(self) -> bool:
-        """Whether it can store, and so takes one of the places and shares there are."""
+        """Whether the session can store, and so takes one of the places and shares."""
         return self.device != NO_LANE
 
 
 class Phase(Enum):
-    """A session's life. Only ATTACHED ones may store and restore."""
+    """A session's phase. Only ATTACHED sessions may store and restore."""
 
     ORPHANED = auto()
     """It was an earlier daemon's, and its client has not come yet."""
@@ -103,11 +104,11 @@ _NEXT: Final = {
     Phase.ATTACHED: (Phase.ENDING,),
     Phase.ENDING: (),
 }
-"""What may follow each."""
+"""The phases that may follow each phase."""
 
 
 class Destination(NamedTuple):
-    """Where the bytes of an entry are to go, from which value of `published` on."""
+    """Where to restore an entry, and from which value of `published` on it may be written."""
 
     segment: int
     offset: int
@@ -117,8 +118,8 @@ class Destination(NamedTuple):
 
 @dataclass(slots=True)
 class Ticket:
-    """One restore of an entry, asked for at `since`; one that was asked for `together` with others
-    may be answered so.
+    """One restore of an entry, requested at `since`. If it was requested `together` with others,
+    one message may answer them.
     """
 
     entry: int
@@ -129,17 +130,18 @@ class Ticket:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One stored range of `space`. `block` is None while it is encoded, and while it is on disk
-    alone; `charge` is what it counts for, `promised` its most. An entry with a `loan` is the
-    cache's: its session may read it and is not charged for it. Nor is it for what is on disk.
+    """One stored range of `space`. `block` is None while the entry is being encoded, and while it
+    is on disk alone. `charge` is the bytes that count for its session, at most `promised`. An entry
+    with a `loan` belongs to the cache: its session may read it and is not charged for it. A session
+    is not charged for entries on disk either.
 
-    `mode` is the codec's, once there is a block, and `cell` where the entry is written down, 0
-    where it is not. One that an earlier daemon has admitted, and nobody has asked for since, is
-    not `is_begun`.
+    `mode` is the codec's mode, once there is a block. `cell` is the place of the entry's record, 0
+    if it has none. `is_begun` is False for an entry that an earlier daemon admitted but did not
+    store, until the client repeats its store.
 
-    `since` is when it was asked for. `restores` counts the lane's jobs that read the block, `waits`
-    the tickets that wait for it. `released` entries are invisible to the client and freed once
-    nothing uses them.
+    `since` is when its store was requested. `restores` counts the lane's jobs that read the block,
+    `waits` the tickets that wait for it. `released` entries are invisible to the client and are
+    freed once nothing uses them.
     """
 
     raw_bytes: int
@@ -160,7 +162,7 @@ class Entry:
 
     @property
     def in_use(self) -> bool:
-        """Whether a lane or the tier on disk reads or writes for this entry, or is about to."""
+        """Whether a lane or the tier on disk reads or writes for this entry, or will do so."""
         is_encoded = self.block is None and self.is_begun
         is_moving = is_encoded if self.disk is None else self.disk.is_moving
         return is_moving or self.restores > 0 or self.waits > 0
@@ -168,9 +170,9 @@ class Entry:
 
 @dataclass(slots=True)
 class OpenPut:
-    """A tensor on its way into the cache, of which `unspent` bytes are not yet an entry's.
+    """An unfinished put of a tensor into the cache; `unspent` bytes have no entry yet.
 
-    `since` is when its last part was admitted, or it was opened.
+    `since` is when its last chunk was admitted, or when the put was opened.
     """
 
     message: CachePut
@@ -180,9 +182,9 @@ class OpenPut:
 
 @dataclass(slots=True)
 class CacheAccess:
-    """What makes a session one for the cache: for whom, what it puts, the next loan's number.
+    """Makes a session one for the cache: has its user, its open put, and its next loan's number.
 
-    `put_closed` is the name of the last put that was closed for want of parts.
+    `put_closed` is the name of the last put that was closed because no chunks came.
     """
 
     caller: Caller
@@ -192,7 +194,7 @@ class CacheAccess:
 
 
 class Offer(NamedTuple):
-    """What a lane is mapping for a request; a piece `into` the range that its number meant then."""
+    """A mapping in progress in the lane; `into` is a piece's range at the time of the request."""
 
     request: int
     message: Mappable
@@ -201,20 +203,20 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One client. `used_bytes` is what its entries are charged, `seen` a time of the caller's.
+    """One client. `used_bytes` is the charge of all its entries, `seen` a time of the caller's.
 
-    `segments` maps what jobs may name to its size; those that are ranges of addresses say in
-    `ranges` what of them is mapped, each piece of which `pieces` maps to its range and offset.
-    `mapping` is what is being mapped. `waiting` are the tickets that have not been started, in the
-    order of asking, and where each wants its bytes: they are held back while their entry, or that
-    of an earlier one, is encoded. While the session ends, `cause` is why, one of
-    counters.ENDINGS, and `to_free` are the entries not yet given up; `detached` once its lane has
-    let go of it. `plan` is what its trainer said of its steps last; `is_restoring` where it asked
-    for a restore after its last store, as in a backward pass.
+    `segments` maps each segment that jobs may name to its size. For each that is an address range,
+    `ranges` has its mapped pieces; `pieces` maps each piece to its range and offset. `mapping` has
+    the mappings in progress. `waiting` maps tickets that have not been started, in the order of
+    their requests, to their destinations. A ticket waits while its entry, or that of an earlier
+    ticket, is not in the pool. While the session ends, `cause` is why, one of counters.ENDINGS, and
+    `to_free` has the entries not yet released. `detached` is set once its lane has detached it.
+    `plan` is its trainer's latest description of a step. `is_restoring` is set if it has
+    requested a restore since its last store, as in a backward pass.
 
-    A session that can be resumed has the `hello` that opened it, the `secret` of its client, and is
-    written down at `cell`. One of an earlier daemon's has no client until that comes. `listed` are
-    its entries while they are being told of.
+    A session that can be resumed has the `hello` that opened it and its client's `secret`, and is
+    recorded at `cell`. An earlier daemon's session has no client until that client comes. `listed`
+    has its entries while ListEntries pages through them.
     """
 
     info: SessionInfo
@@ -243,20 +245,20 @@ class Session:
     listed: list[int] = field(default_factory=list)
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase of its life."""
+        """Enter another phase."""
         assert phase in _NEXT[self.phase], f"a session that is {self.phase} cannot be {phase}"
         self.phase = phase
 
-    # --- what any request may find wrong; empty where nothing is -----------------------------
+    # --- what may be wrong with any request; empty if nothing is ------------------------------
 
     def phase_problem(self) -> str:
-        """Return why nothing may be asked of the session."""
+        """Return why the session may request nothing."""
         if self.phase is Phase.ATTACHED:
             return ""
         return "the session has no lifeline yet: connect to Welcome.lifeline first"
 
     def lane_problem(self) -> str:
-        """Return why nothing may be stored by it."""
+        """Return why the session may store nothing."""
         if self.info.has_lane:
             return ""
         return "this session is for control alone: open one for a device to store what is there"

@@ -1,13 +1,13 @@
 """What is written to the disk and read from it, and when. Pure.
 
-Written is the oldest of whoever holds most, ahead of the need by two measures. Part of the pool is
-kept clean or free; and of a step as much is written from its beginning on as the step before had on
-the disk alone, so that the disk works all through a forward pass.
+The tier writes the oldest entry of the session that holds most, ahead of the need, by two rules. It
+keeps part of the pool clean or free. And from a step's beginning on it writes as many bytes as the
+previous step had on the disk alone, so that the disk works all through a forward pass.
 
-Read is what restores wait for, then ahead what they will want next: the newest, in a backward pass,
-where there is room to spare. For what is waited for clean blocks are given back; for what holds up
-all other restores of a session also those that are waited for and have not begun. So it can always
-be read: at least the reserve is for it.
+The tier first reads entries that restores wait for. Then it prefetches the newest, which a backward
+pass needs next, if there is space to spare. To read an entry that a restore waits for, clean blocks
+are freed. If that entry holds back all other restores of its session, clean blocks of restores that
+have not begun are freed, too. So it can always be read: at least the reserve is available for it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["Bandwidth", "Direction", "Reads", "Writes"]
 
 MOVING_BYTES: Final = 64 << 20
 MOVING_MOST: Final = 64
-"""Handed to the tier at one time in each direction, in bytes and blobs: enough for every thread to
-find the next, little enough that what is asked for does not wait long behind it."""
+"""In-flight limits of each direction, in bytes and blobs. Every thread finds its next job, but a
+requested read does not wait long behind other jobs."""
 
 _HALVED_SECONDS: Final = 2.0
-"""Of busy time, after which what was before counts half."""
+"""Busy time after which the measurements so far are weighted half."""
 
 AHEAD_PART: Final = 8
-"""This part of the pool is kept clean or free by writing ahead of the need."""
+"""Divisor: writing ahead keeps this part of the pool clean or free."""
 
 OVER_PART: Final = 4
-"""A step is over when less than this part is left on the disk of what it had there at most."""
+"""Divisor: a step is over when less than this part of its maximum on the disk is left there."""
 
 
 class Bandwidth:
-    """How fast the disk was lately in one direction; `now` is of a clock that does not step back.
+    """The disk's recent speed in one direction. `now` is from a clock that never goes back.
 
-    Counted is the time in which something was under way, also what has not ended yet: a disk that
-    stands still is slow before it has answered.
+    The time counts while a transfer is in flight, even one that has not ended: a stalled disk is
+    measured as slow before it answers.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Bandwidth:
         self._under_way += 1
 
     def end(self, now: float, nbytes: int) -> None:
-        """Note that a transfer has ended, and what it has moved: 0 where it failed."""
+        """Note that a transfer has ended, and the bytes it has moved: 0 if it failed."""
         self._mark(now)
         self._under_way -= 1
         self.total_bytes += nbytes
@@ -73,7 +73,7 @@ class Bandwidth:
             self._nbytes /= 2
 
     def a_second(self, now: float) -> float | None:
-        """Return the bytes a second of busy time; None before anything was moved."""
+        """Return the bytes per second of busy time; None before any bytes were moved."""
         if not self.total_bytes:
             return None
         waiting = now - self._marked if self._under_way else 0.0
@@ -88,7 +88,7 @@ class Bandwidth:
 
 @dataclass(slots=True)
 class Direction:
-    """What the tier has been handed of one direction, and how fast that went."""
+    """One direction's jobs that the tier has in flight, and their speed."""
 
     count: int = 0
     nbytes: int = 0
@@ -97,18 +97,18 @@ class Direction:
 
     @property
     def has_room(self) -> bool:
-        """Whether the tier may be handed more."""
+        """Whether the tier may get more jobs."""
         return self.nbytes < MOVING_BYTES and self.count < MOVING_MOST
 
     def begin(self, place: OnDisk, now: float) -> None:
-        """Note that a blob is handed to it."""
+        """Note that the tier gets a job for a blob."""
         self.count += 1
         self.nbytes += place.room
         self.by_session[place.session] += place.room
         self.speed.begin(now)
 
     def end(self, place: OnDisk, now: float, moved: int) -> None:
-        """Note that it is done with it, and how much it has moved: 0 where that failed."""
+        """Note that a job has ended, and the bytes it has moved: 0 if it failed."""
         self.count -= 1
         self.nbytes -= place.room
         self.by_session[place.session] -= place.room
@@ -126,7 +126,7 @@ class Direction:
 
 
 class _Need:
-    """How much of a step does not fit into the pool, as the step before has shown."""
+    """Estimates, by the previous step, how many bytes of a step do not fit into the pool."""
 
     def __init__(self) -> None:
         self._expected = 0
@@ -135,7 +135,7 @@ class _Need:
         self._most_away = 0
 
     def look(self, on_disk: int, away: int) -> None:
-        """Take in how much of the pool's bytes is on the disk, and how much is there alone."""
+        """Take in the pool bytes of the blobs that are on the disk, and of those there alone."""
         self._most = max(self._most, on_disk)
         self._most_away = max(self._most_away, away)
         if self._most and on_disk * OVER_PART < self._most:
@@ -143,24 +143,24 @@ class _Need:
             self._begun = self._most = self._most_away = 0
 
     def begin(self, nbytes: int) -> None:
-        """Note that so much is being written."""
+        """Note that the write of so many bytes begins."""
         self._begun += nbytes
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step had something on the disk and has not been seen to end."""
+        """Whether a step had entries on the disk and was not seen to end."""
         return self._most > 0
 
     @property
     def is_open(self) -> bool:
-        """Whether more will have to be written than has been."""
+        """Whether more bytes must be written than have been in this step."""
         return self._begun < self._expected
 
 
 class Writes:
-    """Chooses what is written. `capacity` is the pool's for what must be written to be free.
+    """Chooses what is written. `capacity` bytes of the pool are for entries that are not clean.
 
-    `wanted` are the bytes that the largest store which waits for the disk asks for; 0 for none.
+    `wanted` is the size, in bytes, of the largest store that waits for the disk; 0 if none does.
     """
 
     def __init__(self, state: State, disk: Disk, orders: SpillOrders, capacity: int) -> None:
@@ -176,18 +176,18 @@ class Writes:
 
     @property
     def dirty_bytes(self) -> int:
-        """Bytes of the pool that are promised, or that must be written to be free."""
+        """Bytes of the pool that are promised, or that must be written before they can be freed."""
         return self._state.space.taken - self._disk.held_bytes
 
     def is_writing(self, now: float) -> bool:
-        """Tell whether something is being written; begin where something can be."""
+        """Return whether a write is in flight, after beginning one if none is and one can be."""
         if not self.direction.count:
             self._orders.look()
             self._write_of(self._orders.living(), now)
         return self.direction.count > 0
 
     def begin(self, now: float) -> list[SpillJob]:
-        """Return what is to be written now."""
+        """Return the writes to begin now."""
         if self._disk.written or self._need.has_begun:
             away = self._disk.rooms[DiskPhase.AWAY] + self._disk.rooms[DiskPhase.READING]
             self._need.look(self._disk.kept_bytes, away)
@@ -196,12 +196,12 @@ class Writes:
         return self.take_begun()
 
     def take_begun(self) -> list[SpillJob]:
-        """Return what was begun and has not been handed over: it needs its answer, too."""
+        """Return the writes that were begun and not returned yet: each needs its answer."""
         begun, self._begun = self._begun, []
         return begun
 
     def _due(self) -> list[SpillOrder]:
-        """Return those of whom something is to be written now."""
+        """Return the orders of the sessions of which something must be written now."""
         spare = self._capacity // AHEAD_PART + self.wanted
         if self.dirty_bytes - self.direction.nbytes > self._capacity - spare:
             return self._orders.living()
@@ -210,7 +210,7 @@ class Writes:
         return [one for one in self._orders.living() if not one.record.is_restoring]
 
     def _write_of(self, orders: Sequence[SpillOrder], now: float) -> bool:
-        """Begin to write the oldest entry of whoever of these holds most; False for none."""
+        """Begin to write the oldest entry of the session that holds most; False if none can be."""
         for order in sorted(orders, key=lambda one: -one.record.used_bytes):
             found = order.next_dirty()
             if found is None:
@@ -250,7 +250,7 @@ class Writes:
 
 
 class Reads:
-    """Chooses what is read. `reserve` are bytes of the pool that no store is promised."""
+    """Chooses what is read. `reserve` bytes of the pool are never promised to stores."""
 
     def __init__(self, state: State, disk: Disk, orders: SpillOrders, reserve: int) -> None:
         self._state = state
@@ -260,7 +260,7 @@ class Reads:
         self.direction: Final = Direction()
 
     def begin(self, now: float, *, ahead: bool) -> list[SpillJob]:
-        """Return what is to be read now; `ahead` where nobody else wants the pool's room."""
+        """Return the reads to begin now; prefetch if `ahead`, when nobody else needs the pool."""
         jobs: list[SpillJob] = []
         while self.direction.has_room:
             found = self._next(ahead=ahead)
@@ -270,10 +270,10 @@ class Reads:
         return jobs
 
     def _next(self, *, ahead: bool) -> Numbered | None:
-        """Return what is read next, for which room is promised; None where nothing is.
+        """Return the entry to read next, with its space promised; None if there is none.
 
-        Of those whose turn it is the one of whom least is being read. While what holds up others
-        finds no room, nothing else begins: else it would be taken by what can wait, for ever.
+        The session with the fewest bytes being read comes first. While an entry that holds back
+        other restores finds no space, no other read begins: those could take the space forever.
         """
         orders = sorted(self._orders.living(), key=self._read_of)
         for order in orders:
@@ -287,7 +287,7 @@ class Reads:
         return self._ahead(orders) if ahead else None
 
     def _ahead(self, orders: Sequence[SpillOrder]) -> Numbered | None:
-        """Return what a backward pass will want next, where there is room to spare for it."""
+        """Return an entry that a backward pass will need next, if there is space to spare."""
         for order in orders:
             found = order.last_away() if order.record.is_restoring else None
             if found is not None and order.first_asked() is None:
@@ -315,9 +315,10 @@ class Reads:
         )
 
     def _make_room(self, entry: Entry, *, is_first: bool) -> bool:
-        """Have the pool promise room for what is to be read, giving clean blocks back for it.
+        """Have the pool promise space for an entry to be read, freeing clean blocks for it.
 
-        For what holds up others, also those that are waited for.
+        If `is_first`, the entry holds back others; then clean blocks that restores wait for are
+        freed, too.
         """
         assert entry.disk is not None
         room = entry.disk.room
@@ -331,9 +332,9 @@ class Reads:
         return True
 
     def _kept_for_shares(self, nbytes: int) -> int:
-        """Return what must stay free for those who have not taken their shares.
+        """Return the bytes that must be kept free for sessions that have not used their shares.
 
-        Nothing, where what is read fits into the reserve, which is nobody's share.
+        Return 0 if the read fits into the reserve, which is nobody's share.
         """
         limits, shares = self._state.limits, self._state.holdings.shares
         if not limits.share_bytes or self._disk.held_bytes + nbytes <= self._reserve:

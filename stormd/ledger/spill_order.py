@@ -1,7 +1,7 @@
-"""Which of the sessions' entries are written next, given back next, or read next. Pure.
+"""Which of the sessions' entries are written, freed in the pool, or read next. Pure.
 
-Numbers stay in these lists when their entries have gone on; whoever takes one looks whether it is
-still what was meant. So nothing is searched when an entry is freed.
+These lists keep an entry's number after the entry has changed; the reader of a number checks
+whether the entry still fits the list. So freeing an entry needs no search.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Numbered = tuple[int, Entry]
 """An entry with its number."""
 
 LEAST_BYTES: Final = 16 << 10
-"""Of a blob that is written: for less, an operation of the disk frees too little."""
+"""Minimum size of a blob that is written: for a smaller one, a disk operation frees too little."""
 
 _FEW: Final = 64
-"""Numbers of which as many may be out of date without anybody looking."""
+"""Outdated numbers that a list may have, besides twice the entries, before they are removed."""
 
 
 class SpillOrder:
-    """Of one session. The oldest goes first and comes back last, as in a backward pass."""
+    """One session's order: the oldest entry is written first and read last, as backward needs."""
 
     def __init__(self, record: Session) -> None:
         self.record = record
-        self._dirty: deque[int] = deque()  # in the pool alone, the oldest first
-        self._clean: deque[int] = deque()  # in both, the oldest first
-        self._away: deque[int] = deque()  # on the disk alone, the newest last
+        self._dirty: deque[int] = deque()  # in the pool alone, oldest first
+        self._clean: deque[int] = deque()  # in both, oldest first
+        self._away: deque[int] = deque()  # on the disk alone, newest last
         self._asked: list[tuple[int, int]] = []  # a heap: on the disk alone, and waited for
 
     def note(self, number: int, entry: Entry) -> None:
-        """Take an entry in, by where it is now."""
+        """Add an entry to the list for its current place."""
         if entry.disk is None:
             if _is_dirty(entry):
                 self._append(self._dirty, number, _is_dirty)
@@ -53,19 +53,19 @@ class SpillOrder:
 
     @property
     def clean_count(self) -> int:
-        """How many blocks may be given back, at the most."""
+        """The number of blocks that may be freed, at most."""
         return len(self._clean)
 
     def next_dirty(self) -> Numbered | None:
-        """Take the oldest that may be written."""
+        """Take the oldest entry that may be written."""
         return self._take(self._dirty, _is_dirty)
 
     def next_clean(self) -> Numbered | None:
-        """Take the oldest whose block may be given back, and which nobody waits for."""
+        """Take the oldest entry whose block may be freed and that no restore waits for."""
         return self._take(self._clean, _is_clean)
 
     def last_waiting(self) -> Numbered | None:
-        """Return what is waited for last of those whose block may be given back all the same."""
+        """Return the entry with a clean block whose restore will begin last, or None."""
         record = self.record
         for ticket in reversed(record.waiting):
             number = record.tickets[ticket].entry
@@ -76,7 +76,7 @@ class SpillOrder:
         return None
 
     def head(self) -> Numbered | None:
-        """Return what holds up all other restores, where that is on the disk alone."""
+        """Return the entry that holds back all other restores, if it is on the disk alone."""
         record = self.record
         if not record.waiting:
             return None
@@ -86,7 +86,7 @@ class SpillOrder:
         return (number, entry) if is_away else None
 
     def first_asked(self) -> Numbered | None:
-        """Return what is waited for and not being read; as far as is known, what is first."""
+        """Return the entry on disk alone whose restore, as far as known, was requested first."""
         while self._asked:
             order, number = self._asked[0]
             entry = self.record.entries.get(number)
@@ -96,7 +96,7 @@ class SpillOrder:
         return None
 
     def last_away(self) -> Numbered | None:
-        """Return the newest on the disk alone, which a backward pass will want first."""
+        """Return the newest entry on the disk alone, which a backward pass will need first."""
         while self._away:
             entry = self.record.entries.get(self._away[-1])
             if entry is not None and _is_away(entry):
@@ -105,7 +105,7 @@ class SpillOrder:
         return None
 
     def _append(self, numbers: deque[int], number: int, fits: Callable[[Entry], bool]) -> None:
-        """Add a number; where most may be out of date, leave those out that are."""
+        """Add a number; first remove outdated ones if most may be outdated."""
         entries = self.record.entries
         if len(numbers) > 2 * len(entries) + _FEW:
             kept = {one: None for one in numbers if one in entries and fits(entries[one])}
@@ -123,7 +123,7 @@ class SpillOrder:
 
 
 class SpillOrders:
-    """Of all sessions that have something for the tier to move."""
+    """The orders of all sessions that have something for the tier to move."""
 
     def __init__(self, state: State, disk: Disk) -> None:
         self._state = state
@@ -133,7 +133,7 @@ class SpillOrders:
         state.touched = []
 
     def look(self) -> None:
-        """Take in what has become of entries since the last look."""
+        """Take in the changes of entries since the last look."""
         state = self._state
         touched, state.touched = state.touched or [], []
         for record, number in touched:
@@ -146,14 +146,17 @@ class SpillOrders:
             self._of(record).note(number, entry)
 
     def living(self) -> list[SpillOrder]:
-        """Return those of sessions that go on, and forget the others."""
+        """Return the orders of sessions that are not ending, and forget the others."""
         orders = self._by_session
         for session in [n for n, one in orders.items() if one.record.phase is Phase.ENDING]:
             del orders[session]
         return list(orders.values())
 
     def drop_idle(self) -> bool:
-        """Give the block of the oldest clean entry back that nobody waits for."""
+        """Free a clean block that no restore waits for; return whether there was one.
+
+        It is the oldest one of the session with most clean blocks.
+        """
         if not self._disk.held_bytes:
             return False
         for order in sorted(self.living(), key=lambda one: -one.clean_count):
@@ -164,7 +167,10 @@ class SpillOrders:
         return False
 
     def drop_waiting(self) -> bool:
-        """Give a block back that is waited for, by a restore that cannot begin yet."""
+        """Free a clean block that a restore waits for; return whether there was one.
+
+        That restore is not its session's first, so it cannot begin yet.
+        """
         if not self._disk.held_bytes:
             return False
         for order in self.living():
@@ -175,17 +181,17 @@ class SpillOrders:
         return False
 
     def _drop(self, order: SpillOrder, number: int, entry: Entry) -> None:
-        """Have an entry that is in both places be on the disk alone."""
+        """Free the block of an entry that is in both places, so that it is on the disk alone."""
         assert entry.block is not None
         assert entry.disk is not None
-        self._state.holdings.records.freed(entry)  # before its room is used again
+        self._state.holdings.records.freed(entry)  # before its space is used again
         entry.space.release(entry.block)
         entry.block = None
         entry.disk.enter(DiskPhase.AWAY)
         order.note(number, entry)
 
     def end(self) -> None:
-        """Forget all, and note nothing any more: the tier has ended."""
+        """Forget all entries and take in no more: the tier has ended."""
         self._by_session.clear()
         self._state.touched = None
 

@@ -1,13 +1,13 @@
-"""What goes to the disk and comes back: the ledger's side of the tier.
+"""What is written to the disk and read back: the ledger's side of the tier.
 
-Written is the oldest of whoever holds most: a backward pass wants it last. Not what is being
-encoded, restored, waited for or lent. A block is given back once its blob is whole on the disk and
-room is wanted. An extent is kept until its entry is freed: what was read back is given up again
-without being written again.
+The tier writes the oldest entry of the session that holds most, since a backward pass needs it
+last. It does not write entries that are being encoded, restored, waited for or lent. A block is
+freed once its blob is complete on the disk and space is needed. An extent is kept until its entry
+is freed, so an entry that was read back can leave the pool again without another write.
 
-Part of the pool, the reserve, is never promised to stores. So what is asked for can be read even
-where everything else in the pool is to stay, and nobody waits for room that is kept by those who
-wait for him. When the tier ends, what is on the disk alone is lost, and nothing else.
+Part of the pool, the reserve, is never promised to stores. So an entry that a restore needs can
+always be read, even if nothing else in the pool can be freed. No two requests wait for each other's
+space. When the tier ends, entries on the disk alone are lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from stormd.sizes import format_size
 __all__ = ["ADMIT_SECONDS", "Spills"]
 
 ADMIT_SECONDS: Final = 1.0
-"""For which a store may wait for the disk. A client keeps a tensor itself after two."""
+"""Maximum expected wait of a store for the disk. A client keeps the tensor after two seconds."""
 
 LEAST_MOVED: Final = 64 << 20
-"""Bytes from which on it is told how fast the disk is: small writes do not reach that of large."""
+"""Minimum bytes moved before the disk's speed is reported: small writes are slower than large."""
 
 
 class Spills:
     """Moves entries between the pool and `disk`. `reserve` bytes of the pool are for reading.
 
-    `moves` says what is to be begun now, and is to be asked after every event.
+    `moves` returns the jobs to begin now; call it after every event.
     """
 
     def __init__(self, state: State, restores: Restores, disk: Disk, reserve: int) -> None:
@@ -51,20 +51,20 @@ class Spills:
         self._reads = Reads(state, disk, self._orders, self._reserve)
         self._lost = 0
 
-    # --- room for stores --------------------------------------------------------------------
+    # --- space for stores -------------------------------------------------------------------
 
     @property
     def store_capacity(self) -> int:
-        """Bytes of the pool for what cannot be given back at once; all, once the tier has ended."""
+        """Bytes of the pool for entries that are not clean; all of it once the tier has ended."""
         return self._state.space.capacity - (0 if self._disk.ended else self._reserve)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a store waits for what the disk does."""
+        """Whether a store waits for the disk."""
         return self._writes.wanted > 0
 
     def promise(self, nbytes: int) -> bool:
-        """Have the pool promise room for a store, giving clean blocks back for it."""
+        """Have the pool promise space for a store; free clean blocks for it if needed."""
         space = self._state.space
         if space.promise(nbytes, keep=self._kept()):
             return True
@@ -77,13 +77,13 @@ class Spills:
         return False
 
     def pool_bytes(self, nbytes: int) -> int:
-        """Return what the pool must have room for, that a store of so many bytes is promised it."""
+        """Return the free bytes that the pool needs before it can promise `nbytes` to a store."""
         return nbytes + self._kept()
 
     def waits(self, nbytes: int, now: float) -> bool:
-        """Tell whether the disk will have made room for a store in time; note that it is to.
+        """Return whether the disk will free space for a store in time; if so, note the request.
 
-        Something is being written then, at whose end the store is to be asked for again.
+        If True, a write is in flight, and the store must be tried again when that write ends.
         """
         if self._disk.ended or nbytes > self.store_capacity or not self._writes.is_writing(now):
             return False
@@ -95,7 +95,7 @@ class Spills:
         return True
 
     def shortage(self, now: float) -> str:
-        """Return, for people, why the disk makes no room for a store in time, and what to do."""
+        """Return, for people, why the disk frees no space for a store in time, and what to do."""
         if self._disk.ended:
             return f"the tier on disk has ended ({self._disk.ended}): restart the daemon"
         if not self._writes.direction.count:
@@ -104,13 +104,13 @@ class Spills:
         rate = format_size(int(self._writes.direction.speed.a_second(now) or 0))
         return f"the tier on disk takes {rate} a second, which is too slow: raise pool_bytes"
 
-    # --- what the tier answers --------------------------------------------------------------
+    # --- results of the tier ----------------------------------------------------------------
 
     def moved(
         self, record: Session, results: Iterable[SpillDone | SpillFailed], now: float
     ) -> list[Instruction]:
-        """Take in what was written or read, or came to nothing: then the tier has ended."""
-        self._writes.wanted = 0  # who waits asks again
+        """Take in results of writes and reads; a failure ends the tier."""
+        self._writes.wanted = 0  # waiting stores ask again
         instructions: list[Instruction] = []
         for result in results:
             entry, place = _moving(record, result.entry)
@@ -123,9 +123,9 @@ class Spills:
         return instructions + self._start_waiting(record)
 
     def end(self, reason: str) -> list[Instruction]:
-        """End the tier: what is on the disk alone is lost, all else goes on. Twice is fine.
+        """End the tier: entries on the disk alone are lost, others are kept. May be called twice.
 
-        What a thread of the tier still uses stays as it is until that answers.
+        An entry that a thread of the tier still uses is unchanged until that thread answers.
         """
         if self._disk.ended:
             return []
@@ -138,10 +138,10 @@ class Spills:
             for instruction in self._end_of(record)
         ]
 
-    # --- what is to be begun ----------------------------------------------------------------
+    # --- jobs to begin ----------------------------------------------------------------------
 
     def moves(self, now: float) -> list[SpillJob]:
-        """Return what is to be read and written now."""
+        """Return the reads and writes to begin now."""
         if self._disk.ended:
             return self._writes.take_begun()
         self._orders.look()
@@ -168,10 +168,10 @@ class Spills:
 
     @property
     def bytes_per_second(self) -> int:
-        """What comes to the pool, or leaves it, in a second for which the disk is always busy.
+        """Bytes that enter or leave the pool in a second, if the disk is always busy.
 
-        By the disk's share of the bytes and its speed, both since the start. The less of both
-        directions; 0 where the disk has moved little, or the tier has ended.
+        Computed since the start: all bytes stored, or restored, for each second of the disk's busy
+        time. The lower of both directions; 0 if the disk has moved little, or the tier has ended.
         """
         if self._disk.ended:
             return 0
@@ -188,11 +188,11 @@ class Spills:
         return int(min(speeds, default=0))
 
     def spilled_bytes(self, session: int) -> int:
-        """Return what a session has on the disk."""
+        """Return the bytes that a session has on the disk."""
         return self._disk.by_session[session]
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where the tier contradicts the sessions: for tests."""
+        """Raise AssertionError if the tier contradicts the sessions: for tests."""
         disk = self._disk
         places = [
             (entry, entry.disk)
@@ -213,10 +213,10 @@ class Spills:
             assert self._writes.dirty_bytes <= self.store_capacity
         assert not self._writes.wanted or not disk.ended
 
-    # --- parts of the above -----------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------
 
     def _kept(self) -> int:
-        """Return what a store must leave free: the reserve, less what is there for reading."""
+        """Return the bytes that a store must leave free: the reserve, less what reading holds."""
         return 0 if self._disk.ended else max(0, self._reserve - self._disk.held_bytes)
 
     def _done(self, record: Session, number: int, entry: Entry, place: OnDisk, now: float) -> None:
@@ -243,28 +243,28 @@ class Spills:
         entry.space.release(place.into)
         place.into = None
         self._lose(place)
-        return self._fail_waiting(record, number, entry)  # asked for since the tier has ended
+        return self._fail_waiting(record, number, entry)  # requested since the tier ended
 
     def _fail_waiting(self, record: Session, number: int, entry: Entry) -> list[Instruction]:
-        """Answer the restores that wait for what will not come from the disk."""
+        """Fail the restores that wait for an entry that cannot be read from the disk."""
         if not entry.waits:
             return []
         entry.waits = 0
         return self._restores.fail_of(record, number, self._disk.loss())
 
     def _settle(self, record: Session, number: int) -> None:
-        """Look at an entry that the tier has done with: free, or to be considered again."""
+        """Free an entry that the tier has finished with, or have it considered again."""
         self._state.holdings.free_unused(record, number)
         if self._state.touched is not None:
             self._state.touched.append((record, number))
 
     def _charge(self, record: Session, entry: Entry, nbytes: int) -> None:
-        """Have a session's entry count for so many bytes of the pool."""
+        """Set the bytes of the pool that a session is charged for an entry."""
         change, entry.charge = nbytes - entry.charge, nbytes
         self._state.holdings.charge(record, change)
 
     def _stay(self, record: Session, entry: Entry, place: OnDisk) -> None:
-        """Have an entry lie in the pool alone."""
+        """Free an entry's place on disk, so that it is in the pool alone."""
         self._charge(record, entry, place.room)
         place.leave()
         entry.disk = None
@@ -295,7 +295,7 @@ class Spills:
 
 
 def _moving(record: Session, number: int) -> tuple[Entry, OnDisk]:
-    """Return an entry that the tier has done with, and its place there."""
+    """Return an entry that the tier has finished with, and its place on disk."""
     entry = record.entries[number]
     assert entry.disk is not None
     assert entry.disk.is_moving

@@ -1,8 +1,8 @@
-"""What a STORE does: admitted into the pool or refused, encoded by a lane, stored, released.
+"""The life of a Store: admitted into the pool or rejected, encoded by a lane, stored, released.
 
 Every admitted entry holds either a promise or a block of its space until it is freed, exactly once.
-Nothing is freed while a lane uses it. A check reads and changes nothing; what passes all of them
-names only ranges of its own session, within the limits.
+Nothing is freed while a lane uses it. A check reads and changes nothing. A message that passes all
+checks names only ranges of its own session, within the limits.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Problem = tuple[str, str]
 
 
 class Stores:
-    """Admits entries and takes in what lanes make of them.
+    """Admits entries and takes in the lanes' results.
 
-    `cache` is None where none is kept, `spills` where there is no tier on disk.
+    `cache` is None if the daemon keeps no cache, `spills` if there is no tier on disk.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Stores:
     # --- requests ---------------------------------------------------------------------------
 
     def store(self, record: Session, request: int, message: Store, now: float) -> list[Instruction]:
-        """Admit an entry, or say why not."""
+        """Admit an entry, or reject it with the reason."""
         try:
             part = Part.of(message.nbytes, message.dtype, message.codec)
         except ValueError as error:
@@ -106,7 +106,7 @@ class Stores:
     def _store_again(
         self, record: Session, request: int, message: Store, part: Part
     ) -> list[Instruction]:
-        """Answer for an entry that an earlier daemon has admitted, and go on with it if need be."""
+        """Answer a repeated store of an earlier daemon's entry; encode it if it has no blob yet."""
         session, number, entry = record.info.session, message.entry, record.entries[message.entry]
         problem = _again_problem(record, message, entry, part)
         if problem:
@@ -125,7 +125,7 @@ class Stores:
     def list_entries(
         self, record: Session, request: int, message: ListEntries, _now: float
     ) -> list[Instruction]:
-        """Tell a page of what the session has; from the first on, as it is then."""
+        """Answer with a page of the session's entries, from a snapshot made for the first page."""
         if not message.after:
             record.listed = [number for number, one in record.entries.items() if not one.released]
         begin = bisect_right(record.listed, message.after)
@@ -139,7 +139,7 @@ class Stores:
     def pass_over(
         self, record: Session, _request: int, message: PassOver, _now: float
     ) -> list[Instruction]:
-        """Have nobody wait for numbers that no store has any more."""
+        """Tell the lane that no store will come for the numbers that are passed over."""
         if record.phase_problem() or record.lane_problem():
             return []
         return [Skip(session=record.info.session, sequence=message.sequence)]
@@ -147,7 +147,7 @@ class Stores:
     def release(
         self, record: Session, _request: int, message: Release, _now: float
     ) -> list[Instruction]:
-        """Give entries up; those in use are freed when they no longer are."""
+        """Release entries; those in use are freed once they are not."""
         for entry_id in message.entries:
             if entry_id in record.entries:
                 self._state.holdings.give_up(record, entry_id)
@@ -156,7 +156,7 @@ class Stores:
     # --- results of lanes -------------------------------------------------------------------
 
     def done(self, record: Session, results: Iterable[StoreDone], now: float) -> list[Instruction]:
-        """Take in blobs that are in their space."""
+        """Take in blobs that have been placed in their space."""
         replies: list[Instruction] = []
         entries, flows = record.entries, self._state.counters.stores
         touched = self._state.touched
@@ -168,7 +168,7 @@ class Stores:
             entry.block, entry.mode, room = block, result.mode, granules(block.nbytes)
             charged += room - entry.charge
             entry.charge = room
-            if not entry.released:  # else its room is given back at once
+            if not entry.released:  # else its block is freed below
                 records.stored(record, number, entry)
             flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
             stored = Stored(number, block.nbytes, result.mode)
@@ -193,7 +193,7 @@ class Stores:
     def failed(
         self, record: Session, results: Iterable[StoreFailed], _now: float
     ) -> list[Instruction]:
-        """Take in stores that came to nothing; who waits for them is told."""
+        """Take in stores that failed, and fail the restores that wait for them."""
         replies: list[Instruction] = []
         session, sequences = record.info.session, []
         for result in results:
@@ -211,10 +211,10 @@ class Stores:
                 replies += self._restores.fail_of(record, result.entry, result.detail)
         return _recorded(record, sequences) + replies + self._restores.start_waiting(record)
 
-    # --- room -------------------------------------------------------------------------------
+    # --- space for stores -------------------------------------------------------------------
 
     def waits(self, record: Session, nbytes: int, now: float) -> bool:
-        """Tell whether room for so much has yet to come, and note that it is wanted."""
+        """Return whether space for `nbytes` will come later; if so, note that it is wanted."""
         space = self._space_of(record)
         spills = None if record.cache is not None else self._spills
         wanted = nbytes if spills is None else spills.pool_bytes(nbytes)
@@ -233,7 +233,7 @@ class Stores:
         return self._cache
 
     def _problem(self, record: Session, message: Store, part: Part) -> Problem | None:
-        """Return why an entry is not admitted; None, and its room is promised now."""
+        """Return why an entry is not admitted; if None, its space is promised now."""
         if not self._state.limits.user_quota_bytes or record.cache is not None:
             return self._problem_for(record, message, part, 0)
         shares, uid = self._state.holdings.shares, record.info.uid
@@ -245,7 +245,7 @@ class Stores:
     def _problem_for(
         self, record: Session, message: Store, part: Part, user_bytes: int
     ) -> Problem | None:
-        """Return the same where all sessions of the session's user hold `user_bytes`."""
+        """Return the same as `_problem`, if all sessions of the user hold `user_bytes`."""
         state = self._state
         problem = store_problem(
             record,
@@ -262,7 +262,7 @@ class Stores:
         return None if shortage is None else ("pool_full", shortage)
 
     def _promise(self, record: Session, nbytes: int) -> str | None:
-        """Have the session's space promise room; return None, or why it does not."""
+        """Promise `nbytes` of the session's space; return None, or why they cannot be promised."""
         if record.cache is not None:
             return self._cache_of(record).spend(record.cache, nbytes)
         state = self._state
@@ -285,7 +285,7 @@ class Stores:
     def _rejected(
         self, record: Session, request: int, message: Store, reason: str, detail: str
     ) -> list[Instruction]:
-        """Answer what asked for a store in vain, and have nobody wait for its number."""
+        """Reject a store, and tell the lane that its number is skipped."""
         self._state.counters.rejected[reason] += 1
         session, rejected = record.info.session, Rejected(message.entry, reason, detail)
         return [
@@ -295,7 +295,7 @@ class Stores:
 
 
 def _recorded(record: Session, sequences: list[int]) -> list[Instruction]:
-    """Tell the lane of stores whose outcome is in the journal by now."""
+    """Tell the lane that the results of these stores are in the journal now."""
     if not sequences:
         return []
     return [Recorded(session=record.info.session, sequences=sequences)]
@@ -304,7 +304,7 @@ def _recorded(record: Session, sequences: list[int]) -> list[Instruction]:
 def _begun(
     record: Session, request: int, message: Store, part: Part, space: Space
 ) -> list[Instruction]:
-    """Say that an entry is admitted, and have its lane encode it."""
+    """Answer that an entry is admitted, and have its lane encode it."""
     session = record.info.session
     job = StoreJob(
         session=session,
@@ -323,16 +323,16 @@ def _begun(
     ]
 
 
-# --- may it be carried out -------------------------------------------------------------------
+# --- checks of a store -----------------------------------------------------------------------
 
 
 def store_problem(
     session: Session, message: Store, limits: Limits, *, user_bytes: int, draining: bool
 ) -> Problem | None:
-    """Return why a store is rejected, None if it is not.
+    """Return why a store is rejected, or None if it is not.
 
-    `user_bytes` is what all sessions of the session's user hold.
-    Whether the pool has room is not looked at: only a promise of the arena can tell.
+    `user_bytes` is the number of bytes that all sessions of the session's user hold. The pool's
+    free space is not checked: only a promise of the arena can tell.
     """
     if detail := _invalid(session, message):
         return "invalid", detail
@@ -350,9 +350,9 @@ def store_problem(
 def share_problem(
     session: Session, shares: Shares, limits: Limits, capacity: int, nbytes: int
 ) -> str | None:
-    """Return why a pool of `capacity` has no `nbytes` more for the session, others' shares kept.
+    """Return why a pool of `capacity` has no `nbytes` more for the session, if shares are kept.
 
-    None where it has: always, where the session does not leave its own share with them.
+    Return None if it has. It always has if the session stays within its own share.
     """
     common = capacity - limits.max_sessions * limits.share_bytes
     taken = shares.taken(session.used_bytes, session.used_bytes + nbytes)
@@ -366,7 +366,7 @@ def share_problem(
 
 
 def _invalid(session: Session, message: Store) -> str:
-    """Return what is wrong with the message itself; of several faults the first."""
+    """Return the first fault found in the message itself, empty if there is none."""
     return (
         session.phase_problem()
         or session.lane_problem()
@@ -377,14 +377,14 @@ def _invalid(session: Session, message: Store) -> str:
 
 
 def _again_problem(session: Session, message: Store, entry: Entry, part: Part) -> str:
-    """Return why an entry that is there cannot be asked for again, empty where it can."""
+    """Return why an existing entry cannot be stored again, empty if it can."""
     is_there = entry.block is not None or entry.disk is not None
     if entry.released or (entry.is_begun and not is_there) or not session.cell:
         return _order(session, message.entry)
     if (entry.raw_bytes, entry.codec) != (part.nbytes, part.codec):
         return f"entry {message.entry} has {entry.raw_bytes} bytes with codec {entry.codec}"
     problem = session.phase_problem() or session.lane_problem()
-    if problem or is_there:  # its source is not read, and may be freed
+    if problem or is_there:  # its source is not read, and may be freed already
         return problem
     return session.range_problem(message.segment, message.offset, message.nbytes)
 

@@ -1,15 +1,15 @@
-"""Where blobs lie in the pool: promises and blocks, as numbers only.
+"""Where blobs lie in the pool: promises of space and placed blocks, as numbers only.
 
-Every byte of the space is free or belongs to exactly one block, no two free extents touch, and
-promised bytes never exceed the free ones. A promise that was given can therefore always be placed:
-`place` cannot fail. The memory itself is `host_pool`'s.
+Every byte of the space is free or belongs to exactly one block. No two free extents touch. Promised
+bytes never exceed the free bytes, so every promise can be placed: `place` cannot fail. The memory
+itself is in `host_pool`.
 
-A block's size is known only after encoding, and reserving the worst case would leave a hole
-behind every block. So admission promises bytes, as a number, and placement takes the exact size,
-from several extents where no single one is large enough.
+A block's size is known only after encoding, and reserving the worst case would leave a hole behind
+every block. So admission promises a number of bytes, and placement takes the exact size, from
+several extents if no single one is large enough.
 
-A space may begin with a part of its memory and be given the rest as it fills. What is not there yet
-is neither free nor promised.
+A space may begin with only some of its memory and receive the rest as it fills. Memory that is not
+there yet is neither free nor promised.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 __all__ = ["GRANULE", "Block", "Extent", "Space", "SpaceUse", "granules", "slack_of"]
 
 GRANULE: Final = 256
-"""Bytes that every extent starts at and is a multiple of: a blob's own section alignment, so
-that vector loads on a blob in the pool are aligned as the format promises."""
+"""Offsets and sizes of extents are multiples of so many bytes. It is a blob's own section
+alignment, so that vector loads on a blob in the pool are aligned as the format guarantees."""
 
 
 class Extent(NamedTuple):
@@ -36,12 +36,12 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where one blob lies: `nbytes` of it, in the extents in their order."""
+    """The place of one blob: its `nbytes` bytes fill the extents in order."""
 
     extents: tuple[Extent, ...]
     nbytes: int
     offset: int | None = field(init=False)
-    """The blob's offset where it is contiguous, else None."""
+    """The blob's offset if it is contiguous, else None."""
 
     def __post_init__(self) -> None:
         whole = self.extents[0].offset if len(self.extents) == 1 else None
@@ -60,8 +60,8 @@ class Block:
 class SpaceUse:
     """How full a space is, in bytes. `promised` is not yet placed and not part of `used`.
 
-    `ready` is how much may be used and promised together now, `capacity` how much once the rest of
-    the memory has come, or the same where it cannot be had.
+    `ready` is how much may be used and promised together now. `capacity` is how much once the rest
+    of the memory has been added, or the same as `ready` if no more can be had.
     """
 
     capacity: int
@@ -73,20 +73,21 @@ class SpaceUse:
 
     @property
     def taken(self) -> int:
-        """What is used or promised."""
+        """The bytes that are used or promised."""
         return self.used + self.promised
 
 
 def granules(nbytes: int, granule: int = GRANULE) -> int:
-    """Return the bytes that a block of `nbytes` takes: the next multiple of a granule."""
+    """Return the bytes that a block of `nbytes` takes: `nbytes` rounded up to whole granules."""
     return -(-nbytes // granule) * granule
 
 
 def slack_of(capacity: int) -> int:
-    """Return the bytes to add to a space of `capacity` so that it does not splinter when full.
+    """Return the slack to add to a space of `capacity` so that it does not fragment when full.
 
-    In a space without any, each block is put together from what others left, and cut finer with
-    every one (DESIGN.md has the measurement); with a 32nd part, two extents a block are typical.
+    Without slack, each block is put together from the gaps between others, and each block cuts
+    these gaps finer (DESIGN.md has the measurement). With a slack of 1/32, a block typically has
+    two extents.
     """
     return granules(capacity // 32)
 
@@ -95,10 +96,10 @@ class Space:
     """`capacity` bytes to be promised, placed and released, in whole granules.
 
     They lie in `capacity` + `slack` bytes of the pool, from `base` on. `capacity` is rounded down
-    to granules, the others must be whole ones. The first `committed` bytes are there from the
-    start, without a number all are; `grow` adds to them. A file has larger granules than the pool.
+    to granules, the others must be whole granules. The first `committed` bytes are there from the
+    start, or all if it is None; `grow` adds more. A file has larger granules than the pool.
 
-    Thread-safe: lanes place blocks from their workers, all else comes from the event loop.
+    Thread-safe: lanes place blocks from their workers; all other calls come from the event loop.
     """
 
     def __init__(
@@ -129,11 +130,11 @@ class Space:
         self.grow(self.end - base if committed is None else committed)
 
     def adopt(self, blocks: Iterable[Block], promised: int) -> None:
-        """Have a space that nobody has used yet hold these blocks, and `promised` bytes besides.
+        """Make a space that nobody has used yet hold these blocks, and `promised` bytes besides.
 
         Raises:
-            ValueError: two of them overlap, one lies outside of the memory there is, or they are
-                more than there is room for; then the space is of no use.
+            ValueError: two blocks overlap, one lies outside of the memory there is, or together
+                they exceed the space; then the space is unusable.
         """
         extents = sorted(extent for block in blocks for extent in block.extents)
         with self._lock:
@@ -163,26 +164,26 @@ class Space:
 
     @property
     def committed(self) -> int:
-        """Bytes of memory there are, from `base` on."""
+        """The bytes of memory that are there, from `base` on."""
         return self._committed
 
     @property
     def taken(self) -> int:
-        """Bytes that are used or promised."""
+        """The bytes that are used or promised."""
         return self._used + self._promised
 
     @property
     def is_growing(self) -> bool:
-        """Whether there is more room to come."""
+        """Whether more memory may be added."""
         return self._may_grow and self._ready < self.capacity
 
     @property
     def wanted(self) -> int:
-        """The bytes that somebody waits for to be `ready`; 0 where nobody does."""
+        """How many `ready` bytes somebody waits for; 0 if nobody waits."""
         return self._wanted
 
     def grow(self, nbytes: int) -> None:
-        """Take in the next `nbytes` of memory, which are there from now on."""
+        """Add the next `nbytes` of memory, which are there from now on."""
         assert nbytes % self.granule == 0, f"{nbytes} bytes cut a granule"
         assert self.base + self._committed + nbytes <= self.end, (
             "more memory than there is room for"
@@ -195,7 +196,7 @@ class Space:
             self._wanted = 0 if self._wanted <= self._ready else self._wanted
 
     def shrink(self, nbytes: int) -> bool:
-        """Let the last `nbytes` of memory go; False, and no change, where something needs them."""
+        """Remove the last `nbytes` of memory; return False, unchanged, if something needs them."""
         with self._lock:
             end = self.base + self._committed
             free_from = self._by_end.get(end)
@@ -212,27 +213,27 @@ class Space:
             return True
 
     def allow_growth(self, *, allowed: bool) -> None:
-        """Say whether more memory can be had; while it cannot, nobody waits for it."""
+        """Set whether more memory can be had; while it cannot, nobody waits for it."""
         with self._lock:
             self._may_grow = allowed
             self._wanted = self._wanted if allowed else 0
 
     def lacks(self, nbytes: int) -> bool:
-        """Tell whether room for `nbytes`, or for what of that there can be, has yet to come."""
+        """Return whether memory for `nbytes`, or for as much as ever fits, has yet to be added."""
         with self._lock:
             return self._taken_with(nbytes) > self._ready and self._may_grow
 
     def want(self, nbytes: int) -> None:
-        """Note that somebody waits for room for `nbytes`, which the space lacks."""
+        """Note that somebody waits for memory for `nbytes`, which the space lacks."""
         with self._lock:
             self._wanted = max(self._wanted, self._taken_with(nbytes))
 
     # --- promises and blocks ----------------------------------------------------------------
 
     def promise(self, nbytes: int, *, keep: int = 0) -> bool:
-        """Set room for a block of up to `nbytes` aside; False, and no change, if there is none.
+        """Reserve space for a block of up to `nbytes`; return False, unchanged, if there is none.
 
-        `keep` are bytes that must be left for others then.
+        `keep` is the number of bytes that must be left for others then.
         """
         wanted = granules(nbytes, self.granule)
         with self._lock:
@@ -242,21 +243,22 @@ class Space:
             return True
 
     def withdraw(self, promised: int) -> None:
-        """Take back a promise of `promised` bytes that was not placed."""
+        """Cancel a promise of `promised` bytes that was not placed."""
         with self._lock:
             self._unpromise(promised)
 
     def place(self, promised: int, nbytes: int) -> Block:
         """Turn a promise of `promised` bytes into a block of `nbytes`, which is at most that.
 
-        Takes the smallest free extent that holds it, so that large ones stay large; where none
-        does, the largest ones together, and for what is left over the smallest that holds it: in a
-        full pool one of exactly that size is often there, and every cut that is not made is an
-        extent less, in every block that will lie there.
+        Takes the smallest free extent that holds the block, so that large extents stay large. If
+        none does, takes the largest extents one by one, and for the rest the smallest that holds
+        it. A full pool often has one of exactly that size, and each cut that is avoided is one
+        extent less in every block that will lie there.
 
         Raises:
             AssertionError: `nbytes` is 0 or more than was promised; nothing has changed. It is
-                raised by an interpreter without assertions too: others' blocks are at stake.
+                raised also by an interpreter with assertions off, since others' blocks are at
+                stake.
         """
         if not 0 < nbytes <= promised:
             raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")
@@ -268,7 +270,7 @@ class Space:
             return Block(tuple(self._take(wanted)), nbytes)
 
     def release(self, block: Block) -> None:
-        """Give a block back. Each block once."""
+        """Free a block. Each block may be freed once."""
         with self._lock:
             self._give_back(block)
 
@@ -286,7 +288,7 @@ class Space:
             return SpaceUse(capacity, self._used, self._promised, self._peak, largest, self._ready)
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where the space contradicts itself: for tests."""
+        """Raise AssertionError if the space is inconsistent: for tests."""
         with self._lock:
             free = sorted(self._by_start.items())
             assert sorted((size, start) for start, size in free) == self._by_size
@@ -307,12 +309,12 @@ class Space:
     # --- called with the lock held ----------------------------------------------------------
 
     def _ready_of(self, committed: int) -> int:
-        """Return what may be used of so much memory: all but its part of the slack."""
+        """Return how much of so much memory may be used: all but its share of the slack."""
         share = committed * self.capacity // max(1, self.end - self.base)
         return share // self.granule * self.granule
 
     def _taken_with(self, nbytes: int) -> int:
-        """Return what would be taken with `nbytes` more, as far as they fit at all."""
+        """Return the bytes taken after `nbytes` more, limited to the capacity."""
         return min(self._used + self._promised + granules(nbytes, self.granule), self.capacity)
 
     def _unpromise(self, promised: int) -> None:
@@ -341,7 +343,7 @@ class Space:
         return Extent(start, wanted)
 
     def _free(self, start: int, size: int) -> None:
-        """Make a range free, together with the free ranges that touch it."""
+        """Make a range free, and merge it with the free ranges that touch it."""
         before = self._by_end.get(start)
         if before is not None:
             size += self._remove_free(before)

@@ -1,8 +1,8 @@
-"""What a blob takes of the file of the tier on disk, as numbers only.
+"""The records of a blob in the disk tier's file, as numbers only.
 
-A blob lies there in records of whole pages, each with a seal behind its bytes. A record is what is
-written and read at one time: long enough for a disk's full speed, short enough that whoever does so
-needs little memory.
+A blob lies there in records of whole pages, each with a seal behind its bytes. One record is
+written or read at one time. It is long enough for a disk's full speed, and short enough that its
+writer or reader needs little memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stormd.memory.arena import granules
 __all__ = ["PAGE", "PAYLOAD_BYTES", "RECORD_BYTES", "SEAL_BYTES", "Record", "disk_bytes", "records"]
 
 PAGE: Final = 4096
-"""Bytes that offsets, lengths and addresses are whole numbers of: no disk asks for more."""
+"""Offsets, lengths and addresses are multiples of so many bytes: no disk asks for more."""
 
 RECORD_BYTES: Final = 4 << 20
-"""Of the file: a whole record, with its seal."""
+"""Bytes of the file for a full record, with its seal."""
 
 SEAL_BYTES: Final = 16
 
@@ -26,9 +26,9 @@ PAYLOAD_BYTES: Final = RECORD_BYTES - SEAL_BYTES
 
 
 class Record(NamedTuple):
-    """Bytes `begin` to `begin` + `nbytes` of a blob, as its record of number `number`.
+    """Bytes `begin` to `begin` + `nbytes` of a blob, as its record with the number `number`.
 
-    They lie `place` bytes behind the beginning of the blob's extent and take `pages` of it.
+    They begin `place` bytes behind the beginning of the blob's extent and take `pages` bytes of it.
     """
 
     number: int

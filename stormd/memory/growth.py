@@ -1,10 +1,12 @@
-"""Takes more of the machine's memory for the pool while it is used, ahead of the need.
+"""Takes more of the machine's memory for the pool while the pool is used, ahead of the need.
 
-A step makes a range resident and known to every lane, in a thread of its own, and only then is it
-in the space from which the ledger promises: a promise is never one of memory that has yet to come.
-No step leaves the rest of the machine, or of the container, short. Memory goes back when the daemon
-ends: given back earlier, the next step of a training would have to wait for it again. But what a
-worker process has of the pool beyond its share goes back once another wants it and it is free.
+A step makes a range resident and accessible to every lane, in a thread of its own. Only then is the
+range added to the space from which the ledger promises, so a promise never covers memory that has
+yet to come. No step leaves the rest of the machine, or of the container, short of memory.
+
+Memory is given back when the daemon ends: if it were given back earlier, the next training step
+would have to wait for it again. But memory that a worker process has beyond its share of the pool
+is given back once it is free and another worker wants it.
 """
 
 from __future__ import annotations
@@ -29,38 +31,40 @@ __all__ = ["FIRST_BYTES", "PoolGrowth", "left_to_others", "next_step"]
 log = logging.getLogger(__name__)
 
 FIRST_BYTES: Final = 64 << 20
-"""What a pool that grows begins with, and its least step: a fraction of a second's work."""
+"""The first bytes of a pool that grows, and its least step: a fraction of a second's work."""
 
 MOST_A_STEP: Final = 128 << 20
-"""So that who waits does so for well below a second where the host has yet to find the memory."""
+"""Most bytes of a step: a waiter then waits for well below a second even if the host has yet to
+find the memory."""
 
 AHEAD_PART: Final = 4
-"""Of a space that is used, this part of what there is stays free, or more is taken."""
+"""A used space keeps 1 / AHEAD_PART of its ready memory free, or more memory is added."""
 
 RETRY_SECONDS: Final = 5.0
-"""After which a machine that had no memory is asked again."""
+"""Seconds after which a machine that had no memory is asked again."""
 
 ASKED_SECONDS: Final = 0.5
-"""The same of other workers, which look as often whether somebody wants what they can spare."""
+"""The same for memory of other workers, which check as often whether somebody wants what they can
+spare."""
 
 LEFT_PART: Final = 16
 LEFT_LEAST: Final = 64 << 20
 LEFT_MOST: Final = 2 << 30
-"""Of the machine's or the container's memory, what is left to others: a 16th within these."""
+"""Memory of the machine or the container that is left to others: a 16th, within these bounds."""
 
 
 class Extendable(Protocol):
-    """A lane, of which nothing else is needed here."""
+    """The methods of a lane that are needed here."""
 
     def extend(self, offset: int, nbytes: int) -> None: ...
     def retract(self, offset: int, nbytes: int) -> None: ...
 
 
 def next_step(space: Space) -> int:
-    """Return how many bytes the space is to grow by next, 0 where it has enough.
+    """Return how many bytes the space is to grow by next; 0 if it has enough.
 
-    A space that nobody uses stays as it is. Steps grow with the space, so that a fast start takes
-    few, and end at whole pages.
+    A space that nobody uses does not grow. Steps grow with the space, so that a fast start takes
+    few steps. They end at whole pages.
     """
     use, left = space.use(), space.end - space.base - space.committed
     needed = max(space.wanted, use.taken + use.ready // AHEAD_PART if use.taken else 0)
@@ -76,11 +80,12 @@ def left_to_others() -> int:
 
 
 class PoolGrowth:
-    """Grows `spaces` of a pool, one step at a time. `close` must follow, before the lanes'.
+    """Grows `spaces` of a pool, one step at a time. `close` must follow, before the lanes' `close`.
 
-    `on_step` is called on the loop after each step, also one that failed: then the spaces allow no
-    growth for some seconds, and who waits for it waits no longer. With a `budget`, which other
-    processes share, there is one space, and of its memory the first range stays.
+    `on_step` is called on the loop after each step, also after one that failed: then the spaces
+    allow no growth for some seconds, and nobody waits for it any longer. With a `budget`, which is
+    shared with other processes, there is one space, and the first range of its memory is never
+    given back.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class PoolGrowth:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="stormd-grow")
 
     def look(self) -> None:
-        """Begin a step where one is due and none is under way. Called on the loop, often."""
+        """Begin a step if one is due and none is under way. Called on the loop, often."""
         if self._step is not None or not self._spaces:
             return
         if self._has_failed and time.monotonic() < self._retry_at:
@@ -121,7 +126,7 @@ class PoolGrowth:
             self._give_some_back(self._spaces[0])
 
     def close(self) -> None:
-        """Let the step under way end, and begin none any more. Called on the loop."""
+        """Wait for the step under way, and begin no more. Called on the loop."""
         self._spaces = []
         self._executor.shutdown()
 
@@ -134,9 +139,9 @@ class PoolGrowth:
         self._loop.call_soon(self._on_step)
 
     def _give_some_back(self, space: Space) -> None:
-        """Begin to give the last range back, where nothing needs it.
+        """Begin to give the last range back, if nothing needs it.
 
-        It may be more than the surplus: what is below the share can be claimed again.
+        The range may be larger than the surplus: the part below the share can be claimed again.
         """
         (offset, nbytes), is_only = self._pool.ranges[-1], len(self._pool.ranges) == 1
         if is_only or not space.shrink(nbytes):
@@ -146,7 +151,7 @@ class PoolGrowth:
         step.add_done_callback(lambda done: self._returned(done, space, nbytes))
 
     def _return(self, offset: int, nbytes: int) -> None:
-        """Have a range be no memory any more. In the thread for it."""
+        """Give a range's memory back. Runs in the growth thread."""
         for lane in self._lanes:
             lane.retract(offset, nbytes)
         self._pool.give_back(offset, nbytes)
@@ -158,7 +163,7 @@ class PoolGrowth:
         error = step.exception()
         if error is None and self._budget is not None:
             self._budget.give_back(nbytes)
-        else:  # it is there yet, and so it is used
+        else:  # the memory is still there, so it is used again
             log.error("memory of the pool cannot be given back", exc_info=error)
             space.grow(nbytes)
         self._on_step()
@@ -170,7 +175,7 @@ class PoolGrowth:
         step.add_done_callback(lambda done: self._ended(done, space, nbytes))
 
     def _take(self, offset: int, nbytes: int) -> None:
-        """Make a range memory that all lanes reach. In the thread for it."""
+        """Make a range resident and accessible to all lanes. Runs in the growth thread."""
         self._pool.commit(offset, nbytes, beside=left_to_others())
         try:
             for lane in self._lanes:
@@ -197,7 +202,7 @@ class PoolGrowth:
         self._on_step()
 
     def _give_up(self, reason: str, seconds: float) -> None:
-        """Grow no more for a while; tell of it once, not at every attempt."""
+        """Stop growing for a while; log it once, not at every attempt."""
         if not self._has_failed:
             log.warning("the pool stays at %s: %s", self._size(), reason)
         self._has_failed, self._retry_at = True, time.monotonic() + seconds

@@ -1,14 +1,15 @@
-"""The pool's memory: one mapping, made resident and locked where that is allowed.
+"""The pool's memory: one mapping, made resident, and locked if that is allowed.
 
-All of it is made resident at start, or a first part, and more by `commit`. What is not resident
-must not be used: the machine may not have it.
+All of it is made resident at start, or only a first part, and more by `commit`. Memory that is not
+resident must not be used: the machine may not have it.
 
-No session ever maps it or is handed a part of it, so a freed block is readable by nobody, and it
-does not move until `close`.
+No session ever maps the pool or gets a part of it, so nobody can read a freed block. The pool does
+not move until `close`.
 
-It is private anonymous memory unless it has to outlive the process: nothing outside may map it, and
-transparent huge pages follow the machine's ordinary setting instead of the seldom enabled one for
-shared memory. Where it has to, it is a memory file that somebody else keeps open.
+The pool is private anonymous memory unless it has to outlive the process: nothing outside may map
+it, and transparent huge pages follow the machine's ordinary setting. The setting for shared memory
+is seldom enabled. A pool that has to outlive the process is a memory file that somebody else keeps
+open.
 """
 
 from __future__ import annotations
@@ -32,19 +33,22 @@ __all__ = ["HostPool", "gather", "scatter"]
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 << 20
-"""Bytes touched by one call: small enough for a progress bar, a multiple of any huge page."""
+"""Bytes touched by one call: small enough for a progress bar, and a multiple of any huge page."""
 
 MAX_TOUCHERS: Final = 8
-"""Threads that touch; more do not clear memory faster on the machines that were measured."""
+"""Most threads that touch memory; more do not clear it faster on the machines that were
+measured."""
 
 BYTES_A_TABLE_BYTE: Final = 512
-"""The kernel's table of a process's pages takes eight bytes for each page of 4 KiB."""
+"""Bytes of memory per byte of the kernel's page table, which has eight bytes for each page of 4
+KiB."""
 
 MAP_NORESERVE: Final = 0x4000
 MADV_DONTNEED: Final = 4
 MADV_REMOVE: Final = 9
 MADV_POPULATE_WRITE: Final = 23
-"""Numbers of Linux that the mmap module does not name in every version; the last is of 5.14."""
+"""Constants of Linux that the mmap module does not name in every version; the last is of Linux
+5.14."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -53,20 +57,20 @@ _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class HostPool:
-    """`nbytes` of address space at `address`, the first `first` bytes resident, all without it.
+    """`nbytes` of address space at `address`, the first `first` bytes (all if None) resident.
 
     `on_progress(done, total)` is called from several threads, one call at a time, in bytes.
-    `is_stopped` is asked between chunks, from any of them: a large pool takes a minute to touch,
-    and whoever is to end must not wait for it. `beside` are the bytes that the process needs
-    besides. `locked` says whether the kernel agreed never to swap what is resident, `ranges` what
-    is, as offsets and bytes.
+    `is_stopped` is called between chunks, from any of these threads: touching a large pool takes a
+    minute, and a daemon that is to end must not wait for it. `beside` are the bytes that the
+    process needs besides the pool. `locked` says whether the kernel agreed never to swap resident
+    memory; `ranges` are the resident ranges, as offsets and bytes.
 
-    With a `descriptor`, which stays the caller's, the memory is that file's. `kept` are the ranges
-    of it that hold something: they become resident instead of the first bytes, as they are.
+    With a `descriptor`, which the caller keeps, the memory is that file's. `kept` are the ranges of
+    the file that hold data: they become resident instead of the first bytes, with their contents.
 
     Raises:
         PoolUnavailable: the machine does not have or does not give that much memory.
-        StartStopped: `is_stopped` said so; the memory has been given back.
+        StartStopped: `is_stopped` returned True; the memory has been given back.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class HostPool:
         self._kept = False
         self._is_stopped = is_stopped or _never
         first = nbytes if first is None else first
-        if not kept:  # else the machine has given it already
+        if not kept:  # otherwise the memory is allocated already
             _check_size(first, beside)
         if descriptor < 0:
             self._mapping = _reserved(nbytes, is_partial=first < nbytes)
@@ -106,11 +110,11 @@ class HostPool:
     def commit(self, offset: int, nbytes: int, *, beside: int) -> None:
         """Make a further range resident, from the start of a page on. May take seconds.
 
-        `beside` are bytes of the machine's memory that must be left. One call at a time.
+        `beside` are bytes of the machine's memory that must be left free. One call at a time.
 
         Raises:
-            PoolUnavailable: there is not that much memory; the range is as it was.
-            StartStopped: the daemon is to end; the range is as it was.
+            PoolUnavailable: there is not that much memory; the range is unchanged.
+            StartStopped: the daemon is to end; the range is unchanged.
         """
         _check_growth(nbytes, beside)
         try:
@@ -120,27 +124,27 @@ class HostPool:
             raise
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Have a range be no memory any more, which nobody uses."""
+        """Give the memory of a range, which nobody uses, back to the machine."""
         self.ranges = tuple(one for one in self.ranges if one != (offset, nbytes))
         _libc.munlock(self.address + offset, nbytes)
         _libc.madvise(self.address + offset, nbytes, self._give_back_advice)
 
     def check_stopped(self) -> None:
-        """Give the start up where the daemon is to end: for between two pieces of it.
+        """Abort the start if the daemon is to end; called between its steps.
 
         Raises:
-            StartStopped: it is.
+            StartStopped: the daemon is to end.
         """
         if self._is_stopped():
             raise StartStopped("told to end while the pool was being made")
 
     def close(self) -> None:
-        """Give the memory back. Nothing may use an address in it any more. Twice is fine."""
+        """Give the memory back; nothing may use an address in it any more. Twice is fine."""
         if not self._kept:
             self._mapping.close()
 
     def keep(self) -> None:
-        """Leave the memory mapped until the process ends: someone may still use it."""
+        """Keep the memory mapped until the process ends: someone may still use it."""
         self._kept = True
 
     def _advise(self) -> None:
@@ -174,7 +178,7 @@ class HostPool:
                 pass
 
     def _lock(self, chunks: list[tuple[int, int]]) -> None:
-        """Lock these as well, or nothing: what is locked counts against the limit of others."""
+        """Lock these chunks too, or unlock the pool: locked memory counts against others' limit."""
         if not self.locked:
             return
         for chunk in chunks:
@@ -195,21 +199,21 @@ class HostPool:
 
 
 def gather(pool: int, pieces: Iterable[tuple[int, int]], target: int) -> None:
-    """Copy ranges of the pool at address `pool`, as offsets and bytes, to `target`, end to end."""
+    """Copy ranges (offset, bytes) of the pool at address `pool` to `target`, end to end."""
     for offset, nbytes in pieces:
         ctypes.memmove(target, pool + offset, nbytes)
         target += nbytes
 
 
 def scatter(pool: int, pieces: Iterable[tuple[int, int]], source: int) -> None:
-    """Undo `gather`: fill those ranges from `source` on."""
+    """Copy from `source` into those ranges: the reverse of `gather`."""
     for offset, nbytes in pieces:
         ctypes.memmove(pool + offset, source, nbytes)
         source += nbytes
 
 
 def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
-    """Return a mapping; of one that is to be resident in part the kernel sets nothing aside."""
+    """Return a mapping; if only a part is to be resident, the kernel reserves nothing for it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if is_partial else 0)
     try:
         return mmap.mmap(-1, nbytes, flags=flags)
@@ -218,7 +222,7 @@ def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
 
 
 def _mapped(nbytes: int, descriptor: int) -> mmap.mmap:
-    """Return a mapping of a memory file, whose pages are taken as they are touched."""
+    """Return a mapping of a memory file, whose pages are allocated when they are touched."""
     try:
         return mmap.mmap(descriptor, nbytes)
     except (OSError, ValueError) as error:
@@ -240,7 +244,7 @@ def _never() -> bool:
 
 
 def _check_size(nbytes: int, beside: int) -> None:
-    """Refuse what could only end in the kernel killing a process, ours or another."""
+    """Refuse a size that would end in the kernel killing a process, ours or another."""
     available = memory_available()
     beside += nbytes // BYTES_A_TABLE_BYTE
     if nbytes + beside > available:
@@ -262,9 +266,9 @@ def _check_growth(nbytes: int, beside: int) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Make the range resident, as it is. Older kernels have no call for it: there, touch all of it.
+    """Make the range resident with its contents. Without a kernel call for it, touch all pages.
 
-    A move onto itself writes what is there, zeros or not.
+    Copying a byte onto itself writes what is there, zeros or not.
     """
     if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE) == 0:
         return

@@ -1,16 +1,16 @@
-"""Records in memory that outlives the process: what a daemon needs to go on where one was killed.
+"""Records in memory that outlives the process: what a new daemon needs to continue a killed one.
 
-The memory is a file without a name that somebody else keeps open (`fd_store`), so a record that was
-written survives whatever ends this process, at whichever instruction. Nothing is written to a disk:
+The memory is a file without a name that another process keeps open (`fd_store`). So a written
+record survives whatever ends this process, at whichever instruction. Nothing is written to a disk:
 a machine that fails takes the pool with it, too.
 
-A record is whole or it is not there: its checksum covers all of it, its sequence number included,
-and is looked at when the memory is read. So the order in which bytes reach memory does not matter,
-and none is ever half changed: `replace` writes the new one before it erases the old, and where both
-are found, the one written last counts. Every operation costs what the record is long, however many
-there are: there is no log that would have to be gone through or rewritten while somebody waits.
+A record is either whole or absent: its checksum covers all of it, including its sequence number,
+and is verified when the memory is read. So the order in which bytes reach memory does not matter,
+and no record is ever half changed. `replace` writes the new record before it erases the old one; if
+both are found, the later one counts. The cost of an operation depends on the length of its record,
+not on the number of records: there is no log to scan or rewrite while somebody waits.
 
-Records lie in cells of equal size, a long one in several.
+Records lie in cells of equal size, a long record in several cells.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from stormd.memory.shared_memory import is_sealed, sealed_memory
 __all__ = ["FORMAT", "Found", "Journal", "JournalUnusable"]
 
 FORMAT: Final = 1
-"""Of cells and of what records hold: raised with any change of either."""
+"""Version of the cells' format and the records' contents: raised with any change of either."""
 
 CELL_BYTES: Final = 128
-"""One cache line pair: an entry in up to four extents fits."""
+"""Two cache lines: an entry in up to four extents fits."""
 
 PAGE_BYTES: Final = 4096
-"""Of the header; cells begin behind it."""
+"""Bytes of the header; the cells begin behind it."""
 
 FILE_BYTES: Final = 1 << 30
-"""Of address space. Memory is taken as cells are used, and those are used again."""
+"""Bytes of address space. Memory is allocated as cells are used, and cells are reused."""
 
 LEFT_CELLS: Final = 1 << 16
-"""With fewer free than these nothing new is begun: what has begun needs some to go on."""
+"""With fewer free cells than these, nothing new is begun: work that has begun needs some to
+continue."""
 
 _MAGIC: Final = b"STORMJNL"
 _HEADER: Final = struct.Struct("<8sIIQ")  # magic, format, checksum of the rest, epoch
@@ -52,19 +53,19 @@ _NEXT_AT: Final = 12
 _ROOM: Final = CELL_BYTES - _HEAD.size
 _FIRST: Final = PAGE_BYTES // CELL_BYTES
 _MOST_BYTES: Final = 1 << 24
-"""Of one record: a cached tensor in half a million parts."""
+"""Most bytes of one record: a cached tensor in half a million chunks."""
 
 _ERASED: Final = bytes(_NEXT_AT)
-"""In the place of sequence and checksum: with the checksum alone a later record that is cut off
-could be taken for the one that was here, if it has the same sequence."""
+"""Overwrites sequence and checksum. If only the checksum were erased, a later record that is cut
+off could be taken for the erased one if it has the same sequence."""
 
 
 class JournalUnusable(Exception):
-    """A file is no journal that this version can read; the message says why."""
+    """A file is not a journal that this version can read; the message says why."""
 
 
 class Found(NamedTuple):
-    """A record as it was read: where it is, when it was written among others, what it holds."""
+    """A record as it was read: its cell, its order among all records, its kind and its content."""
 
     cell: int
     sequence: int
@@ -73,14 +74,14 @@ class Found(NamedTuple):
 
 
 class Journal:
-    """The records of one daemon's state, in a file of which it has `descriptor`.
+    """The records of one daemon's state, in the file of `descriptor`.
 
-    One thread uses it. `epoch` is drawn when a journal is made: two that are equal mean the same
-    one.
+    Only one thread uses it. `epoch` is drawn at random when a journal is made: equal epochs mean
+    the same journal.
     """
 
     def __init__(self, descriptor: int, epoch: int) -> None:
-        """Own the descriptor of a file that `make` or `open` has looked at."""
+        """Take over the descriptor of a file that `make` has written or `open` has checked."""
         self.descriptor: Final = descriptor
         self.epoch: Final = epoch
         self._memory = mmap.mmap(descriptor, FILE_BYTES)
@@ -88,11 +89,11 @@ class Journal:
         self._sequence = 0
         self._fresh = _FIRST
         self._free: list[int] = []
-        self._chains: dict[int, list[int]] = {}  # the further cells of records that have some
+        self._chains: dict[int, list[int]] = {}  # first cell of a long record -> its further cells
 
     @classmethod
     def make(cls) -> Journal:
-        """Return an empty one.
+        """Return an empty journal.
 
         Raises:
             OSError: no descriptor or no address space is left.
@@ -111,10 +112,10 @@ class Journal:
     def open(cls, descriptor: int) -> tuple[Journal, list[Found]]:
         """Return the journal in a file, and its records in the order in which they were written.
 
-        The descriptor is the journal's from then on; not where it raises.
+        The journal owns the descriptor from then on; if this raises, the caller keeps it.
 
         Raises:
-            JournalUnusable: it is none, or of another format.
+            JournalUnusable: the file is not a journal, or has another format.
             OSError: it cannot be read or mapped.
         """
         journal = cls(descriptor, _epoch_of(descriptor))
@@ -130,7 +131,7 @@ class Journal:
         return self._end - self._fresh + len(self._free) > LEFT_CELLS
 
     def write(self, kind: int, payload: bytes) -> int:
-        """Add a record of a kind above 0; return the cell by which it is erased or replaced."""
+        """Add a record of a kind above 0; return the cell by which to erase or replace it."""
         if not (0 < kind <= 0xFFFF and len(payload) <= _MOST_BYTES):
             raise ValueError(f"a record of kind {kind} with {len(payload)} bytes")
         first = self._free.pop() if self._free else self._new_cell()
@@ -144,7 +145,7 @@ class Journal:
         return first
 
     def erase(self, cell: int) -> None:
-        """Take a record away. Each once; what it told of may be used for other things then."""
+        """Erase a record, each only once. What it described may then be used for other things."""
         at = cell * CELL_BYTES
         self._memory[at : at + len(_ERASED)] = _ERASED
         if cell in self._chains:
@@ -152,19 +153,19 @@ class Journal:
         self._free.append(cell)
 
     def replace(self, cell: int, kind: int, payload: bytes) -> int:
-        """Write a record in the place of another; return its cell."""
+        """Write a record that replaces another; return its cell."""
         fresh = self.write(kind, payload)
         self.erase(cell)
         return fresh
 
     def close(self) -> None:
-        """Unmap and close the descriptor; the records stay if somebody else has one. Twice too."""
+        """Unmap and close the descriptor; records stay if another process has it. Twice is fine."""
         if not self._memory.closed:
             self._memory.close()
             os.close(self.descriptor)
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where a cell is lost, or has two owners: for tests."""
+        """Raise AssertionError if a cell is lost, or has two owners: for tests."""
         chained = [cell for cells in self._chains.values() for cell in cells]
         taken = {found.cell for found in self._read_records()}
         assert set(self._chains) <= taken
@@ -181,7 +182,7 @@ class Journal:
         return self._fresh - 1
 
     def _continue(self, first: int, payload: bytes) -> int:
-        """Write what does not fit into the first cell; return the second."""
+        """Write the bytes that do not fit into the first cell; return the second cell."""
         cells = [
             self._free.pop() if self._free else self._new_cell()
             for _ in range(_ROOM, len(payload), _ROOM)
@@ -197,7 +198,7 @@ class Journal:
     # --- reading ----------------------------------------------------------------------------
 
     def _read(self) -> list[Found]:
-        """Return all records, and have the other cells be free."""
+        """Return all records, and mark all other cells as free."""
         self._fresh = max(_FIRST, self._used_end())
         found = sorted(self._read_records(), key=lambda one: one.sequence)
         taken = set()
@@ -208,14 +209,14 @@ class Journal:
                 self._chains[one.cell] = cells
                 taken.update(cells)
         self._free = [cell for cell in range(self._fresh - 1, _FIRST - 1, -1) if cell not in taken]
-        for cell in self._free:  # of what was cut off by the end of another process
+        for cell in self._free:  # of records cut off when another process ended
             at = cell * CELL_BYTES
             self._memory[at : at + len(_ERASED)] = _ERASED
         self._sequence = found[-1].sequence if found else 0
         return found
 
     def _used_end(self) -> int:
-        """Return the first cell behind all that were ever written to, by the file's last hole."""
+        """Return the first cell behind all that were ever written, by the file's last hole."""
         end, at = 0, 0
         while at < FILE_BYTES:
             try:
@@ -237,7 +238,7 @@ class Journal:
                 yield Found(cell, sequence, kind, payload)
 
     def _payload(self, cell: int, length: int) -> bytes | None:
-        """Return a record's bytes; None where its cells lead to where none is."""
+        """Return a record's bytes; None if its chain of cells leads outside the used cells."""
         cells = self._cells_behind(cell, length)
         if cells is None:
             return None
@@ -261,7 +262,7 @@ def _epoch_of(descriptor: int) -> int:
     """Return the epoch of the journal in a file.
 
     Raises:
-        JournalUnusable: it is none, or of another format.
+        JournalUnusable: the file is not a journal, or has another format.
     """
     try:
         header = os.pread(descriptor, _HEADER.size, 0)

@@ -1,8 +1,8 @@
-"""Which node of memory a GPU is near, and having this process's memory come from there.
+"""Finds the NUMA node that a GPU is near, and makes this process's memory come from that node.
 
-On a host of several sockets a copy to a pool behind the other socket shares the link between them
-with everybody else's. Where the kernel does not say, or a container does not allow it, memory comes
-from wherever the kernel takes it: nothing fails.
+On a host with several sockets, a copy to a pool behind the other socket shares the link between the
+sockets with all other traffic. If the kernel does not name a node, or a container does not allow
+the preference, memory comes from wherever the kernel takes it: nothing fails.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["NO_NODE", "near_gpus", "nodes_cpus", "prefer_node"]
 log = logging.getLogger(__name__)
 
 NO_NODE: Final = -1
-"""As the kernel says of a device that is near no node, or of a machine with one."""
+"""The kernel's value for a device that is near no node, or on a machine with one node."""
 
 MPOL_PREFERRED: Final = 1
-"""From that node while it has memory, else from others: a full node ends no process."""
+"""Takes memory from that node while it has some, else from others: a full node ends no process."""
 
 SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
-"""The system call's number."""
+"""The system call's number, by architecture."""
 
 NODES_PART: Final = ctypes.sizeof(ctypes.c_ulong) * 8
 
@@ -37,17 +37,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def near_gpus(ordinals: Iterable[int], devices: Path = PCI_DEVICES) -> int:
-    """Return the node that all these GPUs are near; NO_NODE where they differ or none is known."""
+    """Return the node that all these GPUs are near; NO_NODE if they differ or it is unknown."""
     found = {_node_of(ordinal, devices) for ordinal in ordinals}
     return found.pop() if len(found) == 1 else NO_NODE
 
 
 def prefer_node(node: int) -> int:
-    """Have memory that this thread and those it starts touch first come from a node.
+    """Make memory that this thread, or a thread it starts, touches first come from a node.
 
-    Returns the node; NO_NODE where there is none to prefer, or it may not be preferred. Where the
-    policy is refused, as in containers, the process stays on the node's processors instead, from
-    whose memory the kernel takes by itself.
+    Returns the node; NO_NODE if there is none to prefer, or it may not be preferred. If the policy
+    is refused, as in containers, the process is bound to the node's CPUs instead: the kernel then
+    takes their memory by default.
     """
     if node < 0 or len(list(NODES.glob("node[0-9]*"))) < 2:
         return NO_NODE
@@ -66,7 +66,7 @@ def prefer_node(node: int) -> int:
 
 
 def nodes_cpus(node: int, nodes: Path = NODES) -> set[int]:
-    """Return a node's processors; empty where it is not there."""
+    """Return a node's CPUs; empty if the node does not exist."""
     try:
         text = (nodes / f"node{node}" / "cpulist").read_text()
     except OSError:

@@ -1,8 +1,8 @@
 """Memory that two processes map: a sealed memfd.
 
 Its size cannot change after creation, so a client cannot make the daemon fault by truncating it
-under a copy, and it has no name, so there is nothing to open for others and nothing to clean up
-after a crash. It lives for as long as somebody has it open or mapped, whoever made it.
+during a copy. It has no name, so others cannot open it, and a crash leaves nothing to clean up. It
+exists for as long as some process has it open or mapped, whichever process made it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for huge pages; a kernel without them, as real-time ones, calls that invalid."""
+    """Ask for huge pages; a kernel without them, such as a real-time one, calls that invalid."""
     with suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def sealed_memory(name: str, nbytes: int) -> int:
-    """Return the descriptor of `nbytes` of zeroed memory whose size is for good.
+    """Return the descriptor of `nbytes` of zeroed memory whose size can never change.
 
     Raises:
-        OSError: no descriptor left, or no such size.
+        OSError: no descriptor is left, or there is no such size.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -46,9 +46,10 @@ def sealed_memory(name: str, nbytes: int) -> int:
 
 
 def is_sealed(descriptor: int, nbytes: int) -> bool:
-    """Tell whether a descriptor is that of memory with exactly so many bytes, for good.
+    """Return whether a descriptor is of memory with exactly so many bytes, sealed at that size.
 
-    Nothing else can be sealed: no file that its owner could cut short, or hold up reads of.
+    Only such memory can be sealed: not a file that its owner could truncate or whose reads it could
+    delay.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -60,11 +61,11 @@ def is_sealed(descriptor: int, nbytes: int) -> bool:
 class SharedMemory:
     """`nbytes` (whole pages) of zeroed shared memory, mapped here at `address`.
 
-    Its pages are taken from the machine when they are first touched. With a `descriptor`, which is
-    this object's from then on, it is that memory, as it is.
+    The machine allocates the pages when they are first touched. With a `descriptor`, which this
+    object then owns, the memory is that of the descriptor, with its contents.
 
     Raises:
-        OSError: no descriptor or no address space left; or the descriptor is of something else.
+        OSError: no descriptor or no address space is left; or the descriptor is of something else.
     """
 
     def __init__(self, name: str, nbytes: int, descriptor: int = -1) -> None:
@@ -83,16 +84,16 @@ class SharedMemory:
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def take_descriptor(self) -> int:
-        """Return the descriptor that the other process maps, once; the caller closes it."""
+        """Return the descriptor for the other process; only once. The caller closes it."""
         assert self._descriptor >= 0, "the descriptor has been taken"
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
     def discard(self) -> None:
-        """Give the pages back to the machine, also where the other process keeps them mapped.
+        """Give the pages back to the machine, even while the other process maps them.
 
-        Each side reads zeros from then on. A page that the other process touches again is charged
-        to that one.
+        Both sides read zeros from then on. A page that the other process touches again is charged
+        to that process.
         """
         try:
             self._mapping.madvise(mmap.MADV_REMOVE)
@@ -100,7 +101,7 @@ class SharedMemory:
             log.warning("shared memory of a session stays until its client ends: %s", error)
 
     def close(self) -> None:
-        """Unmap. Nothing may use an address in it any more. Twice is fine."""
+        """Unmap the memory. Nothing may use an address in it any more. Calling it twice is fine."""
         if self._descriptor >= 0:
             os.close(self.take_descriptor())
         self._mapping.close()

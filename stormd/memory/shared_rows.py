@@ -1,9 +1,9 @@
-"""What worker processes may hold only together: numbers in memory that they share.
+"""Limits on what all worker processes hold together: numbers in memory that they share.
 
-Every number has one writer: a worker writes its own row, and reads all. Whoever wants more writes
-first what it would hold then, and reads afterwards what the others do: of two that do so at once at
-least one sees the other, so together they never hold more than they may. Nobody waits for anybody,
-and a worker that was killed leaves a row that the front clears.
+Every number has one writer: a worker writes its own row, and reads all. A worker that wants more
+first writes what it would hold then, and only afterwards reads what the others hold. If two do so
+at once, at least one sees the other, so together they never hold more than they may. No worker
+waits for another. The row of a worker that was killed is cleared by the front.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final
 __all__ = ["MOST_USERS", "PoolBudget", "Rows", "UserTotals"]
 
 MOST_USERS: Final = 1 << 16
-"""Who may have a number at all: as many as there may be sessions."""
+"""Most users that may have a number: as many as there may be sessions."""
 
 COMMITTED: Final = MOST_USERS
 BUSY: Final = MOST_USERS + 1
 WANTED: Final = MOST_USERS + 2
 COLUMNS: Final = MOST_USERS + 3
-"""Of a row: what each user holds, then the pool's memory, whether there is a session, and whether
-more memory was asked for in vain."""
+"""A row's columns: what each user holds, then the pool's memory, whether there is a session, and
+whether more memory was asked for in vain."""
 
 NUMBER_BYTES: Final = 8
 
 
 class Rows:
-    """The numbers of `workers` processes, of which row `own` is this one's.
+    """The numbers of `workers` processes, of which row `own` belongs to this process.
 
-    `descriptor` is the memory's, which has been made by `make`, and stays the caller's.
+    `descriptor` is that of memory made by `make`; the caller keeps it.
     """
 
     def __init__(self, descriptor: int, workers: int, own: int) -> None:
@@ -39,26 +39,26 @@ class Rows:
         self._numbers = memoryview(self._map).cast("q")
         self._others = [row * COLUMNS for row in range(workers) if row != own]
         self._own = own * COLUMNS
-        # Given back and taken again, it orders a write before the reads that follow it, on every
-        # processor: what was written is there for others before what they wrote is read here.
+        # Releasing and acquiring the lock orders a write before the reads that follow, on every
+        # CPU: others can see this process's write before it reads theirs.
         self._fence = threading.Lock()
         self._fence.acquire()
 
     @staticmethod
     def make(workers: int) -> int:
-        """Return the descriptor of such memory, all zero."""
+        """Return the descriptor of such memory, filled with zeros."""
         descriptor = os.memfd_create("stormd-workers", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, workers * COLUMNS * NUMBER_BYTES)
         return descriptor
 
     def write(self, column: int, value: int) -> None:
-        """Write a number of this process's row, before whatever is read from now on."""
+        """Write a number of this process's row; later reads are ordered after the write."""
         self._numbers[self._own + column] = value
         self._fence.release()
         self._fence.acquire()
 
     def others(self, column: int) -> list[int]:
-        """Return what the other processes have written there, in the order of their rows."""
+        """Return the numbers of the other processes in a column, in the order of their rows."""
         return [self._numbers[row + column] for row in self._others]
 
     def clear(self, row: int) -> None:
@@ -67,7 +67,7 @@ class Rows:
         self._map[begin : begin + nbytes] = bytes(nbytes)
 
     def close(self) -> None:
-        """Unmap the memory. Twice is fine."""
+        """Unmap the memory. Calling it twice is fine."""
         self._numbers.release()
         self._map.close()
 
@@ -80,28 +80,28 @@ class UserTotals:
         self._places: dict[int, int] = {}
 
     def know(self, uid: int, place: int) -> None:
-        """Note which number is a user's: the front says so before it hands over a session."""
+        """Note a user's column: the front sends it before it hands over a session of that user."""
         self._places[uid] = place
 
     def hold(self, uid: int, nbytes: int) -> None:
-        """Note what a user holds in this process."""
+        """Note how many bytes a user holds in this process."""
         self._rows.write(self._places[uid], nbytes)
 
     def claim(self, uid: int, nbytes: int) -> int:
-        """Note that a user wants to hold so much here; return what it holds in the others.
+        """Note that a user wants to hold so much here; return what it holds in the other processes.
 
-        Where that is too much together, `hold` must follow with what it holds.
+        If the sum is too much, the caller must call `hold` with what the user does hold.
         """
         self.hold(uid, nbytes)
         return sum(self._rows.others(self._places[uid]))
 
 
 class PoolBudget:
-    """How much of a pool of `total` bytes this process's part may be, which grows and shrinks.
+    """How much of a pool of `total` bytes this process may have; its part grows and shrinks.
 
-    Each worker has an equal `share`. What those that have no session do not use may be lent to
-    those that have: all but the `first` bytes, with which each begins. It comes back once it is
-    free and its owner wants it. For the event loop alone.
+    Each worker has an equal `share`. Memory that workers without a session do not use may be lent
+    to workers with one, except for the `first` bytes with which each worker begins. It is returned
+    once it is free and its owner wants it. For the event loop alone.
     """
 
     def __init__(self, rows: Rows, workers: int, total: int, first: int) -> None:
@@ -110,18 +110,18 @@ class PoolBudget:
         self.share: Final = total // workers
         self.first: Final = min(first, self.share // mmap.PAGESIZE * mmap.PAGESIZE)
         self.held = 0
-        """Claimed and not given back."""
+        """Bytes that are claimed and not given back."""
         self._is_busy = False
 
     @property
     def surplus(self) -> int:
-        """What others want of this process's memory that it does not need by right; 0 for none."""
+        """The bytes that this process holds beyond its right if others want memory; else 0."""
         if not any(self._rows.others(WANTED)):
             return 0
         return max(0, self.held - (self.share if self._is_busy else self.first))
 
     def claim(self, nbytes: int) -> int:
-        """Take so much more, or what of that there is; return it. Others hear where it was less."""
+        """Take so much more, or as much as there is; return it. Others can see if it was less."""
         self._rows.write(COMMITTED, self.held + nbytes)
         granted = min(nbytes, self._room() // mmap.PAGESIZE * mmap.PAGESIZE)
         self.held += granted
@@ -130,19 +130,19 @@ class PoolBudget:
         return granted
 
     def give_back(self, nbytes: int) -> None:
-        """Have others take what is no memory of this process any more."""
+        """Release bytes to the others that are no memory of this process any more."""
         self.held -= nbytes
         self._rows.write(COMMITTED, self.held)
 
     def be_busy(self, *, is_busy: bool) -> None:
-        """Say whether there is a session, for which this worker's share is kept."""
+        """Set whether there is a session, for which this worker's share is kept."""
         self._is_busy = is_busy
         self._rows.write(BUSY, is_busy)
         if not is_busy:
             self._rows.write(WANTED, 0)
 
     def _room(self) -> int:
-        """Return how much more there is of its share, and of what others have no right to."""
+        """Return how much more it may take: of its share, and of what others have no right to."""
         others, busy = self._rows.others(COMMITTED), self._rows.others(BUSY)
         rights = (self.share if is_busy else self.first for is_busy in busy)
         kept = sum(max(0, right - held) for right, held in zip(rights, others, strict=True))

@@ -1,7 +1,7 @@
-"""What the daemon counts since its start: plain numbers, read by `status` and the metrics.
+"""The daemon's counters since its start: plain numbers, read by `status` and the metrics.
 
-Counters only grow, and only the event loop writes them. How long things took is counted in fixed
-buckets, which never change while the daemon runs, so that two readings can be subtracted.
+Counters only grow, and only the event loop writes them. Durations are counted in fixed buckets,
+which never change while the daemon runs, so that two readings can be subtracted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from stormd.protocol import CODECS, REJECTIONS
 __all__ = ["ENDINGS", "WAIT_BOUNDS", "CacheCounts", "Counters", "Flow", "Histogram"]
 
 ENDINGS: Final = ("goodbye", "died", "unreachable", "unattached", "failed", "shutdown", "orphaned")
-"""Why a session ended: its Goodbye, its lifeline's end, a client that takes no answers, one that
-never connected its lifeline, a bug of ours, the daemon's own end, a client of an earlier daemon's
-that did not come. A client that is killed while answers are in flight to it counts as `died` or
-`unreachable`, whichever is seen first."""
+"""Why a session ended, in this order: its Goodbye; its lifeline's end; a client that takes no
+answers; a client that never connected its lifeline; a bug of ours; the daemon's own end; a client
+of an earlier daemon that did not resume. A client that is killed while answers are in flight to it
+counts as `died` or `unreachable`, whichever is seen first."""
 
 
 WAIT_BOUNDS: Final = (
@@ -37,14 +37,14 @@ WAIT_BOUNDS: Final = (
     1.0,
     5.0,
 )
-"""Upper bounds in seconds: a part of 8 MiB takes about 3 ms on the cpu lane, 1 ms on a GPU."""
+"""Upper bounds in seconds: a chunk of 8 MiB takes about 3 ms on the cpu lane, 1 ms on a GPU."""
 
 
 @dataclass(slots=True)
 class Histogram:
     """Counts of observations up to each of `bounds` (seconds, ascending), and their sum.
 
-    The last of `counts` is of those above every bound.
+    The last of `counts` is the number of observations above every bound.
     """
 
     bounds: tuple[float, ...] = WAIT_BOUNDS
@@ -60,7 +60,7 @@ class Histogram:
         self.total_seconds += seconds
 
     def add(self, other: Histogram) -> None:
-        """Count the observations of another, which has the same bounds."""
+        """Add the observations of another histogram, which has the same bounds."""
         self.counts = [sum(pair) for pair in zip(self.counts, other.counts, strict=True)]
         self.total_seconds += other.total_seconds
 
@@ -70,16 +70,17 @@ class Histogram:
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return each bound as text with the observations up to it, the last bound "+Inf"."""
+        """Return each bound as text with the count of observations up to it, last bound "+Inf"."""
         names = [*(repr(bound) for bound in self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
 @dataclass(slots=True)
 class Flow:
-    """One direction of data in one codec. `raw_bytes` are the clients' bytes, `blob_bytes` the
-    arena's; `seconds` is the work on them, summed over workers; `waits` is the time from the
-    request to its answer.
+    """One direction of data in one codec.
+
+    `raw_bytes` are the clients' bytes, `blob_bytes` the arena's. `seconds` is the work on them,
+    summed over workers. `waits` has the times from a request to its answer.
     """
 
     operations: int = 0
@@ -98,7 +99,7 @@ class Flow:
         self.waits.observe(waited)
 
     def merge(self, other: Flow) -> None:
-        """Count what another flow has counted."""
+        """Add the counts of another flow."""
         self.operations += other.operations
         self.raw_bytes += other.raw_bytes
         self.blob_bytes += other.blob_bytes
@@ -109,7 +110,7 @@ class Flow:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What became of the shared cache's tensors. `evictions` made room, `expirations` were due."""
+    """Counts of the shared cache's tensors. `evictions` freed space, `expirations` were due."""
 
     puts: int = 0
     hits: int = 0
@@ -142,10 +143,9 @@ class Counters:
     cache: CacheCounts = field(default_factory=CacheCounts)
 
     def add_work(self, other: Counters) -> None:
-        """Count what a worker process has counted.
+        """Add the counts of a worker process, except those of sessions and the cache.
 
-        But for its sessions and the cache: whoever has granted a session counts it, and the cache
-        is kept there.
+        The front grants the sessions, so it counts them, and it has the cache.
         """
         for ours, theirs in ((self.stores, other.stores), (self.restores, other.restores)):
             for codec, flow in theirs.items():
@@ -159,7 +159,7 @@ class Counters:
 
     @classmethod
     def of(cls, numbers: dict[str, Any]) -> Counters:
-        """Return counters that `asdict` has made numbers of, perhaps in another process."""
+        """Return the counters from the numbers that `asdict` made, perhaps in another process."""
         fields = dict(numbers)
         for way in ("stores", "restores"):
             fields[way] = {
@@ -174,7 +174,7 @@ class Counters:
         return sum(self.ended.values()) - self.ended["goodbye"] - self.ended["shutdown"]
 
     def as_status(self) -> dict[str, Any]:
-        """Return the counts that are not a flow, as JSON values."""
+        """Return the counts, without flows and the cache, as JSON values."""
         return {
             "rejected": dict(self.rejected),
             "ended": dict(self.ended),

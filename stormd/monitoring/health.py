@@ -1,8 +1,8 @@
-"""Whether the daemon's worker threads still get anywhere.
+"""Whether the daemon's worker threads still make progress.
 
-A worker that has been at one job for longer than the limit, or whose thread has ended without being
-told to, is named. An idle worker is healthy however long it waits. Python cannot end a thread, so
-being stuck is reported to whoever can restart the process.
+A worker is reported if it has been at one job for longer than the limit, or if its thread has ended
+without being told to. An idle worker is healthy, however long it waits. Python cannot end a thread,
+so a stuck worker is reported to whoever can restart the process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ reference, encodes 0.05 GB/s: 21 s."""
 
 
 class Heartbeat:
-    """One worker's sign of life: the worker enters it round each job; the loop reads it.
+    """One worker's sign of life: the worker enters it around each job, and the loop reads it.
 
-    Written by its worker alone and read by the loop without a lock: both fields are single
+    Only its worker writes it, and the loop reads it without a lock: both fields are single
     references, which the interpreter replaces as a whole.
     """
 
@@ -37,7 +37,7 @@ class Heartbeat:
         return self._since is None
 
     def work(self) -> None:
-        """Note that a job begins, or that one has got further."""
+        """Note that a job begins or has made progress."""
         self._since = self._clock()
 
     def rest(self) -> None:
@@ -55,7 +55,7 @@ class Heartbeat:
         self._ended = reason
 
     def trouble(self, limit_seconds: float = STUCK_SECONDS) -> str:
-        """Return what is wrong with the worker, empty where nothing is."""
+        """Return what is wrong with the worker, empty if nothing is."""
         if self._ended:
             return f"{self.name} has ended: {self._ended}"
         since = self._since
@@ -68,5 +68,5 @@ class Heartbeat:
 def stuck_workers(
     heartbeats: Iterable[Heartbeat], limit_seconds: float = STUCK_SECONDS
 ) -> list[str]:
-    """Return one sentence for each worker that is stuck or gone."""
+    """Return one sentence for each worker that is stuck or has ended."""
     return [trouble for heartbeat in heartbeats if (trouble := heartbeat.trouble(limit_seconds))]

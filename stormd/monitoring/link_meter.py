@@ -1,12 +1,12 @@
 """How busy a GPU's link is in each direction, from the copies that were timed on it.
 
-A copy's seconds are those that the device measured for it, so with one stream a direction their sum
-is the time that the direction was busy. Totals only grow, and what "lately" means is the time since
-a mark that is at least a second old.
+The device measures the seconds of each copy. With one stream per direction, their sum is the time
+that the direction was busy. Totals only grow. Recent figures are those since a mark that is at
+least a second old.
 
-GPUs that share a PCIe switch or a host bridge take bandwidth from each other, and the hardware
-deals it out: what one leaves, the others have. So a copy's seconds say what a device has of it
-now, whoever else copies, and nobody needs to know what is shared with whom.
+GPUs that share a PCIe switch or a host bridge also share its bandwidth, and the hardware divides
+it: what one GPU does not use, the others get. So a copy's seconds show the bandwidth that a device
+has now, whoever else copies. Nobody needs to know which devices share a link.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "restore")
 _INTERVAL_SECONDS: Final = 1.0
 
 _HALVED_SECONDS: Final = 1.0
-"""Of busy time, after which what was copied before counts half in the speed of late."""
+"""Busy time after which earlier copies count half in the recent speed."""
 
 LEAST_COPIED: Final = 64 << 20
-"""Bytes each way from which on a speed is told."""
+"""Least bytes copied in a direction before its speed is reported."""
 
 LARGE_BYTES: Final = 8 << 20
-"""From which on a copy shows what the link carries: one of 1 MiB begins for a third of its time. So
-another plan, with smaller copies, is not taken for a slower link."""
+"""Least bytes of a copy that shows the link's speed: a copy of 1 MiB spends a third of its time on
+its start. So another plan, with smaller copies, is not mistaken for a slower link."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Totals of one direction at a time."""
+    """Totals of one direction at one point in time."""
 
     at: float
     nbytes: int = 0
@@ -48,7 +48,7 @@ class _Mark:
 class LinkMeter:
     """Counts the copies of one device. For any thread.
 
-    `device` is its name here, as `cuda:0`; `uuid` is what tells it from others elsewhere.
+    `device` is its name in this process, as `cuda:0`; `uuid` identifies it everywhere.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class LinkMeter:
         self._now = {one: _Mark(clock()) for one in DIRECTIONS}
         self._marks = {one: (mark, mark) for one, mark in self._now.items()}
         self._of_late = dict.fromkeys(DIRECTIONS, (0.0, 0.0))
-        """Bytes and busy seconds of large copies, of which older ones count less."""
+        """Bytes and busy seconds of large copies; older copies count less."""
         self._large_bytes = dict.fromkeys(DIRECTIONS, 0)
 
     def copied(self, direction: Direction, nbytes: int, seconds: float) -> None:
-        """Count a copy that has ended and kept the link busy for so long."""
+        """Count a copy that has ended and kept the link busy for `seconds`."""
         with self._lock:
             now = self._roll(direction)
             self._now[direction] = _Mark(now, *self._sums(direction, nbytes, seconds))
@@ -76,10 +76,10 @@ class LinkMeter:
                 self._of_late[direction] = weight * before + nbytes, weight * busy + seconds
 
     def bytes_per_second(self) -> int:
-        """Return the speed of the slower direction while it was busy with large copies of late.
+        """Return the speed of the slower direction while it was busy with recent large copies.
 
-        Of all since the start where few were large; 0 where neither direction has copied enough. It
-        stays as it is while nothing is copied.
+        If few copies were large, all copies since the start count. The speed is 0 if neither
+        direction has copied enough, and does not change while nothing is copied.
         """
         with self._lock:
             sums = [
@@ -94,7 +94,7 @@ class LinkMeter:
     def as_status(self) -> dict[str, Any]:
         """Return totals and the last interval of both directions, as JSON values.
 
-        `bytes_per_second` is the speed while busy, `busy_share` how much of the interval that was.
+        `bytes_per_second` is the speed while busy, `busy_share` the busy share of the interval.
         """
         with self._lock:
             return {one: self._status(one) for one in DIRECTIONS}
@@ -104,7 +104,7 @@ class LinkMeter:
         return last.nbytes + nbytes, last.busy_seconds + seconds
 
     def _roll(self, direction: Direction) -> float:
-        """Make the present a mark where the newest is old enough; return the time."""
+        """Set a new mark if the newest one is old enough; return the present time."""
         now, (_, newer) = self._clock(), self._marks[direction]
         if now - newer.at >= _INTERVAL_SECONDS:
             self._marks[direction] = (newer, _Mark(now, *self._sums(direction, 0, 0.0)))
@@ -124,9 +124,9 @@ class LinkMeter:
 
 
 class LinkLimit:
-    """A slower link than the machine has, to measure what a consumer's GPU would do.
+    """Simulates a slower link than the machine has, to measure what a consumer's GPU would do.
 
-    Says when copies of one device are over at `bytes_per_second` each way; 0 limits nothing.
+    It computes when copies of one device end at `bytes_per_second` each way; 0 limits nothing.
 
     A direction carries one copy after another. For any thread.
     """
@@ -138,16 +138,16 @@ class LinkLimit:
         self._clock = clock
         self._lock = threading.Lock()  # protects the map and the limit
         self._free: dict[Direction, float] = {}
-        """When each direction has carried what was put on it."""
+        """The time at which each direction has carried all its copies so far."""
 
     def change(self, bytes_per_second: int) -> None:
-        """Have copies that begin from now on find an idle link of that speed; 0 for no limit."""
+        """Change the speed for copies that begin from now on, on an idle link; 0 for no limit."""
         with self._lock:
             self.bytes_per_second = bytes_per_second
             self._free.clear()
 
     def over_at(self, direction: Direction, nbytes: int) -> float:
-        """Put a copy on the link; return when it is over, by the clock."""
+        """Put a copy on the link; return the clock's time at its end, 0.0 without a limit."""
         with self._lock:
             limit = self.bytes_per_second
             if not limit:
@@ -157,11 +157,11 @@ class LinkLimit:
             return self._free[direction]
 
     def is_over(self, at: float) -> bool:
-        """Tell whether a copy that is over at that time is so by now."""
+        """Return whether the copy whose end `over_at` returned as `at` has ended by now."""
         return not at or self._clock() >= at
 
     def wait(self, direction: Direction, nbytes: int) -> None:
-        """Put a copy on the link, and return when it is over."""
+        """Put a copy on the link, and wait until it has ended."""
         at = self.over_at(direction, nbytes)
         if at:
             time.sleep(max(0.0, at - self._clock()))

@@ -1,11 +1,11 @@
-"""The daemon's log: one line an event, for people or for machines.
+"""The daemon's log: one line per event, for people or for machines.
 
-An event is a short fixed message and named fields (`extra=`), so that a line can be counted and
-searched without parsing prose, and the text and the JSON form carry the same.
+An event is a short fixed message and named fields (`extra=`), so that lines can be counted and
+searched without parsing prose. The text and the JSON form carry the same fields.
 
-A terminal that stands still, or a pipe that nobody reads, takes no byte for as long as it likes,
-and whoever writes to it waits. That may be no thread that anything else depends on: a queue takes
-what is written, and a thread empties it. What has no room is dropped and counted.
+A stopped terminal, or a pipe that nobody reads, may block its writer for any time. No thread that
+others depend on may block there. So log text is put into a queue, and one thread writes it. Text
+for which the queue has no space is dropped and counted.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = [
 _LOGGER: Final = logging.getLogger(__name__)
 
 QUEUE_BYTES: Final = 1 << 20
-"""Of text that waits to be written: some 8,000 lines."""
+"""The most bytes of text that wait to be written: some 8,000 lines."""
 
 CLOSE_SECONDS: Final = 1.0
-"""How long the end waits for what is in the queue."""
+"""How long `close` waits until the queue is written."""
 
 
 class LogQueue:
-    """Writes text to `descriptor`, which is not closed, in a thread of its own, in order.
+    """Writes text to `descriptor` in order, in a thread of its own; does not close `descriptor`.
 
-    `write`, `flush` and `isatty` are those of a stream, and never wait. `dropped` counts what was
-    written in vain; `notice(count)` returns the text that tells of it, once there is room again.
+    `write`, `flush` and `isatty` are those of a stream, and never wait. `dropped` counts texts that
+    were lost. `notice(count)` returns the text that reports them, once the queue is empty again.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class LogQueue:
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()  # protects `dropped` and all below
         self._texts: deque[bytes] = deque()
-        self._waiting_bytes = 0  # with the text that is being written
-        self._told = 0  # of those that were dropped
+        self._waiting_bytes = 0  # including the text that is being written
+        self._told = 0  # dropped texts that were reported
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="stormd-log", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Have a text written, all of it or nothing."""
+        """Queue a text to be written, all of it, or drop it."""
         data = text.encode(errors="backslashreplace")
         with self._changed:
             if self._closed or self._waiting_bytes + len(data) > self._limit_bytes:
@@ -80,14 +80,14 @@ class LogQueue:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: what was written is on its way."""
+        """Do nothing: the thread writes all queued text."""
 
     def isatty(self) -> bool:
-        """Tell whether a person sees it."""
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Take nothing more, and wait until all is written, at most so long. Twice is fine."""
+        """Accept no more text, and wait at most `seconds` until all is written. Twice is fine."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -109,9 +109,10 @@ class LogQueue:
                 self._waiting_bytes -= len(data)
 
     def _next(self) -> bytes | None:
-        """Wait for a text and return it, or else what tells of those that were dropped.
+        """Wait for a text and return it; with no text, report dropped ones and return b"".
 
-        None once the queue is closed and all is said. That the telling fails is not told.
+        Returns None once the queue is closed and nothing is left to write or report. A failure to
+        write the report is not reported.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._texts or self._closed or self.dropped > self._told)
@@ -125,11 +126,11 @@ class LogQueue:
 
 
 def _write_all(descriptor: int, data: bytes) -> bool:
-    """Write it, however long that takes; False where it cannot be: the reader is gone, say."""
+    """Write all data, however long that takes; return False if it fails, as without a reader."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # somebody else who has it open has made it so
+        except BlockingIOError:  # another process has made it non-blocking
             with contextlib.suppress(OSError):
                 select.select([], [descriptor], [])
         except OSError:
@@ -150,7 +151,7 @@ class TextFormatter(logging.Formatter):
     """`2026-11-22 07:31:02+0100 info    stormd.server: ready address=ipc:///run/x.sock`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of one event, with its traceback below where it has one."""
+        """Return the line of one event, with its traceback below if it has one."""
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%Y-%m-%d %H:%M:%S%z")
         pairs = "".join(f" {name}={value}" for name, value in _fields(record).items())
         line = f"{time} {record.levelname.lower():7} {record.name}: {record.getMessage()}{pairs}"
@@ -158,10 +159,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, logger, event, then the fields."""
+    """One JSON object per line: time (UTC, ISO 8601), level, logger, event, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of one event; its traceback, where it has one, is a field."""
+        """Return the line of one event; its traceback, if it has one, is a field."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -175,7 +176,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(log_format: str, level: str, stream: LogStream) -> None:
-    """Send the daemon's events to `stream`; replaces any before."""
+    """Send the daemon's events to `stream`, in place of any earlier stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logger = logging.getLogger("stormd")
@@ -186,10 +187,10 @@ def setup_logging(log_format: str, level: str, stream: LogStream) -> None:
 
 @contextlib.contextmanager
 def logging_process(log_format: str, level: str, descriptor: int) -> Iterator[LogQueue]:
-    """Have all that this process says go to `descriptor` by way of a queue, while the block runs.
+    """Write all that this process logs to `descriptor` through a queue, while the block runs.
 
-    So nothing but the queue's thread ever waits for who reads it: events, also those of libraries,
-    warnings, and the errors of threads and destructors.
+    That is events, also those of libraries, warnings, and the errors of threads and destructors. So
+    only the queue's thread ever waits for the reader.
     """
     with LogQueue(descriptor) as queue:
         setup_logging(log_format, level, queue)
@@ -214,7 +215,7 @@ def set_level(level: str) -> None:
 
 
 def dropped_lines() -> int:
-    """Return how many lines of the log had no room in its queue, or no reader."""
+    """Return how many lines of the log were lost: the queue was full, or nobody read them."""
     streams = (getattr(one, "stream", None) for one in logging.getLogger("stormd").handlers)
     return sum(stream.dropped for stream in streams if isinstance(stream, LogQueue))
 

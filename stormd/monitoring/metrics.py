@@ -1,9 +1,8 @@
-"""The daemon's figures for Prometheus.
+"""The daemon's metrics for Prometheus.
 
-Each metric stands here once, with its type, labels, help and value, and a scrape only reads: it is
-made of one status and the counters, on the loop that owns them. Names follow Prometheus'
-conventions: base units, _total for what only grows. Labels take few values: no session or process
-ids.
+Each metric is defined here once, with its type, labels, help and value. A scrape only reads one
+status and the counters, on the loop that owns them. Names follow Prometheus' conventions: base
+units, and _total for values that only grow. Labels take few values: no session or process ids.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class DaemonCollector(Collector):
     """Reads `status` (the object of `stormd status --json`), the counters and the stuck workers.
 
     All three are read anew at each scrape, in the thread that scrapes. prometheus-client's own
-    process_* metrics come beside these.
+    process_* metrics are served beside them.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class DaemonCollector(Collector):
         self._stuck = stuck
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric that there is, also those without a sample yet."""
+        """Yield every metric, also those without a sample yet."""
         status, counters = self._status(), self._counters()
         yield from _pool(status)
         yield from _cache(status["cache"] or _NO_CACHE, counters.cache)
@@ -67,7 +66,7 @@ class DaemonCollector(Collector):
 
 
 def metrics_route(collector: Collector) -> Route:
-    """Return the route /metrics: the collector's and the process's metrics, as asked for."""
+    """Return the route /metrics: the collector's and the process's metrics, as Accept asks."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)
@@ -80,7 +79,7 @@ def metrics_route(collector: Collector) -> Route:
 
 
 def health_route(stuck: Callable[[], Sequence[str]]) -> Route:
-    """Return the route /healthz: 200 while every worker gets on, else 503 and who does not."""
+    """Return the route /healthz: 200 while no worker is stuck, else 503 and the stuck workers."""
 
     def answer(_accept: str) -> Reply:
         names = stuck()
@@ -107,13 +106,13 @@ _NO_SPILL: Final[State] = {
 
 
 def _each(kind: Any, name: str, values: State, helps: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield metrics without labels, of some of these values, whose keys complete the name."""
+    """Yield a metric without labels for each key of `helps`; the key completes the name."""
     for key, text in helps.items():
         yield kind(name.format(key), text, value=values[key])
 
 
 def _with_samples(metric: Any, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Return a metric with a sample for each tuple of its labels' values."""
+    """Return the metric after adding a sample for each tuple of label values."""
     for labels, value in samples:
         metric.add_metric(labels, value)
     return metric  # type: ignore[no-any-return]  # add_metric differs between the kinds

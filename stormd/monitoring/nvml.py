@@ -1,8 +1,8 @@
-"""What NVIDIA's management library says of a GPU: how busy it is, and whose memory it holds.
+"""A GPU's utilisation and the memory of each process on it, from NVIDIA's management library.
 
-Nothing here makes a context or takes device memory. Where the library or its bindings are missing
-or it refuses, the answer is None, never a guess. A call may take milliseconds: not for the event
-loop, so the gauge has a thread of its own, which looks once a second.
+Nothing here creates a context or takes device memory. If the library or its bindings are missing,
+or a query is refused, the answer is None, never a guess. A call may take milliseconds, too long for
+the event loop. So the gauge has a thread of its own, which queries once a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["GpuGauge", "Nvml", "open_nvml"]
 
 
 def open_nvml() -> Nvml | None:
-    """Return the library, ready to be asked; None where there is none."""
+    """Return the initialised library; None if there is none."""
     try:
         import pynvml
 
@@ -27,23 +27,23 @@ def open_nvml() -> Nvml | None:
 
 
 class Nvml:
-    """Devices are named by their UUID, with the prefix `GPU-` or without. For any thread."""
+    """Queries devices by their UUID, with the prefix `GPU-` or without. For any thread."""
 
     def __init__(self, library: Any) -> None:
-        """Ask the module `pynvml`, which is initialised."""
+        """Use the module `pynvml`, which is initialised."""
         self._library = library
 
     def busy_percent(self, uuid: str) -> int | None:
-        """Return the share of the driver's last sample period in which a kernel ran."""
+        """Return the percentage of the driver's last sample period in which a kernel ran."""
         try:
             return int(self._library.nvmlDeviceGetUtilizationRates(self._device(uuid)).gpu)
         except self._library.NVMLError:
             return None
 
     def process_bytes(self, uuid: str) -> dict[int, int] | None:
-        """Return the device memory of each process that computes there, by process id.
+        """Return the bytes of device memory of each process that computes there, by process id.
 
-        Contexts and code are counted. Inside a container the ids are often not those of here.
+        Contexts and code are counted. In a container, the ids often differ from the local ones.
         """
         try:
             found = self._library.nvmlDeviceGetComputeRunningProcesses(self._device(uuid))
@@ -75,7 +75,7 @@ class GpuGauge:
             self._thread.start()
 
     def busy_percent(self, uuid: str) -> int | None:
-        """Return the share of the last look's sample period in which a kernel ran, or None."""
+        """Return the percentage of time in which a kernel ran, as last queried, or None."""
         return self._percent.get(uuid)
 
     def close(self) -> None:

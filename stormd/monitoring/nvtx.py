@@ -1,7 +1,7 @@
-"""Names for profilers: what a lane does, as NVTX ranges in `nsys profile stormd serve`.
+"""A lane's work as named NVTX ranges for profilers, as in `nsys profile stormd serve`.
 
-Where no profiler is attached a range costs one look at a module's variable, and no text is made. A
-range ends where it was begun, also when what is inside raises.
+Without a profiler, a range costs one read of a module's variable, and no text is made. A range ends
+with its `with` block, also if the block raises.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Final
 __all__ = ["nvtx_range"]
 
 _NSYS: Final = "NVTX_INJECTION64_PATH"
-"""What NVIDIA's profilers set in the environment of what they start, for NVTX to find them."""
+"""The variable that NVIDIA's profilers set for the programs they start, for NVTX to find them."""
 
 _nothing: Final = nullcontext()
 
 
 def nvtx_range(what: str, nbytes: int, number: int) -> AbstractContextManager[object]:
-    """Return a context that is the range `stormd WHAT #NUMBER, NBYTES B` to a profiler."""
+    """Return a context that a profiler shows as the range `stormd WHAT #NUMBER, NBYTES B`."""
     if _nvtx is None:
         return _nothing
     return _Range(f"stormd {what} #{number}, {nbytes} B")
 
 
 class _Range:
-    """A range; its work on the GPU is what is put on a stream inside it."""
+    """A range; its GPU work is the work that is queued on a stream inside it."""
 
     __slots__ = ("_name",)
 
@@ -42,7 +42,7 @@ class _Range:
 
 
 def _found() -> Any:
-    """Return CuPy's NVTX where a profiler listens, else None."""
+    """Return CuPy's NVTX if a profiler is attached, else None."""
     if _NSYS not in os.environ:
         return None
     try:

@@ -1,6 +1,6 @@
-"""What the daemon and its clients share: messages, framing, addresses and the timeline page.
+"""The code that daemon and clients share: messages, framing, addresses and the timeline page.
 
-It imports the standard library and msgpack alone, so that a client never loads the daemon.
+This package imports only the standard library and msgpack, so a client never loads the daemon.
 """
 
 from stormd.protocol.addresses import (

@@ -1,7 +1,7 @@
-"""Where a daemon's sockets are: addresses as text, and the places looked in by default.
+"""The addresses of a daemon's sockets: their text form and the default places.
 
-An address is `ipc://` and an absolute path that fits a Unix socket name. The lifeline socket lies
-beside the control socket, so one directory's permissions guard both.
+An address is `ipc://` and an absolute path that fits a Unix socket name. The lifeline socket is in
+the control socket's directory, so one directory's permissions guard both.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ SOCKET_NAME = "stormd.sock"
 CONNECT_SECONDS = 1.0
 
 DAEMON_UIDS_VARIABLE = "STORMD_DAEMON_UIDS"
-"""Further users whose daemons are spoken to: numbers, with commas between them."""
+"""The variable that names further users whose daemons are trusted: numbers, comma-separated."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CREDENTIALS = struct.Struct("iII")
-"""Of SO_PEERCRED: process, user, group."""
+"""The layout of SO_PEERCRED: process, user, group."""
 
 _SHORT = "/tmp"  # noqa: S108 - what a daemon uses there is 0700 and its own user's
-"""Where sockets go whose usual directory has too long a name."""
+"""The directory for sockets if the usual directory's name is too long."""
 
 _MAX_PATH = 107 - len(".lifeline")
-"""Bytes of sun_path without its final NUL, less the longer name that lies beside it."""
+"""Bytes of sun_path without the final NUL, minus the suffix of the longer name beside it."""
 
 
 def parse_address(address: str) -> Path:
     """Return the socket path of `ipc:///PATH`.
 
     Raises:
-        ProtocolError: another scheme, a relative path, a path too long for a Unix socket, or what
-            is no text, such as a Path.
+        ProtocolError: the address has another scheme, a relative path, unprintable characters or a
+            path too long for a Unix socket, or is no str (a Path, for example).
     """
     if not isinstance(address, str):
         raise ProtocolError(f"address {address!r} is not a text of the form ipc:///PATH")
@@ -79,9 +79,9 @@ def parse_address(address: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class SocketTrouble:
-    """Why nobody can be spoken to at a socket's path, and what to do about it, as two clauses.
+    """Why no daemon can be used at a socket's path, and what to do about it, as two clauses.
 
-    `denies` says that the file system keeps this user from a socket that is there, or may be.
+    `denies` says that the file system denies this user access to a socket that exists, or may.
     """
 
     reason: str
@@ -93,9 +93,9 @@ class SocketTrouble:
 
 
 def socket_trouble(path: Path, environ: Mapping[str, str] = os.environ) -> SocketTrouble | None:
-    """Return why nobody is to be spoken to at a socket's path, None where a daemon is.
+    """Return why no daemon can be used at a socket's path, or None if one can.
 
-    Nothing is said to whoever listens, and it must be somebody who may: see `distrust`.
+    Nothing is sent to the listener, who must be a trusted user: see `distrust`.
     """
     start = f"start one with `stormd serve --address ipc://{path}`"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -117,7 +117,7 @@ def socket_trouble(path: Path, environ: Mapping[str, str] = os.environ) -> Socke
 
 
 def _distrust_crowded(path: Path, environ: Mapping[str, str]) -> SocketTrouble | None:
-    """Judge by the file whom more callers wait for than the kernel lets: nobody can ask him."""
+    """Judge by the file's owner: the listener's backlog is full, so nobody can ask the kernel."""
     try:
         return distrust(path, path.lstat().st_uid, environ)
     except OSError as error:
@@ -125,17 +125,17 @@ def _distrust_crowded(path: Path, environ: Mapping[str, str]) -> SocketTrouble |
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return whose process listened at the other end of a Unix socket, as the kernel says."""
+    """Return the user whose process listened at the other end of a Unix socket, from the kernel."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1])
 
 
 def distrust(path: Path, uid: int, environ: Mapping[str, str] = os.environ) -> SocketTrouble | None:
-    """Return why a daemon of this user at a socket's path is not spoken to, None where it is.
+    """Return why this user's daemon at a socket's path is not trusted, or None if it is.
 
-    It may be root's, this process's user's, of a user named in STORMD_DAEMON_UIDS, or of the owner
-    of the socket's directory, where nobody else could have put that directory there. So whoever
-    makes a directory with a daemon's name in /tmp hears nothing of anybody.
+    Trusted are root, this process's user, users named in STORMD_DAEMON_UIDS, and the owner of the
+    socket's directory if nobody else could have put that directory there. So a user who makes a
+    directory with a daemon's name in /tmp receives nothing from anybody.
     """
     if uid in (0, os.geteuid()) or uid == _owner(path.parent):
         return None
@@ -150,7 +150,7 @@ def distrust(path: Path, uid: int, environ: Mapping[str, str] = os.environ) -> S
 
 
 def _owner(directory: Path) -> int | None:
-    """Return who owns a directory which nobody but this user and root can have put there."""
+    """Return a directory's owner if only that owner and root can have put the directory there."""
     try:
         place = directory.resolve(strict=True)
         owner = place.stat().st_uid
@@ -162,12 +162,12 @@ def _owner(directory: Path) -> int | None:
 
 
 def accepts_connections(path: Path) -> bool:
-    """Tell whether somebody listens at a socket's path, without speaking to them."""
+    """Return whether a trusted daemon listens at a socket's path, without sending anything."""
     return socket_trouble(path) is None
 
 
 def _denial(path: Path) -> SocketTrouble:
-    """Return whose socket or directory keeps this user out."""
+    """Return whose socket or directory denies this user access."""
     me = os.geteuid()
     for place in (path, *path.parents):
         try:
@@ -193,19 +193,19 @@ def _user(uid: int) -> str:
 
 
 def lifeline_path(control: Path) -> Path:
-    """Return the path of the lifeline socket that belongs to a control socket."""
+    """Return the path of the lifeline socket beside a control socket."""
     return control.with_name(control.name + ".lifeline")
 
 
 def worker_lifeline_path(control: Path, index: int) -> Path:
-    """Return the same of a worker process, which has a number below 100; it is no longer."""
+    """Return the path of a worker's lifeline socket; for an `index` below 100 it is no longer."""
     return control.with_name(f"{control.name}.line.{index}")
 
 
 def user_directory(environ: Mapping[str, str], uid: int) -> Path:
     """Return the runtime directory of a user's own daemon.
 
-    Where no socket's path fits into XDG_RUNTIME_DIR, it is the one that is used without it.
+    Without XDG_RUNTIME_DIR, or if no socket's path fits into it, the directory is in /tmp.
     """
     base = environ.get("XDG_RUNTIME_DIR")
     if base and _fits(Path(base) / "stormd" / SOCKET_NAME):
@@ -214,7 +214,7 @@ def user_directory(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def default_addresses(environ: Mapping[str, str], uid: int) -> list[str]:
-    """Return the addresses to try when none is given, best first: system, then user."""
+    """Return the addresses to try if none is given, in this order: system, then user."""
     return [
         f"ipc://{directory / SOCKET_NAME}"
         for directory in (SYSTEM_DIRECTORY, user_directory(environ, uid))
@@ -222,9 +222,9 @@ def default_addresses(environ: Mapping[str, str], uid: int) -> list[str]:
 
 
 def temporary_directory(socket_path: str) -> str:
-    """Return the directory for temporary files, or /tmp where no socket fits into that one.
+    """Return the directory for temporary files, or /tmp if the socket's path does not fit there.
 
-    `socket_path` is that of the socket, relative to it, or one of as many bytes.
+    `socket_path` is the socket's path relative to that directory, or a text of the same length.
     """
     chosen = tempfile.gettempdir()
     return chosen if _fits(Path(chosen) / socket_path) else _SHORT

@@ -1,7 +1,7 @@
-"""A budget: how much of what a training step saves may stay on the device.
+"""A budget: how much of a training step's saved tensors may be kept on the device.
 
-`stormd run --budget`, STORMD_BUDGET and `storm_client.offload(budget=)` mean the same by it: all
-three read it here.
+`stormd run --budget`, STORMD_BUDGET and `storm_client.offload(budget=)` accept the same values: all
+three are parsed here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stormd.protocol.sizes import format_size, parse_size
 __all__ = ["BUDGET_VARIABLE", "Budget", "budget_text", "parse_budget"]
 
 BUDGET_VARIABLE: Final = "STORMD_BUDGET"
-"""The environment variable with the budget of every `offload` that names none."""
+"""The environment variable that sets the budget of every `offload` without a `budget` argument."""
 
 Budget = Literal["least", "fit"] | int | float
-"""A word, a number of bytes (int), or a share of what a step saves, 0.0 to 1.0 (float)."""
+"""A word, a number of bytes (int), or a fraction of a step's saved bytes, 0.0 to 1.0 (float)."""
 
 _WORDS: Final = ("least", "fit")
 _WANTED: Final = "write least, fit, a size as in 12GiB, or a fraction from 0.0 to 1.0"
@@ -27,10 +27,10 @@ _WANTED: Final = "write least, fit, a size as in 12GiB, or a fraction from 0.0 t
 def parse_budget(value: str | float) -> Budget:
     """Return the budget that a text or a number means.
 
-    A text with a point and no unit is a fraction, "0.5"; a whole number is bytes, "4096".
+    A text with a point and no unit is a fraction, as "0.5"; a whole number is bytes, as "4096".
 
     Raises:
-        ValueError: it is none; the message names the value and what may be written.
+        ValueError: the value is no budget; the message names the value and the accepted forms.
     """
     if isinstance(value, str):
         return _read(value.strip(), value)
@@ -42,7 +42,7 @@ def parse_budget(value: str | float) -> Budget:
 
 
 def budget_text(budget: Budget) -> str:
-    """Return a budget as people read it, rounded, in at most MAX_BUDGET characters."""
+    """Return a budget as text for people: rounded, and at most MAX_BUDGET characters."""
     if isinstance(budget, str):
         return budget
     if isinstance(budget, float):

@@ -1,11 +1,11 @@
-"""How a message is declared: a class with typed fields, each type with the values it may have.
+"""How to declare a message: as a class with typed fields, where each type limits the values.
 
-From the declaration come the constructor, the check of every field and the order on the wire, so no
-message is checked, encoded or decoded by code of its own. A message object that exists is valid:
-neither side repeats a check, and a hostile frame ends in ProtocolError before any field is used.
+The declaration yields the constructor, the check of every field and the order on the wire, so no
+message has its own code to check, encode or decode it. A message object that exists is valid:
+neither side repeats a check. A hostile frame ends in ProtocolError before any field is used.
 
-Frames are decoded for every operation, so a class's constructor and decoder are compiled from its
-rules: a loop over rules took two to five times as long. They are compiled when the first message of
+Every operation decodes frames, so a class's constructor and decoder are compiled from its rules: a
+loop over the rules took two to five times as long. The code is compiled when the first message of
 the class is made, since a trainer imports all classes and uses few.
 """
 
@@ -44,17 +44,18 @@ __all__ = [
 ]
 
 SHOWN_CHARACTERS = 60
-"""Of a value in an error."""
+"""Maximum characters of a value in an error message."""
 
 
 # --- the values that a field may have -------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """What a field may be: `test` is an expression about `{0}`, `item` the rule of a list's items.
+    """The values that a field may have.
 
-    `complaint` completes "FIELD is VALUE, ...". No test costs more than the value is long, and none
-    raises, whatever the value is. Its parts come from declarations alone, never from a peer.
+    `test` is an expression about `{0}`, `item` the rule of a list's items. `complaint` completes
+    "FIELD is VALUE, ...". The cost of a test is at most proportional to the value's length, and no
+    test raises, whatever the value is. The texts come from declarations alone, never from a peer.
     """
 
     test: str
@@ -62,20 +63,20 @@ class Rule(NamedTuple):
     item: Rule | None = None
 
     def accepts(self, value: object) -> bool:
-        """Tell whether a field may have the value."""
+        """Return whether a field may have the value."""
         return bool(eval(self.test.format("value"), {"value": value}))  # noqa: S307 - our own text
 
 
-# `type(x) is int` and not isinstance: True is an int to isinstance, and no id.
+# `type(x) is int`, not isinstance: isinstance accepts True as an int, but True is no id.
 
 
 def integer(least: int, most: int, meaning: str) -> Rule:
-    """Return the rule of a number from `least` to `most`; `meaning` says so for people."""
+    """Return the rule of a number from `least` to `most`; `meaning` describes it for people."""
     return Rule(f"type({{0}}) is int and {least} <= {{0}} <= {most}", f"not {meaning}")
 
 
 def seconds(*, above_zero: bool) -> Rule:
-    """Return the rule of a time, which is above 0 or may be 0."""
+    """Return the rule of a number of seconds: above 0, or at least 0."""
     if above_zero:
         test, meaning = "0.0 < {0} < 1e9", "a positive number of seconds"
     else:
@@ -90,13 +91,13 @@ def text(most: int) -> Rule:
 
 
 def name(most: int) -> Rule:
-    """Return the rule of a name: some characters, at most `most`, that can be printed."""
+    """Return the rule of a name: 1 to `most` printable characters."""
     test = f"type({{0}}) is str and 0 < len({{0}}) <= {most} and {{0}}.isprintable()"
     return Rule(test, f"not 1 to {most} printable characters")
 
 
 def one_of(*allowed: str) -> Rule:
-    """Return the rule of a text that is one of a few."""
+    """Return the rule of a text that is one of `allowed`."""
     test = f"type({{0}}) is str and {{0}} in {allowed!r}"
     return Rule(test, f"not one of {', '.join(allowed)}")
 
@@ -107,9 +108,10 @@ def binary(most: int) -> Rule:
 
 
 def numbers(fields: int, most: int, plural: str) -> Rule:
-    """Return the rule of `fields` numbers in 0 .. 2^63-1 for each of 1 to `most` things, packed.
+    """Return the rule of packed numbers in 0 .. 2^63-1: `fields` for each of 1 to `most` items.
 
-    Each takes eight bytes, the lowest first, so all are checked at once: by the highest bits.
+    Each number takes eight bytes, lowest byte first, so one test of all highest bytes checks the
+    range of all numbers.
     """
     size = 8 * fields
     test = (
@@ -120,17 +122,17 @@ def numbers(fields: int, most: int, plural: str) -> Rule:
 
 
 def flag() -> Rule:
-    """Return the rule of a truth value."""
+    """Return the rule of a bool."""
     return Rule("type({0}) is bool", "neither true nor false")
 
 
 def mapping() -> Rule:
-    """Return the rule of a map; what is in it is not looked at."""
+    """Return the rule of a map; its content is not checked."""
     return Rule("type({0}) is dict", "not a map")
 
 
 def list_of(item: Rule, most: int, plural: str) -> Rule:
-    """Return the rule of a list of at most `most` items, which are called `plural`."""
+    """Return the rule of a list of at most `most` items; `plural` names the items in errors."""
     items = f"all([{item.test.format('one')} for one in {{0}}])"
     test = f"type({{0}}) is list and len({{0}}) <= {most} and {items}"
     return Rule(test, f"not a list of at most {most} {plural}", item)
@@ -144,11 +146,11 @@ Kind = TypeVar("Kind", bound="type[Message]")
 
 
 class Message:
-    """Base of all messages: equal where they are of one class and have equal fields.
+    """Base class of all messages. Messages are equal if they have the same class and equal fields.
 
-    OP is the number on the wire, COSTLY whether the answer may take the daemon milliseconds, FIELDS
-    the names of the fields in the order they travel. Construction raises ProtocolError with the
-    field, its value and what it must be; a message that exists cannot be changed.
+    OP is the number on the wire. COSTLY says whether the answer may take the daemon milliseconds.
+    FIELDS has the names of the fields in wire order. The constructor raises ProtocolError with the
+    field, its value and what the field must be. A message cannot be changed once it exists.
     """
 
     __slots__ = ()
@@ -159,23 +161,23 @@ class Message:
     _declared: ClassVar[_Declaration]
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        """Compile the class's own constructor, which replaces this one, and call it."""
+        """Compile the class's own constructor, which replaces this one, then call it."""
         _compile(type(self))
         type(self).__init__(self, *values, **named)
 
     def check_together(self) -> None:
-        """Raise ProtocolError where valid fields do not go together; few messages have such."""
+        """Raise ProtocolError if valid fields contradict each other; few classes override this."""
 
     def to_wire(self) -> tuple[Any, ...]:
-        """Return the fields in the order they travel."""
+        """Return the fields in wire order."""
         return tuple(getattr(self, field) for field in self.FIELDS)
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> Self:
-        """Return the message of these fields; the class's own decoder replaces this at first use.
+        """Return the message with these fields; the first call replaces this by compiled code.
 
         Raises:
-            ProtocolError: they are too few, too many, or not valid.
+            ProtocolError: there are too few or too many fields, or one is not valid.
         """
         _compile(cls)
         return cls.from_wire(values)
@@ -193,12 +195,12 @@ class Message:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in pairs)})"
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        """Refuse: what was checked stays as it is."""
+        """Refuse: a checked message must not change."""
         raise AttributeError(f"{type(self).__name__}.{name} cannot be set: messages do not change")
 
 
 class _Declaration(NamedTuple):
-    """What the compiled functions of a class are made of."""
+    """The declaration from which a class's functions are compiled."""
 
     defaults: dict[str, Any]
     kw_only: bool
@@ -206,10 +208,10 @@ class _Declaration(NamedTuple):
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 def message(number: int, *, kw_only: bool = False, costly: bool = False) -> Callable[[Kind], Kind]:
-    """Declare the decorated class as the message of that number, and its fields as they travel.
+    """Declare the decorated class as the message of that number, with its fields in wire order.
 
-    With `kw_only` it is made by keywords alone: for those with several numbers, where a swapped
-    pair would be valid.
+    With `kw_only` the constructor takes keywords alone. Use it for messages with several numbers,
+    where swapping two would pass the checks.
     """
 
     def declare(declared: Kind) -> Kind:
@@ -244,7 +246,7 @@ def _compile(kind: Any) -> None:
     hints = get_type_hints(kind, include_extras=True)
     rules: dict[str, Rule] = {field: get_args(hints[field])[1] for field in kind.FIELDS}
     known = _known_to(kind, rules)
-    # Compiled first: exec of a text has CPython forget that an interrupt is to end the process.
+    # Compile first: exec of a text makes CPython forget that an interrupt is to end the process.
     exec(compile(_source(kind, rules), kind.__name__, "exec"), known)  # noqa: S102 - our own text
     kind.to_wire = known["to_wire"]
     kind.from_wire = staticmethod(known["from_wire"])
@@ -302,13 +304,13 @@ def _known_to(kind: type[Message], rules: dict[str, Rule]) -> dict[str, Any]:
 
 
 def _test(places: Sequence[str], rules: dict[str, Rule]) -> str:
-    """Return the expression that is true where what is in these places is valid."""
+    """Return an expression that is true if the values in `places` are valid."""
     tests = zip(places, rules.values(), strict=True)
     return " and ".join(f"({rule.test.format(place)})" for place, rule in tests) or "True"
 
 
 def _culprit(rule: Rule, value: Any) -> tuple[object, str]:
-    """Return what exactly is wrong, of a list the item, and the complaint."""
+    """Return the value that is wrong, in a list the wrong item, and the complaint about it."""
     if rule.item is not None and type(value) is list:
         for item in value:
             if not rule.item.accepts(item):

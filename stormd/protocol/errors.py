@@ -1,7 +1,7 @@
-"""What can go wrong with a frame: decoding raises this and nothing else."""
+"""The only error that decoding a frame raises."""
 
 __all__ = ["ProtocolError"]
 
 
 class ProtocolError(ValueError):
-    """A frame, message or address that breaks the protocol. Nothing of it has been acted upon."""
+    """A frame, message or address that breaks the protocol. None of its content was acted upon."""

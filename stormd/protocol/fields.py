@@ -1,7 +1,7 @@
-"""What a message's fields may be: the types that messages name, and the words and numbers of these.
+"""The types of message fields, and the words and numbers that some of them may hold.
 
-What StoreParts and the like say of each chunk travels as packed numbers (`pack`), eight bytes
-each: as msgpack's they took 2.5 times as long to check and to read.
+StoreParts and similar messages send the values of each chunk as packed numbers (`pack`), eight
+bytes each. As msgpack integers they took 2.5 times as long to check and to read.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ __all__ = [
 ]
 
 DEVICES = ("cpu", "cuda")
-"""What there are lanes for."""
+"""The device types that have a lane."""
 
 NO_LANE = "none"
-"""In Hello.device: no lane."""
+"""The value of Hello.device for a session without a lane."""
 
 CODECS = ("ancf", "raw")
 REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
-"""Why a Store is answered by Rejected."""
+"""The reasons for which Rejected answers a Store."""
 
 RESTORE_FIELDS: Final = 6
 """Numbers of one chunk in RestoreParts."""
@@ -88,7 +88,7 @@ STORED_FIELDS: Final = 2
 """Numbers of one chunk in StoredParts."""
 
 ENTRIES_A_PAGE: Final = MAX_BATCH
-"""Entries in one Entries at the most."""
+"""Maximum entries in one Entries message."""
 
 
 # --- the types of fields --------------------------------------------------------------------
@@ -121,16 +121,16 @@ StoredPlaces = Annotated[bytes, numbers(STORED_FIELDS, MAX_BATCH, "parts")]
 
 
 def pack(values: Sequence[int]) -> bytes:
-    """Return the numbers as such messages carry them.
+    """Return the numbers in the packed form that these messages carry.
 
     Raises:
-        struct.error: one is not in -2^63 .. 2^63-1.
+        struct.error: a number is not in -2^63 .. 2^63-1.
     """
     return struct.pack(f"<{len(values)}q", *values)
 
 
 def unpack(places: bytes, fields: int) -> Iterator[tuple[int, ...]]:
-    """Return so many numbers for each chunk; `places` has been checked by its message."""
+    """Return a tuple of `fields` numbers for each chunk; the message has checked `places`."""
     return _LAYOUTS[fields].iter_unpack(places)
 
 

@@ -1,8 +1,8 @@
 """Frames: one ZeroMQ frame carries a batch of messages, each with a request number.
 
-`decode` either returns valid messages only or raises ProtocolError, whatever the bytes are, and
-never builds an object larger than the frame allows. A request number other than 0 is echoed in its
-answer; 0 marks a message that answers nothing (Stored, Failed of a store, Release).
+`decode` either returns only valid messages or raises ProtocolError, whatever the bytes are. It
+never builds an object larger than the frame allows. An answer repeats its request's number; number
+0 marks a message that answers no request (Stored, Failed of a store, Release).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Envelope(NamedTuple):
 _TYPES = message_types()
 
 _NOT_MSGPACK = (ValueError, msgpack.exceptions.UnpackException, RecursionError)
-"""What msgpack raises where bytes are none of its."""
+"""The exceptions that msgpack raises for invalid bytes."""
 
 
 def encode(batch: Iterable[Envelope]) -> bytes:
@@ -61,7 +61,7 @@ def decode(frame: bytes) -> list[Envelope]:
     """Return the messages of a frame in their order.
 
     Raises:
-        ProtocolError: the frame is no valid batch; none of its messages has been returned.
+        ProtocolError: the frame is no valid batch; no message of it was returned.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
@@ -79,14 +79,14 @@ def decode(frame: bytes) -> list[Envelope]:
 
 
 def decode_each(frame: bytes) -> Iterator[Envelope]:
-    """Return the messages of a frame one at a time, none of which takes longer than one may.
+    """Return the messages of a frame one at a time, each in bounded time.
 
-    For frames that may hold so many that reading them all at once keeps others waiting. Of a frame
-    that is no valid batch some messages may have been returned before the error.
+    Use it for frames with so many messages that decoding all at once would delay other clients. An
+    invalid batch may yield some messages before the error.
 
     Raises:
-        ProtocolError: as `decode`, at the message that is not valid; a map, which no client sends,
-            is none.
+        ProtocolError: as `decode`, at the message that is not valid. A message with a map is not
+            valid; no client sends one.
     """
     lists = 0
 
@@ -111,30 +111,30 @@ def decode_each(frame: bytes) -> Iterator[Envelope]:
 
 
 def hello_version(frame: bytes) -> int | None:
-    """Return the version that a frame's Hello or Resume speaks, None where it opens with neither.
+    """Return the protocol version in a frame's first message; None if that is no Hello or Resume.
 
-    Only their first field is looked at: it stays in its place in every version, so that a peer of
-    another version is told about the mismatch whatever else it sends.
+    Only their first field is read, which has the same place in every version. So a peer of another
+    version is told about the mismatch, whatever else it sends.
     """
     op, _, version = _first_numbers(frame, 3)
     return version if op in (Hello.OP, Resume.OP) else None
 
 
 def first_request(frame: bytes) -> int:
-    """Return the request number of a frame's first message, 0 where it has none.
+    """Return the request number of a frame's first message, 0 if it has none.
 
-    Nothing else is read: for those who are refused whatever they say.
+    Nothing else is read: the sender is refused whatever the frame says.
     """
     _, request = _first_numbers(frame, 2)
     return request if request is not None and 0 <= request <= MAX_ID else 0
 
 
 _FIRST_BYTES = 64
-"""More than the first numbers of a frame take, and few enough to be read of anybody."""
+"""More bytes than the first numbers of a frame take, and few enough to read from any peer."""
 
 
 def _first_numbers(frame: bytes, count: int) -> list[int | None]:
-    """Return what the first message opens with, None in the place of what is no number."""
+    """Return the first `count` values of a frame's first message, None for each that is no int."""
     found: list[int | None] = [None] * count
     reader = _reader(frame[:_FIRST_BYTES])
     try:
@@ -148,7 +148,7 @@ def _first_numbers(frame: bytes, count: int) -> list[int | None]:
 
 
 _MAX_LISTS = 4
-"""In a message, itself among them; none that a client sends has as many."""
+"""Maximum lists in a message, itself included; no message of a client has as many."""
 
 
 def _reader(frame: bytes, **options: Any) -> msgpack.Unpacker:
@@ -199,7 +199,7 @@ def _check_sums(costly: int, parts: int) -> None:
 
 
 _HARMLESS_BYTES = 8 * min(RESTORE_FIELDS, STORE_FIELDS) * MAX_BATCH
-"""A frame of no more bytes has no more chunks than it may have: each number takes eight."""
+"""A frame of at most so many bytes cannot have too many chunks: each number takes eight bytes."""
 
 
 def _parts_of(message: Message) -> int:

@@ -1,7 +1,7 @@
-"""Numbers that both sides must agree on before a byte is exchanged.
+"""Limits that both sides must agree on before they exchange a byte.
 
-A limit here is part of the protocol: raising one is a new protocol version. Limits that an
-operator may change live in the daemon's config and reach the client in Welcome.
+A limit here is part of the protocol: raising one needs a new protocol version. Limits that an
+operator may change are in the daemon's config; the client receives them in Welcome.
 """
 
 __all__ = [
@@ -27,51 +27,51 @@ __all__ = [
 PROTOCOL_VERSION = 11
 
 MAX_FRAME_BYTES = 1 << 20
-"""Bytes of one ZeroMQ frame; a larger one ends its connection."""
+"""Maximum bytes of one ZeroMQ frame; the daemon closes a connection that sends a larger one."""
 
 MAX_BATCH = 4096
-"""Messages in one frame, and chunks of those that have several."""
+"""Maximum messages in one frame, and maximum chunks in one message that names several."""
 
 MAX_COSTLY = 8
-"""Messages in one frame that may take the daemon milliseconds each: a state, a put, a get, a list
-of names. All others wait until a frame has been answered."""
+"""Maximum number of costly messages in one frame: a status request, a put, a get, a list of names.
+Each may take the daemon milliseconds, and every other client waits until the frame is answered."""
 
 MAX_ID = (1 << 63) - 1
-"""Ids, offsets, sizes and sequence numbers lie in 0 .. MAX_ID."""
+"""Ids, offsets, sizes and sequence numbers are in 0 .. MAX_ID."""
 
 MAX_ENTRY_BYTES = 1 << 30
-"""Bytes of one entry before encoding; larger storages travel as several entries."""
+"""Maximum bytes of one entry before encoding; the client splits a larger storage into entries."""
 
 MAX_TEXT = 4096
-"""Characters of any string in a message."""
+"""Maximum characters of any string in a message."""
 
 MAX_FEATURES = 64
-"""Features in a Hello or Welcome."""
+"""Maximum features in a Hello or Welcome."""
 
 MAX_HANDLE_BYTES = 512
-"""Bytes of any binary field: a CUDA IPC handle has 64, a token 16."""
+"""Maximum bytes of any binary field: a CUDA IPC handle has 64, a token 16."""
 
 MAX_PIECES_WAITING = 16
-"""Pieces of one session that are on offer at one time: so many descriptors of it may be open."""
+"""Maximum pieces that one session may have on offer at a time, each with an open descriptor."""
 
 PIECE_NUMBER_BYTES = 8
-"""Bytes of the number that comes with a descriptor on a lifeline."""
+"""Bytes of the number that the client sends with a descriptor on a lifeline."""
 
 TOKEN_BYTES = 16
 """Bytes of the secret that ties a lifeline connection to its session."""
 
 MAX_NAME = 256
-"""Characters of a name in the shared cache."""
+"""Maximum characters of a name in the shared cache."""
 
 MAX_DTYPE = 64
-"""Characters of the name of a cached tensor's element type. Hundreds of answers that carry one
-leave in one frame."""
+"""Maximum characters of the name of a cached tensor's element type. Hundreds of answers with such
+a name must fit into one frame."""
 
 MAX_DIMENSIONS = 64
-"""Dimensions of a tensor in the shared cache; what PyTorch allows."""
+"""Maximum dimensions of a tensor in the shared cache, as in PyTorch."""
 
 MAX_BUDGET = 16
-"""Characters of a budget as people read it. A state has one of each of up to 1,024 sessions."""
+"""Maximum characters of a budget as text. A state has one for each of up to 1,024 sessions."""
 
 FIRST_LEASED = 1 << 62
-"""Entries that the daemon lends to a session are numbered from here, a client's own below."""
+"""The first number of entries that the daemon lends to a session; a client's own are below it."""

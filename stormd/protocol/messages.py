@@ -1,38 +1,38 @@
 """The messages of the control plane.
 
-Each is declared here once: its number, its fields in the order they travel, and what each may be.
-A field is only ever added or taken away together with a new PROTOCOL_VERSION.
+Each message is declared here once: its number, its fields in wire order, and their allowed values.
+Adding or removing a field always requires a new PROTOCOL_VERSION.
 
 Client to daemon: Hello or Resume first, then MapSegment / ReserveRange / MapPiece / UnmapSegment,
 Store / StoreParts, Restore / RestoreParts, Release, Ping, StatusRequest, PlanLearned, ListEntries,
 Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored / StoredParts,
 Restored / RestoredParts, Failed, Pong, Status, Entries, Refused.
 
-One storage of the client travels as one or more entries. The way of an entry:
-    Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
-           ->  Stored     its bytes are encoded: the staging range may be used again; where that
-                          leaves in the same frame Admitted is left out, and Stored says both
-           or  Rejected   the entry does not exist: the tensor stays with the client
+One storage of the client travels as one or more entries. The life of an entry:
+    Store  ->  Admitted   the pool has promised space: the entry will not be lost to a limit
+           ->  Stored     its bytes are encoded: the staging range may be used again. If Stored
+                          leaves in the same frame, Admitted is omitted and Stored implies it
+           or  Rejected   the entry does not exist: the tensor is kept with the client
     Restore -> Restored   the destination range holds the verified bytes
-           or  Failed     the bytes cannot be had (CorruptBlob, a lane's error)
-    Release -> (no answer) the entry is gone as soon as nothing uses it
-A Store that is sent again behind Resume is answered as the first one was: an entry is stored once.
+           or  Failed     the bytes cannot be restored (CorruptBlob, a lane's error)
+    Release -> (no answer) the entry is freed as soon as nothing uses it
+A Store that is repeated after Resume gets the same answer as the first: an entry is stored once.
 
-Messages of the shared cache are sent by sessions alone whose Hello has the feature "cache". In such
-a session every Store belongs to the put that is open, which is at most one.
+Only sessions whose Hello has the feature "cache" send messages of the shared cache. In such a
+session every Store belongs to the open put; at most one put is open.
 
-    CachePut    -> CacheReady     the put is open, and room for it can be had
+    CachePut    -> CacheReady     the put is open, and room for it can be made
                 or Refused        nothing has changed
-    then its Stores, in chunks of `part_bytes`, the last of what is left
-    CacheCommit -> CacheFound     the name now means these bytes, at once and for everybody
+    then its Stores, in chunks of `part_bytes`; the last chunk has the remaining bytes
+    CacheCommit -> CacheFound     the name now refers to these bytes, at once and for all users
                 or Refused        the put is still open
     CacheCancel -> CacheFound     the put is closed and holds nothing; `found` if one was open
     CacheGet    -> CacheTensor    its entries can be restored until they are released
-                or CacheFound     there is none that this user may read
+                or CacheFound     there is no such tensor that this user may read
     CacheFind, CacheDelete -> CacheFound
     CacheList   -> CacheNames     at most NAMES_A_PAGE, sorted
 
-A session that ends cancels its put and releases what it was lent.
+A session that ends cancels its put and releases the entries that the cache has lent it.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ __all__ = [
 
 
 CACHE_FEATURE: Final = "cache"
-"""In Hello.features: this session is for the cache. In Welcome.features: there is one."""
+"""In Hello.features: this session uses the cache. In Welcome.features: the daemon has a cache."""
 
 NAMES_A_PAGE: Final = 512
-"""Names in one CacheNames: the longest ones fill half a frame."""
+"""Maximum names in one CacheNames: this many of the longest names fill half a frame."""
 
 
 def part_count(nbytes: int, part_bytes: int) -> int:
-    """Return in how many chunks a tensor travels."""
+    """Return the number of chunks in which a tensor travels."""
     return -(-nbytes // part_bytes)
 
 
@@ -141,12 +141,12 @@ TimeToLive = Annotated[float, seconds(above_zero=False)]
 
 @message(1, kw_only=True)
 class Hello(Message):
-    """Asks for a session. The first message of a connection; anything else before it is refused.
+    """Asks for a session. Before Hello or Resume, a connection may send only StatusRequest.
 
-    `device` says which lane the session is for: one of DEVICES, or NO_LANE for a session that asks
-    for the state and holds nothing, and so takes nobody's share. `device_uuid` is the CUDA device's
-    UUID as text, empty elsewhere. `staging_bytes` is the size of staging area that the client would
-    like; Welcome says what it got.
+    `device` names the session's lane: one of DEVICES, or NO_LANE. A session with NO_LANE only asks
+    for the state, holds nothing, and so takes nobody's share. `device_uuid` is the CUDA device's
+    UUID as text, empty for other devices. `staging_bytes` is the size of staging area that the
+    client would like; Welcome has the size that it gets.
     """
 
     protocol: Id
@@ -164,8 +164,8 @@ class MapSegment(Message):
     """Offers an allocation of the client as segment `segment` of its session (cuda lane).
 
     `handle` is the CUDA IPC handle, `nbytes` the allocation's size. Answered by Mapped or Refused.
-    Segment 0 is the staging area: on the cpu lane it exists from Welcome on and is never mapped by
-    message.
+    Segment 0 is the staging area: on the cpu lane it exists from Welcome on, and no message maps
+    it.
     """
 
     segment: Id
@@ -175,9 +175,10 @@ class MapSegment(Message):
 
 @message(3)
 class UnmapSegment(Message):
-    """Takes a segment back, or a piece of one. No answer; nothing in flight uses it by then.
+    """Unmaps a segment, or a piece of a range. No answer; nothing in flight may use it by then.
 
-    A restore into it that waits for its entry's store fails. A range goes with all its pieces.
+    Restores into it fail if they still wait for their entry's store. Unmapping a range also unmaps
+    all its pieces.
     """
 
     segment: Id
@@ -185,9 +186,9 @@ class UnmapSegment(Message):
 
 @message(14)
 class ReserveRange(Message):
-    """Makes segment `segment` a range of `nbytes` addresses with nothing at them (cuda lane).
+    """Makes segment `segment` a range of `nbytes` addresses without memory (cuda lane).
 
-    Jobs may name what MapPiece has mapped of it. Answered by Mapped or Refused.
+    Jobs may name only the parts of it that MapPiece has mapped. Answered by Mapped or Refused.
     """
 
     segment: Id
@@ -196,11 +197,11 @@ class ReserveRange(Message):
 
 @message(15, kw_only=True)
 class MapPiece(Message):
-    """Offers memory that is mapped at `offset` of the range `into`: `nbytes`, all there is of it.
+    """Offers memory to be mapped at `offset` of the range `into`: all `nbytes` of the memory.
 
-    `segment` is a number of its own, by which UnmapSegment takes it back; jobs name the range. Its
-    descriptor comes on the lifeline with that number, in PIECE_NUMBER_BYTES, least first; message
-    and descriptor wait for each other. Answered by Mapped or Refused.
+    `segment` is the piece's own number, by which UnmapSegment unmaps it; jobs name the range. The
+    piece's descriptor comes on the lifeline with that number in PIECE_NUMBER_BYTES, lowest byte
+    first. Message and descriptor may come in either order. Answered by Mapped or Refused.
     """
 
     segment: Id
@@ -213,14 +214,15 @@ class MapPiece(Message):
 class Store(Message):
     """Asks to store `nbytes` at `offset` of `segment` as entry `entry`.
 
-    `entry` is chosen by the client, larger than every one before it in the session. `dtype` is a
-    name of storm_kernels' dtypes ("bfloat16", "uint8", ...), a hint for the codec. `sequence` is
-    the value of the session's `published` timeline that says the bytes are there (cuda lane; 0
-    on the cpu lane, where they are there when the message is sent).
+    The client chooses `entry`, larger than every earlier one of the session. `dtype` is the name of
+    a storm_kernels dtype ("bfloat16", "uint8", ...), a hint for the codec. Once the session's
+    `published` timeline reaches `sequence`, the bytes are ready (cuda lane). On the cpu lane it is
+    0: the bytes are ready when the message is sent.
 
-    `ready` is a smaller value of `published` that says already that the bytes are there, 0 where
-    none does. `stored` is raised to `sequence` all the same, once all smaller ones have been read;
-    in a session that outlives the daemon, once what came of them is in the pool and written down.
+    `ready` is a smaller value of `published` at which the bytes are ready already; 0 if there is
+    none. The daemon still raises `stored` to `sequence`, once the stores of all smaller numbers
+    have been read. In a session that outlives the daemon it waits until their results are in the
+    pool and recorded.
     """
 
     entry: Id
@@ -235,9 +237,9 @@ class Store(Message):
 
 @message(5, kw_only=True)
 class Restore(Message):
-    """Asks for the bytes of `entry` at `offset` of `segment`; `ticket` names this request.
+    """Asks for the bytes of `entry` at `offset` of `segment`; `ticket` identifies this request.
 
-    `sequence` is the value of `published` from which on the destination may be written (cuda).
+    The destination may be written once `published` has reached `sequence` (cuda lane).
     """
 
     ticket: Id
@@ -250,7 +252,7 @@ class Restore(Message):
 
 @message(6)
 class Release(Message):
-    """Gives entries up. Ids that do not exist (rejected stores) are passed over."""
+    """Releases entries. Ids that do not exist (rejected stores) are ignored."""
 
     entries: Ids
 
@@ -267,16 +269,17 @@ class StatusRequest(Message):
 
 @message(9)
 class Goodbye(Message):
-    """Ends the session in order. Answered by closing the lifeline once all is freed."""
+    """Ends the session in order. Answered by closing the lifeline once everything is freed."""
 
 
 @message(10, kw_only=True)
 class PlanLearned(Message):
-    """Tells what a step of the session's trainer does, in bytes of tensors, for people who watch.
+    """Describes a step of the session's trainer to operators, in bytes of tensors.
 
-    `kept_bytes` stay on the device, `offloaded_bytes` go to the daemon, `replayed_bytes` are made
-    again; `budget` is what was asked for, as "least" or "12.0 GiB". The last one counts. No answer;
-    refused in a session that stores nothing.
+    `kept_bytes` are kept on the device, `offloaded_bytes` are offloaded to the daemon,
+    `replayed_bytes` are recomputed. `budget` is the budget that was asked for, as "least" or
+    "12.0 GiB". The last message replaces earlier ones. No answer; refused in a session that stores
+    nothing.
     """
 
     kept_bytes: Id
@@ -287,12 +290,12 @@ class PlanLearned(Message):
 
 @message(11, kw_only=True)
 class Resume(Message):
-    """Asks for a session that an earlier daemon opened, in the place of Hello.
+    """Asks to resume a session that an earlier daemon opened, instead of Hello.
 
-    `epoch` and `secret` are those of the session's Welcome, and so is `session`. Answered by
-    Welcome, with another token: the client sends the descriptors that it had of the session's
-    shared memory along with that, and asks by ListEntries what there is yet. Segments that it maps
-    have to be offered again. Refused as "DaemonLost" where the daemon has no such session.
+    `epoch`, `session` and `secret` are those of the session's Welcome. Answered by Welcome with a
+    new token. With that token the client sends its descriptors of the session's shared memory, then
+    uses ListEntries to learn which entries still exist. It must offer its mapped segments again.
+    Refused as "DaemonLost" if the daemon has no such session.
     """
 
     protocol: Id
@@ -305,9 +308,9 @@ class Resume(Message):
 
 @message(12, costly=True)
 class ListEntries(Message):
-    """Asks which entries the session has, in the order of their numbers. Answered by Entries.
+    """Asks for the numbers of the session's entries, in ascending order. Answered by Entries.
 
-    Those up to `after` are left out.
+    Numbers up to `after` are left out.
     """
 
     after: Id
@@ -315,11 +318,12 @@ class ListEntries(Message):
 
 @message(13)
 class PassOver(Message):
-    """Says that of the numbers up to `sequence` no store will come that has not been asked for.
+    """Says that the client sends no further Store with a number up to `sequence` (cuda lane).
 
-    So `stored` is raised to it once those that have been are done: a client that resumes a session
-    asks for no store again that was answered, and may wait for its number yet (cuda lane). No
-    answer. Greater than the `sequence` of every Store before it, and less than those behind it.
+    The daemon raises `stored` to `sequence` once the stores that were sent before are done. A
+    client that resumes a session does not repeat stores that were answered, but may still wait for
+    their numbers. No answer. `sequence` is greater than that of every Store before this message,
+    and less than that of every Store after it.
     """
 
     sequence: Id
@@ -327,11 +331,11 @@ class PassOver(Message):
 
 @message(23)
 class RestoreParts(Message):
-    """Asks for several entries, in this order.
+    """Asks to restore several entries, in this order.
 
-    `places` has six numbers for each: ticket, entry, segment, offset, nbytes and sequence, which
-    mean what they mean in Restore. Answered by RestoredParts, or Failed for each that cannot be
-    had.
+    `places` has six numbers for each: ticket, entry, segment, offset, nbytes and sequence, with the
+    same meaning as in Restore. Answered by RestoredParts, or by Failed for each that cannot be
+    restored.
     """
 
     places: RestorePlaces
@@ -341,9 +345,9 @@ class RestoreParts(Message):
 class StoreParts(Message):
     """Asks to store several entries, in this order, all with the same `dtype` and `codec`.
 
-    `places` has six numbers for each: entry, segment, offset, nbytes, sequence and ready, which
-    mean what they mean in Store. Each is answered as Store is, with its entry's number as that of
-    the request.
+    `places` has six numbers for each: entry, segment, offset, nbytes, sequence and ready, with the
+    same meaning as in Store. Each gets its own answer as for Store, with the entry's number as
+    request number.
     """
 
     dtype: Text
@@ -351,7 +355,7 @@ class StoreParts(Message):
     places: StorePlaces
 
     def check_together(self) -> None:
-        """Raise ProtocolError where an entry has a size that none may have."""
+        """Raise ProtocolError if an entry's size is not in 1 .. MAX_ENTRY_BYTES."""
         for nbytes in _sizes(self.places):
             if not 1 <= nbytes <= MAX_ENTRY_BYTES:
                 raise ProtocolError(
@@ -360,7 +364,7 @@ class StoreParts(Message):
                 )
 
     def stores(self) -> Iterator[Store]:
-        """Return what asks for each alone."""
+        """Return a separate Store for each entry."""
         dtype, codec = self.dtype, self.codec
         for entry, segment, offset, nbytes, sequence, ready in unpack(self.places, STORE_FIELDS):
             yield Store.from_wire([entry, segment, offset, nbytes, dtype, codec, sequence, ready])
@@ -380,11 +384,12 @@ class Welcome(Message):
     The client now connects to the stream socket at `lifeline`, sends `token`, and receives file
     descriptors over it: the timeline page, and on the cpu lane the staging area of
     `staging_bytes`; none without a lane. The session lives as long as that connection.
-    `part_bytes` is the largest entry this lane takes; `lease_seconds` how long the session outlives
-    its last message.
+    `part_bytes` is the size of the largest entry that this lane accepts. The session outlives its
+    last message by `lease_seconds`.
 
-    Where `resume_seconds` is not 0, the session outlives the daemon. Another at the same address
-    is waited for so long, and takes the session on for who says its `secret` and the `epoch`.
+    If `resume_seconds` is not 0, the session outlives the daemon. The client waits that long for
+    another daemon at the same address, which resumes the session for a client that sends its
+    `secret` and the `epoch`.
     """
 
     session: Id
@@ -410,14 +415,14 @@ class Mapped(Message):
 
 @message(66)
 class Admitted(Message):
-    """The pool has promised room for the entry: it will be stored."""
+    """The pool has promised space for the entry: the entry will be stored."""
 
     entry: Id
 
 
 @message(67)
 class Rejected(Message):
-    """The entry does not exist; `reason` is one of REJECTIONS, `detail` names value and limit."""
+    """The entry does not exist. `reason` is one of REJECTIONS, `detail` names value and limit."""
 
     entry: Id
     reason: Rejection
@@ -426,7 +431,7 @@ class Rejected(Message):
 
 @message(68)
 class Stored(Message):
-    """The entry is in the arena; its source range is free. `mode` is the codec mode it got."""
+    """The entry is in the pool; its source range is free. `mode` is the mode the codec chose."""
 
     entry: Id
     stored_bytes: Id
@@ -442,10 +447,10 @@ class Restored(Message):
 
 @message(70)
 class Failed(Message):
-    """An admitted entry or a restore came to nothing.
+    """Storing an admitted entry failed, or restoring one did.
 
-    `entry` always names the entry; `ticket` is 0 where the store failed. `kind` is a name of the
-    client's errors: "CorruptBlob" or "ActivationLost". The source or destination range is free.
+    `entry` always names the entry; `ticket` is 0 if the store failed. `kind` is the name of one of
+    the client's errors: "CorruptBlob" or "ActivationLost". The source or destination range is free.
     """
 
     ticket: Id
@@ -456,10 +461,11 @@ class Failed(Message):
 
 @message(71, kw_only=True)
 class Pong(Message):
-    """Answers Ping, with how fast the session's bytes go, each way; 0 for what is not known.
+    """Answers Ping with the speed of the session's transfers, in bytes per second; 0 if unknown.
 
-    In bytes a second: `link` is what copies of late had of the device's link, `limit` what the
-    settings allow, and `disk` what comes to the pool while the tier on disk is always busy.
+    `link` is the bandwidth that recent copies had on the device's link, `limit` the bandwidth that
+    the settings allow. `disk` is the rate at which bytes enter or leave the pool while the tier on
+    disk is always busy, the lower of both.
     """
 
     link: Id
@@ -478,8 +484,8 @@ class Status(Message):
 class Refused(Message):
     """A request was not carried out; nothing changed.
 
-    `kind` is a name of the client's errors ("ProtocolMismatch", "UsageError", "QuotaExceeded",
-    "DaemonLost"), `detail` names value, limit and next step.
+    `kind` is the name of one of the client's errors ("ProtocolMismatch", "UsageError",
+    "QuotaExceeded", "DaemonLost"). `detail` names value, limit and next step.
     """
 
     kind: Text
@@ -488,9 +494,9 @@ class Refused(Message):
 
 @message(74)
 class Entries(Message):
-    """Answers ListEntries: the numbers of entries, stored or yet to be, ENTRIES_A_PAGE at the most.
+    """Answers ListEntries: at most ENTRIES_A_PAGE entry numbers, stored or still being stored.
 
-    Where `is_all` is false, others follow the last one.
+    If `is_all` is false, more entries follow the last one.
     """
 
     numbers: Ids
@@ -499,7 +505,7 @@ class Entries(Message):
 
 @message(77)
 class RestoredParts(Message):
-    """The destination ranges of these tickets, of RestoreParts, hold their verified bytes.
+    """The destination ranges of these tickets of RestoreParts hold their verified bytes.
 
     `places` has one number for each: the ticket.
     """
@@ -509,7 +515,7 @@ class RestoredParts(Message):
 
 @message(78)
 class StoredParts(Message):
-    """These entries are in the arena, as Stored says of each; all got the same codec mode.
+    """These entries are in the pool, as Stored says of one; all got the same codec mode.
 
     `places` has two numbers for each: the entry and its stored bytes.
     """
@@ -523,10 +529,10 @@ class StoredParts(Message):
 
 @message(16, kw_only=True, costly=True)
 class CachePut(Message):
-    """Opens a put: asks for room for a tensor of `nbytes`, which comes in chunks of `part_bytes`.
+    """Opens a put: asks for room for a tensor of `nbytes`, which is sent in chunks of `part_bytes`.
 
-    `dtype` and `shape` are handed back with the bytes and not looked at. `ttl_seconds` is how
-    long the tensor is kept from its commit on at the most, 0 for no limit.
+    The daemon returns `dtype` and `shape` with the bytes and does not interpret them. The tensor is
+    kept for at most `ttl_seconds` after its commit; 0 sets no limit.
     """
 
     name: Name
@@ -537,7 +543,7 @@ class CachePut(Message):
     ttl_seconds: TimeToLive
 
     def check_together(self) -> None:
-        """Refuse more chunks than one commit can name."""
+        """Raise ProtocolError if the tensor has more chunks than one commit can name."""
         parts = part_count(self.nbytes, self.part_bytes)
         if parts > MAX_BATCH:
             raise ProtocolError(
@@ -548,14 +554,14 @@ class CachePut(Message):
 
 @message(17)
 class CacheCommit(Message):
-    """Closes the put: its name means these stored entries, in this order, from now on."""
+    """Closes the put: from now on its name refers to these stored entries, in this order."""
 
     entries: Ids
 
 
 @message(18)
 class CacheCancel(Message):
-    """Closes the put, if one is open, and gives up what was stored for it."""
+    """Closes the put, if one is open, and frees the entries that were stored for it."""
 
 
 @message(19, costly=True)
@@ -574,7 +580,7 @@ class CacheFind(Message):
 
 @message(21)
 class CacheDelete(Message):
-    """Deletes this user's tensor of that name; whoever reads it finishes."""
+    """Deletes this user's tensor of that name; reads in progress finish."""
 
     name: Name
 
@@ -588,17 +594,18 @@ class CacheList(Message):
 
 @message(80)
 class CacheReady(Message):
-    """The put is open. Each Store makes room for itself; a put that gets none for long is closed.
+    """The put is open. Each Store makes room for itself; a put without a Store for long is closed.
 
-    So one may be rejected ("pool_full") where what is there has come to be read, or put, meanwhile.
+    So a Store may still be rejected ("pool_full"), if cached tensors are being read meanwhile, or
+    others were put.
     """
 
 
 @message(81, kw_only=True)
 class CacheTensor(Message):
-    """Lends the tensor's entries, `first_entry` and those after it, one a chunk.
+    """Lends the tensor's entries, one for each chunk, numbered from `first_entry` on.
 
-    They stay as they are, whatever happens to the name, until Release or the session's end.
+    They are unchanged until Release or the session's end, whatever happens to the name.
     """
 
     dtype: Dtype
@@ -610,14 +617,14 @@ class CacheTensor(Message):
 
 @message(82)
 class CacheFound(Message):
-    """Says whether what was asked about was there."""
+    """Says whether the tensor or put that the request named existed."""
 
     found: Flag
 
 
 @message(83)
 class CacheNames(Message):
-    """Some of the names, sorted; `complete` where none follow."""
+    """One page of the names, sorted; `complete` if no more follow."""
 
     names: Names
     complete: Flag

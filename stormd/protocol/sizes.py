@@ -1,8 +1,8 @@
-"""Sizes as people write them: `4GiB` to bytes and back.
+"""Sizes as people write them: converts `4GiB` to bytes and back.
 
-Daemon and client read and show sizes by this one module. Only exact numbers of bytes come out, and
-only binary units go in, so that a size means the same to every reader. `4GB` is an error rather
-than a guess.
+Daemon and client both parse and format sizes with this module. Parsing accepts only binary units
+and returns only whole numbers of bytes, so a size means the same to every reader. `4GB` is an error
+rather than a guess.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `4GiB`, `512 MiB`, `1.5GiB` or plain `4096`.
+    """Return the number of bytes in `4GiB`, `512 MiB`, `1.5GiB` or plain `4096`.
 
     Raises:
-        ValueError: no size, an unknown unit, or not a whole number of bytes.
+        ValueError: the text is no size, has an unknown unit, or is not a whole number of bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -45,7 +45,7 @@ def parse_size(text: str) -> int:
 
 
 def exact_size(nbytes: int) -> str:
-    """Return the size in the largest unit that divides it, as parse_size reads it: `4GiB`."""
+    """Return the size in the largest unit that divides it, such as `4GiB`; parse_size reads it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if nbytes and nbytes % _UNITS[unit] == 0:
             return f"{nbytes // _UNITS[unit]}{unit}"
@@ -53,7 +53,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def format_size(nbytes: float) -> str:
-    """Return the size in the largest unit that keeps it at 1 or more: `4.0 GiB`, `17 B`."""
+    """Return the size in the largest unit in which it is at least 1: `4.0 GiB`, `17 B`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(nbytes) >= _UNITS[unit]:
             return f"{nbytes / _UNITS[unit]:.1f} {unit}"
@@ -61,12 +61,12 @@ def format_size(nbytes: float) -> str:
 
 
 def suggested_pool(nbytes: int) -> int:
-    """Return a pool that holds so many bytes with a quarter to spare, in a size people write."""
+    """Return a round pool size that holds `nbytes` with a quarter to spare."""
     unit = _UNITS["GiB"] if nbytes >= _UNITS["GiB"] else 64 * _UNITS["MiB"]
     return max(1, -(-nbytes * 5 // (4 * unit))) * unit
 
 
 def format_apart(less: int, more: int) -> tuple[str, str]:
-    """Return two different sizes as people read them, in bytes where they would look alike."""
+    """Return two sizes as text that differs: in bytes where rounding would make them look alike."""
     texts = format_size(less), format_size(more)
     return texts if texts[0] != texts[1] else (f"{less} bytes", f"{more} bytes")

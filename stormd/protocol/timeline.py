@@ -1,12 +1,12 @@
-"""The timeline page: some shared host memory per session, of 64-bit counters.
+"""The timeline page: shared host memory with 64-bit counters, one page for each session.
 
-A counter never decreases, and each has one writer at a time. Both processes map the page and
-register it with CUDA, so that streams write the counters, a client's wait on them, and both CPUs
-can read them. A side that finds its peer dead stores POISON into the counters that its own side
-waits on: every wait (GEQ) is over at once, and the value is not one that work could reach.
+A counter never decreases and has one writer at a time. Both processes map the page and register it
+with CUDA: streams write the counters, the client's streams wait on them, and both CPUs can read
+them. A side that finds its peer dead stores POISON into the counters that its own side waits on.
+Then every wait (GEQ) ends at once, and work can never reach that value.
 
-The page outlives a daemon whose sessions do. What it says is then all that is known of the work
-that the dead one's device had been given: behind each restore's counter its decoder's status.
+The page outlives a daemon whose sessions do. It is then the only record of the work that the dead
+daemon had given its device: the status of a restore's decoder follows the restore's counter.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ __all__ = [
 ]
 
 PAGE_BYTES = 20480
-"""Whole pages of the host."""
+"""The page's size: a whole number of the host's memory pages."""
 
 PUBLISHED = 0
-"""Byte offset; written by the client: the operations whose input is ready."""
+"""Byte offset. The client writes here how far its operations' inputs are ready."""
 
 STORED = 64
-"""Byte offset; written by the daemon: the stores whose source may be used again."""
+"""Byte offset. The daemon writes here up to which store the sources may be used again."""
 
 _RESTORED = 4096
 RESTORED_SLOTS = 1024
-"""Counters of restores, from `_RESTORED` on: so many may be waited for at one time. Each has 8
-bytes, and as many behind it for its decoder's status."""
+"""Number of restore counters, from `_RESTORED` on: the client may wait for so many at a time. Each
+has 8 bytes, followed by 8 bytes for its decoder's status."""
 
 
 def restored_slot(ticket: int) -> int:
-    """Return the byte offset of the counter that says that the restore `ticket` is there.
+    """Return the byte offset of the counter that shows the completion of restore `ticket`.
 
-    The daemon writes the ticket there, whose successors in the same slot are larger; the client
-    does so for a restore that has failed, which nobody may wait for any longer.
+    The daemon writes the ticket there; later tickets of the same slot are larger. If the restore
+    has failed, the client writes the ticket, since nobody may wait for it any longer.
     """
     return _RESTORED + 16 * (ticket % RESTORED_SLOTS)
 
 
 def status_slot(ticket: int) -> int:
-    """Return the byte offset of the status of the decoder whose counter says the ticket.
+    """Return the byte offset of the decoder status that belongs to the ticket's counter.
 
-    It is 0 where the bytes were verified. Written before the counter is; it is no counter, and
-    means nothing while the counter says anything else than the ticket.
+    The status is 0 if the bytes were verified. It is written before the counter. It is no counter,
+    and has no meaning unless the counter equals the ticket.
     """
     return restored_slot(ticket) + 8
 
 
 POISON = 1 << 62
-"""Far above any real value; below 2^63, so signed and unsigned comparisons agree."""
+"""Far above any real value, and below 2^63, so signed and unsigned comparisons agree."""
 
 
 class Timelines:
-    """The counters of the page that is mapped at `address`, as this process's CPU sees them.
+    """The counters of the page mapped at `address`, as this process's CPU sees them.
 
-    Not to be used once the page is unmapped. Reading and storing are single aligned 8-byte
-    accesses, so neither side ever sees half of a value.
+    Must not be used once the page is unmapped. Each read or store is a single aligned 8-byte
+    access, so neither side ever sees half of a value.
     """
 
     def __init__(self, address: int) -> None:
@@ -76,13 +76,13 @@ class Timelines:
         return self._words[counter // 8]
 
     def store(self, counter: int, value: int) -> None:
-        """Raise a counter to `value`; a smaller value than it has changes nothing."""
-        # Not max(): writing the old value back could undo what a device wrote meanwhile.
+        """Raise a counter to `value`; a value below the current one changes nothing."""
+        # Not max(): writing the old value again could undo a device's write in between.
         if value > self._words[counter // 8]:  # noqa: PLR1730
             self._words[counter // 8] = value
 
     def put(self, word: int, value: int) -> None:
-        """Set a word that is no counter to `value`."""
+        """Set a word that is not a counter to `value`."""
         self._words[word // 8] = value
 
     def poison(self, *counters: int) -> None:

@@ -1,8 +1,8 @@
-"""The environment variables of the project, `STORMD_...`: which there are, and what a typo means.
+"""The project's environment variables, `STORMD_...`: which exist, and what to say about a typo.
 
-Every variable that any part of the project reads is known here, to the daemon, which refuses
-another one, and to the client, which warns of it without loading the daemon. A test holds the names
-to the daemon's settings and to the sources.
+This module knows every variable that any part of the project reads. The daemon refuses to start
+with an unknown one; the client warns of it without loading the daemon. A test compares the names
+with the daemon's settings and with the sources.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ SETTINGS: Final = (
     "log_level",
 )
 """The daemon's settings, each of which a variable may set; clients and commands read the address.
-What they are is defined in stormd.config."""
+stormd.config defines what they mean."""
 
 CLIENT_SETTINGS: Final = ("budget", "daemon_uids", "advise", "native")
-"""What a variable may set for training scripts; a daemon that inherits one passes over it."""
+"""Settings of training scripts that a variable may set; a daemon ignores those that it inherits."""
 
 ADVISE_VARIABLE: Final = f"{PREFIX}ADVISE"
-"""Where `stormd advise` listens, for the script that it runs: a datagram socket's path."""
+"""The path of the datagram socket at which `stormd advise` listens to the script that it runs."""
 
 _NAMES: Final = SETTINGS + CLIENT_SETTINGS
 _VARIABLES: Final = tuple(PREFIX + name.upper() for name in _NAMES)
@@ -76,19 +76,19 @@ _VARIABLES: Final = tuple(PREFIX + name.upper() for name in _NAMES)
 _SERVICE_LINK: Final = re.compile(
     r"STORMD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)"
 )
-"""What Kubernetes sets in every pod beside a Service that is called stormd, or stormd-something."""
+"""Variables that Kubernetes sets in every pod beside a Service named stormd or stormd-..."""
 
 
 def private_pool_commit(environ: Mapping[str, str]) -> str | None:
-    """Return the `pool_commit` to start a private daemon with, None where a variable says it.
+    """Return the `pool_commit` for a private daemon, or None if a variable sets it.
 
-    It is beside whatever else its user runs, and takes memory as it is used.
+    The daemon runs beside its user's other programs, so it takes memory only as it is used.
     """
     return None if f"{PREFIX}POOL_COMMIT" in environ else "use"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that look like ours and are not, each with a line about it."""
+    """Return each variable that has our prefix but is unknown, with a line about it."""
     return {
         name: f"variable {name} is no setting{_near(name)}"
         for name in sorted(environ)
@@ -97,7 +97,7 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _near(name: str) -> str:
-    """Return the closest known variable, else all; the prefix, which all share, says nothing."""
+    """Return the closest known variable, else all. The shared prefix is left out of the match."""
     found = get_close_matches(name.removeprefix(PREFIX).lower(), _NAMES, n=1, cutoff=0.5)
     if found:
         return f": did you mean {PREFIX + found[0].upper()!r}?"

@@ -1,4 +1,4 @@
-"""The version of the distribution, of daemon and client alike; the build reads it here."""
+"""The version of the distribution, the same for daemon and client; the build reads it here."""
 
 from typing import Final
 

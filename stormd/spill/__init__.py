@@ -1,6 +1,5 @@
-"""The tier on disk: the file, how a blob lies in it, and the threads that write and read it.
+"""The tier on disk: the file, the layout of a blob in it, and the threads that write and read it.
 
-It decides nothing. What is written and read, and when, is the ledger's (`ledger/spills.py`); each
-job that was handed over is answered by one result. A fault of the disk ends the tier, not the
-daemon.
+The tier decides nothing: the ledger (`ledger/spills.py`) decides what is written and read, and
+when. Each job gets exactly one result. A fault of the disk ends the tier, not the daemon.
 """

@@ -1,7 +1,8 @@
-"""The file of the tier: nameless, its room set aside at start, and past the page cache.
+"""The file of the tier: nameless, allocated in full at start, and read and written with O_DIRECT.
 
-Nobody else can open it, and nothing of it is left when the daemon has ended, however that came. All
-of its room is there from the start: a disk that fills up later takes nothing from it.
+Nobody else can open the file, and nothing of it remains when the daemon has ended, however it
+ended. All of the file's disk space is allocated at start, so a disk that fills up later does not
+affect it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 class SpillFile:
     """A file of `nbytes` in `directory`, for this process alone. Offsets and views are whole pages.
 
-    It is written and read by several threads at once.
+    Several threads write and read it at the same time.
 
     Raises:
-        SpillUnavailable: there is no such directory, it cannot be written to, it has not the room,
-            or its file system cannot do what is needed. Nothing is left there.
+        SpillUnavailable: the directory does not exist, cannot be written to or lacks the space, or
+            its file system lacks what the tier needs. Nothing remains in the directory.
     """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
@@ -51,7 +52,7 @@ class SpillFile:
         """Write all of `data` at `offset`.
 
         Raises:
-            OSError: part of it may be there.
+            OSError: the write failed; part of the data may be in the file.
         """
         while data.nbytes:
             done = os.pwrite(self._descriptor, data, offset)
@@ -63,7 +64,7 @@ class SpillFile:
         """Fill `into` from `offset` on.
 
         Raises:
-            OSError: part of it may have been read.
+            OSError: the read failed; `into` may be filled in part.
         """
         while into.nbytes:
             done = os.preadv(self._descriptor, [into], offset)
@@ -72,14 +73,14 @@ class SpillFile:
             offset, into = offset + done, into[done:]
 
     def close(self) -> None:
-        """Give the file and its room back. Twice is fine."""
+        """Close the file and free its disk space. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def _open(directory: Path) -> int:
-    """Return a file without a name; where the file system has none such, one whose name is gone."""
+    """Open a file without a name; if the file system has none, make a file and unlink its name."""
     try:
         return os.open(directory, os.O_TMPFILE | os.O_EXCL | _FLAGS, _MODE)
     except OSError as error:
@@ -89,7 +90,7 @@ def _open(directory: Path) -> int:
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _FLAGS, _MODE)
     except OSError as error:
-        with contextlib.suppress(OSError):  # some make it before they say that they cannot
+        with contextlib.suppress(OSError):  # some file systems make it before they refuse
             path.unlink()
         raise _unusable(directory, error) from error
     try:
@@ -114,7 +115,7 @@ def _unusable(directory: Path, error: OSError) -> SpillUnavailable:
 
 
 def _set_aside(descriptor: int, directory: Path, nbytes: int) -> None:
-    """Have the file system keep all of the file's room."""
+    """Have the file system allocate all of the file's disk space."""
     if _libc.fallocate(descriptor, 0, 0, nbytes) == 0:
         return
     number = ctypes.get_errno()

@@ -1,6 +1,6 @@
 """Opens the tier on disk that the config asks for.
 
-What cannot be had is said at start: the room, the package that encrypts, a pool that is too small.
+Problems are reported at start: too little disk space, no encryption package, too small a pool.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["OpenTier", "open_tier"]
 log = logging.getLogger(__name__)
 
 SLACK_PART: Final = 33
-"""This part of the file keeps what lies there from being cut ever finer, as in the pool."""
+"""Divisor: this part of the file is kept free, so that blobs do not split ever finer."""
 
 RESERVE_PART: Final = 16
-"""This part of the pool is kept for reading, or room for the largest blob where that is more."""
+"""Divisor: this part of the pool is reserved for reading, or the largest blob's size if more."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """The tier with its space, and the bytes of the pool that are to be kept for reading."""
+    """The tier, its space on disk, and the bytes of the pool to reserve for reading."""
 
     tier: SpillTier
     disk: Disk
@@ -44,12 +44,12 @@ class OpenTier:
 
 
 def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post) -> OpenTier:
-    """Return the tier; the config names one, and its lanes are those of `devices`.
+    """Open the tier that the config names; `devices` are those of its lanes.
 
-    May take seconds; not for the event loop.
+    This may take seconds, so it must not run on the event loop.
 
     Raises:
-        SpillUnavailable: the directory, its file system or this installation cannot do it.
+        SpillUnavailable: the directory, its file system or this installation does not support it.
         ConfigError: the pool is too small to read into.
     """
     reserve = _reserve(config, devices)
@@ -78,7 +78,7 @@ def _space(nbytes: int) -> Space:
 
 
 def _reserve(config: Config, devices: Iterable[str]) -> int:
-    """Return the bytes of the pool for reading: at least a blob of the largest part of any lane."""
+    """Return the bytes of the pool for reading: at least the largest blob of any lane."""
     name = max((f"part_bytes_{device}" for device in devices), key=lambda one: getattr(config, one))
     largest = granules(blob_bound(getattr(config, name)))
     reserve = max(largest, granules(config.pool_bytes // RESERVE_PART))

@@ -1,7 +1,7 @@
 """Moves a blob between the pool and the file, a record at a time.
 
-A record goes through a worker's own memory, whose pages a disk can reach: in the pool a blob begins
-and ends at any granule, and on the disk it is encrypted.
+Each record passes through a worker's own page-aligned memory, as O_DIRECT needs: a blob in the pool
+begins and ends at any granule, and its record on disk is sealed and may be encrypted.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from stormd.spill.sealing import Label, Sealer
 __all__ = ["WORKER_BYTES", "BlobMover", "Damaged"]
 
 WORKER_BYTES: Final = RECORD_BYTES + PAYLOAD_BYTES
-"""Of memory that a worker may take; half of it only for blobs that lie in pieces."""
+"""Memory of one worker; half of it is used only for blobs that are split in the pool."""
 
 
 class Damaged(Exception):
-    """What was read is not what was written."""
+    """The bytes that were read are not those that were written."""
 
 
 class BlobMover:
-    """One worker's way between the pool, at `pool_address`, and the file. Not thread-safe.
+    """Moves one worker's blobs between the pool, at `pool_address`, and the file. Not thread-safe.
 
-    A blob is named by its session, entry and generation; what is read must have been written under
-    the same name. Both ways yield behind each record.
+    A blob's name is its session, entry and generation. A read succeeds only under the name under
+    which the blob was written. `write` and `read` yield after each record.
     """
 
     def __init__(self, pool_address: int, file: SpillFile, sealer: Sealer) -> None:
@@ -39,7 +39,7 @@ class BlobMover:
         self._file = file
         self._sealer = sealer
         self._record = Buffer(RECORD_BYTES)
-        self._whole = Buffer(PAYLOAD_BYTES)  # of a record whose bytes lie in pieces in the pool
+        self._whole = Buffer(PAYLOAD_BYTES)  # joins a record whose bytes are split in the pool
         self._view = memoryview(
             (ctypes.c_ubyte * RECORD_BYTES).from_address(self._record.address)
         ).cast("B")
@@ -48,7 +48,7 @@ class BlobMover:
         """Write the blob in `block` to `extent`.
 
         Raises:
-            OSError: part of it may be there.
+            OSError: the write failed; part of the blob may be on the disk.
         """
         blob, room = block.pieces(), extent.pieces()
         for record in records(block.nbytes):
@@ -62,10 +62,10 @@ class BlobMover:
             yield
 
     def read(self, name: tuple[int, int, int], extent: Block, block: Block) -> Iterator[None]:
-        """Read the blob at `extent` to `block`, which may hold anything until that is done.
+        """Read the blob at `extent` into `block`, whose content is undefined until that is done.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the blob cannot be read.
             Damaged: it is not the blob that was written there under this name.
         """
         blob, room = block.pieces(), extent.pieces()
@@ -84,20 +84,20 @@ class BlobMover:
             yield
 
     def close(self) -> None:
-        """Give the memory back. Twice is fine."""
+        """Free the memory. May be called twice."""
         self._record.close()
         self._whole.close()
 
     # --- pieces in the pool -----------------------------------------------------------------
 
     def _address(self, pieces: Sequence[Extent]) -> int:
-        """Return where a record's bytes are whole: in the pool, or here if they lie in pieces."""
+        """Return where a record is contiguous: in the pool, or in `_whole` if it is split there."""
         if len(pieces) == 1:
             return self._pool_address + pieces[0].offset
         return self._whole.address
 
     def _gathered(self, pieces: Sequence[Extent]) -> int:
-        """Return where a record's bytes are whole, having joined them there."""
+        """Return where a record's bytes are contiguous, after joining split ones there."""
         if len(pieces) > 1:
             gather(self._pool_address, pieces, self._whole.address)
         return self._address(pieces)
@@ -108,7 +108,7 @@ class BlobMover:
 
 
 def _cut(pieces: Sequence[Extent], begin: int, nbytes: int) -> list[Extent]:
-    """Return the ranges that hold `nbytes` of what the pieces hold in their order, from `begin`."""
+    """Return the ranges of the pieces, taken in order, that hold `nbytes` from `begin` on."""
     found = []
     for offset, size in pieces:
         skipped = min(begin, size)

@@ -1,9 +1,9 @@
-"""What proves that a record is the one that was written: a seal over its bytes and its label.
+"""Seals: a seal over a record's bytes and label proves that it is the record that was written.
 
-Whoever opens a record gets the bytes that were sealed under the same label, or is told that it does
-not: a bit that changed, a write that was torn or went elsewhere, an older record in its place.
-Encrypted, nobody without the key can read or make one. The key is made at start, is held in memory
-alone, and dies with the process.
+Opening a record yields the bytes that were sealed under the same label, or reports a failure. It
+detects a changed bit, a torn or misplaced write, and an older record in the same place. With
+encryption, nobody without the key can read or make a record. The key is made at start, exists only
+in memory, and is lost with the process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CHECKSUM: Final = struct.Struct("<Q8s")
 
 
 class Label(NamedTuple):
-    """Whose record it is. `generation` is another for each blob that is ever written, `nbytes` the
-    blob's, `number` the record's number in it.
+    """Identifies a record. `generation` is unique for each blob ever written, `nbytes` is the
+    blob's size, `number` the record's number within the blob.
     """
 
     session: int
@@ -40,33 +40,34 @@ class Label(NamedTuple):
     number: int
 
     def pack(self) -> bytes:
-        """Return it as it is sealed."""
+        """Return the label as the bytes that are sealed."""
         return _LABEL.pack(*self)
 
 
 class Sealer(Protocol):
-    """Addresses are host memory; the ranges do not overlap. For any number of threads."""
+    """Seals and opens records. Addresses are host memory; ranges do not overlap. Thread-safe."""
 
     @property
     def encrypts(self) -> bool:
-        """Whether what is sealed can be read with the key alone."""
+        """Whether sealed bytes can be read only with the key."""
 
     def seal(self, label: Label, source: int, nbytes: int, target: int) -> None:
-        """Write `nbytes` from `source`, sealed, and their seal, SEAL_BYTES, to `target`."""
+        """Write `nbytes` from `source`, sealed, and then their seal of SEAL_BYTES, to `target`."""
 
     def open(self, label: Label, source: int, nbytes: int, target: int) -> bool:
-        """Write the bytes of `nbytes` and a seal at `source` to `target`; False where they are not
-        what was sealed under that label: then anything may be there.
+        """Open the `nbytes` at `source`, which their seal follows, and write them to `target`.
+
+        Return False if they are not what was sealed under that label; `target` is undefined then.
         """
 
 
 class Encryption:
     """AES-256-GCM of the cryptography package, with a key of this object's own.
 
-    A generation is used once, so no nonce is ever used twice with a key.
+    Each generation is used once, so no nonce is ever used twice with a key.
 
     Raises:
-        SpillUnavailable: the package is missing, or too old.
+        SpillUnavailable: the package is missing or too old.
     """
 
     encrypts: Final = True
@@ -75,13 +76,13 @@ class Encryption:
         self._cipher: Final = _new_cipher()
 
     def seal(self, label: Label, source: int, nbytes: int, target: int) -> None:
-        """Encrypt."""
+        """Encrypt the bytes and append the authentication tag."""
         self._cipher.encrypt_into(
             _nonce(label), _view(source, nbytes), label.pack(), _view(target, nbytes + SEAL_BYTES)
         )
 
     def open(self, label: Label, source: int, nbytes: int, target: int) -> bool:
-        """Decrypt; False where key, label and bytes do not go together."""
+        """Decrypt the bytes; return False if key, label and bytes do not match."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -97,7 +98,7 @@ class Encryption:
 
 
 class Checksums:
-    """Bytes as they are, with a checksum of them and of their label. Keeps no secret."""
+    """Stores bytes unencrypted, with a checksum of the bytes and of the label."""
 
     encrypts: Final = False
 
@@ -105,25 +106,25 @@ class Checksums:
         self._codec: Final = ancf.host_backend()
 
     def seal(self, label: Label, source: int, nbytes: int, target: int) -> None:
-        """Copy."""
+        """Copy the bytes and append the seal."""
         found = self._codec.copy_checksum(source, target, nbytes)
         ctypes.memmove(target + nbytes, self._sealed(found, label), SEAL_BYTES)
 
     def open(self, label: Label, source: int, nbytes: int, target: int) -> bool:
-        """Copy; False where the checksums differ."""
+        """Copy the bytes; return False if the checksums differ."""
         found = self._codec.copy_checksum(source, target, nbytes)
         return ctypes.string_at(source + nbytes, SEAL_BYTES) == self._sealed(found, label)
 
     @staticmethod
     def _sealed(found: int, label: Label) -> bytes:
-        """Return the seal: a checksum of the bytes, and one of that and the label."""
+        """Return the seal: a checksum of the bytes, and a hash of that checksum and the label."""
         text = label.pack() + found.to_bytes(8, "little")
         return _CHECKSUM.pack(found, hashlib.blake2b(text, digest_size=8).digest())
 
 
 def _new_cipher() -> AESGCM:
     try:
-        # An optional package: without the tier nobody needs it.
+        # An optional package: only the tier needs it.
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise SpillUnavailable(

@@ -1,8 +1,8 @@
-"""The threads of the tier: they write and read what the ledger says, reads before writes.
+"""The threads of the tier: they write and read what the ledger orders, reads before writes.
 
-Each job is answered once, whatever happens. After the first fault nothing is written or read any
-more: what waits is answered as failed, what is under way in the kernel is waited for by nobody but
-its own thread. A block is used by a thread until its answer, and no longer.
+Each job gets exactly one answer, whatever happens. After the first fault the threads write and read
+nothing more, and waiting jobs are answered as failed. Only its own thread waits for an operation
+that the kernel has begun. A thread uses a block until its answer, and no longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SLOW_SECONDS", "SpillTier"]
 log = logging.getLogger(__name__)
 
 SLOW_SECONDS: Final = 10.0
-"""For one record, after which the disk counts as gone: trainers wait for it."""
+"""Maximum time for one record; beyond it the disk counts as failed, since trainers wait for it."""
 
 Post = Callable[[*tuple[SpillDone | SpillFailed, ...]], None]
 
@@ -35,10 +35,10 @@ Post = Callable[[*tuple[SpillDone | SpillFailed, ...]], None]
 class SpillTier:
     """Moves blobs between the pool at `pool_address` and `file` with `threads` workers.
 
-    Answers go to `post`, from any of them. `close` must follow.
+    Any worker may call `post` with an answer. `close` must follow.
 
     Raises:
-        SpillUnavailable: there is not the memory, or not the threads, for so many workers.
+        SpillUnavailable: the memory or the threads for so many workers cannot be had.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class SpillTier:
     # --- for the event loop -----------------------------------------------------------------
 
     def begin(self, jobs: Sequence[SpillJob]) -> None:
-        """Begin jobs; each is answered by SpillDone or SpillFailed."""
+        """Queue jobs; each is answered by SpillDone or SpillFailed."""
         with self._changed:
             for job in jobs:
                 (self._reads if isinstance(job, ReadJob) else self._writes).append(job)
             self._changed.notify(len(jobs))
 
     def fault(self) -> str:
-        """Return why the tier is of no use any more, empty while it is; no thread is waited for."""
+        """Return why the tier has failed, empty while it works; does not wait for a thread."""
         if not self._fault:
             for heartbeat in self._heartbeats:
                 trouble = heartbeat.trouble(SLOW_SECONDS)
@@ -101,7 +101,7 @@ class SpillTier:
         return self._fault
 
     def close(self, seconds: float) -> bool:
-        """End the threads; False where one still runs after `seconds`, and the file stays open."""
+        """End the threads; False if one still runs after `seconds`, and the file stays open."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class SpillTier:
             mover.close()
 
     def _take(self) -> SpillJob | None:
-        """Wait for a job; None once the tier is closed and nothing waits."""
+        """Wait for a job; return None once the tier is closed and no job waits."""
         with self._changed:
             while not self._reads and not self._writes:
                 if self._closed:
@@ -140,7 +140,7 @@ class SpillTier:
             return SpillFailed(session=job.session, entry=job.entry, detail=self._fault)
         try:
             for _ in _steps(mover, job):
-                heartbeat.work()  # as what may take long is one record
+                heartbeat.work()  # after each record, since only one record may take long
         except (OSError, Damaged) as error:
             return self._failed(job, str(getattr(error, "strerror", "") or error))
         except Exception as error:  # whatever it is, the job must be answered

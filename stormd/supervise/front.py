@@ -1,7 +1,7 @@
-"""The process that the shell sees: passes signals on to the keeper, and ends with its status.
+"""The process that the shell sees: it passes signals on to the keeper, and ends with its status.
 
-It ends last. If the keeper is killed, the front ends all that is left; if the front is, the keeper
-does.
+The front ends last. If the keeper is killed, the front ends all that is left. If the front is
+killed, the keeper ends all.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ __all__ = ["supervise"]
 
 _TURN_SECONDS: Final = 0.05
 _KILL_SECONDS: Final = 10.0
-"""For what was killed to be gone; longer only where a driver holds it."""
+"""How long to wait for killed processes to disappear; they take longer only if a driver holds
+them."""
 
 
 def supervise(request: Request) -> int:
-    """Run the command with what is to be beside it; return the exit status for a shell.
+    """Run the command with its services beside it; return the exit status for a shell.
 
-    Call it in a process of one thread, which may then only end: its signals stay blocked. Nothing
-    is left running when it returns, or when this process is killed. Where the terminal's Ctrl-C has
-    ended the command, this process ends by SIGINT too: only that ends a loop of the shell.
+    Call it in a single-threaded process that ends afterwards: its signals stay blocked. Nothing is
+    left running when this function returns, or when this process is killed. If the terminal's
+    Ctrl-C has ended the command, this process ends by SIGINT too: only that ends a loop of the
+    shell.
     """
     signals = _passed_here()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, no child could be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, no child could be waited for
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
-    sys.stdout.flush()  # what is buffered would be written again by whoever is forked
+    sys.stdout.flush()  # otherwise each forked process would write the buffers again
     sys.stderr.flush()
     family = Family()
     with ExitStack() as cleanup:
@@ -63,14 +65,14 @@ def supervise(request: Request) -> int:
 
 
 def _passed_here() -> set[signal.Signals]:
-    """Return the signals to pass on: what was ignored from the start, as under nohup, stays so."""
+    """Return the signals to pass on: those ignored from the start, as under nohup, stay ignored."""
     return {number for number in PASSED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 def _pass_on(
     keeper: int, writing: int, signals: set[signal.Signals], witness: Witness
 ) -> tuple[int, bool]:
-    """Tell the keeper of each signal until it ends.
+    """Send each signal to the keeper until the keeper ends.
 
     Returns how it ended, as Popen has it, and whether the terminal has sent SIGINT.
     """
@@ -83,13 +85,13 @@ def _pass_on(
             try:
                 os.write(writing, Passed(info.si_signo, received).encoded())
             except BrokenPipeError:
-                continue  # the keeper has ended, and its SIGCHLD is on its way
+                continue  # the keeper has ended, and its SIGCHLD will follow
         elif (ended := os.waitpid(keeper, os.WNOHANG))[0]:
             return os.waitstatus_to_exitcode(ended[1]), at_terminal
 
 
 def _end_orphans(family: Family, witness: int) -> None:
-    """Kill what a keeper that was killed has left: there is none else to ask for an order."""
+    """Kill all processes left by a killed keeper: nobody else remains to end them in order."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (orphans := family.others([witness])) and time.monotonic() < deadline:
         send(orphans, signal.SIGKILL)

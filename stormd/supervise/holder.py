@@ -1,13 +1,14 @@
 """The small process that keeps a daemon's memory and starts the daemon again.
 
-Where no service manager does it, as under `stormd run`, for a private daemon or in a container, the
-process that was started becomes the holder and the daemon its child. The daemon speaks to it as to
-systemd, and gives it descriptors to keep: of the pool, the journal and the sockets that listen. So
-one that was killed, or that ends for another to take its place, is followed by one that finds all
-of it; clients that connect meanwhile wait in the sockets' queues.
+It is used where no service manager does that: under `stormd run`, for a private daemon or in a
+container. The process that was started becomes the holder, and the daemon its child. The daemon
+talks to the holder as to systemd, and gives it descriptors to keep: of the pool, the journal and
+the listening sockets. So a daemon that was killed, or that ends to be replaced, is followed by one
+that finds all of these; clients that connect meanwhile wait in the sockets' queues.
 
-It ends with the daemon where that has ended in order, or was told to; where it cannot start; and
-where it is killed again and again as soon as it serves. A daemon does not outlive its holder.
+The holder ends with the daemon in three cases: the daemon has ended in order or was told to end; it
+cannot start; or it is killed again and again as soon as it serves. A daemon does not outlive its
+holder.
 """
 
 from __future__ import annotations
@@ -34,23 +35,26 @@ __all__ = ["hold"]
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PASSED: Final = (*_ENDING, signal.SIGUSR2)
-"""What the daemon is told of. A hang-up ends it only where it says so itself."""
+"""The signals passed on to the daemon. A hang-up ends the daemon only if the daemon itself decides
+so."""
 
 _REPLACED: Final = (EXIT_RESTART, -signal.SIGUSR2)
-"""How a daemon ends that was told to be followed; the second before it could listen to that."""
+"""Exit statuses of a daemon that was told to make way for another; the second if the signal came
+before the daemon could handle it."""
 
 _BRIEF_SECONDS: Final = 0.5
 _MOST_BRIEF: Final = 20
-"""A daemon that is killed after a shorter time, so often in a row, is by what it goes on with."""
+"""A daemon that is killed within _BRIEF_SECONDS, _MOST_BRIEF times in a row, is killed by the state
+that it continues with."""
 
 _MOST_STARTS: Final = 3
-"""Of a daemon that has served before, and does not get to serve again."""
+"""Most starts in a row of a daemon that has served before and does not get to serve again."""
 
 _MESSAGE_BYTES: Final = 4096
 _MOST_KEPT: Final = 16
 _FIRST: Final = 3
 _ASIDE: Final = 256
-"""Numbers of descriptors: where those that are handed over begin, and where none of them is."""
+"""Descriptor numbers: the first of those that the daemon inherits, and one above all of them."""
 
 _CREDENTIALS: Final = struct.Struct("iII")
 
@@ -60,13 +64,13 @@ class _Phase(Enum):
     """The daemon does not serve yet."""
     SERVING = auto()
     ENDING = auto()
-    """It was told to end, and is not followed by another."""
+    """The daemon was told to end, and is not followed by another."""
 
 
 def hold(command: Sequence[str]) -> int:
     """Run a daemon by this command, again and again; return its exit status.
 
-    Call it in a process that has one thread and does nothing else afterwards.
+    Call it in a single-threaded process that does nothing else afterwards.
     """
     with _Holder(command) as holder:
         ended = holder.run()
@@ -101,7 +105,7 @@ class _Holder:
             os.close(descriptor)
 
     def run(self) -> int:
-        """Return how the last daemon ended, as Popen has it."""
+        """Run daemons until none follows; return how the last one ended, as Popen has it."""
         self._take_signals()
         ended = 0
         while self._start():
@@ -126,9 +130,9 @@ class _Holder:
             os.kill(self._daemon, number)
 
     def _start(self) -> bool:
-        """Start a daemon; False where this process has been told to end."""
+        """Start a daemon; return False if this process has been told to end."""
         parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)  # none is to be lost in between
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)  # no signal may be lost in between
         try:
             if self._phase is _Phase.ENDING:
                 return False
@@ -172,7 +176,7 @@ class _Holder:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, _MESSAGE_BYTES)
             pid, status = os.waitpid(self._daemon, os.WNOHANG)
-            self._hear()  # also what it has said last
+            self._hear()  # also the daemon's last messages
             if pid:
                 self._daemon = 0
                 return os.waitstatus_to_exitcode(status)
@@ -223,7 +227,7 @@ class _Holder:
     # --- when it has ended ------------------------------------------------------------------
 
     def _is_followed(self, ended: int) -> bool:
-        """Tell whether another daemon takes the place of one that has ended."""
+        """Return whether another daemon takes the place of one that has ended."""
         if self._phase is _Phase.ENDING:
             return False
         if ended in _REPLACED:
@@ -245,7 +249,7 @@ class _Holder:
 
 
 def _place(descriptors: list[int]) -> None:
-    """Have copies of these descriptors where a program that is executed looks for them."""
+    """Copy these descriptors to the numbers where an executed program looks for them."""
     aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ASIDE) for one in descriptors]
     for place, descriptor in enumerate(aside, _FIRST):
         os.dup2(descriptor, place, inheritable=True)

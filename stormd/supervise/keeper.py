@@ -1,7 +1,7 @@
 """The process that starts MPS, a daemon and the command, and ends them in the opposite order.
 
-It goes through three phases and never back: starting, running, ending. Whatever happens in one of
-them, the next is gone through to its end, with a deadline for each thing that is to end.
+It goes through three phases and never back: starting, running, ending. Whatever happens in one
+phase, the next one runs to its end, with a deadline for each process that is to end.
 """
 
 from __future__ import annotations
@@ -38,34 +38,35 @@ from stormd.supervise.signals import ENDING, PASSED, Inbox, Passed
 __all__ = ["keep"]
 
 _TURN_SECONDS: Final = 0.05
-"""Between two looks at what tells nobody when it changes."""
+"""Interval for polling conditions that cannot be waited for."""
 
 _START_SECONDS: Final = 60.0
 _START_SECONDS_A_GIB: Final = 2.0
-"""For a daemon to pin its pool and listen."""
+"""How long a daemon may take to pin its pool and listen, plus so much for each GiB of the pool."""
 
 _SILENT_SECONDS: Final = 5.0
-"""How long a start may take before a word about it."""
+"""How long a start may take before a message about it."""
 
 _MPS_SECONDS: Final = 20.0
-"""For MPS to start, and to end."""
+"""How long MPS may take to start, and to end."""
 
 _QUIET_SECONDS: Final = 2.0
-"""For what the command has left to end by itself, as those do that clean up after others."""
+"""How long processes left by the command may take to end by themselves, as those do that clean up
+after others."""
 
 _TERM_SECONDS: Final = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 
 _KILL_SECONDS: Final = 10.0
-"""For what was killed to be gone; longer only where a driver holds it."""
+"""How long killed processes may take to disappear; they take longer only if a driver holds them."""
 
 _DAEMON_SECONDS: Final = 15.0
-"""For a daemon to end in order."""
+"""How long a daemon may take to end in order."""
 
 _STATUS_SECONDS: Final = 5.0
 
 _NOT_FOR_DAEMONS: Final = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",  # 1, as Megatron sets it, has a daemon's copies wait for kernels
+    "CUDA_DEVICE_MAX_CONNECTIONS",  # Megatron's 1 makes a daemon's copies wait for kernels
     "NOTIFY_SOCKET",  # of the manager of this run, not of the daemon
     "WATCHDOG_USEC",
     "WATCHDOG_PID",
@@ -79,10 +80,10 @@ def keep(
     front: int,
     mask: Iterable[int],
 ) -> NoReturn:
-    """Be the keeper, in a process that was forked for it, and end with the run's exit status.
+    """Run the keeper, in a process that was forked for it, and end with the run's exit status.
 
-    `directory` is a private place for sockets and logs, `front` the pipe on which the front
-    passes signals on, `mask` the signals that were blocked before the run.
+    `directory` is a private place for sockets and logs. `front` is the pipe on which the front
+    passes signals on. `mask` are the signals that were blocked before the run.
     """
     ended = EXIT_FAILED
     try:
@@ -102,21 +103,22 @@ def keep(
     finally:
         shutil.rmtree(directory, ignore_errors=True)  # the front may not be there to do it
         if ended == -signal.SIGINT:
-            end_by(signal.SIGINT)  # the front tells it from a command that ends with 130
+            end_by(signal.SIGINT)  # the front tells this from a command that ends with 130
         os._exit(exit_status(ended))
 
 
 class _Phase(enum.Enum):
     STARTING = enum.auto()
-    """A signal that asks for an end gives the start up."""
+    """A signal that asks for an end aborts the start."""
     RUNNING = enum.auto()
     """Signals go to the command."""
     ENDING = enum.auto()
-    """A signal that asks for an end leaves no more time to end by oneself."""
+    """A signal that asks for an end cuts short the time that processes have to end by
+    themselves."""
 
 
 class _Interrupted(Exception):
-    """The start was given up: by a signal, or because the front has ended."""
+    """The start was aborted: by a signal, or because the front has ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -150,7 +152,7 @@ class _Keeper:
             try:
                 return self._run(services)
             finally:
-                self._phase = _Phase.ENDING  # also where the start has failed
+                self._phase = _Phase.ENDING  # also if the start has failed
 
     def _run(self, services: ExitStack) -> int:
         address, before = self._find_daemon()
@@ -171,7 +173,7 @@ class _Keeper:
     # --- starting ---------------------------------------------------------------------------
 
     def _find_daemon(self) -> tuple[str, dict[str, Any] | None]:
-        """Return where a daemon answers and its state; or where to start one, and None."""
+        """Return a daemon's address and state if one answers; else where to start one, and None."""
         for address in self._request.addresses:
             state = _state_at(address)
             if state is not None:
@@ -182,7 +184,7 @@ class _Keeper:
         return own, None
 
     def _have_mps(self, services: ExitStack, *, is_own: bool) -> None:
-        """Start MPS where it is wanted, can be had and does not run; say why where it cannot."""
+        """Start MPS if it is wanted, available and not running; say why if it is not available."""
         if self._request.mps == "off" or mps.answers(self._environ):
             return
         try:
@@ -259,7 +261,7 @@ class _Keeper:
     # --- running ----------------------------------------------------------------------------
 
     def _wait_for_end(self, command: Popen[bytes]) -> None:
-        """Wait for the end of the command, or of the front; tell of the daemon's."""
+        """Wait for the end of the command or the front; report the daemon's end."""
 
         def is_over() -> bool:
             return command.returncode is not None or self._inbox.front_has_ended
@@ -269,18 +271,18 @@ class _Keeper:
         self._until(is_over)
 
     def _tell_of_death(self) -> None:
-        """Say, once, that the daemon has ended without being asked to."""
+        """Report, once, that the daemon has ended without being asked to."""
         daemon = self._daemon
         if daemon is None or daemon.returncode is None:
             return
         if self._phase is _Phase.ENDING and daemon.returncode == 0:
-            return  # it was asked
+            return  # it was asked to end
         self._daemon = None
         log = _tail(self._directory / "daemon.log")
         say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
 
     def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until the condition holds; False where it does not in time, or time is cut short.
+        """Wait until the condition holds; return False on timeout, or if hurried by a signal.
 
         Raises:
             _Interrupted: while starting, a signal asks for an end, or the front has ended.
@@ -311,7 +313,7 @@ class _Keeper:
     # --- ending -----------------------------------------------------------------------------
 
     def _end_command(self) -> None:
-        """End what the command has left behind, in whatever session, or all of it."""
+        """End all processes that the command has left behind, in whatever session, or all of it."""
         self._until(lambda: self._inbox.front_has_ended or not self._left(), _QUIET_SECONDS)
         left = self._left()
         if not left:
@@ -347,7 +349,7 @@ class _Keeper:
     def _end_daemon(self, daemon: Popen[bytes]) -> None:
         daemon.terminate()
         self._until(lambda: daemon.returncode is not None, _DAEMON_SECONDS)
-        self._tell_of_death()  # it takes a while to be gone: the command may have been faster
+        self._tell_of_death()  # it may end only now: the command may have been faster
         self._end_service(daemon, 0.0)
 
     def _end_mps(self, control: Popen[bytes], environ: Mapping[str, str]) -> None:
@@ -356,17 +358,17 @@ class _Keeper:
         self._end_service(control, _MPS_SECONDS)
 
     def _end_service(self, service: Popen[bytes], seconds: float) -> None:
-        """Wait for the service's end; kill it, and what it has left, where that takes too long."""
+        """Wait for the service's end or kill it after `seconds`; kill its remaining processes."""
         self._until(lambda: service.returncode is not None, seconds)
         self._services.remove(service)
         self._kill_left()
 
 
 def _take_no_signals() -> None:
-    """Leave signals to the front: what is sent to every process of a job has been received there.
+    """Leave signals to the front, which receives those that are sent to every process of a job.
 
-    Handlers, unlike ignoring, are not inherited by what is executed. The terminal must not stop
-    this process for writing to it, either.
+    Unlike ignored signals, handlers are not inherited by executed programs. The terminal must not
+    stop this process for writing to it, either.
     """
     for number in PASSED:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -375,7 +377,7 @@ def _take_no_signals() -> None:
 
 
 def _state_at(address: str) -> dict[str, Any] | None:
-    """Return the state of the daemon that answers there, None where none does."""
+    """Return the state of the daemon that answers at an address; None if none does."""
     if not _listens(address):
         return None
     try:

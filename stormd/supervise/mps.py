@@ -1,7 +1,7 @@
-"""CUDA's Multi-Process Service for one run: whether it can be had, and its start and end.
+"""CUDA's Multi-Process Service for one run: whether it is available, and its start and end.
 
-With it the daemon's kernels run beside the trainer's; without, the two take turns. It is started
-with pipes of its own, so it serves this run alone and disturbs no other user of the GPU.
+With MPS, the daemon's kernels run beside the trainer's; without it, the two take turns. MPS is
+started with pipes of its own, so it serves this run alone and disturbs no other user of the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT_PIPES: Final = "/tmp/nvidia-mps"  # noqa: S108 - CUDA's own default
 _ASK_SECONDS: Final = 10.0
 _SMI_SECONDS: Final = 60.0
-"""The driver takes seconds a GPU where nothing has kept it loaded."""
+"""The driver takes seconds per GPU if nothing has kept it loaded."""
 
 
 def answers(environ: Mapping[str, str]) -> bool:
@@ -38,15 +38,15 @@ def answers(environ: Mapping[str, str]) -> bool:
     if not (Path(environ.get(_PIPES) or _DEFAULT_PIPES) / "control").exists():
         return False
     program = _found(CONTROL, environ)
-    # A container may have the pipes of its host without the program; then they are believed.
+    # A container may have its host's pipes without the program; then the pipes are trusted.
     return program is None or _asked(program, "get_server_list", environ)
 
 
 def check_available(environ: Mapping[str, str], *, daemon_runs: bool) -> None:
-    """Make sure that MPS can be started, and is of use: a daemon that runs would be outside of it.
+    """Check that MPS can be started and is of use: a running daemon would be outside of it.
 
     Raises:
-        MpsUnavailable: it could not; why, and what to do.
+        MpsUnavailable: it cannot or is not; the message says why, and what to do.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
@@ -70,7 +70,7 @@ def check_available(environ: Mapping[str, str], *, daemon_runs: bool) -> None:
 
 
 def mps_environment(directory: Path) -> dict[str, str]:
-    """Return the variables by which CUDA programs find the MPS of `directory`, which is made."""
+    """Make `directory`'s MPS folders; return the variables by which CUDA programs find that MPS."""
     pipes, logs = directory / "mps", directory / "mps-log"
     for one in (pipes, logs):
         one.mkdir(mode=0o700)
@@ -78,17 +78,17 @@ def mps_environment(directory: Path) -> dict[str, str]:
 
 
 def control_command(environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command that is MPS in the foreground, and its environment.
+    """Return the command that runs MPS in the foreground, and its environment.
 
-    A server that has been told of visible devices counts them anew, and clients that were told of
-    the same ones would not find them. So it sees all.
+    A server with CUDA_VISIBLE_DEVICES numbers its devices anew, and clients with the same variable
+    would not find them. So the server sees all devices.
     """
     own = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return [_found(CONTROL, environ) or CONTROL, "-f"], own
 
 
 def quit_mps(environ: Mapping[str, str]) -> bool:
-    """Ask the MPS of this environment to end; return whether it has heard."""
+    """Ask the MPS of this environment to end; return whether it took the command."""
     program = _found(CONTROL, environ)
     return program is not None and _asked(program, "quit", environ)
 
@@ -110,7 +110,7 @@ def _lists_a_gpu(smi: str, environ: Mapping[str, str]) -> bool:
 def _output(
     command: list[str], environ: Mapping[str, str], seconds: float, question: str = ""
 ) -> str | None:
-    """Return what a program of NVIDIA's prints; None where it fails, or takes too long."""
+    """Return what a program of NVIDIA's prints; None if it fails, or takes too long."""
     try:
         done = subprocess.run(  # noqa: S603 - NVIDIA's program
             command,

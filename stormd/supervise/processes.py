@@ -1,7 +1,8 @@
-"""The processes below this one: started, found and ended, whatever they do to get away.
+"""The processes below this one: started, found and ended, even if they try to escape.
 
-A child subreaper is handed every orphan among its descendants, so a process that changes its
-session and loses its parent is still found here. Nothing of the kernel's is left unreaped.
+A child subreaper becomes the parent of every orphan among its descendants. So a process that
+changes its session and loses its parent is still found here. All children that the kernel hands
+over are reaped.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 _ALWAYS_HEEDED: Final = (signal.SIGTERM, signal.SIGUSR2)
-"""What is sent to a daemon alone, by somebody who waits for what becomes of it."""
+"""Signals sent to a daemon alone, by somebody who waits for their effect."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Have this process sent the signal when `parent`, which started it, ends; also if it has."""
+    """Have the signal sent to this process when its parent `parent` ends, or has ended."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -36,19 +37,20 @@ def die_with_parent(number: int, parent: int) -> None:
 def is_heeded(number: signal.Signals) -> bool:
     """Return whether a daemon handles a signal.
 
-    What was ignored from the start stays so, as hang-ups under nohup and SIGINT in a shell's
-    background, but SIGTERM and SIGUSR2: whoever has started it may ignore them for itself.
+    Signals that were ignored from the start stay ignored, such as hang-ups under nohup and SIGINT
+    in a shell's background. Exceptions are SIGTERM and SIGUSR2: the process that started the daemon
+    may ignore them for itself.
     """
     return number in _ALWAYS_HEEDED or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def exit_status(returncode: int) -> int:
-    """Return what a shell reports: the status, or 128 and the number of the signal."""
+    """Return the status that a shell reports: the exit status, or 128 plus the signal's number."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def end_by(number: int) -> NoReturn:
-    """End this process by a signal that ends what does not handle it."""
+    """End this process by a signal that ends a process without a handler for it."""
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
@@ -59,7 +61,8 @@ def end_by(number: int) -> NoReturn:
 class Family:
     """All descendants of this process, which becomes a subreaper.
 
-    One thread uses it. `start` tells apart what it started from what the kernel handed over.
+    Only one thread uses it. It distinguishes processes started by `start` from those that the
+    kernel handed over.
     """
 
     def __init__(self) -> None:
@@ -76,8 +79,8 @@ class Family:
     ) -> subprocess.Popen[bytes]:
         """Start a process that is sent SIGTERM when this one dies.
 
-        It joins the process group `group`, or a session of its own where None. With a `log` it
-        reads nothing and writes there; else it has this process's streams.
+        It joins the process group `group`, or gets a session of its own if that is None. With a
+        `log`, it reads no input and writes its output there; else it has this process's streams.
 
         Raises:
             OSError: it cannot be executed.
@@ -95,7 +98,7 @@ class Family:
         return process
 
     def reap(self) -> None:
-        """Take notice of every child that has ended."""
+        """Reap every child that has ended."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -110,7 +113,7 @@ class Family:
                 os.waitpid(ended.si_pid, 0)
 
     def others(self, apart_from: Iterable[int]) -> list[psutil.Process]:
-        """Return the living descendants, less these processes and what they started."""
+        """Return the living descendants, without these processes and those that they started."""
         kept = set(apart_from)
         found = []
         for process in psutil.Process().children(recursive=True):  # parents before their children
@@ -123,7 +126,7 @@ class Family:
 
 
 def send(processes: Iterable[psutil.Process], number: int) -> None:
-    """Send a signal to those that are there yet."""
+    """Send a signal to those processes that still exist."""
     for process in processes:
         try:
             process.send_signal(number)
@@ -132,10 +135,10 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
 
 
 def _tie(parent: int) -> Callable[[], None]:
-    """Return what a child does before it executes its program."""
+    """Return the function that a child runs before it executes its program."""
 
     def prepare() -> None:
-        signal.signal(signal.SIGTTOU, signal.SIG_DFL)  # which the keeper ignores
+        signal.signal(signal.SIGTTOU, signal.SIG_DFL)  # the keeper ignores it
         die_with_parent(signal.SIGTERM, parent)
 
     return prepare

@@ -1,6 +1,6 @@
-"""What `stormd run` is asked to do: a command, and what is to be beside it.
+"""What `stormd run` is asked to do: a command, and its services.
 
-A Request that exists names a program that can be started and settings that a daemon takes.
+An existing Request names a program that can be started and settings that a daemon accepts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MpsMode = Literal["auto", "on", "off"]
 
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
-"""As shells have it."""
+"""The exit statuses that shells use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A command and what it wants.
+    """A command and its requirements.
 
     `addresses` are where a daemon may answer, best first. `own_address` is where one is started if
-    none does, empty for a private place. `pool_bytes` is the size of its pool, None for its
-    default, and `daemon_flags` are its other flags. `budget` is exported as it was written, None to
-    leave the environment as it is.
+    none answers; empty means a private place. `pool_bytes` is the size of that daemon's pool, None
+    for its default, and `daemon_flags` are its other flags. `budget` is exported as it was written;
+    None leaves the environment unchanged.
     """
 
     command: tuple[str, ...]

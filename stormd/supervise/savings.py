@@ -1,4 +1,4 @@
-"""What a run has saved, in one line, from two states of the daemon."""
+"""Describes what a run has saved, in one line, from two states of the daemon."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["describe_savings"]
 def describe_savings(
     before: dict[str, Any] | None, after: dict[str, Any], *, has_failed: bool = False
 ) -> str:
-    """Return what was offloaded between two states, and how full the pool was.
+    """Return a text on what was offloaded between two states, and how full the pool was.
 
-    `before` is None for a daemon that served this run alone. Of a command that has failed before
-    anything was offloaded there is nothing to say.
+    `before` is None for a daemon that served this run alone. The text is empty if the command
+    failed before anything was offloaded.
     """
     raw, stored = (_stored(after, name) - _stored(before, name) for name in _COUNTED)
     if not raw:
@@ -44,8 +44,8 @@ _COUNTED = ("raw_bytes", "blob_bytes")
 
 
 def _stored(state: dict[str, Any] | None, name: str) -> int:
-    """Return what the daemon has stored, with those that it follows."""
+    """Return the bytes that the daemon has stored, including its predecessors' bytes."""
     if state is None:
         return 0
-    earlier = state.get("earlier", {}).get(name, 0)  # workers follow none
+    earlier = state.get("earlier", {}).get(name, 0)  # workers have no predecessors
     return int(state["throughput"]["store"][name] + earlier)

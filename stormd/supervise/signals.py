@@ -1,8 +1,9 @@
-"""Signals on their way to a command: which are passed on, and how front and keeper speak of them.
+"""How signals reach a command: which are passed on, and how front and keeper communicate them.
 
-A signal reaches the command exactly once. What comes from the terminal, or is sent to the whole
-process group, it has received itself; only what was sent to `stormd run` alone is passed on. The
-kernel does not say which of the two it was, so a second member of the group is asked: the witness.
+A signal reaches the command exactly once. The command itself has received a signal that comes from
+the terminal or is sent to the whole process group. Only signals sent to `stormd run` alone are
+passed on. The kernel does not say which of the two it was, so a second member of the group is
+asked: the witness.
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ PASSED: Final = frozenset(
         signal.SIGUSR2,
     }
 )
-"""What is passed on. The others stop, continue or end the one that they are sent to."""
+"""The signals that are passed on. The others stop, continue or end the process they are sent to."""
 
 ENDING: Final = PASSED - {signal.SIGUSR1, signal.SIGUSR2}
-"""Those that ask for an end."""
+"""The signals that ask for an end."""
 
 _WITNESS_SECONDS: Final = 0.1
-"""For the witness to tell of a signal: the kernel sends to a group's members one after the other,
-within microseconds, and the witness has to be given a processor."""
+"""How long the witness may take to report a signal. The kernel signals a group's members one after
+the other, within microseconds, but the witness must be scheduled on a CPU."""
 
 _SI_KERNEL: Final = 0x80
-"""Where a terminal's signals come from, as siginfo has it."""
+"""The code in siginfo of signals that come from a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A signal that the front has received; `received` where the command has it already."""
+    """A signal that the front has received; `received` if the command has it already."""
 
     number: int
     received: bool
 
     def encoded(self) -> bytes:
-        """Return the two bytes that stand for it between front and keeper."""
+        """Return the two bytes that encode it between front and keeper."""
         return bytes((self.number, self.received))
 
 
 def is_terminal_s(info: signal.struct_siginfo) -> bool:
-    """Return whether a terminal has sent it, to the whole group in its foreground."""
+    """Return whether a terminal has sent the signal, to the whole foreground group."""
     return info.si_code == _SI_KERNEL
 
 
 class Witness:
-    """A process in our group which receives what the whole group receives, and says so."""
+    """A process in our group that receives what the whole group receives, and reports it."""
 
     def __init__(self) -> None:
-        """Start it. The signals of PASSED must be blocked by now."""
+        """Start the witness. The signals of PASSED must be blocked by now."""
         self._told, telling = os.pipe()
         front = os.getpid()
         self.pid = os.fork()
@@ -73,14 +74,14 @@ class Witness:
         os.close(telling)
 
     def saw(self, info: signal.struct_siginfo) -> bool:
-        """Return whether all of the group have received the signal, which has just come here."""
+        """Return whether the whole group has received the signal that has just arrived here."""
         if is_terminal_s(info):
             self._heard(0.0)
             return True
         return info.si_signo in self._heard(_WITNESS_SECONDS)
 
     def close(self) -> None:
-        """End it. Twice is fine."""
+        """End the witness. Calling it twice is fine."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -94,7 +95,7 @@ class Witness:
 
 
 def _testify(telling: int, front: int) -> None:
-    """Be the witness: only SIGKILL ends it, and the front's death sends that."""
+    """Run the witness: only SIGKILL ends it, and the front's death sends that."""
     try:
         die_with_parent(signal.SIGKILL, front)
         while True:
@@ -104,10 +105,10 @@ def _testify(telling: int, front: int) -> None:
 
 
 class Inbox:
-    """What the keeper waits for: a child's end, a signal that the front passes on, the front's end.
+    """The events that the keeper waits for: a child's end, a passed signal, the front's end.
 
-    A context manager. While it is open SIGCHLD has a handler, which starts no process of its own
-    and is reset in those that are executed.
+    A context manager. While it is open, SIGCHLD has a handler. The handler starts no process of its
+    own, and is reset in executed programs.
     """
 
     def __init__(self, front: int) -> None:
@@ -134,7 +135,7 @@ class Inbox:
         self._waker.close()
 
     def wait(self, seconds: float | None) -> list[Passed]:
-        """Wait for something to happen, at most so long; return the signals that were passed on."""
+        """Wait for an event, at most so long; return the signals that were passed on."""
         passed: list[Passed] = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
@@ -145,7 +146,7 @@ class Inbox:
         return passed
 
     def _read(self) -> list[Passed]:
-        data = os.read(self._front, 64)  # pairs are written whole, and 64 is a whole number of them
+        data = os.read(self._front, 64)  # pairs are written whole, and 64 is a multiple of 2
         if not data:
             self.front_has_ended = True
             self._selector.unregister(self._front)

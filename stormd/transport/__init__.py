@@ -1,1 +1,1 @@
-"""Sockets: who may speak, ZeroMQ's protocol, and the lifelines."""
+"""Sockets: who may connect, ZeroMQ's protocol, and the lifelines."""

@@ -1,15 +1,15 @@
 """The control socket: a ZeroMQ ROUTER to every client, on the event loop.
 
-What stays true:
-- the kernel has said whose connection it is before a byte of it is read, and only those who are
-  allowed are heard; the others are told so and end within seconds;
-- what waits of all connections, in both directions, is bounded in bytes, and who has most of it
-  ends first;
-- no turn takes longer than TURN_SECONDS and one piece of work, whatever a frame asks for; frames of
-  one connection are handled in their order, connections in rotation.
+Invariants:
+- The kernel says who owns a connection before a byte of it is read. Only allowed users are heard;
+  others are told so, and their connections end within seconds.
+- The bytes that wait on all connections, in both directions, are bounded. Beyond the bound,
+  connections of the user with most waiting bytes are closed first.
+- No turn takes longer than TURN_SECONDS and one step of work, whatever a frame asks for. Frames of
+  one connection are handled in order; connections take turns.
 
-Connections are accepted and ZMTP is spoken here (zmtp.py) rather than by libzmq, which can do none
-of these: its queues are bounded in messages, and a connection of it cannot be ended.
+This module accepts connections and speaks ZMTP (zmtp.py) itself, because libzmq can do none of
+these: it bounds its queues in messages, and cannot close a single connection.
 """
 
 from __future__ import annotations
@@ -36,48 +36,49 @@ __all__ = ["Connection", "ControlSocket"]
 log = logging.getLogger(__name__)
 
 TURN_SECONDS: Final = 0.005
-"""Time after which no further piece of work is begun in a turn of the loop."""
+"""Time after which a turn of the loop begins no further step of work."""
 
 SLICE_SECONDS: Final = 0.001
 """Time after which the next connection has its turn."""
 
 GRANT_SECONDS: Final = 1.0
-"""For the Hello of a connection that another process hands over: it is one small frame."""
+"""Time for the Hello of a connection that another process hands over: it is one small frame."""
 
 READ_BYTES: Final = 1 << 16
-"""Read of one connection at a time, and of one whose frames wait already kept at the most."""
+"""Maximum bytes read from a connection at a time. Reading pauses when so many already wait."""
 
 PIECES_AT_ONCE: Final = 64
-"""Unsent frames handed to the kernel in one call."""
+"""Maximum unsent frames passed to the kernel in one call."""
 
 STRANGER_BYTES: Final = 1 << 16
-"""Of the largest frame on a connection without a session; Hello is the largest that it may send."""
+"""Maximum bytes of a frame on a connection without a session; Hello is the largest one allowed."""
 
 STRANGER_UNREAD_BYTES: Final = MAX_FRAME_BYTES
-"""Of answers that a connection without a session may leave unread: one status of many sessions."""
+"""Maximum unread answers, in bytes, of a connection without a session: one status of many
+sessions."""
 
 SILENT_TICKS: Final = 10
-"""Of `tick`, twice a second, for which a connection without a session may send no frame. Ticks and
-not seconds: a daemon that was stopped itself has not waited for anybody meanwhile."""
+"""Ticks, two a second, for which a connection without a session may send no frame. Ticks rather
+than seconds: a daemon that was itself stopped has not waited for anybody meanwhile."""
 
 MAX_STRANGERS: Final = 1024
 MAX_STRANGERS_OF_ONE: Final = 512
-"""Connections without a session, of all users and of each. A training job's processes come at once,
-in hundreds at the most, and have theirs within milliseconds."""
+"""Maximum connections without a session, of all users and of each. A training job's processes
+connect at once, hundreds at most, and get their sessions within milliseconds."""
 
 MAX_UNWELCOME: Final = 16
-"""Connections of users who are not allowed, there to be told so."""
+"""Maximum connections of users who are not allowed, kept to tell them so."""
 
 WARNING_SECONDS: Final = 1.0
-"""Least time between two lines in the log about connections that were ended."""
+"""Minimum time between two log lines about connections that were closed."""
 
 
 class Connection:
-    """One client's connection: its bytes both ways, and what is undone of them.
+    """One client's connection: its bytes in both directions, and its unfinished work.
 
-    `is_open` says whether it can still say something, `is_reachable` whether anybody may still read
-    what is sent. `unsent` are the bytes of frames that the kernel has not taken yet. `granted` is
-    the session that another process has granted it, 0 where none has.
+    `is_open` says whether the client can still send, `is_reachable` whether it may still read.
+    `unsent` is the number of bytes that the kernel has not accepted yet. `granted` is the session
+    that another process has granted the connection, 0 if none has.
     """
 
     __slots__ = (
@@ -95,40 +96,40 @@ class Connection:
         self.has_session = False
         self.is_open = True
         self.is_reachable = True
-        self.is_queued = False  # among those whose turn comes
-        self.is_parked = False  # its work goes on when it is told to
-        self.is_paused = False  # not read from until what has come is done
+        self.is_queued = False  # among those that await their turn
+        self.is_parked = False  # its work continues only after `unpark`
+        self.is_paused = False  # not read from until its waiting frames are done
         self.silent_ticks = 0
         self.output: deque[memoryview] = deque()
         self.unsent = 0
-        self.work: Iterator[None] | None = None  # what the last frame asks for, as far as undone
+        self.work: Iterator[None] | None = None  # the unfinished steps of the last frame
         self.work_bytes = 0  # of that frame
-        self.held_bytes = 0  # as counted in the sum of all
+        self.held_bytes = 0  # as counted in the total of all connections
 
     @property
     def identity(self) -> bytes:
-        """The routing id that its socket chose, empty where it chose none."""
+        """The routing id that the client's socket chose, empty if it chose none."""
         return self.reader.identity
 
     @property
     def waiting_bytes(self) -> int:
-        """What was read and is not done, and what was answered and is not sent."""
+        """Bytes that were read but not handled, plus bytes of answers that are not sent."""
         return len(self.reader.data) + self.work_bytes + self.unsent
 
     def transmit(self) -> None:
-        """Have the kernel take what it takes of the output."""
+        """Send as much of the output as the kernel accepts."""
         try:
             while self.output:
                 self._sent(self.line.sendmsg(list(islice(self.output, PIECES_AT_ONCE))))
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:  # nobody reads any more; what was said before is still to be heard
+        except OSError:  # nobody reads any more; what the client sent before is still handled
             self.is_reachable = False
             self.output.clear()
             self.unsent = 0
 
     def shut(self) -> None:
-        """Close it. Twice is fine."""
+        """Close the connection. May be called twice."""
         self.descriptor = -1
         self.is_open = self.is_reachable = False
         self.output.clear()
@@ -148,19 +149,19 @@ class Connection:
 
 
 OnFrame = Callable[[Connection, bytes | None], Iterator[None] | None]
-"""Takes a frame, None where the message had several parts, as no client's has. Returns the work
-that is left of what it asks for: it is stepped through, each step far shorter than a turn, with
-others' between."""
+"""Takes a frame, or None for a message of several parts, which no client sends. Returns the
+remaining work, if any, as steps. Each step is far shorter than a turn, and other connections are
+served in between."""
 
 
 class ControlSocket:
     """Bound from construction on; `start` begins to accept connections.
 
-    Without an `address` it has the connections alone that it is given by `take`, and no `listener`.
-    `on_batch()` follows each turn in which `is_owing` was set. `held_most` is how many bytes may
-    wait of all connections, read but not done and answered but not sent; where there are more,
-    `on_overfull(connection)` follows the end of the one that is given up. Nobody is heard before
-    `allow`.
+    Without an `address` it has no `listener`, and serves only the connections that `take` gives it.
+    `on_batch()` is called after each turn in which `is_owing` was set. `held_most` is the maximum
+    of bytes that may wait on all connections, read but not handled or answered but not sent. Beyond
+    it a connection is closed, and `on_overfull(connection)` is called. No connection is heard
+    before `allow`.
 
     Raises:
         OSError: the address cannot be bound.
@@ -178,7 +179,7 @@ class ControlSocket:
         self._held_most = held_most
         self._held_bytes = 0
         self.is_owing = False
-        """Whether somebody has answers to send once what has come is done: theirs to set."""
+        """Whether answers must be sent after the waiting input is handled: set by their owner."""
         self._allowed: frozenset[int] = frozenset()
         self._on_frame: OnFrame
         self._on_batch: Callable[[], None]
@@ -186,13 +187,13 @@ class ControlSocket:
         self._connections: dict[Connection, None] = {}
         self._strangers: Strangers[Connection] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
         self._unwelcome: Strangers[Connection] = Strangers(MAX_UNWELCOME, MAX_UNWELCOME)
-        self._fresh: deque[Connection] = deque()  # those that have said something
-        self._busy: deque[Connection] = deque()  # those that have had their slice and ask for more
+        self._fresh: deque[Connection] = deque()  # those that have just sent something
+        self._busy: deque[Connection] = deque()  # those that used up a slice and have more work
         self._scheduled: asyncio.Handle | None = None
-        # As long as the last turn took nobody is served where something is read, but in a turn: of
-        # many that speak at once the first is served at once, and all others together.
+        # After a turn, for as long as that turn took, new input is handled only in a turn. So of
+        # many connections that send at once, the first is served at once, the others together.
         self._turn_after = 0.0
-        self._parked: list[Connection] = []  # those whose turn does not come before they are told
+        self._parked: list[Connection] = []  # those whose work continues only after `unpark`
         self._relief: asyncio.Handle | None = None
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -213,7 +214,7 @@ class ControlSocket:
         on_batch: Callable[[], None],
         on_overfull: Callable[[Connection], None],
     ) -> None:
-        """Begin to accept connections and hand frames on."""
+        """Begin to accept connections and pass frames to `on_frame`."""
         self._on_frame = on_frame
         self._on_batch = on_batch
         self._on_overfull = on_overfull
@@ -221,27 +222,27 @@ class ControlSocket:
             self.listener.start()
 
     def allow(self, uids: frozenset[int]) -> None:
-        """Hear these users from now on; connections that have a session stay."""
+        """Hear these users from now on; connections that have a session are not affected."""
         self._allowed = uids
         for connection in self._strangers.all:
             if connection.credentials.uid not in uids:
                 self.close_connection(connection)
 
     def adopt(self, connection: Connection) -> None:
-        """Note that a connection has a session: it keeps its place, however silent it is."""
+        """Note that a connection has a session: from now on it may be silent."""
         connection.has_session = True
         connection.reader.limit = MAX_FRAME_BYTES
         self._strangers.remove(connection)
 
     def disown(self, connection: Connection) -> None:
-        """Note that a connection's session has ended: it is a stranger's again."""
+        """Note that a connection's session has ended: it again counts as without a session."""
         if connection.is_open:
             connection.has_session = False
             connection.reader.limit = STRANGER_BYTES
             self._place(connection)
 
     def send(self, connection: Connection, frame: bytes) -> None:
-        """Send a frame, now or as soon as the kernel takes it; to nobody where nobody is there."""
+        """Send a frame as soon as the kernel accepts it; drop it if the client is unreachable."""
         if not connection.is_reachable:
             return
         data = framed(frame)
@@ -250,25 +251,25 @@ class ControlSocket:
                 data = data[connection.line.send(data) :]
             except (BlockingIOError, InterruptedError):
                 pass
-            except OSError:  # nobody reads any more; what was said before is still to be heard
+            except OSError:  # nobody reads any more; what the client sent before is still handled
                 connection.is_reachable = False
                 return
         if data:
             self._send_as_it_is(connection, data)
 
     def release(self, connection: Connection) -> tuple[int, bytes]:
-        """Let go of a connection for another process to go on with it.
+        """Release a connection so that another process can continue it.
 
-        Returns its descriptor, which is the caller's, and what has arrived and was not read.
+        Return its descriptor, which the caller owns, and the bytes that arrived and were not read.
         """
         descriptor, unread = os.dup(connection.descriptor), bytes(connection.reader.data)
         self.close_connection(connection)
         return descriptor, unread
 
     def take(self, line: socket.socket, granted: int, unread: bytes) -> None:
-        """Go on with a connection that another process has granted a session.
+        """Continue a connection that another process has granted a session.
 
-        What of it is `unread` is handled before this returns.
+        The bytes that are `unread` are handled before this returns.
         """
         line.setblocking(False)
         connection = Connection(line, peer_credentials(line), granted)
@@ -283,11 +284,11 @@ class ControlSocket:
             self._end_turn()
 
     def park(self, connection: Connection) -> None:
-        """Go on with a connection's work, which asks for it, only once all that are parked do."""
+        """Suspend a connection's work until `unpark`; the work itself asks for this."""
         connection.is_parked = True
 
     def unpark(self) -> None:
-        """Go on with all connections that are parked."""
+        """Continue the work of all parked connections."""
         parked, self._parked = self._parked, []
         for connection in parked:
             connection.is_parked = False
@@ -296,7 +297,7 @@ class ControlSocket:
                 self._schedule()
 
     def close_connection(self, connection: Connection) -> None:
-        """End a connection, with all that waits of it. Twice is fine."""
+        """Close a connection and drop its waiting bytes. May be called twice."""
         if not connection.is_open:
             return
         self._loop.remove_reader(connection.descriptor)
@@ -309,7 +310,7 @@ class ControlSocket:
         self._unwelcome.remove(connection)
 
     def tick(self) -> None:
-        """End those who have no session and say nothing; to be called twice a second."""
+        """Close silent connections without a session; to be called twice a second."""
         for places in (self._strangers, self._unwelcome):
             for connection in places.all:
                 connection.silent_ticks += 1
@@ -317,7 +318,7 @@ class ControlSocket:
                     self.close_connection(connection)
 
     def close(self, *, keeps_file: bool = False) -> None:
-        """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""
+        """Unbind, remove the socket's file, drop unsent bytes. May be called twice."""
         if self.listener is not None:
             self.listener.close(keeps_file=keeps_file)
         for handle in (self._scheduled, self._relief):
@@ -339,7 +340,7 @@ class ControlSocket:
             self._send_as_it_is(connection, OPENING)
 
     def _place(self, connection: Connection) -> None:
-        """Give a connection without a session a place; who must leave for it is ended."""
+        """Give a connection without a session a place; close the one that must leave for it."""
         uid = connection.credentials.uid
         places = self._strangers if uid in self._allowed else self._unwelcome
         connection.silent_ticks = 0
@@ -348,7 +349,7 @@ class ControlSocket:
             self.close_connection(leaving)
 
     def _make_room(self) -> None:
-        """End a connection that has no session, of those who are not allowed first."""
+        """Close a connection without a session, first one of a user who is not allowed."""
         now = time.monotonic()
         if now >= self._next_warning:
             self._next_warning = now + WARNING_SECONDS
@@ -360,7 +361,7 @@ class ControlSocket:
     # --- bytes ------------------------------------------------------------------------------
 
     def _receive(self, connection: Connection) -> None:
-        """Read what has arrived, and have it handled in a turn."""
+        """Read the bytes that have arrived, and have them handled now or in a turn."""
         try:
             count = connection.line.recv_into(self._buffer)
         except (BlockingIOError, InterruptedError):
@@ -407,19 +408,19 @@ class ControlSocket:
         self._count(connection)
 
     def _count(self, connection: Connection) -> None:
-        """Have the sum of all hold what waits of a connection now."""
+        """Update the total by the bytes that wait on a connection now."""
         if connection.is_open:
             self._hold(connection, connection.waiting_bytes - connection.held_bytes)
 
     def _hold(self, connection: Connection, more: int) -> None:
-        """Note that so many bytes more wait of a connection; with fewer than 0, fewer."""
+        """Note that `more` bytes wait on a connection; a negative number means fewer."""
         self._held_bytes += more
         connection.held_bytes += more
         if self._held_bytes > self._held_most and self._relief is None:
             self._relief = self._loop.call_soon(self._relieve)
 
     def _relieve(self) -> None:
-        """Give up connections until no more waits than may: of the user of whom most waits."""
+        """Close connections of the users with most waiting bytes until the total is allowed."""
         self._relief = None
         while self._held_bytes > self._held_most:
             by_user: dict[int, int] = {}
@@ -442,8 +443,9 @@ class ControlSocket:
     def _turn(self) -> None:
         """Serve connections, each for a slice of time, until the turn is over.
 
-        Who has just said something and who asks for much have every other slice, so that a word is
-        answered soon, however many ask for much, and these get on, however many say something.
+        Slices alternate between connections that have just sent something and those with much work.
+        So a short request is answered soon, however many connections have much work. Those make
+        progress, however many short requests arrive.
         """
         self._scheduled = None
         first, second = self._fresh, self._busy
@@ -459,14 +461,14 @@ class ControlSocket:
         self._end_turn()
 
     def _end_turn(self) -> None:
-        """Have answers sent, and go on once the loop has seen to its other events."""
+        """Have answers sent, and schedule the next turn after the loop's other events."""
         if self.is_owing:
             self._on_batch()
         if self._fresh or self._busy:
             self._schedule()
 
     def _serve(self, connection: Connection, end: float) -> None:
-        """Do what a connection has asked for, or the part of it that there is time for now."""
+        """Do a connection's work, as much of it as the time until `end` allows."""
         try:
             is_done = self._advance(connection, end)
         except ZmtpError as error:
@@ -475,9 +477,9 @@ class ControlSocket:
             return
         if not connection.is_open:
             return
-        # As `waiting_bytes`, without a call for each frame.
+        # As `waiting_bytes`, but without a call for each frame.
         held = len(connection.reader.data) + connection.work_bytes + connection.unsent
-        self._held_bytes += held - connection.held_bytes  # never more, so nobody is given up
+        self._held_bytes += held - connection.held_bytes  # never grows, so nothing need be closed
         connection.held_bytes = held
         if not is_done:
             (self._parked if connection.is_parked else self._busy).append(connection)
@@ -488,7 +490,7 @@ class ControlSocket:
             self._loop.add_reader(connection.descriptor, self._receive, connection)
 
     def _advance(self, connection: Connection, end: float) -> bool:
-        """Go on until the time is over; True where nothing is left to do."""
+        """Do the connection's work until `end`; return True if nothing is left to do."""
         while connection.is_open:
             if connection.work is None:
                 found = connection.reader.read()

@@ -1,9 +1,9 @@
-"""The lifelines: one stream connection a session, whose end is the session's end.
+"""The lifelines: one stream connection for each session; when it ends, the session ends.
 
-A connection speaks for a session only after it has sent that session's token from that session's
-user. The descriptors are handed over once; then the client may send others, each with a number.
-Whichever way the process at the other end ceases to be,
-`on_lost` is called, because the kernel closes its end.
+A connection belongs to a session once it has sent that session's token, as that session's user. The
+daemon then sends the session's descriptors once; afterwards the client may send others, each with a
+number. However the client's process ends, the kernel closes its end of the connection and `on_lost`
+is called.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ __all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]
 log = logging.getLogger(__name__)
 
 GREETING_SECONDS: Final = 5.0
-"""How long a connection may take to send its token."""
+"""Time in which a connection must send its token."""
 
 MAX_STRANGERS: Final = 256
 MAX_STRANGERS_OF_ONE: Final = 128
-"""Connections that may be without a session at one time, of all users and of each. The oldest goes
-for one more: who has a token sends it at once, and others must not keep those out by sending none.
+"""Maximum connections without a session at a time, of all users and of each. One more closes the
+oldest: a client with a token sends it at once, and connections that send none must not keep it out.
 """
 
 MAX_SENT: Final = 8
-"""Descriptors that a client may send: what an earlier daemon has shared with it."""
+"""Maximum descriptors that a client may send: those that an earlier daemon has shared with it."""
 
 OnToken = Callable[[bytes, int, list[int]], tuple[int, tuple[int, ...]] | None]
 
 
 OnPiece = Callable[[int, int, int], None]
-"""Takes a session, the number of a piece, and the piece's descriptor, which is the taker's."""
+"""Takes a session, a piece's number, and the piece's descriptor, which the callee owns."""
 
 
 class LifelineListener:
     """Listens at `path` from construction on.
 
-    `on_token(token, uid, descriptors)` returns the session that the token opens and the descriptors
-    to hand over, which are closed here, or None; those that came with the token are its own.
-    `on_piece(session, number, descriptor)` takes what a client sends afterwards. `on_lost(session)`
-    follows the end of an accepted connection, unless `end` ended it. Who is not of the users of
-    `allow` is closed at once. `listening` is a socket that is bound there already.
+    `on_token(token, uid, descriptors)` returns None, or the session that the token opens and the
+    descriptors to send, which are closed here. It owns those that came with the token.
+    `on_piece(session, number, descriptor)` takes each descriptor that a client sends afterwards.
+    `on_lost(session)` is called when an accepted connection ends, unless `end` ended it.
+    Connections of users not in `allow` are closed at once. `listening` is a socket that is already
+    bound there.
 
     Raises:
         OSError: the path cannot be bound.
@@ -72,7 +73,7 @@ class LifelineListener:
         self._on_lost = on_lost
         self._allowed: frozenset[int] = frozenset()
         self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
-        self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of the strangers
+        self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of connections in _strangers
         self._lines: dict[int, socket.socket] = {}
         self.listener = Listener(
             loop, path, listening=listening, on_line=self._admit, on_lack=self._make_room
@@ -80,7 +81,7 @@ class LifelineListener:
         self.listener.start()
 
     def allow(self, uids: frozenset[int]) -> None:
-        """Hear these users from now on; lifelines that have a session stay."""
+        """Accept these users from now on; lifelines that have a session are not affected."""
         self._allowed = uids
 
     def end(self, session: int) -> None:
@@ -90,14 +91,14 @@ class LifelineListener:
             self._close(line)
 
     def close(self, *, keeps_file: bool = False) -> None:
-        """Close everything, without a call of `on_lost`. Twice is fine."""
+        """Close everything without calling `on_lost`. May be called twice."""
         self.listener.close(keeps_file=keeps_file)
         for line in self._strangers.all:
             self._dismiss(line)
         for session in list(self._lines):
             self.end(session)
 
-    # --- strangers --------------------------------------------------------------------------
+    # --- connections without a session ------------------------------------------------------
 
     def _admit(self, line: socket.socket, credentials: Credentials) -> None:
         uid = credentials.uid
@@ -111,13 +112,13 @@ class LifelineListener:
             self._dismiss(leaving)
 
     def _make_room(self) -> None:
-        """End the connection that has been without a session for longest."""
+        """Close the oldest connection without a session, of the user who has most of them."""
         leaving = self._strangers.oldest()
         if leaving is not None:
             self._dismiss(leaving)
 
     def _greet(self, line: socket.socket) -> None:
-        """Read the token, all of it in one piece: 16 bytes of a local stream are never split."""
+        """Read the token with one call: 16 bytes of a local stream are never split."""
         descriptors: list[int] = []
         try:
             token, descriptors, _, _ = socket.recv_fds(
@@ -157,21 +158,21 @@ class LifelineListener:
         self._close(line)
 
     def _settle(self, line: socket.socket) -> None:
-        """Have a connection be no stranger's any more."""
+        """Stop counting a connection as one without a session."""
         self._strangers.remove(line)
         self._timers.pop(line).cancel()
 
     # --- sessions ---------------------------------------------------------------------------
 
     def _hear(self, session: int) -> None:
-        """Take a piece, or end the lifeline: its peer is gone, or breaks the protocol."""
+        """Take a piece, or end the lifeline: its peer is gone or breaks the protocol."""
         descriptors: list[int] = []
-        try:  # never split, as little as a token
+        try:  # never split, like the token
             number, descriptors, _, _ = socket.recv_fds(
                 self._lines[session], PIECE_NUMBER_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
-            return  # the kernel has woken us in vain
+            return  # a spurious wake-up
         except OSError:
             number = b""
         if len(number) == PIECE_NUMBER_BYTES and descriptors:

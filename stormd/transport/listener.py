@@ -1,7 +1,7 @@
-"""A Unix socket that listens: each connection comes with whose it is, as the kernel says.
+"""A listening Unix socket; each accepted connection comes with its owner, as the kernel says.
 
-Its file may be removed behind its back and made again; what is connected stays. A lack of
-descriptors is waited out, and never ends it.
+The socket's file may be removed by others and made again; existing connections are not affected.
+When file descriptors run out, the listener waits and tries again; it never ends for that reason.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Credentials", "Listener", "peer_credentials"]
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
-"""Connections that may wait to be accepted. One more is refused at once, and its client takes the
-daemon for absent. The kernel allows as many since Linux 5.4."""
+"""Maximum connections that wait to be accepted. One more is refused at once, and its client takes
+the daemon for absent. The kernel allows as many since Linux 5.4."""
 
 ACCEPTED_A_TURN: Final = 64
-"""Connections accepted before the loop gets to other work."""
+"""Maximum connections accepted before the loop gets to other work."""
 
 RETRY_SECONDS: Final = 0.1
-"""Pause after the kernel refused a connection for want of descriptors."""
+"""Pause after the kernel refused a connection because descriptors ran out."""
 
 
 class Credentials(NamedTuple):
-    """Whose process it is, as the kernel says; `pid` 0 where it is of another namespace."""
+    """The owner of a process, as the kernel says; `pid` is 0 if it is in another namespace."""
 
     uid: int
     gid: int
@@ -41,7 +41,7 @@ class Credentials(NamedTuple):
 
 
 def peer_credentials(line: socket.socket) -> Credentials:
-    """Return who connected a Unix socket's other end."""
+    """Return who connected the other end of a Unix socket."""
     found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     pid, uid, gid = struct.unpack("iII", found)
     return Credentials(uid=uid, gid=gid, pid=pid)
@@ -50,9 +50,9 @@ def peer_credentials(line: socket.socket) -> Credentials:
 class Listener:
     """Listens at `path` from construction on; `start` begins to accept.
 
-    `on_line` gets each connection, which does not block, and whose it is. `on_lack` is called where
-    there is no descriptor for one, which then waits. `listening` is a socket that is bound there
-    already, if there is one.
+    `on_line` receives each connection, which is non-blocking, with its owner. `on_lack` is called
+    when no descriptor is free for a connection, which then waits. `listening` is a socket that is
+    already bound there, if there is one.
 
     Raises:
         OSError: the path cannot be bound.
@@ -80,29 +80,29 @@ class Listener:
 
     @property
     def descriptor(self) -> int:
-        """That of the socket, to be kept by others."""
+        """The socket's descriptor, for another process to keep."""
         return self._socket.fileno()
 
     @property
     def is_bound(self) -> bool:
-        """Whether the socket's file is there, so that clients find it."""
+        """Whether the socket's file exists, so that clients find it."""
         return self._file.is_there
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
+        """Whether `close` has not been called yet."""
         return self._socket.fileno() >= 0
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections."""
         self._is_started = True
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def bind(self) -> None:
-        """Make the socket's file again that was removed; connections stay as they are.
+        """Make the socket's file again after its removal; connections are not affected.
 
         Raises:
-            OSError: the path cannot be bound; the listener is the one that it was.
+            OSError: the path cannot be bound; the listener is unchanged.
         """
         listening, file = _listening(self._path)
         self._shut()
@@ -111,9 +111,9 @@ class Listener:
             self.start()
 
     def close(self, *, keeps_file: bool = False) -> None:
-        """Take no new connection, and remove the socket's file. Twice is fine.
+        """Accept no new connection, and remove the socket's file. May be called twice.
 
-        It `keeps_file` where somebody else has the socket, too.
+        Pass `keeps_file` if another process has the socket, too.
         """
         if self.is_open:
             if not keeps_file:
@@ -137,7 +137,7 @@ class Listener:
             self._on_line(line, peer_credentials(line))
 
     def _pause(self, error: OSError) -> None:
-        """Let the loop rest: the connection stays in the backlog, and its event with it."""
+        """Pause accepting: the connection waits in the backlog and would wake the loop at once."""
         log.warning("a connection was not accepted: %s", remedy(error, "it is tried again"))
         self._loop.remove_reader(self._socket.fileno())
         self._on_lack()

@@ -1,7 +1,7 @@
 """Carries results from worker threads to the event loop, in batches.
 
-Everything posted before `close` is delivered on the loop, once and in order, and the loop is woken
-once for however many results arrive while it is busy.
+Every item posted before `close` is delivered on the loop, once and in order. The loop is woken once
+for all results that arrive while it is busy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Mailbox"]
 Item = TypeVar("Item")
 
 DELIVERED_A_TURN: Final = 256
-"""Results handed on before the loop gets to other work: the jobs of a session that has died are
-answered all at once."""
+"""Maximum results delivered before the loop gets to other work. When a session dies, all its jobs
+are answered at once."""
 
 
 class Mailbox(Generic[Item]):
-    """`post` from any thread, from `start` on; `deliver` gets the batch on `loop`."""
+    """Any thread may `post`, from `start` on; `deliver` receives the batches on `loop`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -31,11 +31,11 @@ class Mailbox(Generic[Item]):
         self._closed = False
 
     def start(self, deliver: Callable[[list[Item]], None]) -> None:
-        """Have what is posted delivered."""
+        """Begin to deliver posted items."""
         self._deliver = deliver
 
     def post(self, *items: Item) -> None:
-        """Hand items over. Dropped after `close`: then nobody is left to take them."""
+        """Queue items for delivery; after `close` they are dropped, since nobody takes them."""
         with self._lock:
             if self._closed:
                 return
@@ -45,14 +45,14 @@ class Mailbox(Generic[Item]):
                 self._loop.call_soon_threadsafe(self._empty)
 
     def close(self) -> None:
-        """Deliver what is waiting and take nothing more. Called on the loop. Twice is fine."""
+        """Deliver waiting items and accept no more. Called on the loop; may be called twice."""
         with self._lock:
             self._closed = True
         while self._waiting:
             self._empty()
 
     def _empty(self) -> None:
-        """Deliver what is waiting, or the first of it, and look again after others had a turn."""
+        """Deliver the first waiting items; deliver the rest after the loop's other events."""
         with self._lock:
             batch, self._waiting = self._waiting, []
             if len(batch) > DELIVERED_A_TURN:

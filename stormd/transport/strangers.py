@@ -1,7 +1,7 @@
-"""Connections that have no session yet: how many there may be, and who leaves for one more.
+"""Connections without a session: how many there may be, and which one is closed for one more.
 
-Whoever comes finds a place, however many others hold theirs and say nothing: the oldest leaves, of
-the user who has the most. So nobody's places are taken by another user's.
+A new connection always finds a place, however many idle ones there are: the oldest connection of
+the user who has most of them is closed. So no user takes another user's places.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Key = TypeVar("Key")
 
 
 class Strangers(Generic[Key]):
-    """At most `most` connections, and `of_one` of each user, in the order of their coming."""
+    """At most `most` connections, and `of_one` of each user, in order of arrival."""
 
     def __init__(self, most: int, of_one: int) -> None:
         self._most = most
@@ -34,7 +34,7 @@ class Strangers(Generic[Key]):
         return list(self._users)
 
     def add(self, key: Key, uid: int) -> Key | None:
-        """Add a connection of a user's; return the one that is to leave for it, if one is."""
+        """Add a user's connection; return the one that must be closed for it, or None."""
         self._users[key] = uid
         own = self._by_user.setdefault(uid, {})
         own[key] = None
@@ -43,7 +43,7 @@ class Strangers(Generic[Key]):
         return self.oldest() if len(self._users) > self._most else None
 
     def remove(self, key: Key) -> None:
-        """Remove a connection, if it is one of these."""
+        """Remove a connection, if it is in the list."""
         uid = self._users.pop(key, None)
         if uid is None:
             return
@@ -53,6 +53,6 @@ class Strangers(Generic[Key]):
             del self._by_user[uid]
 
     def oldest(self) -> Key | None:
-        """Return the oldest of the user who has the most; None where there is none."""
+        """Return the oldest connection of the user who has most; None if there is none."""
         most = max(self._by_user.values(), key=len, default=None)
         return None if most is None else next(iter(most))

@@ -1,9 +1,9 @@
-"""ZMTP 3, as much of it as a ROUTER needs: how the bytes of a connection become messages.
+"""ZMTP 3, as much of it as a ROUTER needs: turns the bytes of a connection into messages.
 
-libzmq bounds its queues in messages, keeps the parts of a message until the last has come, however
-many they are, and lets in whoever connects. So the daemon speaks its protocol
-(https://rfc.zeromq.org/spec/23/, with the heartbeats of 37/ZMTP) itself, to any DEALER. Pure: bytes
-go in, messages come out, and what is kept is what was added and not read.
+libzmq bounds its queues in messages, keeps all parts of a message until the last has come, however
+many there are, and accepts every connection. So the daemon itself speaks ZeroMQ's protocol
+(https://rfc.zeromq.org/spec/23/, with the heartbeats of 37/ZMTP) to any DEALER. Pure: bytes go in,
+messages come out, and only unread bytes are kept.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ COMMAND: Final = 4
 
 MAX_SHORT: Final = 255
 COMMAND_BYTES: Final = 4096
-"""Of the largest command: READY holds a few properties, PING a context of 16 bytes."""
+"""Maximum bytes of a command: READY has a few properties, PING a context of 16 bytes."""
 
 SOCKET_TYPES: Final = (b"DEALER", b"REQ", b"ROUTER")
-"""What may speak to a ROUTER."""
+"""The socket types that may connect to a ROUTER."""
 
 
 class ZmtpError(Exception):
-    """The peer breaks the protocol: nothing more of the connection can be understood."""
+    """The peer breaks the protocol: the rest of its bytes cannot be interpreted."""
 
 
 class Token(Enum):
-    """What was read in the place of a message that has one part."""
+    """What `read` returns in place of a message of one part."""
 
     OTHER = auto()
     SEVERAL = auto()
 
 
 OTHER: Final = Token.OTHER
-"""A command, or one part of several: nothing for anybody, and time to look at the clock."""
+"""A command, or one part of several: nothing to handle, but the caller should check the time."""
 
 SEVERAL: Final = Token.SEVERAL
 """The end of a message of several parts, which were dropped."""
 
 
 class Phase(Enum):
-    """How far the peer has come."""
+    """The state of the peer's handshake."""
 
     GREETING = auto()
     HANDSHAKE = auto()
@@ -58,10 +58,10 @@ class Phase(Enum):
 
 
 class Reader:
-    """What one peer sends, cut into messages. `limit` is the bytes of the largest part.
+    """Cuts the bytes that one peer sends into messages. `limit` is the maximum bytes of a part.
 
-    `data` is what has arrived and was not read; whoever reads of the socket adds to it. The peer
-    of a connection that `is_greeted` has said who it is to somebody else.
+    `data` has the bytes that arrived and were not read; the caller who reads the socket appends to
+    it. With `is_greeted`, the peer has done its handshake with another process.
     """
 
     __slots__ = ("_has_parts", "_phase", "data", "identity", "limit", "replies")
@@ -69,18 +69,18 @@ class Reader:
     def __init__(self, limit: int, *, is_greeted: bool = False) -> None:
         self.limit = limit
         self.identity = b""
-        """The routing id that the peer chose, empty where it left that to us."""
+        """The routing id that the peer chose, empty if it chose none."""
         self.replies: list[bytes] = []
-        """Frames that answer heartbeats, to be sent and cleared by the caller."""
+        """Frames that answer heartbeats; the caller sends and clears them."""
         self._phase = Phase.OPEN if is_greeted else Phase.GREETING
         self._has_parts = False
         self.data = bytearray()
 
     def read(self) -> bytes | Token | None:
-        """Return the next message, or what there is in its place; None where more must arrive.
+        """Return the next message or a Token in its place; None if more bytes must arrive.
 
         Raises:
-            ZmtpError: it is none of ZMTP 3's, or its part is larger than the limit.
+            ZmtpError: the bytes are not ZMTP 3, or a part is larger than the limit.
         """
         if self._phase is Phase.GREETING:
             return OTHER if self._greeted() else None
@@ -105,7 +105,7 @@ class Reader:
         return body if is_plain else self._special(flags, body)
 
     def _special(self, flags: int, body: bytes) -> bytes | Token:
-        """Return what stands for a command, or for a part of several."""
+        """Return the Token for a command or a part of several, or the body of a message."""
         if flags & COMMAND:
             self._obey(body)
             return OTHER
@@ -118,7 +118,7 @@ class Reader:
         return body
 
     def _greeted(self) -> bool:
-        """Read the greeting; False where it is not complete. What cannot be one is told at once."""
+        """Read the greeting; False if it is incomplete. An invalid one raises ZmtpError early."""
         data = bytes(self.data[:GREETING_BYTES])
         if data[:1] != SIGNATURE[:1][: len(data)] or data[9:10] != SIGNATURE[9:][: len(data[9:10])]:
             raise ZmtpError("not ZMTP")
@@ -147,7 +147,7 @@ class Reader:
             if name != b"READY":
                 raise ZmtpError(f"the command {name!r:.40} in the place of READY")
             self._be_ready(_properties(rest))
-        elif name == b"PING":  # of a time to live, two bytes, and a context to be echoed
+        elif name == b"PING":  # a time to live, two bytes, then a context to be echoed
             self.replies.append(framed(b"\4PONG" + rest[2:18], COMMAND))
 
     def _be_ready(self, properties: dict[bytes, bytes]) -> None:
@@ -159,17 +159,17 @@ class Reader:
 
 
 def framed(body: bytes, flags: Literal[0, 4] = 0) -> bytes:
-    """Return a part, the only one of its message, or with COMMAND a command, as it travels."""
+    """Return a message's only part in wire format, or a command if `flags` is COMMAND."""
     if len(body) <= MAX_SHORT:
         return bytes((flags, len(body))) + body
     return struct.pack(">BQ", flags | LONG, len(body)) + body
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """Return a READY's properties by their names in lower case.
+    """Return a READY's properties by their lower-case names.
 
     Raises:
-        ZmtpError: they are cut short.
+        ZmtpError: the properties are cut short.
     """
     found: dict[bytes, bytes] = {}
     while data:
@@ -189,4 +189,4 @@ OPENING: Final = (
     + bytes(32)
     + framed(b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0", COMMAND)
 )  # fmt: skip
-"""What the daemon says first on every connection: its greeting and READY."""
+"""The first bytes that the daemon sends on every connection: its greeting and READY."""

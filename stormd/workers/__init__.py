@@ -1,1 +1,1 @@
-"""A worker process for each device, and one front that has the address and all that is counted."""
+"""A worker process for each device, and one front process that has the address and all counters."""

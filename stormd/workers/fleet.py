@@ -1,8 +1,8 @@
 """The worker processes as the front sees them: started, given sessions, watched, ended.
 
-A worker that ends takes its sessions with it and nobody else's, and another is started in its
-place. A worker that hangs is killed first. None outlives the front: each is killed by the kernel
-when the front ends, however it does.
+A worker that ends takes only its own sessions with it, and another is started in its place. A
+worker that hangs is killed first. No worker outlives the front: the kernel kills each when the
+front ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -36,42 +36,43 @@ __all__ = ["Fleet", "Worker"]
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 1.0
-"""For workers to say how they are; who does not is shown as it was."""
+"""How long workers have to report their state; a worker that does not is shown with its last
+state."""
 
 FIRST_DELAY: Final = 0.1
 MOST_DELAY: Final = 5.0
-"""Before a worker is started again that has ended soon after its start, doubled each time."""
+"""Delays before a worker that ended soon after its start is started again, doubled each time."""
 
 BRIEF_SECONDS: Final = 10.0
 """A worker that has served for longer is started again at once."""
 
 SILENT_TICKS: Final = 60
-"""Of `tick`, twice a second, for which a worker may say nothing. Ticks and not seconds: a front
-that was stopped itself has not waited for anybody meanwhile."""
+"""Calls of `tick`, twice a second, for which a worker may be silent. Ticks instead of seconds: a
+front that was stopped itself has not waited for any worker meanwhile."""
 
 KILL_SECONDS: Final = 5.0
-"""Beyond a shutdown's deadline for workers to let their memory go; then they are killed."""
+"""Time beyond a shutdown's deadline for workers to free their memory; then they are killed."""
 
 NOT_FOR_WORKERS: Final = (
     "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES",
 )  # fmt: skip
-"""Of the front's manager, which knows no worker."""
+"""Variables of the front's service manager, which does not know the workers."""
 
 OnSession = Callable[[int, str], None]
 
 
 class Phase(Enum):
-    """What becomes of a worker."""
+    """The state of a worker."""
 
     STARTING = auto()
-    """Its process is there; what is sent waits until it serves."""
+    """Its process exists; messages to it wait until it serves."""
     SERVING = auto()
     ENDED = auto()
-    """There is no process: another is started, unless all are to end."""
+    """It has no process: another is started, unless all workers are to end."""
 
 
 class Worker(Lane):
-    """One worker: what it was given, what it has said; a lane of the front's ledger."""
+    """One worker: its sessions and its reports; a lane of the front's ledger."""
 
     def __init__(self, plan: Plan, post: Post, places: dict[int, int]) -> None:
         super().__init__(post)
@@ -84,22 +85,22 @@ class Worker(Lane):
         self.began = 0.0
         self.delay = 0.0
         self.trouble = ""
-        """Why it could not be started last."""
+        """Why its last start failed, or why its last process ended."""
         self.sessions: set[int] = set()
-        """Handed over, and not told to have ended."""
+        """Sessions that were handed over to the worker and not reported as ended."""
         self.ending: set[int] = set()
-        """Those of them that the front has ended."""
+        """Those of `sessions` that the front has ended."""
         self.state: dict[str, Any] | None = None
         self.counters: Counters | None = None
         self.silent_ticks = 0
         self.asked = self.answered = 0
-        """The rounds in which it was asked how it is, and has said so."""
+        """The last rounds in which it was asked for its state, and in which it answered."""
         self.pinned = (0, 0)
 
     def hand_over(
         self, session: int, uid: int, frame: bytes, connection: tuple[int, bytes]
     ) -> None:
-        """Have the worker go on with a connection whose Hello is in `frame`."""
+        """Make the worker continue a connection whose Hello is in `frame`."""
         descriptor, unread = connection
         assert self.line is not None, "a session was given to a worker that has ended"
         self.sessions.add(session)
@@ -107,7 +108,7 @@ class Worker(Lane):
         self.line.send("session", session, uid, place, frame, unread, descriptor=descriptor)
 
     def detach(self, session: int) -> None:
-        """Have the worker end a session; Detached follows once it has."""
+        """Make the worker end a session; Detached is posted once it has."""
         if session not in self.sessions:
             super().detach(session)
             return
@@ -116,7 +117,7 @@ class Worker(Lane):
             self.line.send("end", session)
 
     def ended(self, session: int) -> bool:
-        """Note that a session is gone there; False where the front has ended it, and waits."""
+        """Note that a session has ended there; return False if the front ended it and waits."""
         self.sessions.discard(session)
         if session in self.ending:
             self.ending.discard(session)
@@ -125,12 +126,12 @@ class Worker(Lane):
         return True
 
     def take_state(self, state: dict[str, Any]) -> None:
-        """Note how it says it is."""
+        """Note the state that the worker reports."""
         self.state = state
         self.counters = Counters.of(state["counters"])
 
     def as_status(self) -> dict[str, Any]:
-        """Return what is shown of it."""
+        """Return the worker's part of the status."""
         own = (self.state or {}).get("worker", {})
         return {
             "index": self.plan.index,
@@ -150,11 +151,11 @@ class Worker(Lane):
 class Fleet:
     """All workers of a front. `open` before anything else, `close` at the end; on the loop.
 
-    `on_session(session, cause)` is told of each session that has its lifeline, with "attached", and
-    of each that has ended; `on_progress(done, total)` of the bytes that are pinned; `on_change`
-    follows whatever `is_idle` may have changed by. `tell_status` hands over the state of all
-    processes, for whose clients ask a worker. `lifeline_of` gives the path of each worker's
-    lifelines.
+    `on_session(session, cause)` is called for each session that has its lifeline, with "attached",
+    and for each that has ended. `on_progress(done, total)` gets the bytes that are pinned.
+    `on_change` is called after anything that may have changed `is_idle`. `tell_status` passes the
+    state of all processes to its argument, for clients that ask a worker. `lifeline_of` returns the
+    path of each worker's lifelines.
     """
 
     def __init__(
@@ -183,11 +184,11 @@ class Fleet:
         self._retired = Counters()
         self._round = 0
         self._round_ends: asyncio.TimerHandle | None = None
-        self._asking: list[Callable[[], None]] = []  # of the round under way
-        self._waiting: list[Callable[[], None]] = []  # of the next one
+        self._asking: list[Callable[[], None]] = []  # callbacks of the current round
+        self._waiting: list[Callable[[], None]] = []  # callbacks of the next round
         self._restarts: dict[int, asyncio.TimerHandle] = {}
         self._reaping: set[asyncio.Task[None]] = set()
-        self._is_open = False  # before, a worker that ends is not followed by another
+        self._is_open = False  # until then a worker that ends is not replaced
         self._is_ending = False
         self._settled = asyncio.Event()
         self._shared = Rows.make(len(plans))
@@ -200,7 +201,7 @@ class Fleet:
 
         Raises:
             StartStopped: `stopping` was set before.
-            StormdError: one cannot serve, by whose fault it is. `kill` must follow.
+            StormdError: a worker cannot serve; the type says whose fault it is. `kill` must follow.
         """
         for worker in self._workers:
             self._start(worker)
@@ -221,7 +222,7 @@ class Fleet:
         self._is_open = True
 
     def drain(self) -> None:
-        """Have all workers end in order, each by the deadline of its shutdown; start none."""
+        """Make all workers end in order, each by the deadline of its shutdown; start no more."""
         self._is_ending = True
         for timer in self._restarts.values():
             timer.cancel()
@@ -230,7 +231,7 @@ class Fleet:
                 worker.line.send("stop")
 
     async def close(self, deadline: float) -> None:
-        """Wait for all workers to end, and kill those that do not by the deadline. Twice is fine.
+        """Wait for all workers to end, and kill those that miss the deadline. Twice is fine.
 
         `deadline` is a time of time.monotonic.
         """
@@ -245,7 +246,7 @@ class Fleet:
         self.kill()
 
     def kill(self) -> None:
-        """End what is left of all workers at once. Twice is fine."""
+        """End all workers that are left at once. Calling it twice is fine."""
         self._is_ending = True
         for timer in (self._round_ends, *self._restarts.values()):
             if timer is not None:
@@ -263,7 +264,7 @@ class Fleet:
             self._shared = -1
 
     def reload(self, config: Config) -> None:
-        """Have all workers take the reloadable settings of `config`."""
+        """Make all workers apply the reloadable settings of `config`."""
         self._config = config
         for worker in self._workers:
             if worker.line is not None:
@@ -273,14 +274,14 @@ class Fleet:
 
     @property
     def devices(self) -> frozenset[str]:
-        """The names of protocol.DEVICES that workers have lanes for."""
+        """The names of protocol.DEVICES for which workers have lanes."""
         return frozenset(("cpu", "cuda") if self._by_uuid else ("cpu",))
 
     def lane_for(self, hello: Hello) -> Worker:
-        """Return the worker of a session's GPU; for the cpu lane the one with fewest sessions.
+        """Return the worker of a session's GPU; for the cpu lane the one with the fewest sessions.
 
         Raises:
-            LaneUnavailable: none serves its device, now or ever.
+            LaneUnavailable: no worker serves its device, now or ever.
         """
         if len(self._places) >= MOST_USERS and hello.uid not in self._places:
             raise LaneUnavailable(f"{MOST_USERS} users have had sessions: restart the daemon")
@@ -309,15 +310,15 @@ class Fleet:
     # --- what the operator sees -------------------------------------------------------------
 
     def refresh(self, then: Callable[[], None]) -> None:
-        """Call `then` once all that workers have done before is known, or a second is over."""
+        """Call `then` once all earlier work of the workers is known, or after a second."""
         self._waiting.append(then)
         if self._round_ends is None:
             self._ask()
 
     def tick(self) -> None:
-        """Ask how workers are, and kill those that are of no use; to be called twice a second.
+        """Ask workers for their state, and kill those that are of no use; call it twice a second.
 
-        They hang, or their device is broken.
+        These are workers that hang, or whose device is broken.
         """
         for worker in self._serving():
             assert worker.process is not None
@@ -331,15 +332,15 @@ class Fleet:
             self._ask()
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the last state of each worker there is."""
+        """Return the last known state of each worker."""
         return [one.state["status"] for one in self._workers if one.state is not None]
 
     def status(self) -> list[dict[str, Any]]:
-        """Return what is shown of each worker."""
+        """Return the status of each worker."""
         return [worker.as_status() for worker in self._workers]
 
     def counters(self, own: Counters) -> Counters:
-        """Return what the front, the workers, and those before them have counted."""
+        """Return the counters of the front, the workers, and earlier workers, added up."""
         merged = Counters.of(asdict(own))
         for counters in (self._retired, *(one.counters for one in self._workers)):
             if counters is not None:
@@ -347,13 +348,13 @@ class Fleet:
         return merged
 
     def _ask(self) -> None:
-        """Begin a round: ask all workers, and go on once they have answered."""
+        """Begin a round: ask all workers, and end the round once they have answered."""
         self._round += 1
         self._asking, self._waiting = self._waiting, []
         self._round_ends = self._loop.call_later(REFRESH_SECONDS, self._end_round)
         for worker in self._serving():
             assert worker.line is not None
-            if worker.asked == worker.answered:  # else one question waits already
+            if worker.asked == worker.answered:  # else a question is pending already
                 worker.asked = self._round
                 worker.line.send("report", self._round)
         self._look_at_round()
@@ -448,15 +449,15 @@ class Fleet:
             worker.trouble = values[0]
 
     def _answer(self, worker: Worker, state: dict[str, Any]) -> None:
-        if worker.line is not None:  # else its client is told of its end
+        if worker.line is not None:  # else the client learns of its end
             worker.line.send("state", state)
 
     def _lost(self, worker: Worker) -> None:
-        """End the sessions of a worker that is gone, and have another take its place."""
+        """End the sessions of a worker that is gone, and start another in its place."""
         served = worker.phase is Phase.SERVING
         worker.phase, worker.line = Phase.ENDED, None
         assert worker.process is not None
-        worker.process.kill()  # it has closed its line, and so is of no use, whatever it does
+        worker.process.kill()  # without its line it is of no use
         reap = self._loop.create_task(self._reap(worker, worker.process, served=served))
         self._reaping.add(reap)
         reap.add_done_callback(self._reaping.discard)
@@ -504,7 +505,7 @@ def _fields(worker: Worker) -> dict[str, Any]:
 
 
 def _error_of(trouble: str) -> StormdError:
-    """Return the error that a worker has told of, as `Name: text`."""
+    """Return the error that a worker has reported as `Name: text`."""
     name, _, text = trouble.partition(": ")
     kind: Any = getattr(errors, name, None)
     if kind is errors.ConfigError:

@@ -1,8 +1,8 @@
 """The line between the front and a worker: messages both ways, some with a descriptor.
 
-A socket pair that both have from the worker's start; its end tells each of the other's. Neither
-side waits for the other: what cannot be sent now is kept, and what is kept is bounded by the
-sessions that there may be.
+The line is a socket pair that both have from the worker's start; when one side ends, the other
+learns it by the line. Neither side waits for the other: messages that cannot be sent now are kept.
+Their number is bounded by the number of possible sessions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import msgpack
 __all__ = ["Line", "receive_first", "send_first"]
 
 HEADER: Final = struct.Struct("<I?")
-"""The bytes of the message behind it, and whether a descriptor came with it."""
+"""The size in bytes of the message that follows, and whether a descriptor came with it."""
 
 READ_BYTES: Final = 1 << 16
 MOST_AT_ONCE: Final = 16
-"""Descriptors in one read; the kernel ends it behind the first."""
+"""Most descriptors in one read; the kernel ends a read behind the first."""
 
 OnMessage = Callable[[str, list[Any], int], None]
-"""Takes a message's kind, what it says, and its descriptor, -1 for none, which is the taker's."""
+"""Takes a message's kind, its values, and its descriptor (-1 for none), which it then owns."""
 
 
 def _packed(kind: str, values: tuple[Any, ...], *, has_descriptor: bool = False) -> bytes:
@@ -36,12 +36,12 @@ def _packed(kind: str, values: tuple[Any, ...], *, has_descriptor: bool = False)
 
 
 def send_first(end: socket.socket, kind: str, *values: Any) -> None:
-    """Send a message over a line that nobody serves yet, waiting for it to be taken."""
+    """Send a message over a line that nobody serves yet; block until it is sent."""
     end.sendall(_packed(kind, values))
 
 
 def receive_first(end: socket.socket) -> list[Any]:
-    """Return the first message, waiting for it.
+    """Wait for the first message and return it.
 
     Raises:
         EOFError: the other side has ended.
@@ -62,7 +62,7 @@ def _exactly(end: socket.socket, nbytes: int) -> bytes:
 
 
 class Line:
-    """One end, on the loop; the socket is its own. `on_end` follows the other side's end once."""
+    """One end, on the loop; it owns the socket. `on_end` is called once if the other end closes."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Line:
         loop.add_reader(end.fileno(), self._read)
 
     def send(self, kind: str, *values: Any, descriptor: int = -1) -> None:
-        """Send a message, with a descriptor that is closed here once it has left."""
+        """Send a message, with a descriptor that is closed here once it has been sent."""
         data = _packed(kind, values, has_descriptor=descriptor >= 0)
         if self._end.fileno() < 0:
             _close(descriptor)
@@ -92,7 +92,7 @@ class Line:
             self._write()
 
     def close(self) -> None:
-        """Close this end; nothing follows. Twice is fine."""
+        """Close this end; no more messages are sent or received. Calling it twice is fine."""
         if self._end.fileno() < 0:
             return
         self._loop.remove_reader(self._end.fileno())
@@ -106,7 +106,7 @@ class Line:
         self._descriptors.clear()
 
     def _write(self) -> None:
-        """Send what the kernel takes; a broken line is told of by its reader."""
+        """Send as much as the kernel takes; the reader reports a broken line."""
         try:
             while self._unsent:
                 data, descriptor = self._unsent[0]

@@ -1,7 +1,7 @@
-"""How many worker processes a daemon has, which devices each serves, and what part of all is its.
+"""How many worker processes a daemon has, which devices each serves, and its part of the resources.
 
-One interpreter is full at three to five GPUs, so each GPU has a process of its own where there are
-two or more. What an operator sets is of the whole daemon: here it is divided.
+One Python interpreter is saturated by three to five GPUs, so each GPU has a process of its own if
+there are two or more. An operator's settings are for the whole daemon: this module divides them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LEAST_BYTES: Final = 1 << 20
-"""Of a pool, and so the front's, in which nothing is stored."""
+"""Least bytes of a pool, and so the size of the front's, in which nothing is stored."""
 
 LEAST_MESSAGE_BYTES: Final = 4 << 20
 
@@ -47,19 +47,19 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """How it is called in logs and tables."""
+        """The worker's name in logs and tables."""
         return ", ".join(f"cuda:{one}" for one in self.ordinals) or f"cpu, worker {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """What makes a daemon a worker: it has no address, and serves what another hands to it.
+    """What makes a daemon a worker: it has no address, and serves what the front hands over.
 
-    `lifeline` is where its clients' lifelines connect, `ordinals` are its devices, `totals` what
-    users hold in all workers. `budget` is what it may have of a pool that is one for all, None
-    where it has a part of its own. `on_session(session, cause)` is told of each session that has
-    its lifeline, with "attached", and of each that is gone. `tell_status` hands the state of all
-    processes to the call that it is given.
+    `lifeline` is where its clients' lifelines connect, `ordinals` are its devices, `totals` the
+    bytes that users hold in all workers. `budget` is its part of a pool that all workers share,
+    None if it has a pool of its own. `on_session(session, cause)` is called for each session that
+    has its lifeline, with "attached", and for each that has ended. `tell_status` passes the state
+    of all processes to its argument.
     """
 
     lifeline: Path
@@ -71,7 +71,7 @@ class WorkerPlace:
 
 
 def plan_workers(config: Config) -> list[Plan]:
-    """Return the workers that these settings ask for; none where this process serves alone.
+    """Return the workers that these settings ask for; none if this process serves alone.
 
     May load CUDA's driver, but makes no context. Not for the event loop.
     """
@@ -93,7 +93,7 @@ def plan_workers(config: Config) -> list[Plan]:
 
 
 def front_config(config: Config) -> Config:
-    """Return what the front serves itself: the cache, by the cpu lane, and questions."""
+    """Return the front's settings: it serves only the cache, by the cpu lane, and queries."""
     return replace(
         config,
         workers="off",
@@ -108,10 +108,10 @@ def front_config(config: Config) -> Config:
 
 
 def worker_config(config: Config, plan: Plan, count: int) -> Config:
-    """Return one worker's settings, of `count`: an equal part of memory, room on disk and threads.
+    """Return one worker's settings, of `count`: an equal part of memory, disk space and threads.
 
-    A pool that is lent is all of it as address space. Where shares are kept for sessions, each
-    worker takes its part of `max_sessions` and no more: it could not keep more shares.
+    A shared (lent) pool is mapped in full by each worker. If shares are kept for sessions, each
+    worker accepts only its part of `max_sessions`: it could not keep more shares.
     """
     staging = config.all_staging_bytes_cpu or memory_available() // 2
     sessions = config.max_sessions
@@ -136,27 +136,27 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
 
 
 def is_lent(config: Config) -> bool:
-    """Tell whether workers lend each other memory of the pool.
+    """Return whether workers lend each other memory of the pool.
 
-    So they do where it is taken as it is used. What is kept for sessions, or on its way from the
-    disk, needs a part that stays.
+    They do if memory is taken as it is used. But shares kept for sessions, and blobs in flight from
+    the disk, need a fixed part of the pool.
     """
     keeps = config.session_share_bytes or config.spill_path
     return config.pool_commit == "use" and not keeps
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
-    """Return the settings of which `asdict` has made `fields`, perhaps in another process."""
+    """Return the settings that `asdict` turned into `fields`, perhaps in another process."""
     return Config(**{**fields, "allowed_uids": tuple(fields["allowed_uids"])})
 
 
 def fields_of(config: Config) -> dict[str, Any]:
-    """Return settings as they travel."""
+    """Return settings as a dictionary to be sent to another process."""
     return asdict(config)
 
 
 def served_uuids(config: Config) -> list[str]:
-    """Return the UUIDs of the GPUs that these settings have be served, by ordinal."""
+    """Return the UUIDs of the GPUs that are served with these settings, by ordinal."""
     if config.device == "cpu":
         return []
     try:
@@ -164,11 +164,11 @@ def served_uuids(config: Config) -> list[str]:
         from storm_kernels.cuda_driver import device_uuids
 
         return device_uuids()
-    except (BackendUnavailable, ImportError):  # which is told where the lanes are opened
+    except (BackendUnavailable, ImportError):  # reported when the lanes are opened
         return []
 
 
 def _dealt(index: int, count: int, uuids: list[str]) -> Plan:
-    """Return every `count`-th device, from the `index`-th on."""
+    """Return the plan of every `count`-th device, from the `index`-th on."""
     ordinals = tuple(range(index, len(uuids), count))
     return Plan(index, ordinals, tuple(uuids[one] for one in ordinals))

@@ -12,7 +12,7 @@ from storm_bench.pictures import draw_captured
 
 
 def main() -> None:
-    """Measure, draw where asked to, and print the figures."""
+    """Measure, draw if requested, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--min-bytes", type=int, default=1 << 16)

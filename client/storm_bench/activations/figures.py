@@ -1,7 +1,7 @@
-"""The figures of `stormd bench codec`: what the codec reaches against the order-0 bound.
+"""The figures of `stormd bench codec`: the codec's ratios against the order-0 bound.
 
-Of what autograd saves in a step a storage is captured once and whole, however many views of it are
-saved, and parameters are left out, as the client does.
+Each storage that autograd saves in a step is captured once and whole, however many views of it are
+saved. Parameters are left out, as the client does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["TensorFigures", "measure", "tensor_figures"]
 
 @dataclass(frozen=True)
 class TensorFigures:
-    """One captured storage: bytes as it is, at the bound, and encoded fast and dense.
+    """One captured storage: its bytes raw, at the bound, and encoded fast and dense.
 
-    `analysis` is what `ancf.analyze` says of it, None where that was not asked for.
+    `analysis` is the text of `ancf.analyze`, None if it was not requested.
     """
 
     dtype: str
@@ -52,7 +52,7 @@ def measure(steps: int, min_bytes: int, *, analyze: bool) -> list[dict[str, Any]
 def captured(family: Family, steps: int, min_bytes: int) -> list[Tensor]:
     """Return the storages of `min_bytes` and more that step number `steps` of `family` saves.
 
-    They are flat tensors of the type they were saved as, in the order of the forward pass.
+    They are flat tensors of the dtype they were saved with, in the order of the forward pass.
     """
     saved: dict[int, Tensor] = {}
 

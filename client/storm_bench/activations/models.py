@@ -1,7 +1,7 @@
-"""Four families of models, small but of the real kind, and a few training steps of each.
+"""Four families of small but realistic models, and a few training steps of each.
 
-Everything follows from the seed, and each model is trained a little before its tensors are looked
-at, so that they are not those of an initialisation.
+The seed determines everything. Each model is trained for some steps before its tensors are
+captured, so that they are not those of an initialisation.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ def _cnn() -> nn.Module:
 
 
 def _tokens() -> tuple[Tensor, Tensor]:
-    """Return a sequence that can be learned: each token mostly follows from the one before."""
+    """Return inputs and targets that can be learned: a token mostly follows from the previous."""
     noise = torch.randint(0, 4, (_BATCH, _LENGTH + 1))
     tokens = noise.cumsum(1).mul(37) % _VOCABULARY
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def _images() -> tuple[Tensor, Tensor]:
-    """Return smooth pictures whose class is their strongest direction."""
+    """Return noisy images of waves, and classes, which are the directions of the waves."""
     labels = torch.randint(0, 10, (32,))
     angle = labels.float() * torch.pi / 10
     y, x = torch.meshgrid(torch.linspace(-3, 3, 32), torch.linspace(-3, 3, 32), indexing="ij")
@@ -154,7 +154,7 @@ FAMILIES = (
 
 
 def train(family: Family, steps: int, last: saved_tensors_hooks) -> nn.Module:
-    """Train a new model for `steps` steps, the forward pass of the last one under `last`.
+    """Train a new model for `steps` steps; the last forward pass runs under `last`.
 
     Returns the model. Runs on the CPU and sets torch's seed.
     """

@@ -1,7 +1,7 @@
-"""What `stormd demo` prints: that two trainers with offload train as two without.
+"""`stormd demo`: shows that two trainers with offload train exactly as two without.
 
-The exit status is 1 exactly when a loss or gradient differs, nothing was offloaded, or bytes were
-left in the pool; `--json` prints the table's figures. With `--past-vram` it is another demo, see
+The exit status is 1 exactly when a loss or gradient differs, a trainer offloaded nothing, or bytes
+were left in the pool. `--json` prints the table's figures. `--past-vram` runs another demo, see
 past_vram.py.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add where and how much to train."""
+    """Add the arguments that say where and how much to train."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     parser.add_argument("--steps", type=positive_int, default=4, help="steps a trainer takes")
     parser.add_argument(
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print what it found. SIGTERM too ends the processes that it has started."""
+    """Run the demo and print its results. SIGTERM also ends the processes that it has started."""
     with noted_interrupts():
         return run_past(args) if args.past_vram else _run(args)
 
@@ -71,7 +71,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _device_and_dtype(wanted: str) -> tuple[str, str]:
-    """Return the device, and bfloat16 where it is not slower than float32 there."""
+    """Return the device, and the dtype: bfloat16 if it is not slower there, else float32."""
     import torch
 
     if wanted == "auto":
@@ -83,7 +83,7 @@ def _device_and_dtype(wanted: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show bars on standard error, where it is a terminal."""
+    """Show bars on standard error, if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 

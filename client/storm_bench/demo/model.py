@@ -30,7 +30,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on a normalised input and added to it."""
+    """Attention, then an MLP, each on the normalised input; the output is added to the input."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, the loss of predicting the next byte out."""
+    """Maps bytes to the loss of predicting each next byte."""
 
     def __init__(self, shape: Shape, *, dropout: float = 0.1) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """`stormd demo --past-vram`: trains under a memory limit that training without offload exceeds.
 
-Both runs are real processes of now with the same model, batches and limit, in which the memory that
-offloading itself takes in the trainer is counted. The exit status is 0 only where the one ran out
-of memory and the other took every step. A machine without a GPU is told so.
+Both runs are real processes with the same model, batches and limit. The limit includes the memory
+that offloading itself takes in the trainer. The exit status is 0 only if the run without offload
+ran out of memory and the other took every step. On a machine without a GPU, an error says so.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _START_SECONDS: Final = 120.0
 class PastPlan:
     """What to train, and the GPU memory that it may take.
 
-    The defaults keep ~9 GiB of activations a step beside 0.8 GiB of weights and as much of
-    gradients. `staging_bytes` of the limit go to the client, outside of PyTorch's count.
+    The defaults have ~9 GiB of activations per step, beside 0.8 GiB of weights and as much of
+    gradients. The client takes `staging_bytes` of the limit, which PyTorch does not count.
     """
 
     steps: int = 5
@@ -61,7 +61,7 @@ class PastPlan:
         ]
 
     def arguments(self, address: str | None) -> list[str]:
-        """Return the trainer's command line; None trains without offload."""
+        """Return the trainer's command line; address None trains without offload."""
         limit = self.limit_bytes if address is None else self.limit_bytes - self.staging_bytes
         names = ("steps", "layers", "width", "rows", "length")
         line = [f"--{name}={getattr(self, name)}" for name in names] + [f"--limit-bytes={limit}"]
@@ -70,7 +70,7 @@ class PastPlan:
 
 @dataclass(slots=True)
 class PastRun:
-    """What one trainer reported. `error` is where its memory ended, empty where it did not."""
+    """The report of one trainer. `error` is its out-of-memory message, empty if it has none."""
 
     parameters: int = 0
     losses: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class PastRun:
     error: str = ""
 
     def take(self, report: dict[str, Any]) -> None:
-        """Take one line of the trainer's."""
+        """Record one line of the trainer's output."""
         match report.pop("event"):
             case "model":
                 self.parameters = report["parameters"]
@@ -98,7 +98,7 @@ class PastRun:
 
 @dataclass(frozen=True, slots=True)
 class PastReport:
-    """Both runs, held against the plan."""
+    """Both runs, compared with the plan."""
 
     plan: PastPlan
     plain: PastRun
@@ -111,7 +111,7 @@ class PastReport:
 
     @property
     def passed(self) -> bool:
-        """Whether memory ended without offload, and with it every step was taken within limits."""
+        """Whether one run ran out of memory, and the other took all its steps within the limit."""
         trained = len(self.offload.losses) == self.plan.steps and not self.offload.error
         return bool(self.plain.error) and trained and self.peak_bytes <= self.plan.limit_bytes
 
@@ -129,7 +129,7 @@ def run_past_vram(plan: PastPlan) -> PastReport:
     """Run both trainers, one after the other.
 
     Raises:
-        ChildFailed: the daemon or a trainer failed for another reason than memory.
+        ChildFailed: the daemon or a trainer failed for a reason other than memory.
     """
     plain = _train(plan, None)
     with ChildDaemon(flags=plan.daemon_flags(), start_seconds=_START_SECONDS) as daemon:
@@ -171,7 +171,7 @@ def add_past_vram_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_past(args: argparse.Namespace) -> int:
-    """Run both trainers and print what became of them.
+    """Run both trainers and print their results.
 
     Raises:
         LaneUnavailable: there is no GPU here.
@@ -233,5 +233,5 @@ def _print(report: PastReport) -> None:
 
 
 def _ending(error: str, steps: int) -> str:
-    """Return how a run ended after so many steps."""
+    """Return as text how a run ended after `steps` steps."""
     return f"OutOfMemoryError in step {steps + 1}: {error}" if error else f"{steps} steps, no error"

@@ -1,8 +1,8 @@
 """The training process of `stormd demo --past-vram`: a GPT on real text, within a memory limit.
 
-Run as `python -m storm_bench.demo.past_vram_trainer`; prints one JSON object a line. With and
-without `--address` the same model takes the same batches under a limit that PyTorch
-itself enforces, and running out of memory is reported as such, never retried in another way.
+Run as `python -m storm_bench.demo.past_vram_trainer`; prints one JSON object per line. With and
+without `--address` the same model takes the same batches, under a limit that PyTorch itself
+enforces. Running out of memory is reported as such, never retried in another way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RATE = 0.02
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train as the arguments say, or report where memory ended."""
+    """Train as the arguments say, or report that memory ran out."""
     args = _parser().parse_args(arguments)
     device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory

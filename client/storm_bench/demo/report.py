@@ -1,7 +1,7 @@
-"""What the demo found: each trainer with offload held against its twin without.
+"""The demo's results: each trainer with offload compared with the same trainer without.
 
-Pure arithmetic over what the trainers and the daemon reported. Bytes of one step are the run's
-bytes divided by its steps.
+Pure arithmetic on the reports of the trainers and the daemon. Bytes of one step are the run's bytes
+divided by its steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Comparison", "Report", "compare"]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One trainer without offload and with it. Bytes are of one step, seconds of the median."""
+    """One trainer without offload and with it. Bytes are of one step, seconds are the median."""
 
     steps: int
     loss_plain: float
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def has_fallen(self) -> bool:
-        """Whether peak memory fell: a small step offloads less than the client itself takes."""
+        """Whether peak memory fell; a small step offloads less than the client itself takes."""
         return self.peak_bytes_offload < self.peak_bytes_plain
 
     @property
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether training was the same, something was offloaded, and nothing was left over."""
+        """Whether training was identical, every trainer offloaded, and the pool ended empty."""
         offloaded = all(trainer.offloaded_bytes > 0 for trainer in self.trainers)
         same = all(trainer.identical for trainer in self.trainers)
         return bool(self.trainers) and same and offloaded and self.pool_left_bytes == 0
@@ -92,9 +92,9 @@ class Report:
 
 
 def compare(plain: Trained, offload: Trained, *, device: str, staging_bytes: int = 0) -> Comparison:
-    """Return the two runs held against each other; peak memory is the device's on cuda.
+    """Return the comparison of two runs; on cuda, peak memory is the device's.
 
-    `staging_bytes` are taken by the client on the device, unseen by torch's own count.
+    The client takes `staging_bytes` on the device, which torch's own count does not include.
     """
     stats = offload.stats or {}
     pairs = list(zip(plain.steps, offload.steps, strict=False))

@@ -1,6 +1,6 @@
-"""The demo's course: a daemon, trainers without offload, the same with it, the comparison.
+"""The steps of the demo: a daemon, trainers without offload, the same with it, the comparison.
 
-The daemon runs throughout, so both runs share the machine with it alike.
+The daemon runs the whole time, so both runs share the machine with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from storm_bench.demo.trainers import OnStep, Trained, run_trainers
 __all__ = ["Plan", "run_demo"]
 
 OnPhase = Callable[[str], OnStep]
-"""Called with the name of a phase; returns what to call with its steps."""
+"""Called with the name of a phase; returns the function to call with each of its steps."""
 
 _FIRST_SEED: Final = 1234
 
@@ -26,9 +26,9 @@ _FIRST_SEED: Final = 1234
 class Plan:
     """What to train and where.
 
-    The defaults keep ~630 MiB of activations a step and trainer beside 25 MiB of weights. `rows`
-    times `length` are the tokens of a step; `timeout` is the seconds of one phase;
-    `staging_bytes_cuda` the device memory that a trainer's client takes for itself on cuda.
+    The defaults have ~630 MiB of activations per step and trainer, beside 25 MiB of weights. `rows`
+    times `length` are the tokens of a step. `timeout` is the most seconds of one phase.
+    `staging_bytes_cuda` is the device memory that a trainer's client takes for itself on cuda.
     """
 
     device: str
@@ -51,7 +51,7 @@ class Plan:
         return [*flags, "--cache-bytes=0"]
 
     def arguments(self, index: int, address: str | None) -> list[str]:
-        """Return the command line of trainer `index`; None trains without offload."""
+        """Return the command line of trainer `index`; address None trains without offload."""
         numbers = {
             name: getattr(self, name)
             for name in ("steps", "layers", "width", "heads", "rows", "length")
@@ -66,7 +66,7 @@ class Plan:
 
 
 def run_demo(plan: Plan, on_phase: OnPhase) -> Report:
-    """Run the whole demo and return what it found.
+    """Run the whole demo and return its report.
 
     Raises:
         ChildFailed: the daemon or a trainer could not do its work.

@@ -1,4 +1,4 @@
-"""Real text that is always there: the source of Python's own standard library.
+"""Real text that is always available: the source of Python's own standard library.
 
 The same interpreter gives the same bytes and the same batches for a seed.
 """
@@ -21,7 +21,7 @@ _TEXT_BYTES: Final = 1 << 20
 
 
 def standard_library_text(nbytes: int = _TEXT_BYTES) -> bytes:
-    """Return the first bytes of the library's modules in the order of their names."""
+    """Return the first `nbytes` bytes of the library's modules in the order of their names."""
     text = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes()

@@ -1,7 +1,7 @@
 """Trains the demo's GPT and reports every step as one JSON line on standard output.
 
 Run as `python -m storm_bench.demo.trainer`. With and without `--address` the same operations run on
-the same data, and the digest of a step covers the bytes of every gradient.
+the same data. The digest of a step covers the bytes of every gradient.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _bytes(tensor: Tensor) -> bytes:
 def _report_end(device: torch.device, offload: Any) -> None:
     report_line(
         event="end",
-        peak_bytes=peak_bytes(torch.device("cpu")),  # resident: its own, and the shared it touched
+        peak_bytes=peak_bytes(torch.device("cpu")),  # resident: own and touched shared memory
         device_peak_bytes=peak_bytes(device) if device.type == "cuda" else 0,
         stats=_figures(offload.stats()) if offload is not None else None,
     )

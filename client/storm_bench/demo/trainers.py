@@ -1,7 +1,7 @@
 """Runs the demo's trainers as processes, all at once, and follows their steps.
 
-When `run_trainers` returns or raises, none of its processes is left. A thread reads what each says:
-the asyncio of Python 3.11 may wait for ever for a process whose start was interrupted.
+When `run_trainers` returns or raises, none of its processes is left. A thread per process reads its
+output, as Python 3.11's asyncio may wait for ever for a process whose start was interrupted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ OnStep = Callable[[int, int, float], None]
 
 _MODULE: Final = "storm_bench.demo.trainer"
 _MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
-"""Every large tensor gets a mapping of its own, of huge pages, which free returns at once.
+"""Every large tensor gets a mapping of its own, of huge pages, which `free` returns at once.
 
-Otherwise the heap keeps holes of freed tensors, differently in every run, and the peak of
-resident memory would tell of malloc rather than of what the training holds. All trainers of the
-demo have it, with offload and without.
+Otherwise the heap keeps holes of freed tensors, differently in every run, and the peak of resident
+memory would show malloc's behaviour rather than the training's memory. All trainers of the demo use
+it, with offload and without.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave: the loss, a digest of all gradients, and the time of both passes."""
+    """The results of one step: the loss, a digest of all gradients, and the time of both passes."""
 
     loss: float
     gradients: str
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(slots=True)
 class Trained:
-    """What one trainer reported; `stats` are OffloadStats as a map, None without offload."""
+    """The report of one trainer; `stats` is OffloadStats as a dict, None without offload."""
 
     steps: list[Step] = field(default_factory=list)
     peak_bytes: int = 0
@@ -60,7 +60,7 @@ def run_trainers(commands: list[list[str]], on_step: OnStep, timeout: float) -> 
     """Run a trainer for each list of arguments, all at once, and return what they reported.
 
     Raises:
-        ChildFailed: a trainer failed or the time is over; the others have been ended.
+        ChildFailed: a trainer failed or `timeout` has passed; the others have been killed.
     """
     end, lines = monotonic() + timeout, Queue[_Line]()
     with ExitStack() as ended:
@@ -83,7 +83,7 @@ def run_trainers(commands: list[list[str]], on_step: OnStep, timeout: float) -> 
 
 
 _Line = tuple[int, str | None]
-"""A trainer's index and what it has said; None is its end."""
+"""A trainer's index and a line of its output; None at the end of the output."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Trainer:
     trained: Trained = field(default_factory=Trained)
 
     def reports(self, line: str, on_step: OnStep) -> None:
-        """Take down what it has said."""
+        """Record a line of the trainer's output; for a step, call `on_step`."""
         report, trained = json.loads(line), self.trained
         if report.pop("event") == "step":
             step = Step(report["loss"], report["gradients"], report["seconds"])
@@ -107,10 +107,10 @@ class _Trainer:
             trained.stats = report["stats"]
 
     def check(self) -> None:
-        """Wait for its end, which it has begun.
+        """Wait for the end of the process, whose output has ended.
 
         Raises:
-            ChildFailed: it has failed.
+            ChildFailed: the trainer has failed.
         """
         status = self.process.wait()
         if status != 0:
@@ -121,7 +121,7 @@ class _Trainer:
 
 @contextmanager
 def _running(index: int, arguments: list[str], lines: Queue[_Line]) -> Iterator[_Trainer]:
-    """Have a trainer run, whose lines come to the queue, and end it."""
+    """Run a trainer while the block runs, put its output's lines into the queue, and kill it."""
     with (
         TemporaryFile("w+", errors="replace") as complaints,
         subprocess.Popen(  # noqa: S603 - our own module and flags

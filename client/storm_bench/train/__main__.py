@@ -1,8 +1,8 @@
 """Measures methods on one workload, one after another; run as `python -m storm_bench.train`.
 
-Prints a line of JSON for each, and then holds on to what the method uses until a line comes back,
-so that whoever started it can look at the memory that a session takes on both sides. Ends where
-standard input does.
+Prints a line of JSON for each method, and keeps the method's memory until it reads a line from
+standard input. So the parent process can look at the memory that a session takes on both sides.
+Ends when standard input ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`stormd bench train`: step time and peak memory of one training step, by method.
 
-Every row is measured against one daemon, in one run on one machine, and in a process of its own
-unless methods are to be measured together: that is quicker, where making a model takes longer than
-training it. A method that cannot run here is in the table with the reason.
+All rows are measured with one daemon, in one run on one machine. Each row has a process of its own,
+unless methods are measured together: that is quicker if making a model takes longer than training
+it. A method that cannot run here is in the table with the reason.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ _START_SECONDS: Final = 120.0
 _GIB: Final = 1 << 30
 
 _MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
-"""Freed tensors leave the process at once, so that on a CPU its peak tells what was held; huge
-pages keep the cost of that small. On a GPU it changes little, and all methods have it.
+"""Memory of freed tensors is returned to the kernel at once, so that on a CPU the process's peak
+shows the memory in use. Huge pages keep the cost of that small. On a GPU it changes little. All
+methods use it.
 """
 
 
 def add_train_arguments(train: argparse.ArgumentParser) -> None:
-    """Add what is to be measured, and how."""
+    """Add the arguments that say what is to be measured, and how."""
     train.add_argument(
         "--workloads",
         nargs="+",
@@ -128,13 +129,13 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
 
 
 def measure_train(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every method on every workload and return the figures; draw them where asked to.
+    """Run every method on every workload and return the figures; draw them if requested.
 
-    Each row is told on standard error when it is there. SIGINT or SIGTERM leaves out what is not:
-    the figures then say "interrupted".
+    Each row is reported on standard error once it is measured. SIGINT or SIGTERM leaves out the
+    other rows: the figures then say "interrupted".
 
     Raises:
-        ConfigError: a picture is asked for that could not be written.
+        ConfigError: a requested picture could not be written.
         ChildFailed: the daemon or the compiler could not do its work.
     """
     check_picture(args.image)
@@ -188,7 +189,7 @@ class _Bench:
     def rows(
         self, workload: str, methods: list[str], *, together: bool
     ) -> Generator[tuple[str, dict[str, Any]]]:
-        """Yield each method with its figures, or with {"skipped": why}."""
+        """Yield each method with its figures, or with {"skipped": reason}."""
         left = list(methods)
         while left:
             done = 0
@@ -198,7 +199,7 @@ class _Bench:
             del left[:done]
 
     def _measured(self, workload: str, methods: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield the figures of methods in a process, the last where it ends before its time."""
+        """Yield the figures of methods in one process, and stop early if that process ends."""
         with (
             TemporaryFile("w+") as complaints,
             subprocess.Popen(  # noqa: S603 - our own module and flags
@@ -238,7 +239,7 @@ class _Bench:
         return [sys.executable, "-m", "storm_bench.train", *flags, "--methods", *methods]
 
     def _effort(self) -> tuple[float, int]:
-        """Return the daemon's processor time and the operations that it has done."""
+        """Return the daemon's processor time in seconds, and the count of its operations."""
         times = psutil.Process(self.daemon.pid).cpu_times()
         flows = self.daemon.status()["throughput"]
         return times.user + times.system, sum(flow["operations"] for flow in flows.values())
@@ -246,9 +247,9 @@ class _Bench:
     def _seen_from_outside(
         self, pid: int, figures: dict[str, Any], before: tuple[float, int]
     ) -> dict[str, Any]:
-        """Return the memory of both processes on the GPU, and the daemon's work a tensor's part.
+        """Return the memory of both processes on the GPU, and the daemon's work per operation.
 
-        Of the daemon's processor time nothing is left out, so short runs show too much.
+        All of the daemon's processor time is counted, so short runs show too much.
         """
         seconds, operations = self._effort()
         done = operations - before[1]
@@ -263,12 +264,12 @@ class _Bench:
 
 
 def _answer(process: subprocess.Popen[str], complaints: IO[str]) -> dict[str, Any]:
-    """Return what a child has measured next; it holds all that until it is told to go on.
+    """Return a child's next figures; the child keeps its memory until it is told to continue.
 
-    What it writes to `complaints` says why there is nothing.
+    If it gives none, return {"skipped": reason}, where the reason is from `complaints`.
     """
     timer = threading.Timer(_CHILD_SECONDS, process.kill)
-    timer.daemon = True  # an interrupt right behind its start leaves it
+    timer.daemon = True  # an interrupt right after its start leaves it running
     try:
         timer.start()
         assert process.stdout is not None
@@ -287,7 +288,7 @@ def _answer(process: subprocess.Popen[str], complaints: IO[str]) -> dict[str, An
 
 
 def _go_on(process: subprocess.Popen[str], *, is_last: bool) -> None:
-    """Have a child that has answered measure the next, or end: it is a row already."""
+    """Tell a child that has answered to measure the next method, or to end; its row is kept."""
     assert process.stdin is not None
     try:
         if not is_last:
@@ -302,7 +303,7 @@ def _go_on(process: subprocess.Popen[str], *, is_last: bool) -> None:
 
 
 def _pool_bytes(device: str) -> int:
-    """Return room for what the largest workload saves, as far as this machine has it."""
+    """Return a pool size for the largest workload, but at most half of this machine's memory."""
     return min((32 if device == "cuda" else 1) * _GIB, memory_limit() // 2)
 
 
@@ -321,11 +322,11 @@ _COLUMNS: Final[list[tuple[str, Callable[[dict[str, Any]], Any], float]]] = [
     ("ratio", lambda row: row["offload"]["ratio"], 1.0),
     ("daemon us", lambda row: row["daemon_seconds_per_operation"], 1e6),
 ]
-"""Head, value and the factor to the unit in the head; what a row lacks is left empty."""
+"""Head, value, and the factor to the head's unit; the cell of a missing value is left empty."""
 
 
 def print_train(figures: dict[str, Any]) -> None:
-    """Print a table a workload, and what its columns are."""
+    """Print a table per workload, and an explanation of the columns."""
     mps = MPS[figures["mps"]]
     for name, rows in figures["workloads"].items():
         write_line(f"{name}: {WORKLOADS[name]}, {_device_name(rows, figures['device'])}{mps}")

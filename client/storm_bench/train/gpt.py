@@ -1,4 +1,4 @@
-"""The benchmark's model: a plain GPT whose activations are what a large one's are.
+"""The benchmark's model: a plain GPT with activations like those of a large one.
 
 Every shape follows from `Workload`: RMSNorm, fused qkv, causal attention, SwiGLU of 8/3 of the
 width rounded down to 128, learned positions, cross-entropy in float32.
@@ -30,7 +30,7 @@ class Workload:
 
 
 class Block(nn.Module):
-    """Attention, then SwiGLU, each on a normalised input and added to it."""
+    """Attention, then SwiGLU, each on the normalised input; the output is added to the input."""
 
     def __init__(self, width: int, head: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
         self.gated: nn.Module | None = None
-        """What computes the SwiGLU in place of these three, where there is one."""
+        """A module that computes the SwiGLU in place of these three, if there is one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the shape [batch, length, width] of its input."""
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The blocks, and what is before and behind them."""
+    """The blocks, and the model's parts before and after them."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()
@@ -85,15 +85,15 @@ class Gpt(nn.Module):
         return loss
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return what the head makes of it, [batch, length, vocabulary]."""
+        """Return the head's output for `x`, [batch, length, vocabulary]."""
         found: Tensor = self.head(self.norm(x))
         return found
 
 
 def attention(device: torch.device, *, exact: bool = False) -> AbstractContextManager[None]:
-    """Return the context of the attention to use: flash on a GPU, else the math version.
+    """Return a context that selects the attention: flash on a GPU, else the math version.
 
-    `exact` asks for the math version everywhere: flash attention's backward is not deterministic.
+    `exact` selects the math version everywhere: flash attention's backward is not deterministic.
     """
     flash = SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH if exact else flash)

@@ -1,7 +1,8 @@
 """The benchmark's Llama: decoder layers of transformers, trained as a script of theirs would.
 
-Weights are random and in bfloat16, attention is PyTorch's, and AdamW's step is part of a step. With
-a rank, all seven products of each layer have LoRA adapters of it and nothing else is trained.
+Weights are random and in bfloat16, attention is PyTorch's, and a step includes that of AdamW. With
+a `rank`, all seven linear modules of each layer have LoRA adapters of that rank, and only the
+adapters are trained.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class LlamaWorkload:
     hidden: int = 14336
     heads: int = 32
     groups: int = 8
-    """Heads of keys and values."""
+    """The number of heads of keys and values."""
     vocabulary: int = 32_000
     rank: int = 0
-    """Of the LoRA adapters; 0 trains everything."""
+    """The rank of the LoRA adapters; 0 trains everything."""
 
 
 class Llama(nn.Module):
-    """The layers, and what is before and behind them."""
+    """The layers, and the model's parts before and after them."""
 
     def __init__(self, work: LlamaWorkload) -> None:
-        """Build it with random weights.
+        """Build the model with random weights.
 
         Raises:
-            ImportError: transformers is not installed; for a rank, peft.
+            ImportError: transformers, or for a rank peft, is not installed.
         """
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -73,7 +74,7 @@ class Llama(nn.Module):
 
     @property
     def blocks(self) -> list[Callable[[Tensor], Tensor]]:
-        """The layers as functions of [batch, length, width]; `embed` says where tokens stand."""
+        """The layers as functions of [batch, length, width]; `embed` sets the tokens' positions."""
         return [partial(self._layer, layer) for layer in self.net.model.layers]
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class Llama(nn.Module):
         return loss
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return what the head makes of it, [batch, length, vocabulary]."""
+        """Return the head's output for `x`, [batch, length, vocabulary]."""
         found: Tensor = self.net.lm_head(self.net.model.norm(x))
         return found
 

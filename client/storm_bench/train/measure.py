@@ -1,8 +1,8 @@
-"""Times the steps of one method in this process, and takes its peak memory.
+"""Measures the step times and the peak memory of one method in this process.
 
-A step is forward and backward, and the optimizer's step where the workload has one; else gradients
-are dropped. The median counts, and the peak is that of the counted steps alone. On a GPU the passes
-are timed by its own events, so that what the host has merely queued does not count as done.
+A step is forward and backward, and the optimizer's step if the workload has one; else gradients are
+dropped. The median counts, and the peak is that of the counted steps alone. On a GPU its own events
+time the passes, so that work that is only queued does not count as done.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Trial:
     warm_ups: int
     steps: int
     timeline: str | None = None
-    """Where the last step is drawn to, by methods that can."""
+    """The file into which methods that can do so draw the last step."""
 
 
 class Model:
-    """What the trials of one workload train, made for the first of them."""
+    """The model that all trials of one workload train, made for the first of them."""
 
     def __init__(self, workload: str, device: torch.device) -> None:
         self._workload = workload
@@ -53,17 +53,17 @@ class Model:
         self._made: Training | None = None
 
     def training(self) -> Training:
-        """Return it.
+        """Return the model and its tokens.
 
         Raises:
-            ImportError: a package is not installed that the model needs.
+            ImportError: a package that the model needs is not installed.
         """
         if self._made is None:
             self._made = make(WORKLOADS[self._workload], self._device)
         return self._made
 
     def let_go(self) -> None:
-        """Free what a trial has left: gradients, and memory that only the allocator holds."""
+        """Free the memory that remains after a trial: gradients, and the allocator's cache."""
         if self._made is not None:
             self._made.module.zero_grad(set_to_none=True)
         gc.collect()
@@ -73,9 +73,9 @@ class Model:
 
 @contextmanager
 def measured(trial: Trial, model: Model | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a trial, on a model of its own or `model`, or {"skipped": why}.
+    """Yield the figures of a trial on `model`, or on a new model if None; or {"skipped": reason}.
 
-    Until the context is left, the method holds what it held during the steps.
+    Until the context is left, the method keeps the memory that it held during the steps.
     """
     with ExitStack() as held:
         try:
@@ -122,7 +122,7 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
 
 
 def _step(training: Training, active: Active, method: Method) -> Times:
-    """Do one step. Hooks that copy all they are given are spared the head and the loss."""
+    """Run one step. Methods that would copy every saved tensor do not cover the head and loss."""
     net, tokens, optimizer = training.net, training.tokens, training.optimizer
     marks = [_mark(tokens.device)]
     begin = time.perf_counter()
@@ -147,7 +147,7 @@ def _step(training: Training, active: Active, method: Method) -> Times:
 
 
 def _mark(device: torch.device) -> _Mark:
-    """Return a mark at the present place: of the device's stream, or of the host's time."""
+    """Return a mark of the present moment: in the device's stream, or in the host's time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's gap
@@ -156,7 +156,7 @@ def _mark(device: torch.device) -> _Mark:
 
 
 def _between(one: _Mark, other: _Mark) -> float:
-    """Return the seconds between two marks of one kind that have been passed."""
+    """Return the seconds between two marks of one kind, both of which have been reached."""
     if isinstance(one, float) or isinstance(other, float):
         assert isinstance(one, float)
         assert isinstance(other, float)
@@ -165,7 +165,7 @@ def _between(one: _Mark, other: _Mark) -> float:
 
 
 def _of_a_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the method's own figures: counts as those of one counted step, the rest as it is."""
+    """Return the method's own figures: bytes and seconds per counted step, the rest unchanged."""
     counted = {
         name: (value - before[name]) / steps
         for name, value in after.items()

@@ -1,8 +1,9 @@
-"""The ways to keep a step's activations that are compared.
+"""The compared methods to keep a step's activations.
 
-Every method is given the same forward. Those of others leave the head and the loss alone, whose
-tensors are needed at once; stormd decides about them, as in its README. What a method cannot do
-here is `Unavailable` with the reason, never a silent substitute.
+Every method is given the same forward pass. Other packages' methods do not cover the head and the
+loss, whose tensors are needed at once. stormd covers both and decides about their tensors, as in
+its README. A method that cannot run here raises `Unavailable` with the reason. It is never silently
+replaced by another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 MIN_BYTES: Final = 1 << 20
-"""Smaller tensors stay where they are, with every method that can be told so."""
+"""Smaller tensors are kept on the device by every method that has such a setting."""
 
 _aten = torch.ops.aten
 PRODUCTS_AND_ATTENTION: Final = [
@@ -52,7 +53,7 @@ PRODUCTS_AND_ATTENTION: Final = [
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""What selective checkpointing saves."""
+"""The operations whose outputs selective checkpointing saves."""
 
 _CONNECT_SECONDS: Final = 30.0
 _NEEDS_A_GPU: Final = "it is about tensors on a GPU, and there is no GPU here"
@@ -67,14 +68,14 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """A method in use: the context of one forward, and figures of its own so far."""
+    """A method in use: the context of one forward pass, and the method's own figures so far."""
 
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     figures: Callable[[], dict[str, Any]] = dict
     draw: Callable[[str], None] | None = None
-    """Draws the latest step in time into a file."""
+    """Draws the timeline of the latest step into a file."""
     covers_loss: bool = False
-    """Whether the context has the head and the loss in it, too."""
+    """Whether the context also covers the head and the loss."""
 
 
 def _plainly(block: Block, x: Tensor) -> Tensor:
@@ -82,13 +83,13 @@ def _plainly(block: Block, x: Tensor) -> Tensor:
 
 
 def _checkpointed(block: Block, x: Tensor) -> Tensor:
-    """Save the block's input alone, and run it once more in the backward pass."""
+    """Save only the block's input, and recompute the block in the backward pass."""
     out: Tensor = checkpoint(block, x, use_reentrant=False)
     return out
 
 
 def _selectively(block: Block, x: Tensor) -> Tensor:
-    """Save what products and attention made, too, and run only the rest once more."""
+    """Also save the outputs of products and attention, and recompute only the rest."""
     contexts = partial(create_selective_checkpoint_contexts, PRODUCTS_AND_ATTENTION)
     out: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     return out
@@ -99,7 +100,7 @@ def _plain_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def _tiled_loss(net: Net, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the same, bit for bit, by stormd's loss, which never makes all of it in float32."""
+    """Return the same bits by stormd's loss, which never holds all logits in float32 at once."""
     flat = targets.flatten()
     return storm.cross_entropy(net.logits(x).flatten(0, 1), flat, dtype=torch.float32)
 
@@ -112,7 +113,7 @@ class Method:
     run: Callable[[Block, Tensor], Tensor] = _plainly
     """How a block is run on its input."""
     loss: Callable[[Net, Tensor, Tensor], Tensor] = _plain_loss
-    """What becomes of the last block's output and the targets."""
+    """Computes the loss from the last block's output and the targets."""
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def _save_on_cpu(_model: nn.Module, device: torch.device, _address: str) -> Iter
 
 
 def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
-    """Return how to enter another package's OffloadActivations; the two here share their roots."""
+    """Return the `enter` of another package's OffloadActivations; the two have one origin."""
 
     @contextmanager
     def enter(model: nn.Module, device: torch.device, _address: str) -> Iterator[Active]:
@@ -139,7 +140,7 @@ def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractConte
             raise Unavailable(f"{package} cannot be imported: {error}") from error
         context = offloading.OffloadActivations(use_streams=True, min_offload_size=MIN_BYTES)
         if hasattr(context, "update_model_params"):
-            context.update_model_params(model)  # what TRL leaves alone
+            context.update_model_params(model)  # which TRL does not offload
         yield Active(lambda: context)
 
     return enter
@@ -165,7 +166,7 @@ def _storm(
 def _gated(
     enter: Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]],
 ) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
-    """Return a method whose model has `storm_kernels.nn.GatedMLP` in place of its MLPs."""
+    """Return an `enter` that puts `storm_kernels.nn.GatedMLP` in place of the model's MLPs."""
 
     @contextmanager
     def entered(model: nn.Module, device: torch.device, address: str) -> Iterator[Active]:
@@ -180,7 +181,7 @@ def _gated(
 
 @contextmanager
 def _gated_mlps(model: nn.Module) -> Iterator[None]:
-    """Let a GPT's or Llama's blocks compute their MLPs by GatedMLP, on the same parameters."""
+    """Have a GPT's or Llama's blocks compute their MLPs by GatedMLP, on the same parameters."""
     places: list[tuple[nn.Module, str, nn.Module]] = []
     for module in model.modules():
         mlp = getattr(module, "mlp", None)
@@ -222,7 +223,7 @@ def method_of(name: str) -> Method:
     """Return the method of that name; `storm-budget=...` is "storm" with that budget.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such method.
     """
     if name.startswith(BUDGET_PREFIX):
         return Method(_storm(budget=name.removeprefix(BUDGET_PREFIX)))

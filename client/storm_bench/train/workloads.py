@@ -1,4 +1,4 @@
-"""What `stormd bench train` trains: models, and the tokens of one step."""
+"""The workloads of `stormd bench train`: models, and the tokens of one step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKLOADS: Final[dict[str, Workload | LlamaWorkload]] = {
 
 
 class Net(Protocol):
-    """A model in three parts: what is before its blocks, they, and what is behind them."""
+    """A model in three parts: the part before its blocks, the blocks, and the part after them."""
 
     @property
     def blocks(self) -> Iterable[Callable[[Tensor], Tensor]]:
@@ -44,7 +44,7 @@ class Net(Protocol):
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return what the head makes of it, in the model's type."""
+        """Return the head's output for the last block's output, in the model's dtype."""
         ...
 
 
@@ -54,18 +54,18 @@ class Training:
 
     net: Net
     module: nn.Module
-    """The same model."""
+    """The same model as `net`."""
     tokens: Tensor
     targets: Tensor
     optimizer: torch.optim.Optimizer | None
-    """Where its step is part of a step; else gradients are dropped."""
+    """If set, its step is part of a training step; else gradients are dropped."""
 
 
 def make(work: Workload | LlamaWorkload, device: torch.device) -> Training:
-    """Return what is to be trained, with seeded random weights.
+    """Return the model and the tokens of a workload, with seeded random weights.
 
     Raises:
-        ImportError: a package is not installed that the model needs.
+        ImportError: a package that the model needs is not installed.
     """
     torch.manual_seed(0)
     optimizer: torch.optim.Optimizer | None = None

@@ -5,8 +5,8 @@ row       one model by one method, in a process of its own: `python -m storm_ben
 models    what is trained
 methods   the ways to train it
 
-Models come from the libraries that people take, and stormd is called as documents show it, with
-nothing set but the budget.
+Models are from the libraries that people use. stormd is called as the documentation shows, with
+only the budget set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS: Final = {
     "ranks": "Llama 8B, 6 layers, 8,192 tokens a rank",
     "split": "Llama, half of its layers on each of two GPUs",
 }
-"""What is trained, as tables name it."""
+"""The trained models, and their names in tables."""
 
 OFFLOADS: Final = "storm"
 """The method that has a budget."""

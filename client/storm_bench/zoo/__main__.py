@@ -5,7 +5,7 @@ r"""Prints the row of one model by one method; run as `python -m storm_bench.zoo
         ranks storm --ranks fsdp
     stormd run -- python -m storm_bench.zoo llama storm --small       # on a CPU
 
-With --plan, the plan's table and what steps took by the plans that were compared go to standard
+With --plan, the plan's table and the step times of all compared plans are printed to standard
 error. Each rank prints a line of its own.
 """
 
@@ -51,14 +51,14 @@ def main() -> None:
         ranks=args.ranks,
         shows_plan=args.plan,
     )
-    sys.stdout.write(json.dumps(measure(trial)) + "\n")  # at once: ranks share it
+    sys.stdout.write(json.dumps(measure(trial)) + "\n")  # in one write: ranks share it
     sys.stdout.flush()
     if args.ranks:
         torch.distributed.destroy_process_group()
 
 
 def _join(kind: str) -> torch.device:
-    """Join the ranks that torchrun has started, and return this one's device."""
+    """Join the process group of torchrun's ranks, and return this rank's device."""
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")

@@ -1,7 +1,7 @@
 """`stormd bench zoo`: step time and memory of models that nobody tuned for, by method.
 
-Every row has a process of its own, one after another, with one daemon for all: that of `stormd run`
-where there is one. What cannot run here is a row with the reason.
+The rows run one after another, each in a process of its own. One daemon serves all of them: that of
+`stormd run` if there is one. A row that cannot run here contains the reason.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _START_SECONDS: Final = 120.0
 _GIB: Final = 1 << 30
 
 _PLAIN_WARM_UPS: Final = 10
-"""The most steps before those that count where no plan is to be found."""
+"""The most warm-up steps of methods that have no plan to find."""
 
 
 def add_zoo_arguments(zoo: argparse.ArgumentParser) -> None:
-    """Add what is to be measured, and how."""
+    """Add the arguments that say what is to be measured, and how."""
     zoo.add_argument(
         "--models",
         nargs="+",
@@ -92,13 +92,13 @@ def add_zoo_arguments(zoo: argparse.ArgumentParser) -> None:
 
 
 def measure_zoo(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every row and return all; draw and write them where asked to.
+    """Measure every row and return all; draw and write them if requested.
 
-    Each row is told on standard error when it is there. SIGINT or SIGTERM ends the one that is
-    being measured, and the rest is left out: the figures then say "interrupted".
+    Each row is reported on standard error once it is measured. SIGINT or SIGTERM ends the present
+    row and leaves out the rest: the figures then say "interrupted".
 
     Raises:
-        ConfigError: a picture or a file is asked for that could not be written.
+        ConfigError: the requested picture or file could not be written.
         NoDaemon: the daemon that STORMD_ADDRESS names does not answer.
         ChildFailed: the daemon or the compiler could not do its work.
     """
@@ -130,7 +130,7 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _write(figures: dict[str, Any], file: str | None) -> None:
-    """Write the figures; begun before anything is measured, so that a bad name is seen at once."""
+    """Write the figures to `file`; first called before measuring, to detect a bad name at once."""
     if file is None:
         return
     try:
@@ -153,7 +153,7 @@ def _wanted(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _daemon(device: str, methods: list[str]) -> Iterator[str]:
-    """Yield the address of the daemon for all rows; none is started where no method needs one."""
+    """Yield the address of the daemon for all rows; none is started if no method needs one."""
     named = os.environ.get(ADDRESS_VARIABLE, "")
     if OFFLOADS not in methods:
         yield named
@@ -172,7 +172,7 @@ def _daemon(device: str, methods: list[str]) -> Iterator[str]:
 
 
 def _measured(wanted: dict[str, Any], args: argparse.Namespace, address: str) -> dict[str, Any]:
-    """Return a row as a process of its own has measured it, or with {"skipped": why}."""
+    """Return a row measured in a process of its own, or the row with {"skipped": reason}."""
     command = _command(wanted, args)
     environment = {**os.environ, ADDRESS_VARIABLE: address} if address else None
     with (
@@ -223,11 +223,11 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], Any], str], ...]] = 
     ("recomputed GiB", lambda row: row.get("replayed_gib"), ".2f"),
     ("settled after", lambda row: row.get("settled_steps"), "d"),
 )
-"""Head, value and its format; what a row lacks is left empty."""
+"""Head, value and its format; the cell of a missing value is left empty."""
 
 
 def print_zoo(figures: dict[str, Any]) -> None:
-    """Print a table a model, and what its columns are."""
+    """Print a table per model, and an explanation of the columns."""
     machine, rows = figures["machine"], figures["rows"]
     for model in dict.fromkeys(row["model"] for row in rows):
         write_line(f"{model}: {MODELS[model]}, {machine['device']}{MPS[machine['mps']]}")

@@ -1,7 +1,7 @@
-"""The ways to train a whole model that the zoo compares.
+"""The methods to train a whole model that the zoo compares.
 
-`change` is for what a method does to the model itself, before ranks share it, and `enter` for what
-surrounds each forward pass. What a method cannot do here is `Unavailable` with the reason.
+`change` modifies the model itself, before ranks share it. `enter` returns the context around each
+forward pass. A method that cannot run here raises `Unavailable` with the reason.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Method:
 
     change: Callable[[Any], None] = lambda _model: None
     enter: Callable[[nn.Module, str | None], AbstractContextManager[Any]] = _nothing
-    """Takes the model and a budget; what it returns is entered once a step."""
+    """Takes the model and a budget; returns a context that is entered once per step."""
 
 
 def _checkpoint_blocks(model: Any, **options: Any) -> None:
-    """Have every block checkpointed, as the model's own library does it."""
+    """Checkpoint every block, as the model's own library does it."""
     if hasattr(model, "set_grad_checkpointing"):  # timm's
         model.set_grad_checkpointing(True)
         return
@@ -48,7 +48,7 @@ def _checkpoint_blocks(model: Any, **options: Any) -> None:
 
 
 def _checkpoint_selectively(model: Any) -> None:
-    """Have the same blocks keep what products and attention made, too."""
+    """Checkpoint the same blocks, but also save the outputs of products and attention."""
     contexts = partial(create_selective_checkpoint_contexts, PRODUCTS_AND_ATTENTION)
     if not hasattr(model, "set_grad_checkpointing"):
         _checkpoint_blocks(model, context_fn=contexts)
@@ -64,7 +64,7 @@ def _checkpoint_selectively(model: Any) -> None:
 
 
 def _trl(model: nn.Module, _budget: str | None) -> AbstractContextManager[Any]:
-    """Offload as TRL's trainers do: all but what the head saves."""
+    """Offload as TRL's trainers do: everything except the head's saved tensors."""
     if not torch.cuda.is_available():
         raise Unavailable("TRL copies from a GPU, and there is no GPU here")
     offloading = import_module("trl.models.activation_offloading")

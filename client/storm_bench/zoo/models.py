@@ -1,7 +1,7 @@
 """The models of the zoo, and how a step of each computes its loss.
 
 They are made from configurations, with random weights: nothing is downloaded. Widths are those of
-models that people train on one GPU. What is small is narrow and short, to try the benchmark out.
+models that people train on one GPU. Small versions are narrow and short, to try the benchmark out.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Size:
     device: torch.device
     is_small: bool
     tokens: int = 8192
-    """Of the batch of a rank."""
+    """Tokens in the batch of one rank."""
 
     def of(self, whole: int, small: int) -> int:
-        """Return one of them."""
+        """Return `small` for a small version, else `whole`."""
         return small if self.is_small else whole
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens language models know."""
+        """The size of the language models' vocabulary."""
         return self.of(32_000, 500)
 
 
@@ -47,11 +47,11 @@ class Workload:
     model: nn.Module
     loss: Callable[[nn.Module], Tensor]
     autocast: torch.dtype | None = None
-    """For float16 the loss is scaled."""
+    """None without autocast; for float16 the loss is scaled."""
 
 
 def _transformer(size: Size, name: str, **settings: Any) -> Any:
-    """Return a model of transformers' by the name of its class."""
+    """Return a model of the library transformers by the name of its class."""
     made = getattr(import_module("transformers"), name)
     with size.device:
         return made(made.config_class(vocab_size=size.vocabulary, **settings))
@@ -60,14 +60,14 @@ def _transformer(size: Size, name: str, **settings: Any) -> Any:
 def _of_tokens(
     size: Size, model: nn.Module, rows: int, tokens: int, autocast: torch.dtype | None = None
 ) -> Workload:
-    """Return a language model that predicts random tokens, int64 [rows, tokens]."""
+    """Return the workload of a language model on random tokens, int64 [rows, tokens]."""
     shape = (rows, size.of(tokens, 64))
     batch = torch.randint(0, size.vocabulary, shape, device=size.device)
     return _of_batch(model, autocast, input_ids=batch, labels=batch)
 
 
 def _of_batch(model: nn.Module, autocast: torch.dtype | None, **batch: Tensor) -> Workload:
-    """Return a model of transformers' that computes the loss of a batch itself."""
+    """Return the workload of a model that computes a batch's loss itself, as transformers' do."""
 
     def loss(trained: nn.Module) -> Tensor:
         found: Tensor = trained(**batch).loss
@@ -77,7 +77,7 @@ def _of_batch(model: nn.Module, autocast: torch.dtype | None, **batch: Tensor) -
 
 
 def _llama(size: Size, **changes: Any) -> Any:
-    """Return transformers' Llama, in float32: 2048 wide, or what `changes` say."""
+    """Return transformers' Llama, in float32: of width 2048 unless `changes` say otherwise."""
     settings = {
         "hidden_size": size.of(2048, 64),
         "intermediate_size": size.of(8192, 256),
@@ -138,7 +138,7 @@ def _make_moe(size: Size) -> Workload:
 
 
 def _make_eager(size: Size) -> Workload:
-    """Return a Llama whose attention is plain operations, of shorter sequences."""
+    """Return a Llama whose attention is plain operations, on shorter sequences."""
     model = _llama(size, num_hidden_layers=size.of(6, 2), attn_implementation="eager")
     return _of_tokens(size, model.bfloat16(), 4, 1024)
 
@@ -207,7 +207,7 @@ def _make_whisper(size: Size) -> Workload:
 
 
 def _make_wav2vec2(size: Size) -> Workload:
-    """Return a model of speech that neither masks nor leaves out layers at random."""
+    """Return a speech model that does not mask or drop layers at random."""
     model = _transformer(
         size,
         "Wav2Vec2ForCTC",
@@ -225,7 +225,7 @@ def _make_wav2vec2(size: Size) -> Workload:
 
 
 def _of_images(size: Size, whole: str, small: str, count: int) -> Workload:
-    """Return a model of timm's that classifies random images."""
+    """Return the workload of a model of timm that classifies random images."""
     timm = import_module("timm")
     model = timm.create_model(small if size.is_small else whole, num_classes=_CLASSES)
     count = size.of(count, 2)
@@ -239,7 +239,7 @@ def _of_images(size: Size, whole: str, small: str, count: int) -> Workload:
 
 
 def _make_ranks(size: Size) -> Workload:
-    """Return layers in the proportions of Llama 8B, with a batch a rank."""
+    """Return layers with the shapes of Llama 8B, and the batch of one rank."""
     model = _llama(
         size,
         max_position_embeddings=max(8192, size.tokens),
@@ -288,4 +288,4 @@ WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
     "ranks": _make_ranks,
     "split": _make_split,
 }
-"""Each raises ImportError or Unavailable where it cannot be made here."""
+"""Each raises ImportError or Unavailable if it cannot be made here."""

@@ -1,7 +1,7 @@
-"""Times the steps of one model by one method in this process, and takes its memory.
+"""Measures the step time and memory of one model by one method in this process.
 
-A step is forward, backward and AdamW. The median of the last steps counts; those before them are
-shown by medians of some, so that one sees a plan being found.
+A step is forward, backward and AdamW. The median of the last steps counts. Medians along the way
+are shown too, so that one sees how a plan is found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GIB: Final = 1 << 30
 _WINDOW: Final = 8
 _STRIDE: Final = 12
 _FIRST: Final = 4
-"""Steps whose median is shown on the way, from which to which, and how many are not."""
+"""Medians of `_WINDOW` steps are shown, one every `_STRIDE` steps, from step `_FIRST` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Trial:
     warm_ups: int
     steps: int
     ranks: str = ""
-    """"ddp" or "fsdp" where several ranks train the model, whose process group is there."""
+    """"ddp" or "fsdp" if several ranks train the model; their process group exists already."""
     shows_plan: bool = False
-    """Whether the plan's table goes to standard error."""
+    """Whether the plan's table is printed to standard error."""
 
 
 def measure(trial: Trial) -> dict[str, Any]:
-    """Return the row of a trial, or why there is none, as JSON values."""
+    """Return the row of a trial, or the reason why it was skipped, as JSON values."""
     row: dict[str, Any] = {"model": trial.model, "method": trial.method}
     if trial.budget is not None:
         row["budget"] = trial.budget
@@ -134,7 +134,7 @@ class Training:
         return torch.autocast(self._device.type, dtype) if dtype else nullcontext()
 
     def _memory(self) -> dict[str, Any]:
-        """Return figures of the device whose peak is highest."""
+        """Return the memory figures of the device with the highest peak."""
         device = max(self._devices, key=peak_bytes)
         peak = peak_bytes(device)
         if not self._is_on_gpu:
@@ -156,7 +156,7 @@ class Training:
         return stats.offloaded_bytes, stats.replayed_bytes
 
     def _offloaded(self, before: tuple[int, int]) -> dict[str, Any]:
-        """Return what a counted step offloaded and recomputed, and by which plan."""
+        """Return how much a counted step offloaded and recomputed, and by which plan."""
         offload = self.context
         if not isinstance(offload, storm.Offload):
             return {}
@@ -184,7 +184,7 @@ def _of_ranks(mode: str, model: Any) -> nn.Module:
 
 
 def _planned(plan: Plan | None, *, shows: bool) -> dict[str, Any]:
-    """Return what the plan expects and what was compared."""
+    """Return the plan's predictions, and the comparison with other plans."""
     if plan is None:
         return {}
     if shows:
@@ -203,7 +203,7 @@ def _planned(plan: Plan | None, *, shows: bool) -> dict[str, Any]:
 
 
 def _are_equal(plan: Plan | None) -> bool:
-    """Tell whether all ranks decide the same; each of them has to ask."""
+    """Return whether all ranks have the same decisions; each rank must call it."""
     rows = () if plan is None else plan.rows
     decided = [(row.operation, tuple(row.shape), row.decision) for row in rows]
     digest = hashlib.sha256(repr(decided).encode()).hexdigest()

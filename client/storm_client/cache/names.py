@@ -1,8 +1,8 @@
 """The shared cache: named tensors that the daemon keeps for every process of a user or group.
 
-A name gives one complete tensor, bit for bit as somebody put it, or nothing; a call that fails
-leaves it as it was. Tensors travel in sessions of their own, since a put of a gigabyte must not
-take the staging area from a training step.
+Under each name there is one complete tensor, bit for bit as it was put, or none; a failed call
+changes nothing. Tensors are moved in separate sessions, so that a put of a gigabyte does not occupy
+the staging area of a training step.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ __all__ = ["Cache"]
 CPU = torch.device("cpu")
 
 MAX_TTL_SECONDS = 1e9
-"""Some thirty years, the most that a message may carry."""
+"""About thirty years, the most that a message can carry."""
 
 Names = list[str]
-"""Named here, because Cache has a method called list."""
+"""An alias, because Cache has a method called list."""
 
 
 class Cache:
     """Named tensors in the daemon's memory; `Client.cache`. Any thread may use it.
 
-    Every process of the same user reads, replaces and deletes a tensor, every process of the same
-    group reads it. Looked up is the user's own tensor first, then the group's newest. The daemon
-    drops what was used longest ago when `cache_bytes` are full, so whatever was put may be
+    Every process of the same user can read, replace and delete a tensor; every process of the same
+    group can read it. A lookup tries the user's own tensor first, then the group's newest. When
+    `cache_bytes` are full, the daemon drops the least recently used tensors, so any tensor may be
     missing later.
 
     All methods raise UsageError (a bad value, a closed client, a daemon without a cache),
-    DaemonUnavailable (there is no session to be had) and DaemonLost (the daemon ended, or does
-    not answer; the next call connects again).
+    DaemonUnavailable (no session can be opened) and DaemonLost (the daemon ended, or does not
+    answer; the next call connects again).
 
     Example:
         client.cache.put("vocabulary embeddings", tensor, ttl=3600)
@@ -61,20 +61,20 @@ class Cache:
         """Connect to the daemon at `address` when first used."""
         self._address = address
         self._timeout = timeout
-        self._lock = threading.Lock()  # protects the two below
+        self._lock = threading.Lock()  # protects the two attributes below
         self._sessions: dict[torch.device, CacheSession | None] = {}
         self._closed = False
 
     def put(self, name: str, tensor: torch.Tensor, ttl: float | None = None) -> None:
         """Keep a copy of `tensor` as `name`, for at most `ttl` seconds from now on.
 
-        `tensor` is strided, of any shape and dtype; gradients and hooks are not kept. Returns
-        when everybody can get it. Of two puts at once the one that is complete last stays, and
-        whoever is reading the other one finishes.
+        `tensor` is strided, of any shape and dtype; gradients and hooks are not kept. Return when
+        every process can get the tensor. Of two simultaneous puts, the one completed last remains;
+        a process that is reading the other finishes.
 
         Raises:
-            QuotaExceeded: it is larger than the cache, or all that could be dropped for it is
-                being read or put. The name means what it meant before, as after any error.
+            QuotaExceeded: the tensor is larger than the cache, or everything that could be dropped
+                for it is being read or put. The name keeps its previous tensor, as after any error.
         """
         ttl_seconds = _seconds(ttl)
         plain = _checked(tensor).detach().resolve_conj().resolve_neg()
@@ -83,10 +83,11 @@ class Cache:
         session.put(name, plain.dtype, list(plain.shape), ttl_seconds, data)
 
     def get(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """Return the tensor of that name in new memory on `device`, None where there is none.
+        """Return the tensor of that name in new memory on `device`, None if there is none.
 
         Raises:
-            CorruptBlob: its bytes were damaged; they were not returned, and it is dropped.
+            CorruptBlob: the stored bytes were damaged. They are not returned, and the tensor is
+                dropped.
             UsageError: `device` cannot be used, or a CUDA graph is being captured on it.
         """
         target = usable(device)
@@ -108,15 +109,15 @@ class Cache:
         return data.view(dtype).reshape(found.shape).to(target)
 
     def contains(self, name: str) -> bool:
-        """Tell whether a get would find something now; it does not count as a use."""
+        """Return whether a get would find a tensor now; this does not count as a use."""
         return self._found(_about(CacheFind, name))
 
     def delete(self, name: str) -> bool:
-        """Delete this user's tensor of that name; tell whether there was one."""
+        """Delete this user's tensor of that name; return whether there was one."""
         return self._found(_about(CacheDelete, name))
 
     def list(self) -> Names:
-        """Return the names that this user may get, sorted."""
+        """Return the names that this user can get, sorted."""
         names: Names = []
         while True:
             page = self._session(CPU).ask(CacheList(names[-1] if names else ""))
@@ -127,7 +128,7 @@ class Cache:
                 return names
 
     def close(self) -> None:
-        """End the sessions; what was put stays with the daemon. Calling it twice is fine."""
+        """End the sessions; tensors that were put remain with the daemon. May be called twice."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())
@@ -146,7 +147,7 @@ class Cache:
         return answer.found
 
     def _session(self, device: torch.device) -> CacheSession:
-        """Return the session of the device, or the host's where the device has none."""
+        """Return the session of the device, or the host's if the device has none."""
         with self._lock:
             if self._closed:
                 raise UsageError("the client is closed; call storm_client.connect() for another")
@@ -168,7 +169,7 @@ class Cache:
         return self._sessions[device]
 
     def _open(self, device: torch.device) -> CacheSession | None:
-        """Return a new session; None, with a warning, where tensors pass through the host."""
+        """Return a new session; None, with a warning, if tensors have to pass through the host."""
         try:
             session = CacheSession(self._address, lane_for(device), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
@@ -186,7 +187,7 @@ def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message
     """Return a message about `name`.
 
     Raises:
-        UsageError: it cannot be a name.
+        UsageError: `name` is not a valid name.
     """
     try:
         return kind(name)
@@ -195,10 +196,10 @@ def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its bytes are all there is to it.
+    """Return the tensor if its bytes describe it completely.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: they do not, or it is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"put() got {type(tensor).__name__}; pass a torch.Tensor")
@@ -221,10 +222,10 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _seconds(ttl: float | None) -> float:
-    """Return the time to live as a message has it.
+    """Return the time to live as a message carries it.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: `ttl` is not a valid time.
     """
     if ttl is None:
         return 0.0

@@ -1,8 +1,8 @@
-"""A session for the shared cache: tensors out and back, in chunks through its own staging area.
+"""A session for the shared cache: moves tensors in chunks through its own staging area.
 
-It moves its chunks as every session does (`transfers`, `outbound`, `inbound`); here is what a put
-and a get are beyond that. A put is committed whole or cancelled, and what a get was lent is
-released.
+It moves chunks as every session does (`transfers`, `outbound`, `inbound`). This module adds what a
+put and a get need beyond that: a put is committed as a whole or cancelled, and the entries that the
+daemon lends to a get are released.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ from stormd.protocol import (
 __all__ = ["CacheSession"]
 
 STAGING_BYTES: Final = 64 << 20
-"""Asked for: a few chunks in flight each way, and little of a GPU's memory."""
+"""Requested size: a few chunks in flight each way, and little of a GPU's memory."""
 
 
 class CacheSession(Listener):
-    """Puts and fetches the tensors of one device. Any thread may use it; puts take turns."""
+    """Puts and fetches tensors of one device. Any thread may use it; puts run one at a time."""
 
     def __init__(self, address: str, lane: Lane, timeout: float) -> None:
         """Open a session for the cache at `address` within `timeout` seconds.
 
         Raises:
-            UsageError: the daemon keeps no cache, or what the lane raises.
-            DaemonUnavailable: nobody answers, or takes no session.
+            UsageError: the daemon keeps no cache, or the lane raises it.
+            DaemonUnavailable: no daemon answers, or it accepts no session.
             ProtocolMismatch: the daemon speaks another version, or one without the cache.
         """
         self._lane = lane
         self._timeout = timeout
-        self._putting = threading.Lock()  # one put is open in a session at a time
+        self._putting = threading.Lock()  # a session has at most one open put
         hello = replace(lane.hello, features=(CACHE_FEATURE,), staging_bytes=STAGING_BYTES)
         self._connection = Connection(address, hello, timeout)
         try:
@@ -87,20 +87,20 @@ class CacheSession(Listener):
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes of `put` are and those of `fetch` come to."""
+        """The device from which `put` reads, and to which `fetch` returns."""
         return self._lane.device
 
     @property
     def lost(self) -> bool:
-        """Whether the daemon is gone or the session closed."""
+        """Whether the daemon has ended or the session is closed."""
         return self._connection.lost
 
     def ask(self, message: Message) -> Message:
-        """Return the daemon's answer.
+        """Send a request and return the daemon's answer.
 
         Raises:
-            StormError: the kind that the daemon names in a refusal.
-            DaemonLost: it is gone, or does not answer in time.
+            StormError: of the class that the daemon names in a refusal.
+            DaemonLost: the daemon has ended, or does not answer in time.
         """
         return self._connection.request(message, self._timeout)
 
@@ -117,9 +117,9 @@ class CacheSession(Listener):
         `ttl_seconds` is 0 for no limit.
 
         Raises:
-            UsageError: the name, or a size beyond what a message can say.
-            QuotaExceeded: the cache has no room for it.
-            DaemonLost: the daemon is gone or hangs. After any error there is no put.
+            UsageError: the name is invalid, or a size exceeds what a message can carry.
+            QuotaExceeded: the cache has no room for the tensor.
+            DaemonLost: the daemon has ended or hangs. After any error nothing was put.
         """
         kind, nbytes = dtype_name(dtype), data.numel()
         try:
@@ -138,17 +138,17 @@ class CacheSession(Listener):
             try:
                 self.ask(CacheCommit(self._store(data, dtype)))
             except BaseException:
-                with suppress(StormError):  # where even that fails, the session's end cancels it
+                with suppress(StormError):  # else the session's end cancels the put
                     self.ask(CacheCancel())
                 raise
 
     def fetch(self, found: CacheTensor) -> torch.Tensor:
-        """Return the bytes of what a CacheGet found, as a new uint8 tensor; release it.
+        """Return the bytes that a CacheGet found, as a new uint8 tensor; release its entries.
 
         Raises:
-            CorruptBlob, ActivationLost: the daemon cannot give them back.
+            CorruptBlob, ActivationLost: the daemon cannot return the bytes.
             UsageError: a CUDA graph is being captured.
-            DaemonLost: it is gone or hangs.
+            DaemonLost: the daemon has ended or hangs.
         """
         size = found.part_bytes
         begins = range(0, found.nbytes, size)
@@ -160,22 +160,22 @@ class CacheSession(Listener):
             memory = self._inbound.bring(found.first_entry, parts, found.nbytes)
         finally:
             entries = [part.entry for part in parts]
-            with self._connection.lock, suppress(StormError):  # its loss has released them
+            with self._connection.lock, suppress(StormError):  # a lost connection has released them
                 self._connection.send(0, Release(entries))
         self._lane.use(memory)
         empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
         return empty.set_(memory, 0, (found.nbytes,), (1,))
 
     def end_with(self, owner: object) -> None:
-        """Have the session end by itself when its owner dies: nobody else can use it."""
+        """End the session automatically when `owner` is freed: nothing else can use the session."""
         self._connection.end_with(owner)
 
     def close(self) -> None:
-        """End the session. Calling it twice is fine."""
+        """End the session. May be called twice."""
         self._connection.close()
         self._lane.close()
 
-    # --- what the connection tells of ---------------------------------------------------------
+    # --- called by the connection --------------------------------------------------------------
 
     def on_message(self, request: int, message: Message) -> None:
         """Handle a reply."""
@@ -205,7 +205,7 @@ class CacheSession(Listener):
                 raise DaemonLost(self._stalled("does not answer"))
 
     def _refusal(self, reason: str, detail: str) -> StormError:
-        """Return the error for a put of which a chunk was not admitted."""
+        """Return the error for a put whose chunk was not admitted."""
         if reason == "daemon_slow":
             return DaemonLost(self._stalled("frees no room in the staging area"))
         if reason == "draining":

@@ -1,8 +1,8 @@
-"""Compiled models: the plan of what is saved stands inside the graphs.
+"""Compiled models: the graphs themselves contain the plan of their saved tensors.
 
-`compile` and the backend "stormd" of torch.compile have AOTAutograd's joint graph divided with
-three choices for each saved value: keep, offload, recompute. For a whole step of training, its
-update included, `storm_client.step` does so. Importing this loads no compiler.
+`compile` and the torch.compile backend "stormd" partition AOTAutograd's joint graph with three
+choices for each saved value: keep, offload, recompute. `storm_client.step` does so for a whole
+training step, its update included. Importing this loads no compiler.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ def compile(  # noqa: A001 - torch.compile's name
     fullgraph: bool = False,
     dynamic: bool | None = None,
 ) -> Model:
-    """Return `model`, a module or function, compiled with a plan of its saved tensors inside.
+    """Compile `model`, a module or function, with the plan of its saved tensors in its graphs.
 
-    Each graph keeps, offloads or recomputes what its backward graph needs. Results are those of
-    torch.compile without offload, bit for bit where its kernels are deterministic.
+    Each graph keeps, offloads or recomputes the values that its backward graph needs. Results are
+    those of torch.compile without offload, bit for bit where its kernels are deterministic.
 
-    - `budget`: what may be kept on the device at any moment. "least"; "fit" (what the device has
-      free); bytes or a size as "12GiB", for all graphs together that are compiled for this client
-      with that budget, as blocks one by one; or as a float a fraction of what each graph saves. By
-      default what STORMD_BUDGET says, else "least". A graph that returns a loss has no less than
-      the least possible.
-    - `client`: what `storm_client.connect` returned, by default one that the process shares. That
-      one connects when the first tensor is offloaded.
+    - `budget`: the bytes of saved tensors that may be kept on the device at any moment. "least";
+      "fit" (the device's free memory); bytes or a size such as "12GiB", for all graphs together
+      that are compiled for this client with that budget, such as blocks compiled one by one; or a
+      float, a fraction of the bytes that each graph saves. The default is the value of
+      STORMD_BUDGET, else "least". A graph that returns a loss gets at least the least possible.
+    - `client`: a result of `storm_client.connect`, by default a client that the process shares. The
+      shared client connects when the first tensor is offloaded.
     - `codec`: "ancf" (lossless) or "raw". Tensors of less than `min_bytes` are kept.
     - `codegen`: "inductor", or "eager" to run PyTorch's own kernels.
     - `mode`, `fullgraph` and `dynamic` are torch.compile's; `options` are settings of
       torch._inductor.config.
 
     Raises:
-        UsageError: a bad value; when `model` is called, also a budget below the least possible,
+        UsageError: a bad value. When `model` is called, also a budget below the least possible,
             which the message names. Nothing has been compiled or stored then.
     """
     from storm_client.compile import backend
@@ -68,7 +68,7 @@ def compiled_plans(model: Callable[..., Any]) -> list[Plan]:
     `model` is a result of `compile`, or of torch.compile with backend="stormd".
 
     Raises:
-        UsageError: `model` is something else, or torch.compile's and was not called yet.
+        UsageError: `model` is something else, or a result of torch.compile that was not called yet.
     """
     from storm_client.compile import backend
 
@@ -76,13 +76,13 @@ def compiled_plans(model: Callable[..., Any]) -> list[Plan]:
 
 
 def compiled_stats(model: Callable[..., Any]) -> OffloadStats:
-    """Return what a result of `compile` has done so far, waiting up to a second for its stores.
+    """Return the statistics of a result of `compile`, waiting up to a second for stores in flight.
 
-    Of a result of torch.compile with backend="stormd" it is what all those of this process have
-    done that were compiled with the same budget, codec and min_bytes.
+    A result of torch.compile with backend="stormd" shares its statistics with all those of this
+    process that were compiled with the same budget, codec and min_bytes.
 
     Raises:
-        UsageError: `model` is something else, or torch.compile's and was not called yet.
+        UsageError: `model` is something else, or a result of torch.compile that was not called yet.
     """
     from storm_client.compile import backend
 

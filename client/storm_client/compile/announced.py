@@ -1,4 +1,4 @@
-"""What backward graphs fetch ahead of use of one session, and in which order."""
+"""The records of one session that backward graphs prefetch, and their order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["Announced"]
 
 FEW_RECORDS = 64
-"""Of what was announced: among so many those that died are not worth a look."""
+"""With no more announced records than this, freed ones are not looked for."""
 
 
 class Announced:
-    """What fetches have announced of one session and nobody has waited for, in this order."""
+    """Records of one session that fetches have announced and nobody has waited for, in order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects all below
@@ -27,13 +27,13 @@ class Announced:
         self._limit = FEW_RECORDS
 
     def add(self, record: StoredRange) -> None:
-        """Expect that `record` is waited for after all that was announced before."""
+        """Expect that `record` is waited for after all records announced before."""
         with self._lock:
             if record.key not in self._records:
                 self._records[record.key] = weakref.ref(record)
 
     def remove(self, record: StoredRange) -> None:
-        """Note that `record` is there; forget what died, whenever there is twice as much."""
+        """Remove a restored `record`; also remove freed ones whenever the number has doubled."""
         with self._lock:
             self._records.pop(record.key, None)
             self._seen.discard(record.key)
@@ -46,7 +46,7 @@ class Announced:
 
     @property
     def is_due(self) -> bool:
-        """Return True: what is announced comes a few times a step."""
+        """Return True: records are announced only a few times a step."""
         return True
 
     def upcoming(self) -> list[StoredRange]:
@@ -56,12 +56,12 @@ class Announced:
         return [record for record in found if record is not None]
 
     def unseen(self) -> list[StoredRange | None]:
-        """Return those that have not been looked at, None for a dead one."""
+        """Return the records that have not been looked at, None for a freed one."""
         with self._lock:
             return [self._records[key]() for key in self._unseen()]
 
     def saw(self, count: int) -> None:
-        """Note that the first `count` of the unseen are here or have been requested."""
+        """Note that the first `count` of the unseen are restored or have been requested."""
         with self._lock:
             self._seen.update(list(islice(self._unseen(), count)))
 

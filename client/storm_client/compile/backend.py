@@ -1,7 +1,7 @@
-"""The backend "stormd" of torch.compile, and what `storm_client.compile` does with it.
+"""The torch.compile backend "stormd", and how `storm_client.compile` uses it.
 
-Every graph that Dynamo hands over is compiled with a plan of its own. A mistake of the caller's is
-raised where the compiled function is called, as itself: what a backend raises PyTorch wraps.
+Every graph from Dynamo is compiled with a plan of its own. A mistake of the user's is raised where
+the compiled function is called, because PyTorch wraps exceptions of a backend.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ MIN_BYTES = 1 << 20
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 _ASKED, _TARGET = "stormd.asked", "stormd.target"
-"""The options in which `compile` hands over what it has read."""
+"""The options in which `compile` passes its checked options and its target."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a caller asked for, checked."""
+    """The user's options, checked."""
 
     budget: Budget
     codec: str
     min_bytes: int
     codegen: str
     patches: tuple[tuple[str, Any], ...]
-    """Settings of Inductor's."""
+    """Settings of Inductor."""
 
     @classmethod
     def of(cls, mode: str | None, options: Mapping[str, Any]) -> _Asked:
-        """Return what torch.compile's mode and options mean.
+        """Return torch.compile's mode and options, checked.
 
         Raises:
-            UsageError: a value or an option is none.
+            UsageError: an option does not exist, or its value is bad.
         """
         rest = dict(options)
         budget = plan_options(rest.pop("budget", None), "learn", replay=False).budget
@@ -85,7 +85,7 @@ def compiled(
     fullgraph: bool,
     dynamic: bool | None,
 ) -> Model:
-    """Return `model` compiled for one client, as `storm_client.compile` does."""
+    """Compile `model` for one client, as `storm_client.compile` does."""
     if not callable(model) or isinstance(model, type):
         raise UsageError(f"model is {model!r}; pass a module that was made, or a function")
     asked = _Asked.of(mode, options)
@@ -142,13 +142,13 @@ def plans_of(model: Callable[..., Any]) -> list[Plan]:
 
 
 def stats_of(model: Callable[..., Any]) -> OffloadStats:
-    """Return what the graphs of a compiled model have done."""
+    """Return the statistics of the graphs of a compiled model."""
     target = _compiled_of(model).target
     target.settle()
     return target.recorder.snapshot()
 
 
-# --- who generates the code ---------------------------------------------------------------------
+# --- code generators ----------------------------------------------------------------------------
 
 
 def _by_inductor(
@@ -164,7 +164,7 @@ def _by_inductor(
 def _eagerly(
     gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
 ) -> tuple[Callable[..., Any], list[Graph]]:
-    """Have the graphs run as they are, by PyTorch's own kernels."""
+    """Partition the graphs, which run as they are, by PyTorch's own kernels."""
     rules = Rules(asked.min_bytes, asked.codec, exact_in_eager)
     partitioner = Partitioner(rules, asked.budget, part)
     with functorch_config.patch(enable_autograd_cache=False):
@@ -184,20 +184,20 @@ _GENERATORS = {"inductor": _by_inductor, "eager": _eagerly}
 
 
 class _Compiled(NamedTuple):
-    """What was made for one compiled model."""
+    """The target and the graphs of one compiled model."""
 
     target: Target
     graphs: list[Graph]
 
 
 _COMPILED = "_stormd_compiled"
-"""Where what `compile` returned, or torch.compile's own object for one of its calls, has it. As an
-attribute the module inside would get it, and a weak table would run Python code at a death, where
-Ctrl-C may be lost."""
+"""The key of a `_Compiled` in the `__dict__` of what `compile` returned, or of torch.compile's own
+object for one of its calls. Set as an attribute, it would go to the module inside. A weak table
+would run Python code when a key is freed, where Ctrl-C may be lost."""
 
 
 def _note(caller: Any, target: Target, found: list[Graph]) -> None:
-    """Note graphs with what torch.compile has called this backend by, which the model leads to."""
+    """Note graphs with the object by which torch.compile called this backend; the model has it."""
     if hasattr(caller, "compiler_name"):
         made = caller.__dict__.setdefault(_COMPILED, _Compiled(target, []))
         made.graphs.extend(found)
@@ -208,10 +208,10 @@ def _shared(asked: _Asked) -> Target:
 
 
 def supply_of(client: Client | None) -> Callable[[], Supply]:
-    """Return where a client's sessions come from; without one, those that the process shares.
+    """Return a function that gives a client's supply; without a client, the process's shared one.
 
     Raises:
-        UsageError: it is no client.
+        UsageError: `client` is no client.
     """
     if client is None:
         return shared_supply
@@ -225,7 +225,7 @@ def supply_of(client: Client | None) -> Callable[[], Supply]:
 
 
 def _compiled_of(model: Callable[..., Any]) -> _Compiled:
-    """Return what was made for a model, by either of the two ways to ask for it."""
+    """Return the target and graphs of a model, whichever of the two ways compiled it."""
     for holder in (model, backend_of(model)):
         found = getattr(holder, "__dict__", {}).get(_COMPILED)
         if isinstance(found, _Compiled):

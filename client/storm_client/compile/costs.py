@@ -1,7 +1,7 @@
-"""What the nodes of a graph probably take: for when a fetch begins, never for what it returns.
+"""Estimated times of a graph's nodes, which decide when a fetch begins, never what it returns.
 
-An operation takes as long as its arithmetic or as its memory traffic, whichever is longer. Where
-operations are fused, what one hands to the next is no traffic.
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer. Values that
+one fused operation passes to the next are no traffic.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward: (3, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (3, 2),
 }
-"""How many products each has over the width of a head of the keys, and of the values."""
+"""For each, how many products run over the head width of the keys, and over that of the values."""
 
 
 def is_product(node: fx.Node) -> bool:
-    """Tell whether a node is a product of matrices."""
+    """Return whether a node is a product of matrices."""
     return isinstance(node.target, torch._ops.OpOverload) and (
         node.target.overloadpacket in PRODUCTS
     )
 
 
 def seconds_of(node: fx.Node, machine: Machine, *, is_fused: bool = False) -> float:
-    """Return what a node takes: nothing for views, placeholders and outputs.
+    """Return how many seconds a node takes: none for views, placeholders and outputs.
 
-    Where code is generated for operations that are fused, `is_fused`, only what comes from others
-    or goes to them is traffic.
+    With `is_fused`, generated code fuses operations. Then only values from and for operations that
+    cannot be fused are traffic.
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
@@ -76,7 +76,7 @@ def _beyond_views(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _can_be_fused(node: fx.Node) -> bool:
-    """Tell whether generated code may run a node in one kernel with its neighbours."""
+    """Return whether generated code may run a node in one kernel with its neighbours."""
     while looks(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     target = node.target
@@ -113,9 +113,9 @@ def _flops(node: fx.Node) -> float:
 
 
 def _attention_flops(node: fx.Node) -> float:
-    """Count by the queries' heads, which may share keys, and half of it where nobody looks ahead.
+    """Count by the queries' heads, which may share keys; causal attention counts half.
 
-    PyTorch's formulas know no mask, and before its version 2.13 none of shared keys.
+    PyTorch's formulas know no masks, and before version 2.13 no shared keys.
     """
     assert isinstance(node.target, torch._ops.OpOverload)
     queries, keys, values = (
@@ -130,7 +130,7 @@ def _attention_flops(node: fx.Node) -> float:
 
 
 def _sized(node: fx.Node) -> Any:
-    """Return what a node's value was, with plain numbers for sizes."""
+    """Return a node's value as traced, on the meta device and with plain numbers for sizes."""
 
     def sized(value: Any) -> Any:
         if isinstance(value, (tuple, list)):

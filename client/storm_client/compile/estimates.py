@@ -1,14 +1,15 @@
-"""What a choice costs a pair of graphs: time of the link and of computing, memory, and its fetches.
+"""Estimates what a choice costs a pair of graphs: link and computing time, memory, and fetches.
 
-The forward graph hands values to the backward graph. What is kept is on the device from the end of
-the forward graph to its last use; what is offloaded from its fetch on; what is recomputed from
-its first use on. The **peak** is the most bytes that lie there so at any moment.
+The forward graph saves values for the backward graph. A kept value is on the device from the end of
+the forward graph to its last use, an offloaded value from its fetch on, and a recomputed value from
+its first use on. The **peak** is the most bytes of these on the device at any moment.
 
-What leaves costs the link time, which is free while the graphs compute: a transfer out begins when
-its value is made and those before it are gone, and by the end of the forward graph all should be. A
-fetch begins as early as its transfer needs, but not before there is room.
+Offloading costs time of the link, which is free while the graphs compute. A value's transfer begins
+when the value is made and all transfers before it have ended. By the end of the forward graph all
+should have ended. A fetch begins as early as its transfer needs, but not before there is memory for
+it.
 
-Everything here is pure: no graph, device or clock.
+All code here is pure: it uses no graph, device or clock.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "Problem", "Recipe", "Saved"]
 
 STALL_SHARE = 0.01
-"""Of the backward graph's time, what fetches may be late together to need less memory."""
+"""The share of the backward graph's time by which fetches may be late together, to need less
+memory."""
 
 AHEAD_STEPS = 8
-"""Sizes that are tried of the memory for fetches ahead of use."""
+"""How many sizes of the memory for prefetches are tried."""
 
 _NEVER = -1
-"""The last use of a value that only others are computed from."""
+"""The last use of a value that is only a source of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A value that the forward graph hands to the backward graph, in the order of being made."""
+    """A value that the forward graph saves for the backward graph, in the order of creation."""
 
     nbytes: int
     first_use: int
@@ -61,13 +63,13 @@ class Saved:
     can_leave: bool = True
     recipe: Recipe | None = None
     made: float = 0.0
-    """When the forward graph has made it, by the seconds that the link can use until then."""
+    """When the forward graph has made it, in seconds that the link can use until then."""
     ratio: float = 1.0
-    """By how much it is compressed on the link."""
+    """The compression ratio on the link."""
 
     @classmethod
     def only_a_source(cls, nbytes: int, **more: float) -> Saved:
-        """Return a value that is handed over only where another is recomputed from it."""
+        """Return a value that is saved only where another is recomputed from it."""
         return cls(nbytes, 0, _NEVER, **more)  # type: ignore[arg-type]  # made and ratio
 
     @property
@@ -83,46 +85,47 @@ class _Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What becomes of the values of one pair of graphs."""
+    """The decisions for the values of one pair of graphs."""
 
     decisions: tuple[Decision, ...]
     is_handed: tuple[bool, ...]
-    """Whether each is handed over at all, if it is not recomputed."""
+    """Whether each value is saved at all, if it is not recomputed."""
     first_uses: tuple[int, ...]
-    """Where each value has to be there: earlier than its own use where others are made from it."""
+    """Where each value must be present: before its own use if others are recomputed from it."""
     fetches: tuple[int, ...]
     """The position before which the fetch of each value begins."""
     rooms: tuple[int, ...]
-    """Of the peak, how many bytes are free from each position of the backward graph on."""
+    """Bytes below the peak that are free from each position of the backward graph on."""
     link_seconds: float
-    """Of the link, one way."""
+    """Seconds of the link, one way."""
     replay_seconds: float
     stall_seconds: float
-    """For which the forward graph's end and waits in the backward graph are late, by estimate."""
+    """Estimated seconds: the delay of the forward graph's end, and waits in the backward graph."""
 
     def offloaded(self) -> list[int]:
-        """Return what is offloaded."""
+        """Return the numbers of the offloaded values."""
         both = zip(self.decisions, self.is_handed, strict=True)
         return [n for n, (one, handed) in enumerate(both) if isinstance(one, Offload) and handed]
 
     def by_use(self) -> list[int]:
-        """Return the same, in the order in which the backward graph waits for it."""
+        """Return the same, in the order in which the backward graph waits for them."""
         return sorted(self.offloaded(), key=lambda n: (self.first_uses[n], n))
 
     def by_fetch(self) -> list[int]:
-        """Return the same, in the order in which its fetches begin."""
+        """Return the same, in the order in which their fetches begin."""
         return sorted(self.offloaded(), key=lambda n: (self.fetches[n], self.first_uses[n], n))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The values of one pair of graphs, and what becomes of its time and memory by a choice."""
+    """The values of one pair of graphs, and the time and memory that a choice takes."""
 
     values: tuple[Saved, ...]
     seconds: tuple[float, ...]
     machine: Machine
     forward_seconds: float | None
-    """For how long the link can carry beside the forward graph; None where nothing hides it."""
+    """For how long the link can transfer beside the forward graph; None where nothing hides
+    transfers."""
 
     @cached_property
     def transfers(self) -> npt.NDArray[np.float64]:
@@ -147,7 +150,7 @@ class Problem:
         return math.inf if recipe is None else max(recipe.seconds, self.machine.thread_recompute)
 
     def sources(self, again: Iterable[int]) -> set[int]:
-        """Return what values are computed from that nothing else uses."""
+        """Return the sources from which values are recomputed and that nothing else uses."""
         found = set()
         for number in again:
             recipe = self.values[number].recipe
@@ -160,7 +163,7 @@ class Problem:
         return [not v.is_only_a_source or n in used for n, v in enumerate(self.values)]
 
     def leaves(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.bool_]:
-        """Tell of each value whether it is offloaded."""
+        """Return for each value whether it is offloaded."""
         return np.array(
             [
                 handed and value.can_leave and n not in kept and n not in again
@@ -172,7 +175,7 @@ class Problem:
         )
 
     def late(self, leaves: npt.NDArray[np.bool_]) -> float:
-        """Return by how much the link is done later than the graph beside which it works."""
+        """Return by how many seconds the link ends later than the graph that runs beside it."""
         if self.forward_seconds is None or not leaves.any():
             return 0.0
         taken, made = self.transfers[leaves], self._made[leaves]
@@ -182,12 +185,12 @@ class Problem:
         return max(0.0, float(done[-1]) - self.forward_seconds, back)
 
     def reliefs(self, leaves: npt.NDArray[np.bool_]) -> dict[int, float]:
-        """Return by how much less late the link is done without each of what it carries."""
+        """Return by how many seconds the link would be less late without each offloaded value."""
         late = self.late(leaves)
         if late <= 0.0 or self.forward_seconds is None:
             return {}
         taken, made = self.transfers[leaves], self._made[leaves]
-        ends = made + np.cumsum(taken[::-1])[::-1]  # where the link is never idle from there on
+        ends = made + np.cumsum(taken[::-1])[::-1]  # if the link is never idle from there on
         never = np.array([-np.inf])
         before = np.concatenate((never, np.maximum.accumulate(ends)[:-1])) - taken
         behind = np.concatenate((np.maximum.accumulate(ends[::-1])[::-1][1:], never))
@@ -197,7 +200,7 @@ class Problem:
         return dict(zip(map(int, np.flatnonzero(leaves)), map(float, found), strict=True))
 
     def could_leave_in_time(self, number: int) -> bool:
-        """Tell whether a value could be gone by the end of the forward graph."""
+        """Return whether a value's transfer could end by the end of the forward graph."""
         end = self.values[number].made + float(self.transfers[number])
         return self.forward_seconds is None or end <= self.forward_seconds
 
@@ -210,7 +213,7 @@ class Problem:
     # --- memory ---------------------------------------------------------------------------------
 
     def needed(self, kept: frozenset[int], again: frozenset[int]) -> list[_Interval]:
-        """Return when each value has to be there, for its own uses and for what is made from it."""
+        """Return when each value must be present, for its own uses and as a source of others."""
         end = len(self.seconds)
         found = [
             _Interval(end if v.is_only_a_source else v.first_use, v.last_use) for v in self.values
@@ -243,7 +246,7 @@ class Problem:
     # --- the backward graph ---------------------------------------------------------------------
 
     def draft(self, kept: frozenset[int], again: frozenset[int], limit: int) -> Draft:
-        """Return a choice with its fetches, which take the peak to `limit` bytes at the most."""
+        """Return a choice's decisions, and fetches that raise the peak to at most `limit` bytes."""
         again -= kept
         leaves = self.leaves(kept, again)
         needed = self.needed(kept, again)
@@ -272,7 +275,7 @@ class Problem:
         )
 
     def limit(self, again: frozenset[int]) -> int:
-        """Return a peak with nothing kept that leaves room for fetches to be in time."""
+        """Return a peak with nothing kept that leaves memory for fetches to be in time."""
         try_limit = self._fetching(again)
         least, total = self.peak(frozenset(), again), sum(v.nbytes for v in self.values)
         shortest, most = try_limit(total)
@@ -284,11 +287,11 @@ class Problem:
         return most
 
     def peak_in_time(self, again: frozenset[int]) -> int:
-        """Return the peak with nothing kept if every fetch begins when it has to, to be in time."""
+        """Return the peak with nothing kept if every fetch begins early enough to be in time."""
         return self._fetching(again)(sum(v.nbytes for v in self.values))[1]
 
     def _fetching(self, again: frozenset[int]) -> Callable[[int], tuple[float, int]]:
-        """Return what tells, for a limit, how long fetches are waited for, and the peak."""
+        """Return a function from a limit to the seconds that fetches are late, and the peak."""
         kept: frozenset[int] = frozenset()
         leaves, needed = self.leaves(kept, again), self.needed(kept, again)
         begins, live = self._begins(again, needed), self.live(kept, again)
@@ -301,7 +304,7 @@ class Problem:
         return waits
 
     def _begins(self, again: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
-        """Return when each position begins, with what is recomputed before it."""
+        """Return when each position begins, with the recomputation before it."""
         taken = list(self.seconds)
         for number in again:
             if taken:
@@ -316,11 +319,11 @@ class Problem:
         live: npt.NDArray[np.int64],
         limit: int,
     ) -> list[int]:
-        """Return where each fetch begins, and add to `live` what that takes, up to `limit`.
+        """Return the position where each fetch begins, and add its bytes to `live`, up to `limit`.
 
-        The link carries one value at a time, in the order of use. Going back from the last, each
-        transfer has to end before its use and before the next begins; then, going forward, each is
-        put off until there is memory for it.
+        The link carries one value at a time, in the order of use. Going backward from the last,
+        each transfer has to end before its use and before the next one begins. Then, going forward,
+        each is delayed until there is memory for it.
         """
         positions = [one.first for one in needed]
         shipped = map(int, np.flatnonzero(leaves))
@@ -345,7 +348,7 @@ class Problem:
         begins: Sequence[float],
         fetches: Sequence[int],
     ) -> float:
-        """Return for how long the backward graph waits for fetches that come too late."""
+        """Return for how many seconds the backward graph waits for late fetches."""
         shipped = [int(n) for n in np.flatnonzero(leaves)]
         waited, free = 0.0, 0.0
         begun: dict[int, float] = {}

@@ -1,7 +1,7 @@
-"""Which operations give the same bits wherever they run, by who generates the code; which draw.
+"""Which operations give the same bits wherever they run, by code generator; and which draw.
 
-PyTorch's own kernels do where they are deterministic. Generated code fuses operations, and rounds
-otherwise where others stand beside them.
+PyTorch's own kernels give the same bits where they are deterministic. Generated code fuses
+operations, and rounds differently beside different operations.
 """
 
 from __future__ import annotations
@@ -62,21 +62,22 @@ MOVES = {
 """Operations that move, compare or choose, and round nothing: exact wherever they are fused."""
 
 _SEEDS = {"philox_seed", "philox_offset", "rng_state", "unused"}
-"""What attention calls where its numbers were drawn from, in its results and its backward pass's
-arguments. PyTorch has it in the host's memory or the device's, whatever a fake tensor says."""
+"""Names of attention's random state, in its results and in its backward pass's arguments. PyTorch
+has it in host or device memory, whatever a fake tensor says."""
 
 
 def draws(target: torch._ops.OpOverload) -> bool:
-    """Tell whether an operation may draw random numbers.
+    """Return whether an operation may draw random numbers.
 
-    One that is given what another has drawn from makes the same numbers again, and draws nothing.
+    An operation that gets the random state of another recomputes the same numbers, and draws
+    nothing.
     """
     is_given = any(one.name in _SEEDS for one in target._schema.arguments)
     return torch.Tag.nondeterministic_seeded in target.tags and not is_given
 
 
 def is_seed(node: fx.Node) -> bool:
-    """Tell whether a value is where an operation's random numbers were drawn from."""
+    """Return whether a value is the random state from which an operation has drawn."""
     if node.target is not operator.getitem:
         return False
     source, index = node.args
@@ -88,7 +89,7 @@ def is_seed(node: fx.Node) -> bool:
 
 
 def exact_in_generated_code(node: fx.Node) -> bool:
-    """Tell whether generated code gives the same bits of an operation wherever it is fused."""
+    """Return whether generated code gives the same bits of an operation wherever it is fused."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
@@ -98,7 +99,7 @@ def exact_in_generated_code(node: fx.Node) -> bool:
 
 
 def exact_in_eager(node: fx.Node) -> bool:
-    """Tell whether PyTorch's own kernels give the same bits of an operation each time.
+    """Return whether PyTorch's own kernels give the same bits of an operation each time.
 
     Attention's backward pass may not, even where it draws nothing.
     """
@@ -111,7 +112,7 @@ def exact_in_eager(node: fx.Node) -> bool:
 
 
 def is_conversion(node: fx.Node) -> bool:
-    """Tell whether an operation gives its argument another type."""
+    """Return whether an operation converts its argument to another dtype."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in (
         aten._to_copy,

@@ -1,7 +1,7 @@
-"""What a forward graph hands to its backward graph: which of it may leave, and who uses it.
+"""The values that a forward graph saves: which of them may be offloaded, and which nodes use them.
 
-A value that something could be written into in place of a copy stays as it is. Inputs that the
-graph changes are handed over as what they have become.
+A value is not offloaded where a compiler could run an operation in place in its memory. Inputs that
+the graph modifies are saved with their new content.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ _WRITTEN_IN_PLACE = {
     aten.as_strided_scatter,
     aten.diagonal_scatter,
 }
-"""What a compiler runs in the memory of its first argument where nothing reads that later."""
+"""Operations that a compiler runs in the memory of their first argument if nothing reads it
+later."""
 
 _READING = {"flex_attention", "flex_attention_backward"}
 """Higher-order operators that write to none of their arguments; others may."""
 
 
 class Rules(NamedTuple):
-    """What was asked for, and what the code's generator does."""
+    """The user's options, and the properties of the code generator."""
 
     min_bytes: int
     codec: str
     is_exact: Callable[[fx.Node], bool]
     """Whether an operation gives the same bits wherever it runs."""
     runs_alone: Callable[[fx.Node], bool] | None = None
-    """Where others are fused: whether one is not, and reads what lies in memory."""
+    """Where operations are fused: whether one is not, and reads its inputs from memory."""
     rounds_alike: Callable[[fx.Node], bool] | None = None
-    """Whether one that is fused gives the same bits if it begins with that."""
+    """Whether a fused operation gives the same bits if its inputs have the same bits."""
 
 
 class Handover:
-    """What there is of a forward graph and its backward graph, before they are changed."""
+    """The values that a forward graph saves for its backward graph, before both are changed."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Handover:
         static: list[int],
         rules: Rules,
     ) -> None:
-        """Look at what one hands to the other, behind the forward's first `outputs` results."""
+        """Find the saved values: the forward graph's results after the first `outputs`."""
         self.rules = rules
         (output,) = forward.graph.find_nodes(op="output")
         results = list(output.args[0])
@@ -73,11 +74,12 @@ class Handover:
         inputs = forward.graph.find_nodes(op="placeholder")
         primals = [node for node in inputs if str(node.target).startswith("primals")]
         self.changed = _changed(inputs, output)
-        """Inputs that are others when the backward graph begins."""
+        """Inputs whose content has changed when the backward graph begins."""
         self.static = {primals[index] for index in static if index < len(primals)} - self.changed
         """Inputs that live longer than the graphs."""
         self.returned = {memory_of(n) for n in results[:outputs] if isinstance(n, fx.Node)}
-        """What a caller gets, and may change. PyTorch has saved it, and raises then."""
+        """Memory of the results that the caller gets, and may modify. PyTorch has saved them, and
+        raises then."""
         self.seen_outside = self.returned | set(inputs)
         self.returns_a_loss = any(
             is_tensor(n) and n.meta["val"].dim() == 0 and n.meta["val"].is_floating_point()
@@ -86,7 +88,7 @@ class Handover:
         self.symbols = symbols_of(backward.graph)
 
     def tensors(self) -> set[fx.Node]:
-        """Return the tensors that take memory for being handed over."""
+        """Return the tensors that take memory for being saved."""
         return {
             node
             for node in self.handed
@@ -96,20 +98,20 @@ class Handover:
         }
 
     def is_large(self, node: fx.Node) -> bool:
-        """Tell whether a value has enough bytes to leave."""
+        """Return whether a value has enough bytes to be offloaded."""
         return nbytes_of(node.meta["val"]) >= max(self.rules.min_bytes, 1)
 
     def may_leave(self, node: fx.Node) -> bool:
-        """Tell whether what is handed over may be given back later in other memory."""
+        """Return whether a saved value may be offloaded, and restored later in other memory."""
         return self.is_large(node) and self.can_leave(node, uses(self.placeholders[node.name]))
 
     def has_known_sizes(self, node: fx.Node) -> bool:
-        """Tell whether the backward graph can say how a value is laid out."""
+        """Return whether the backward graph can compute a value's shape and strides."""
         value = node.meta["val"]
         return can_compute([*value.shape, *value.stride()], self.symbols)
 
     def can_leave(self, made: fx.Node, uses_there: list[fx.Node]) -> bool:
-        """Tell whether a value, used by some nodes there, needs not be in memory meanwhile."""
+        """Return whether a value need not be in memory until the nodes `uses_there` use it."""
         value = made.meta["val"]
         if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:
             return False
@@ -138,7 +140,7 @@ def uses(node: fx.Node) -> list[fx.Node]:
 
 
 def _changed(inputs: Iterable[fx.Node], output: fx.Node) -> set[fx.Node]:
-    """Return which of a forward graph's inputs it changes, or has changed when it has run."""
+    """Return the inputs that a forward graph modifies, or that are modified when it has run."""
     returned = output.meta.get("desc") or ()
     later = [one.mutated_input for one in returned if isinstance(one, InputMutationAOTOutput)]
     return {n for n in inputs if n.meta.get("desc") in later or any(map(_is_mutable, uses(n)))}
@@ -150,7 +152,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Tell whether a node may write to what it uses, or a compiler may have it do so."""
+    """Return whether a node may write to its arguments, or a compiler may make it do so."""
     if node.op == "output" or node.target is operator.getitem:
         return False
     target = node.target

@@ -1,10 +1,10 @@
-"""What Inductor has to know of the operators, and how it is asked to generate code.
+"""Inductor's lowerings for the operators, and the calls by which it generates code.
 
 Importing this loads Inductor.
 
-Inductor writes results into buffers that nobody reads any more. What was stored may still be read
-from its buffer, by the daemon or in its stead, and what `wait` returns may be given to another
-backward pass, so neither is ever written to again; a graph lets go of both after their last use.
+Inductor writes results into buffers that nobody reads any more. A stored value may still be read
+from its buffer, by the daemon or in its place, and the result of `wait` may be passed to another
+backward pass. So neither buffer is ever written to again; a graph frees both after their last use.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = [
 
 
 class InductorPartitioner(Partitioner, CustomPartitionerFn):  # type: ignore[misc]  # options
-    """Partitions for one compilation; what Inductor may pickle of it are plain values."""
+    """Partitions for one compilation; Inductor may pickle only its plain values."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what was asked for."""
+        """Return the options, without the graphs found."""
         return {**self.__dict__, "found": []}
 
     def uuid(self) -> Any:
-        """Return which lowerings these are; what was decided is in the graphs already."""
+        """Return an id for the lowerings in this file; the decisions are in the graphs already."""
         return get_hash_for_files((__file__,))
 
 
@@ -67,8 +67,8 @@ def generate(
 ) -> Callable[..., Any]:
     """Return the code of a graph.
 
-    PyTorch's cache of whole partitioned graphs is passed by, since it would skip the plan; the
-    cache of generated code is not.
+    PyTorch's cache of whole partitioned graphs is not used, since it would skip the plan. The cache
+    of generated code is used.
     """
     changed = {**patches, "custom_partitioner_fn": partitioner, "memory_planning": False}
     with functorch_config.patch(enable_autograd_cache=False):
@@ -77,7 +77,7 @@ def generate(
     return compiled
 
 
-# --- what runs in PyTorch's own kernels ---------------------------------------------------------
+# --- operations in PyTorch's own kernels --------------------------------------------------------
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_efficient_attention,
 }
-"""What computes attention forward, in one way only."""
+"""Operations that compute attention forward, in one way only."""
 
 CHOOSING = (
     "max_autotune",
@@ -100,11 +100,11 @@ CHOOSING = (
     "external_matmul",
     "triton.native_matmul",
 )
-"""Settings of Inductor's by which a product may run in another kernel in each of its places."""
+"""Inductor settings by which a product may run in a different kernel in each of its places."""
 
 
 def rules(min_bytes: int, codec: str) -> Rules:
-    """Return what may be done with operations of which Inductor generates code."""
+    """Return the rules for operations of which Inductor generates code."""
     return Rules(min_bytes, codec, _is_exact, _runs_alone, _rounds_alike)
 
 
@@ -113,9 +113,9 @@ def _is_exact(node: fx.Node) -> bool:
 
 
 def _runs_alone(node: fx.Node) -> bool:
-    """Tell whether an operation runs in PyTorch's own kernel, in the same wherever it stands.
+    """Return whether an operation runs in PyTorch's own kernel, the same one in every place.
 
-    It must not be fused with what follows either: see `stormd::seen`.
+    It must not be fused with the operations after it either: see `stormd::seen`.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or any(map(_is_set, CHOOSING)):
         return False
@@ -136,13 +136,14 @@ ELEMENTWISE = {
     aten.sub,
     torch.ops.prims.convert_element_type,
 }
-"""What Triton compiles to the same instructions in each kernel, but for products that are added."""
+"""Operations that Triton compiles to the same instructions in each kernel, except that a product
+may be fused with an addition."""
 
 
 def _rounds_alike(node: fx.Node) -> bool:
-    """Tell whether an operation of a GPU's rounds the same in whichever kernel it is fused.
+    """Return whether a GPU's operation rounds the same in whichever kernel it is fused into.
 
-    A product that is added may become one instruction, or two where it is used further. On a CPU
+    A product that is added may become one instruction, or two where it has other uses. On a CPU,
     the last elements of a loop are computed by other functions than those before.
     """
     value, target = node.meta.get("val"), node.target
@@ -180,11 +181,11 @@ def _is_set(name: str) -> bool:
 
 
 class _WithLayouts:
-    """Compiles the two graphs of a pair such that what is stored keeps its strides.
+    """Compiles the two graphs of a pair such that stored values keep their strides.
 
-    Where there are convolutions Inductor chooses layouts, and a backward pass reads a saved tensor
-    in the layout that the forward chose. The backward graph is told when that is compiled. Cached
-    code of a forward graph would not tell.
+    For graphs with convolutions, Inductor chooses layouts, and a backward pass reads a saved tensor
+    in the layout that the forward graph chose. The backward graph gets the layouts when it is
+    compiled. Cached code of a forward graph would not give them.
     """
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ class _WithLayouts:
             strides = self._strides.get(node.meta.get(NUMBER, -1))
             if strides is not None:
                 node.update_arg(3, list(strides))
-        gm.recompile()  # cached code is found by the code of its graph
+        gm.recompile()  # the cache looks code up by its graph's code
 
 
 class _Chosen(threading.local):
@@ -215,14 +216,14 @@ class _Chosen(threading.local):
 
 
 _CHOSEN = _Chosen()
-"""Where the layouts of what is stored are noted while a forward graph is compiled."""
+"""The layouts of stored values, noted here while a forward graph is compiled."""
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that torch.compile's mode and options mean.
+    """Return Inductor's settings for torch.compile's mode and options.
 
     Raises:
-        UsageError: one is unknown, or asks for CUDA graphs.
+        UsageError: the mode or an option is unknown, or asks for CUDA graphs.
     """
     patches: dict[str, Any] = {}
     if mode is not None and mode != "default":
@@ -252,18 +253,18 @@ def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
 
 
 _HELD_ELSEWHERE = "stormd_held_elsewhere"
-"""Of a GraphLowering: the names of buffers whose memory is not the graph's alone."""
+"""An attribute of a GraphLowering: the names of buffers whose memory is not the graph's alone."""
 
 
 def _held_elsewhere(box: Any) -> Any:
-    """Have a buffer let go of after its last use, and never written to."""
+    """Make Inductor free a buffer after its last use, and never write to it."""
     V.graph.never_reuse_buffers.add(box.get_name())
     V.graph.__dict__.setdefault(_HELD_ELSEWHERE, set()).add(box.get_name())
     return box
 
 
 def _let_go(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Extend what ends a buffer's life: else Inductor holds these to the graph's end."""
+    """Extend Inductor's `codegen_free`, which else holds these buffers to the graph's end."""
 
     def codegen_free(wrapper: Any, buffer: Any) -> None:
         name = buffer.get_name()
@@ -282,7 +283,7 @@ PythonWrapperCodegen.codegen_free = _let_go(PythonWrapperCodegen.codegen_free)  
 def _lower_store(value: Any, number: int, lent: bool) -> Any:
     made = V.graph.current_node.args[0]
     assert isinstance(made, fx.Node)
-    value.realize()  # else what is stored would be a copy, and others would make theirs
+    value.realize()  # else a copy would be stored, and other users would make theirs
     value = _laid_out_as_an_output(value, made)
     realized = _held_elsewhere(ir.ExternKernel.realize_input(value))
     token = _call_store(realized, number, lent)
@@ -293,9 +294,9 @@ def _lower_store(value: Any, number: int, lent: bool) -> Any:
 
 
 def _laid_out_as_an_output(value: Any, made: fx.Node) -> Any:
-    """Return a value in the layout that Inductor gives to what a forward graph hands over.
+    """Return a value in the layout that Inductor gives to a forward graph's saved values.
 
-    In another the backward graph's reductions would add in another order.
+    In another layout the backward graph's reductions would add in another order.
     """
     val = made.meta["val"]
     strides = V.graph.user_visible_output_strides.get(made) or val.stride()
@@ -316,15 +317,15 @@ def _is_number(size: Any) -> bool:
 
 def _lower_wait(*arguments: Any) -> Any:
     box = _held_elsewhere(_call_wait(*arguments))
-    # `runtime.wait` sees to that. Kernels for memory that is not aligned add in another order.
+    # `runtime.wait` aligns results. Kernels for memory that is not aligned add in another order.
     V.graph.unaligned_buffers.discard(box.get_name())
     return box
 
 
 def _lower_seen(value: Any) -> None:
-    """Have a value computed by itself; nothing is generated for that.
+    """Make Inductor compute a value on its own; the operator itself generates no code.
 
-    In the backward graph it stands for what would have been handed over, which no loop makes.
+    In the backward graph it stands for a saved value, which no loop of that graph would make.
     """
     value.realize()
     if V.graph.is_backward:
@@ -348,10 +349,10 @@ lowering.register_lowering(SEEN, type_promotion_kind=None)(_lower_seen)
 
 
 def _rounds_what_is_stored(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Extend what tells Inductor that a result in half precision is saved for the backward graph.
+    """Extend Inductor's check whether a half-precision result is saved for the backward graph.
 
-    PyTorch rounds it then for the forward graph's other uses, too. It looks for outputs, and what
-    is stored is none: without this, offload would change the last bits of a loss.
+    PyTorch then rounds it for the forward graph's other uses, too. The check looks for outputs, and
+    a stored value is none. Without this, offload would change the last bits of a loss.
     """
 
     def is_saved(node: fx.Node | None) -> bool:
@@ -377,8 +378,8 @@ if hasattr(lowering, _TELLS):  # from PyTorch 2.13 on
 def generate_inference(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return the code of a graph without gradients, as a function of a list, which it empties.
 
-    What is in the list is so let go of after its last use. Layouts are those of the graph: chosen
-    ones would differ between what is stored and what is handed over, and rounding with them.
+    So each value in the list is freed after its last use. Layouts are those of the graph: chosen
+    ones would differ between stored and saved values, and rounding would differ with them.
     PyTorch's own kernels draw random numbers in the order of the graph.
     """
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
@@ -398,13 +399,14 @@ def generate_inference(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 class _DrawnInOrder(CustomGraphPass):
-    """Has kernels that draw from PyTorch's generators run in the order in which they stand.
+    """Makes kernels that draw from PyTorch's generators run in the order of the graph.
 
-    Inductor orders by data alone, so a store would have others get each other's numbers.
+    Inductor orders only by data dependences, so a store could make two kernels get each other's
+    numbers.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Have each such kernel wait for the one before it."""
+        """Make each such kernel wait for the one before it."""
         drawing = list(filter(_draws, graph.nodes))
         behind = {later: OrderedSet([one]) for one, later in pairwise(drawing)}
         if behind:
@@ -413,19 +415,19 @@ class _DrawnInOrder(CustomGraphPass):
             preserve_node_ordering(graph, behind)
 
     def uuid(self) -> Any:
-        """Return which pass this is."""
+        """Return an id for this pass."""
         return get_hash_for_files((__file__,))
 
 
 def _draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket is aten.bernoulli:
-        return False  # Inductor draws in place, and what reads that would not wait for it
+        return False  # Inductor draws in place, and readers of the result would not wait for it
     return target in _SEEDS or draws(target)
 
 
 _SEEDS = {torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default}
-"""They draw what generated code makes its own random numbers of."""
+"""Operations that draw the seeds of generated code's own random numbers."""
 
 
 def _emptied(given: list[Any]) -> list[Any]:
@@ -435,7 +437,7 @@ def _emptied(given: list[Any]) -> list[Any]:
 
 
 def _taking_a_list(compiled: Any) -> Callable[[list[Any]], Any] | None:
-    """Return what AOTAutograd's wrapper hands its arguments to, in a list; None if there is none.
+    """Return the function of a list that AOTAutograd's wrapper calls; None if there is none.
 
     The wrapper holds all arguments for as long as it runs.
     """

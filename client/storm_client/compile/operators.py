@@ -1,19 +1,19 @@
 """The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `wait`, and `seen`.
 
-    token = store(value, number, lent)      in the forward graph; the token is what is saved
+    token = store(value, number, lent)      in the forward graph; autograd saves the token
     token = hold(parameter)                 for a parameter that others are recomputed from
     begun = fetch(token)                    in the backward graph, ahead of use
     value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
     seen(value)                             where a value is recomputed: see `partition.py`
 
-A **token** is a CPU tensor of one int64, and autograd's hold on the stored bytes: its memory
-belongs to an object that holds them, so what nobody can ask for any more is given up whatever has
-become of the graph. A graph holds no other reference to this process: numbers and shapes alone.
+A **token** is a CPU tensor of one int64, by which autograd holds the stored bytes. Its memory
+belongs to an object that holds them, so bytes that nobody can request any more are freed, whatever
+happens to the graph. A graph holds no other reference to this process, only numbers and shapes.
 
-`wait` takes what the fetches return that are to begin before it, so no compiler can put them off,
-however it orders a graph. The results of all these are new tensors, as the schemas say, but what
-`wait` returns may share its memory with what is stored: see `inductor.py` and `partition.py` for
-what keeps a compiler from writing to it.
+`wait` takes the results of the fetches that are to begin before it. So no compiler can delay these,
+however it orders a graph. The results of all operators are new tensors, as the schemas say, but the
+result of `wait` may share its memory with the stored value. See `inductor.py` and `partition.py`
+for what keeps a compiler from writing to it.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def _fetch(token: torch.Tensor) -> torch.Tensor:
 def _wait(
     token: torch.Tensor, begun: list[torch.Tensor], size: list[int], stride: list[int], *_: object
 ) -> torch.Tensor:
-    del begun  # an order, not a value; what was stored says its dtype and device
+    del begun  # an order, not a value; the stored value has its dtype and device
     return runtime.wait(token, tuple(size), tuple(stride))
 
 
 def _seen(value: torch.Tensor) -> None:
-    """Do nothing: a compiler has to have the value in memory here, as if it were handed over."""
+    """Do nothing: a compiler must have the value in memory here, as if it were saved."""
 
 
 def _fake_token(*_: object) -> torch.Tensor:
@@ -94,7 +94,7 @@ for _name, _function, _fake in (
 
 
 def see(node: fx.Node) -> None:
-    """Have a compiler make a value as if it were handed over: by itself, and in memory."""
+    """Make a compiler compute a value as if it were saved: on its own, and in memory."""
     with node.graph.inserting_after(node):
         seen = node.graph.call_function(SEEN, (node,))
     seen.meta["val"] = None
@@ -103,12 +103,12 @@ def see(node: fx.Node) -> None:
 
 
 def token_like(node: fx.Node) -> torch.Tensor:
-    """Return what stands for the token of a node's value while a graph is made."""
+    """Return a fake tensor for the token of a node's value, to be used while a graph is made."""
     with node.meta["val"].fake_mode:
         return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def describe(node: fx.Node, value: torch.Tensor) -> None:
-    """Note what a node's value is like."""
+    """Note the value of a node and its metadata."""
     node.meta["val"] = value
     node.meta["tensor_meta"] = extract_tensor_metadata(value)

@@ -1,12 +1,13 @@
 """Puts a plan into a pair of graphs: stores, fetches, waits, and recomputed operations.
 
-PyTorch's own partitioner decides first what the forward graph hands over, so that a graph without
-offload is what the results are compared with. Of that, what is large and may leave is then kept,
-offloaded or recomputed: `handover.py` says what may leave, `recipes.py` how a value is made
-again. What that reads and would not be handed over is, besides, where it is less than what is made.
+PyTorch's own partitioner first decides which values the forward graph saves. So the results can be
+compared with those of a graph without offload. Large values that may be offloaded are then kept,
+offloaded or recomputed: `handover.py` says which may be offloaded, `recipes.py` how a value is
+recomputed. Inputs of a recipe that would not be saved are saved besides, where they are smaller
+than the recomputed values.
 
-What is stored is stored right where it has been made, for a compiler may put nothing in its memory
-until then and frees it after its last use.
+A value is stored right where it has been made. A compiler cannot reuse its memory before the store,
+and frees it after its last use.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from stormd.protocol.sizes import format_apart
 __all__ = ["NUMBER", "Partitioner", "divided"]
 
 NUMBER = "stormd_number"
-"""Where a wait's node says which value it waits for, in its `meta`."""
+"""The `meta` key of a wait's node for the number of the value that it waits for."""
 
 
 class Partitioner:
-    """Divides joint graphs for a budget, or part of one; `found` gets what their runs must know."""
+    """Partitions joint graphs for a budget, or part of one; `found` gets what their runs need."""
 
     def __init__(self, rules: Rules, budget: Budget, part: Part = WHOLE) -> None:
-        """Have divided none."""
+        """Start without any graphs."""
         self.rules, self.budget, self.part = rules, budget, part
         self.found: list[Graph] = []
 
@@ -103,10 +104,10 @@ def divided(
     outputs: int,
     static: list[int],
 ) -> Graph:
-    """Put a plan into a pair of graphs, which are changed; return what their runs have to know.
+    """Put a plan into a pair of graphs, in place; return what their runs need to know.
 
-    The forward graph's results from `outputs` on are the backward graph's first inputs. `static`
-    are the places of its inputs that live longer than it does.
+    The forward graph's results from index `outputs` on are the backward graph's first inputs.
+    `static` are the indices of the forward graph's inputs that live longer than it does.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names.
@@ -117,12 +118,12 @@ def divided(
 
 
 class _Pair:
-    """A forward graph and its backward graph, which are changed."""
+    """A forward graph and its backward graph, which are modified in place."""
 
     def __init__(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, there: Handover
     ) -> None:
-        """Begin with what one hands to the other, behind the forward's first `outputs` results."""
+        """Begin with the saved values: the forward graph's results after the first `outputs`."""
         self.forward, self.backward, self.there = forward, backward, there
         self.recipes = Recipes(there)
         (self.output,) = forward.graph.find_nodes(op="output")
@@ -130,19 +131,19 @@ class _Pair:
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
         self.lent: dict[fx.Node, fx.Node] = {}
-        """Placeholders for the tokens of the parameters that others are recomputed from."""
+        """Placeholders for the tokens of the parameters from which values are recomputed."""
         devices = [n.meta["val"].device for n in there.handed if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
     @property
     def results(self) -> list[Any]:
-        """What the forward graph returns now."""
+        """The present results of the forward graph."""
         return list(self.output.args[0])
 
-    # --- what there is ----------------------------------------------------------------------
+    # --- the saved values -------------------------------------------------------------------
 
     def values(self) -> list[Value]:
-        """Return what is handed over and takes memory for that, or would be with offload."""
+        """Return the saved values that take memory, and those that a plan may save besides."""
         order = {node: index for index, node in enumerate(self.forward.graph.nodes)}
         handed = self.there.tensors()
         leaving = {node for node in handed if self.there.may_leave(node)}
@@ -194,22 +195,22 @@ class _Pair:
         return seconds_of(node, self.machine, is_fused=self.there.rules.runs_alone is not None)
 
     def _link_seconds_of(self, node: fx.Node) -> float:
-        """Return for how long of a node's time the link can have something to carry."""
+        """Return for how many seconds of a node's time the link can transfer."""
         return min(self._seconds_of(node), self.machine.longest_beside)
 
     def _seconds_made(self) -> dict[fx.Node, float]:
-        """Return when each node of the forward graph has run, by seconds that the link can use."""
+        """Return when each forward node has run, counted in seconds that the link can use."""
         nodes = list(self.forward.graph.nodes)
         return dict(zip(nodes, accumulate(map(self._link_seconds_of, nodes)), strict=True))
 
     def _hand_over(self, besides: list[fx.Node]) -> None:
-        """Hand over what others may be computed from, in front of the rest."""
+        """Save values from which others may be recomputed, in front of the other saved values."""
         for node in reversed(besides):
             given = hand_over(node, self.forward, self.backward, self.first_handed)
             self.there.placeholders[node.name] = given
 
     def _lend(self, parameters: list[fx.Node]) -> None:
-        """Hand over tokens for parameters as they are: others may be given to the model later."""
+        """Save tokens for parameters as they are now; the model's may get other data later."""
         for node in parameters:
             behind = self.forward.graph.find_nodes(op="placeholder")[-1]
             with self.forward.graph.inserting_after(behind):
@@ -217,10 +218,10 @@ class _Pair:
             describe(token, token_like(node))
             self.lent[node] = hand_over(token, self.forward, self.backward, self.first_handed)
 
-    # --- what is done -----------------------------------------------------------------------
+    # --- changing the graphs ----------------------------------------------------------------
 
     def apply(self, values: list[Value], budget: Budget, part: Part) -> Graph:
-        """Change both graphs for a budget, or that part of one of bytes."""
+        """Change both graphs for a budget, or for that part of a budget in bytes."""
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
         if self.machine.hides:
@@ -269,10 +270,11 @@ class _Pair:
     def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], part: Part) -> int:
         """Return how many values a budget keeps, or may keep in a run that has that part of it.
 
-        Where a graph returns a loss its backward pass comes next, and a fraction is of its own
-        peak. What was stored last would lie there then, in flight, so as much stays instead. Of
-        other graphs all that is kept lies there at once, with what one backward graph needs: of the
-        model's blocks, which all keep the same. So a fraction is of what they keep, too.
+        If a graph returns a loss, its backward pass comes next, and a fraction is of its own peak.
+        The values that were stored last would be on the device then, in flight, so as many bytes
+        are kept instead. The values that other graphs keep are all on the device at the same time,
+        with the memory that one backward graph needs: a model's blocks all keep the same. So for
+        these the fraction also limits the kept bytes.
         """
         if budget == "fit":
             return len(chosen.order)
@@ -289,14 +291,14 @@ class _Pair:
         return chosen.fitting(max(allowed, least + in_flight))
 
     def _drop(self, values: list[Value], draft: Draft) -> None:
-        """Hand over no more what nothing is computed from."""
+        """Stop saving values from which nothing is computed."""
         dropped = [v for v, handed in zip(values, draft.is_handed, strict=True) if not handed]
         for value in dropped:
             self.backward.graph.erase_node(value.given)
         self._drop_results(dropped)
 
     def _drop_lent(self) -> None:
-        """Hand over no parameter that nothing is computed with after all."""
+        """Stop saving parameters from which nothing is recomputed after all."""
         unused = {given.name for given in self.lent.values() if not given.users}
         tokens = [one for one in self.results if isinstance(one, fx.Node) and one.name in unused]
         for given in [one for one in self.lent.values() if not one.users]:
@@ -309,7 +311,7 @@ class _Pair:
         drop_results(self.output, {self._place(value.made) for value in values})
 
     def _place(self, made: fx.Node) -> int:
-        """Return where a value is handed over, among the forward graph's results."""
+        """Return a saved value's index among the forward graph's results."""
         return self.results.index(made, self.first_handed)
 
     def _offload(self, values: list[Value], chosen: Draft) -> None:
@@ -359,7 +361,7 @@ class _Pair:
         return came
 
     def _come(self, token: fx.Node, val: torch.Tensor, begun: list[fx.Node]) -> fx.Node:
-        """Wait, where nodes are inserted, for what a token stands for, which is like `val`."""
+        """Insert a wait for the value of a token, which is like `val`."""
         graph = self.backward.graph
         size = [computed(one, graph, self.there.symbols) for one in val.shape]
         stride = [computed(one, graph, self.there.symbols) for one in val.stride()]
@@ -368,7 +370,7 @@ class _Pair:
         return came
 
     def _compute_again(self, values: list[Value], chosen: Draft) -> None:
-        """Copy what makes values again into the backward graph, those first that are used first."""
+        """Copy the recipes of recomputed values into the backward graph, in order of first use."""
         again = [n for n, one in enumerate(chosen.decisions) if isinstance(one, Replay)]
         here = {value.made: self._present(value) for value in values}
         for number in sorted(again, key=lambda n: (chosen.first_uses[n], n)):
@@ -416,10 +418,10 @@ class _Pair:
         here[value.made] = made
 
     def _is_seen(self, node: fx.Node, value: Value) -> bool:
-        """Tell whether what is recomputed for a value is made by itself in the backward graph.
+        """Return whether a recipe's node must be computed on its own in the backward graph.
 
-        The value itself is, as it was in memory: loops that read in its place what it is moved
-        from are split otherwise, fused with others, and round otherwise.
+        The value itself must be, as it was in memory. Loops that read its sources instead would be
+        split and fused differently, and would round differently.
         """
         if self.there.rules.runs_alone is None:
             return False
@@ -430,7 +432,7 @@ class _Pair:
         return next((user for user in value.given.users if user.target is WAIT), value.given)
 
     def _at(self, position: int) -> fx.Node:
-        """Return the node before which something can stand: placeholders come first."""
+        """Return the node before which others can be inserted: placeholders come first."""
         while self.nodes[position].op == "placeholder":
             position += 1
         return self.nodes[position]

@@ -1,4 +1,4 @@
-"""What a pair of graphs hands over, and the plan that says what becomes of it and why."""
+"""The values that a pair of graphs saves, and the plan: each one's decision and the reason."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["Value", "plan_of"]
 
 
 class Value(NamedTuple):
-    """A tensor that the forward graph hands over."""
+    """A tensor that the forward graph saves."""
 
     made: fx.Node
-    """Where it is made, in the forward graph."""
+    """The forward graph's node that makes it."""
     given: fx.Node
     """The backward graph's placeholder for it."""
     is_lent: bool
     """Whether a caller may hold its memory."""
     saved: Saved
     recipe: tuple[fx.Node, ...]
-    """The forward graph's nodes that make it again, in order."""
+    """The forward graph's nodes that recompute it, in order."""
 
 
 def plan_of(
     values: Sequence[Value], draft: Draft, peak: int, forward: float, machine: Machine
 ) -> Plan:
-    """Return what becomes of the values that a pair hands over, and what that takes.
+    """Return the plan for the values that a pair of graphs saves, with its costs.
 
-    `peak` is of what they take together, in bytes, `forward` the forward pass's seconds.
+    `peak` is the most bytes that they take together, `forward` the forward pass's seconds.
     """
     rows = []
     for value, decision, is_handed in zip(values, draft.decisions, draft.is_handed, strict=True):
@@ -71,7 +71,7 @@ def plan_of(
 
 
 def _operation(node: fx.Node) -> str:
-    """Return what made a value, as people know it: of several results, which one it is."""
+    """Return the name of the operation that made a value; of several results, also the index."""
     if node.target is operator.getitem:
         made_by, index = node.args
         return f"{_operation(made_by)}[{index}]" if isinstance(made_by, fx.Node) else str(index)

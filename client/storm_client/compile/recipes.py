@@ -1,7 +1,7 @@
 """How a saved value is recomputed in the backward graph, with the same bits.
 
-Only operations that give the same bits wherever they run are recomputed. Their inputs may be kept
-for that, besides what is saved, where those lie in memory anyway; parameters always do.
+Only operations that give the same bits wherever they run are recomputed. For that, their inputs may
+be saved, too, where they are in memory anyway; parameters always are.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from storm_client.compile.views import is_tensor, memory_of, source_of
 __all__ = ["Found", "Recipes", "turned_back"]
 
 LONGEST_RECIPE = 16
-"""Operations that are recomputed for one value."""
+"""The most operations that are recomputed for one value."""
 
 PADDED_STRIDE, PADDED_BYTES = 1024, 128
-"""Inductor pads strides above so many elements to multiples of so many bytes, by default."""
+"""By default, Inductor pads strides above so many elements to multiples of so many bytes."""
 
 aten = torch.ops.aten
 
@@ -33,24 +33,24 @@ class Found(NamedTuple):
 
     nodes: tuple[fx.Node, ...]
     sources: tuple[fx.Node, ...]
-    """What is handed over, or would be besides, from which they start."""
+    """Values that are saved, or would be besides, from which the recipe starts."""
     parameters: tuple[fx.Node, ...]
-    """Parameters that they read, which stay in memory anyway."""
+    """Parameters that the recipe reads, which are in memory anyway."""
 
 
 class Recipes:
-    """Looks for recipes of what a forward graph hands over."""
+    """Finds recipes for the values that a forward graph saves."""
 
     def __init__(self, there: Handover) -> None:
-        """Look at what one graph hands to the other."""
+        """Begin with the saved values of a pair of graphs."""
         self.there = there
         self.turned = {
             source_of(n): n for n in there.handed if is_tensor(n) and turned_back(n) is not None
         }
-        """Of what is handed over with its dimensions in another order, by what that was."""
+        """Saved views with permuted dimensions, by the node that they are views of."""
 
     def find(self, node: fx.Node, handed: set[fx.Node]) -> Found | None:
-        """Return what makes a value again, and what it is made from; None if nothing may."""
+        """Return how a value is recomputed, and from which others; None if it cannot be."""
         if memory_of(node) in self.there.returned:
             return None
         search = _Search(self, node, handed)
@@ -65,25 +65,26 @@ class Recipes:
         return Found(nodes, tuple(search.sources), tuple(search.parameters))
 
     def can_run_again(self, node: fx.Node) -> bool:
-        """Tell whether an operation gives the same bits in the backward graph."""
+        """Return whether an operation gives the same bits in the backward graph."""
         return node.op == "call_function" and (
             self.there.rules.is_exact(node) or self._rounds_alike(node)
         )
 
     def is_special(self, node: fx.Node) -> bool:
-        """Tell whether the bits of an operation depend on where a compiler puts what it makes."""
+        """Return whether the bits of an operation depend on where a compiler puts its result."""
         return self.runs_alone(node) or self._rounds_alike(node)
 
     def runs_alone(self, node: fx.Node) -> bool:
-        """Tell whether generated code runs an operation by itself, on what lies in memory."""
+        """Return whether generated code runs an operation on its own, on inputs in memory."""
         return self.there.rules.runs_alone is not None and self.there.rules.runs_alone(node)
 
     def _rounds_alike(self, node: fx.Node) -> bool:
-        """Tell whether generated code rounds a result of fused operations the same everywhere.
+        """Return whether generated code rounds a result of fused operations the same everywhere.
 
-        They begin with what lies in memory, or is handed over as it was in registers, in single
-        precision. What is rounded lies in memory, and what is rounded on the way nobody else reads:
-        else it might be read rounded in one place, and not in another.
+        Fused operations begin with values in memory, or with saved values in single precision,
+        which are as they were in registers. A rounded value is in memory, and a value that is
+        rounded on the way has no other reader. Otherwise it might be read rounded in one place, and
+        not in another.
         """
         rule = self.there.rules.rounds_alike
         if self._converts_a_parameter(node):
@@ -95,13 +96,13 @@ class Recipes:
         return all(map(self._is_known_to_the_bit, map(memory_of, node.all_input_nodes)))
 
     def _is_known_to_the_bit(self, base: fx.Node) -> bool:
-        """Tell whether fused operations that read a value read the same bits in each graph."""
+        """Return whether fused operations that read a value read the same bits in each graph."""
         if base.op == "placeholder" or self.runs_alone(base) or self._rounds_alike(base):
             return True
         return base.name in self.there.placeholders and _is_single(base)
 
     def _converts_a_parameter(self, node: fx.Node) -> bool:
-        """Tell whether a node is what products alone read of a parameter, in another type."""
+        """Return whether a node converts a parameter's dtype for unfused operations alone."""
         return (
             self.there.rules.runs_alone is not None
             and is_conversion(node)
@@ -110,14 +111,14 @@ class Recipes:
         )
 
     def _is_read_alone(self, node: fx.Node) -> bool:
-        """Tell whether only operations that are not fused read a value, or views of it."""
+        """Return whether only operations that are not fused read a value, or views of it."""
         readers = [use for use in uses(node) if source_of(use) is None and use.op != "output"]
         return bool(readers) and all(map(self.runs_alone, readers))
 
     def lies_in_memory(self, node: fx.Node) -> bool:
-        """Tell whether a value that is not handed over is in memory anyway, as handed over.
+        """Return whether a value that is not saved is in memory anyway, as it would be saved.
 
-        It is where products alone read it: fused operations would read what is not rounded yet.
+        It is where only products read it: fused operations would read it before it is rounded.
         """
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
@@ -133,10 +134,10 @@ class Recipes:
 
 
 class _Search:
-    """The search for what makes a value again."""
+    """The search for the recipe of one value."""
 
     def __init__(self, recipes: Recipes, goal: fx.Node, handed: set[fx.Node]) -> None:
-        """Begin with nothing; `handed` is what has memory of its own, and not a parameter's."""
+        """Start empty; `handed` are saved values with memory of their own, not a parameter's."""
         self.nodes: dict[fx.Node, None] = {}
         self.sources: dict[fx.Node, None] = {}
         self.parameters: dict[fx.Node, None] = {}
@@ -144,7 +145,7 @@ class _Search:
         self._there = recipes.there
 
     def make(self, node: fx.Node) -> bool:
-        """Add an operation behind what it needs; False where that cannot be had."""
+        """Add an operation after its inputs; return False if it cannot be recomputed."""
         if not self._recipes.can_run_again(node) or len(self.nodes) >= LONGEST_RECIPE:
             return False
         if not all(map(self._have, node.all_input_nodes)):
@@ -169,7 +170,7 @@ class _Search:
         return self._take(node)
 
     def _is_there(self, node: fx.Node) -> bool:
-        """Tell whether a node's value is in the backward graph, and note whose it is."""
+        """Return whether a node's value is in the backward graph, and note it as a source."""
         if node in self.nodes or node in self.sources:
             return True
         if node is self._goal or node.name not in self._there.placeholders:
@@ -183,7 +184,7 @@ class _Search:
         return True
 
     def _take(self, node: fx.Node) -> bool:
-        """Have a value handed over besides, if it is in memory anyway."""
+        """Save a value besides if it is in memory anyway, and return whether it is."""
         if node in self._there.static:
             self.parameters[node] = None
             return self._there.has_known_sizes(node)
@@ -194,7 +195,7 @@ class _Search:
 
 
 def turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
-    """Return what undoes a view that has its source's dimensions in another order, if it is one."""
+    """Return the operation and arguments that undo a permutation of dimensions; None for others."""
     if node.target is aten.t.default:
         return aten.t.default, ()
     if node.target is aten.transpose.int:
@@ -208,15 +209,15 @@ def turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] 
 
 
 def _is_single(node: fx.Node) -> bool:
-    """Tell whether a value has single precision or more: generated code computes in no other."""
+    """Return whether a value has at least single precision, in which generated code computes."""
     return is_tensor(node) and node.meta["val"].dtype.itemsize >= torch.float32.itemsize
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Tell whether a compiler gives a value the layout that is written in the graph.
+    """Return whether a compiler gives a value the layout that is written in the graph.
 
-    It may pad strides of what it does not hand over, and products read other layouts by other
-    kernels.
+    A compiler may pad strides of values that are not saved, and products read other layouts by
+    other kernels.
     """
     if not value.is_contiguous():
         return False
@@ -229,9 +230,9 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Tell whether a value may be the result of a recomputed kernel.
+    """Return whether a value may be the result of a recomputed kernel.
 
-    Of several results only the first is large: each would be a run of its own.
+    Of several results only the first may be: it alone is large, and each would be a run of its own.
     """
     if node.target is operator.getitem:
         return bool(node.args[1] == 0)

@@ -1,8 +1,9 @@
-"""What the operators do when a compiled graph runs: values leave, are fetched, and come back.
+"""The operators when a compiled graph runs: they offload, prefetch and restore values.
 
-A graph that is called with a Target hands its values to that client's daemon. What the daemon does
-not take, or must not have, is held here, and given back as it is. Autograd's token is all that
-keeps a value; its death, in whatever thread, is noticed where a graph runs next.
+A graph that is called with a Target offloads its values to that client's daemon. Values that the
+daemon does not take, or must not have, are kept with the client and returned as they are. Only
+autograd's token keeps a value alive. When a token is freed, in whatever thread, the graph that runs
+next notices it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["fetch", "hold", "running", "store", "wait"]
 
 ALIGNMENT_BYTES = 16
-"""Generated code reads what an operator returns as if it began at a multiple of this."""
+"""Generated code assumes that the address of an operator's result is a multiple of this."""
 
 
 class Call:
@@ -42,7 +43,7 @@ class Call:
     __slots__ = ("_count", "_ranks", "_room", "_sessions", "target", "trail")
 
     def __init__(self, target: Target, graph: Graph | None) -> None:
-        """Begin one; an inference graph has no plan, and saves nothing."""
+        """Begin a run; an inference graph has no plan, and saves nothing."""
         self.target = target
         self._sessions: Sessions | None = None
         self._ranks = {} if graph is None else graph.ranks
@@ -51,9 +52,9 @@ class Call:
         self._count = 0 if graph is None else graph.schedule.holding(self._room)
 
     def keeps(self, number: int, nbytes: int) -> bool:
-        """Tell whether a value is kept by choice, and count it.
+        """Return whether a value is kept by choice, and count it.
 
-        Shapes that vary may make it larger than was planned.
+        Dynamic shapes may make it larger than was planned.
         """
         if self._ranks.get(number, self._count) >= self._count or nbytes > self._room:
             return False
@@ -61,11 +62,11 @@ class Call:
         return True
 
     def sessions(self) -> Sessions:
-        """Return the sessions for what this run saves.
+        """Return the sessions for the values that this run saves.
 
         Raises:
             UsageError: the client is closed, or this is a forked child.
-            DaemonLost: the daemon is gone, and the client was not told to go on without.
+            DaemonLost: the daemon is lost, and the client was not told to continue without it.
         """
         if self._sessions is None:
             self._sessions = self.target.supply.current()
@@ -83,7 +84,7 @@ _RUNNING = _Running()
 
 @contextmanager
 def running(target: Target, graph: Graph | None) -> Iterator[None]:
-    """Run a compiled graph inside: what it stores goes to `target`, and hooks leave it alone."""
+    """Run a compiled graph in the block: it stores to `target`, and hooks ignore what it saves."""
     call = Call(target, graph)
     outer, _RUNNING.call = _RUNNING.call, call
     HANDLED.depth += 1
@@ -98,12 +99,12 @@ def running(target: Target, graph: Graph | None) -> Iterator[None]:
 
 
 def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
-    """Take a value, the graph's value `number`, and return the token that stands for it.
+    """Offload or keep a value, the graph's `number`, and return the token that stands for it.
 
-    One that is `lent`, an input or an output of the graph, leaves when nobody else holds it.
+    A `lent` value, an input or an output of the graph, is offloaded when nobody else holds it.
 
     Raises:
-        DaemonLost: the daemon is gone, and the client was not told to go on without.
+        DaemonLost: the daemon is lost, and the client was not told to continue without it.
     """
     call = _RUNNING.call
     assert call is not None, "a graph of the stormd backend was run without it"
@@ -114,23 +115,23 @@ def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
 
 
 def hold(value: torch.Tensor) -> torch.Tensor:
-    """Return a token for a parameter as it is: it may be given other data before it is used."""
+    """Return a token for a parameter as it is: it may get other data before it is used."""
     return TOKENS.make(Unversioned(value) if value.is_inference() else Lent(value))
 
 
 def fetch(token: torch.Tensor) -> None:
-    """Begin to bring a value back."""
+    """Begin to restore a value."""
     content = TOKENS.content(token)
     if isinstance(content, Stored):
         content.fetch()
 
 
 def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Return a value, in its bits; nobody may write to it.
+    """Return a value with its original bits; nobody may write to it.
 
     Raises:
-        RuntimeError: it was changed in place since it was stored.
-        CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
+        RuntimeError: the value was modified in place since it was stored.
+        CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be restored.
     """
     tensor = TOKENS.content(token).bring()
     if tensor.size() != size:
@@ -173,7 +174,7 @@ def _skip(target: Target, value: torch.Tensor, reason: str) -> Held:
 
 
 def _handle(call: Call, value: torch.Tensor, session: Session, number: int | None) -> Handle:
-    """Have a value leave at once, or where it has no number when nobody else holds it."""
+    """Offload a value: at once, or if it has no number, when nobody else holds it."""
     target, storage = call.target, value.untyped_storage()
     record = session.find(storage, value)
     if record is not None:

@@ -1,17 +1,17 @@
 """Chooses what a pair of graphs keeps, offloads and recomputes.
 
-`estimates.py` says what a choice costs. With nothing kept:
+`estimates.py` computes the cost of a choice. With nothing kept:
 
-1. What costs less to recompute than to transfer is recomputed, though the link had time.
-2. While the link needs longer than the forward graph, what relieves it most for its time is
-   recomputed too, if that takes less time than the link would.
+1. Values that cost less to recompute than to transfer are recomputed, even if the link has time.
+2. While the link needs longer than the graphs compute, more values are recomputed, if that takes
+   less time than the link would. Those that relieve the link most for their time come first.
 
-Then values are kept, one after the other, what saves most time for what it adds to the peak first.
-What is kept leaves the link time, in which what is most expensive to recompute is offloaded after
-all. A budget decides how many are kept: the kept sets are nested, so the peak grows with the
-budget, and it never exceeds it.
+Then values are kept, one after the other. The value that saves most time for the bytes that it adds
+to the peak comes first. A kept value frees time of the link, in which the values that are most
+expensive to recompute are offloaded after all. A budget decides how many values are kept. The kept
+sets are nested, so the peak grows with the budget, and it never exceeds the budget.
 
-Everything here is pure: no graph, device or clock.
+All code here is pure: it uses no graph, device or clock.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["Schedule", "schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What becomes of the values of one pair of graphs, for every budget."""
+    """The decisions for the values of one pair of graphs, for every budget."""
 
     order: tuple[int, ...]
-    """The values that may be kept by choice, those first that are kept first."""
+    """The values that may be kept by choice, in the order in which they are kept."""
     peaks: tuple[int, ...]
-    """Bytes at the most, by how many of `order` are kept; never less for more."""
+    """The peak in bytes, by how many of `order` are kept; it never decreases."""
     kept_bytes: tuple[int, ...]
-    """What the first so many of `order` come to."""
+    """The total bytes of the first n of `order`, by n."""
     again_until: tuple[int, ...]
-    """Each value is recomputed while fewer than so many of `order` are kept."""
+    """Value n is recomputed while fewer than `again_until[n]` of `order` are kept."""
     problem: Problem
 
     @property
@@ -54,14 +54,15 @@ class Schedule:
         return max(0, int(np.searchsorted(self.peaks, nbytes, side="right")) - 1)
 
     def holding(self, nbytes: int) -> int:
-        """Return how many of `order` come to at most `nbytes`."""
+        """Return how many of `order`, from the first on, take at most `nbytes` together."""
         return max(0, int(np.searchsorted(self.kept_bytes, nbytes, side="right")) - 1)
 
     def draft(self, count: int, *, in_runs: bool = False) -> Draft:
-        """Return what becomes of each value if the first `count` of `order` are kept.
+        """Return the decision for each value if the first `count` of `order` are kept.
 
-        Where a run decides what is kept, `in_runs`, they are offloaded by decision: as many as let
-        the peak be what it is with nothing kept.
+        With `in_runs`, each run decides what is kept, so the plan offloads these values. It
+        recomputes as if up to `count` values were kept: as many as do not exceed the peak with
+        nothing kept.
         """
         if in_runs:
             again = self._again_in_runs(count)
@@ -71,14 +72,14 @@ class Schedule:
         )
 
     def _again(self, count: int) -> frozenset[int]:
-        """Return what is recomputed while the first `count` of `order` are kept."""
+        """Return the values that are recomputed while the first `count` of `order` are kept."""
         return frozenset(n for n, until in enumerate(self.again_until) if count < until)
 
     def _again_in_runs(self, count: int) -> frozenset[int]:
-        """Return the same for as many that the peak with nothing kept is not exceeded.
+        """Return the same, lowering `count` until the peak with nothing kept is at most `least`.
 
-        Less that is recomputed may need more at once: where others are made from it, it has to
-        be there earlier than for its own use, and what it is made from may go then.
+        Recomputing fewer values may need more bytes at once. A value from which others are
+        recomputed must be present before its own use, and its own sources may be freed then.
         """
         while self.problem.peak(frozenset(), self._again(count)) > self.least:
             count -= 1
@@ -91,11 +92,11 @@ def schedule(
     machine: Machine,
     forward_seconds: float | None = None,
 ) -> Schedule:
-    """Return the schedule of values that are used in a backward graph.
+    """Return the schedule for the saved values of a backward graph.
 
-    `seconds` is for how long the link can carry beside the node at each position of that graph,
-    `forward_seconds` for how long beside the forward graph; None where transfers hide behind
-    nothing, and cost the processor that computes what `machine` says.
+    `seconds` says for how long the link can transfer beside the node at each position of that
+    graph, `forward_seconds` for how long beside the forward graph. None means that nothing hides
+    transfers, and that they cost the computing processor the time that `machine` says.
     """
     problem = Problem(tuple(values), tuple(seconds), machine, forward_seconds)
     state = _State(problem)
@@ -107,7 +108,7 @@ def schedule(
 
 @dataclass
 class _State:
-    """What was decided so far; nothing that is in neither set stays or is recomputed."""
+    """The decisions so far; a value in neither set is neither kept nor recomputed."""
 
     problem: Problem
     kept: set[int] = field(default_factory=set)
@@ -115,11 +116,11 @@ class _State:
     _peak: int = -1
 
     def compute_cheap(self) -> None:
-        """Recompute what costs less than a transfer, where the link has time."""
+        """Recompute values that cost less than their transfer, even if the link has time."""
         self._take_best(lambda _late, _relieved, seconds: max(0.0, -seconds))
 
     def relieve_link(self) -> None:
-        """Compute dearer values again while the link needs longer than the graphs compute."""
+        """Recompute more expensive values while the link needs longer than the graphs compute."""
 
         def worth(late: float, relieved: float, seconds: float) -> float:
             if late <= 0.0 or relieved <= seconds:
@@ -129,11 +130,11 @@ class _State:
         self._take_best(worth)
 
     def _take_best(self, worth: Callable[[float, float, float], float]) -> None:
-        """Recompute what is worth most, as long as something is worth anything.
+        """Recompute the values that are worth most, as long as any worth is positive.
 
-        `worth` is called with the seconds by which the link is late, by which it would be less,
-        and with those that computing takes more than shipping does. Worths seldom change, so each
-        is looked at again only when it is the best.
+        `worth` is called with the seconds by which the link is late, the seconds by which that
+        would shrink, and the seconds that recomputing takes longer than offloading. Worths seldom
+        change, so each is computed again only when it is the best.
         """
         groups = ((-worth(*self._relief(group)), group) for group in self._groups())
         waiting = [one for one in groups if one[0] < 0.0]
@@ -151,7 +152,7 @@ class _State:
                 self.again.update(group)
 
     def _groups(self) -> list[tuple[int, ...]]:
-        """Return what may be recomputed: each value, and those together that share sources."""
+        """Return the groups that may be recomputed: each value, and values that share sources."""
         problem = self.problem
         together: dict[frozenset[int], list[int]] = {}
         found: list[tuple[int, ...]] = []
@@ -174,7 +175,7 @@ class _State:
         return late, late - problem.late(after), seconds
 
     def _is_smaller(self, group: tuple[int, ...]) -> bool:
-        """Tell whether computing adds less to the peak than it takes from the link."""
+        """Return whether recomputing adds fewer bytes to the peak than it takes from the link."""
         problem, again = self.problem, frozenset(self.again)
         more = again.union(group)
         if self._peak < 0:
@@ -189,7 +190,10 @@ class _State:
         return True
 
     def ship_what_fits(self) -> list[int]:
-        """Ship what is dear to compute for what it takes of the link, while that has time."""
+        """Offload recomputed values after all while the link has time, and return them.
+
+        Those that are most expensive to recompute for their time of the link come first.
+        """
         problem, found = self.problem, list[int]()
         leaves = problem.leaves(frozenset(self.kept), frozenset(self.again))
         late, users = problem.late(leaves), self._users()
@@ -209,16 +213,16 @@ class _State:
         return found
 
     def _users(self) -> Counter[int]:
-        """Count what is recomputed from each value that nothing else uses."""
+        """Count the recomputed values of each source that nothing else uses."""
         return Counter(n for one in self.again for n in self.problem.sources((one,)))
 
     def _seconds_saved(self, number: int) -> float:
-        """Return what is saved for a second of the link."""
+        """Return the seconds of recomputing that a second of the link saves."""
         problem = self.problem
         return problem.replay_seconds(number) / max(float(problem.transfers[number]), 1e-12)
 
     def gains(self, numbers: Iterable[int]) -> dict[int, float]:
-        """Return what keeping each of some values saves by itself, in seconds."""
+        """Return how many seconds keeping each of some values saves by itself."""
         problem = self.problem
         leaves = problem.leaves(frozenset(self.kept), frozenset(self.again))
         reliefs, price = problem.reliefs(leaves), self._price()
@@ -238,13 +242,13 @@ class _State:
         return {number: gain(number) for number in numbers}
 
     def _price(self) -> float:
-        """Return what a second of the link is worth that is free: what it spares of computing."""
+        """Return the worth of a free second of the link: the recomputing time that it saves."""
         dear = (self._seconds_saved(n) for n in self.again if self.problem.could_leave_in_time(n))
         return min(1.0, max(dear, default=0.0))
 
 
 def _kept_in_order(state: _State) -> Schedule:
-    """Keep one value after the other, what saves most for what it adds to the peak first."""
+    """Keep one value after the other, first those that save most for what they add to the peak."""
     problem = state.problem
     least = problem.limit(frozenset(state.again))
     until = [0] * len(problem.values)
@@ -288,7 +292,7 @@ def _next(state: _State, left: set[int]) -> int:
     def rank(number: int) -> tuple[float, int, int]:
         nbytes, first = problem.values[number].nbytes, needed[number].first
         new = max(int(after[first]), int(before[first - 1]) + nbytes if first else 0)
-        # What adds nothing to the peak is the best that there is, what saves most first.
+        # Values that add nothing to the peak come before all others, by what they save.
         return -gains[number] / max(new - peak, 1), first, number
 
     return min(left, key=rank)

@@ -1,4 +1,4 @@
-"""What an operation is given, writes to and returns, as its schema says."""
+"""The arguments, writes and results of an operation, by its schema."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RUNNING_STATISTICS = {
     aten.cudnn_batch_norm,
     aten.miopen_batch_norm,
 }
-"""They write to running statistics, and their schemas do not say so."""
+"""They write to running statistics, which their schemas do not declare."""
 
 
 def given(
     function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield what a schema says of each argument that is given, with it."""
+    """Yield for each given argument its description in the schema, and its value."""
     for place, described in enumerate(function._schema.arguments):
         if place < len(arguments):
             yield described, arguments[place]
@@ -33,7 +33,7 @@ def given(
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Return what a node is given as an argument of that name; None where it is nothing."""
+    """Return a node's argument of that name; None where it has none."""
     found = given(node.target, node.args, node.kwargs)
     return next((value for described, value in found if described.name == name), None)
 

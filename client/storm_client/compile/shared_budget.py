@@ -1,8 +1,9 @@
-"""What runs of compiled graphs keep by choice where a budget is one of bytes: all of them together.
+"""The shared budget: the bytes that runs of compiled graphs may keep by choice, all together.
 
-What a graph keeps lies on the device until its backward pass, beside what others keep. So all that
-are compiled for one client with the same budget share it, as blocks that are compiled one by one.
-Each has its part from when it is compiled on, by which is planned what it recomputes.
+A kept value occupies the device until its graph's backward pass, beside the values that other
+graphs keep. So all graphs that are compiled for one client with the same budget in bytes share it,
+such as blocks that are compiled one by one. Each gets its part when it is compiled, and the part
+decides what it recomputes.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ __all__ = ["WHOLE", "Part", "Room", "room_for"]
 
 
 class Part(NamedTuple):
-    """What one model may keep of a budget of bytes that several share, each compiled by itself."""
+    """The bytes that one model may keep of a budget that several separately compiled ones share."""
 
     number: int = 0
-    """How many of them were compiled before."""
+    """How many of the models were compiled before."""
     of: int = 1
     taken: int = 0
-    """Bytes that those may keep."""
+    """Bytes that the models compiled before may keep."""
 
     def left(self, limit: int, least: int) -> int:
-        """Return how many bytes that is of `limit`, of which one at a time needs `least` besides.
+        """Return this part of `limit` in bytes; one model at a time needs `least` of it besides.
 
-        Equal parts, but for what others could not use of theirs: blocks of a model are alike, and
-        if the first ones kept all, the link would have nothing to do beside them, and more than it
-        can carry beside the others.
+        Parts are equal, plus the bytes that earlier models did not use of theirs. A model's blocks
+        are alike. If the first ones kept everything, the link would be idle beside them, and could
+        not carry all values beside the others.
         """
         return max(0, (self.number + 1) * max(0, limit - least) // self.of - self.taken)
 
 
 WHOLE: Final = Part()
-"""That of a model that shares it with none."""
+"""The part of a model that shares its budget with no other."""
 
 
 class Sharing(Protocol):
-    """Graphs that share a budget: what one of them `planned` to keep, and needs at the `least`."""
+    """Graphs that share a budget: the bytes `planned` to be kept, and the `least` they need."""
 
     @property
     def planned(self) -> int | None:
-        """Bytes that a run may keep by its plan; None where none is compiled."""
+        """Bytes that a run may keep by its plan; None where no graph is compiled."""
 
     @property
     def least(self) -> int:
@@ -64,37 +65,37 @@ class Kept(Protocol):
 
 
 class Room:
-    """What one budget lets stay, of which threads may take their parts at once."""
+    """One shared budget, from which several threads may take bytes at once."""
 
     def __init__(self, budget: Budget) -> None:
-        """Let as many bytes stay as that says, or with "fit" as the device has free."""
+        """Let runs keep the bytes of `budget`, or with "fit" as many as the device has free."""
         self._budget = budget
         self._has_gone_back = False
-        """Whether a backward pass has begun, in any thread; never taken back."""
+        """Whether a backward pass has begun, in any thread; never reset."""
         self._sharing: Living[Sharing] = Living()
         self._kept: Living[Kept] = Living()
 
     def share(self, graphs: Sharing) -> None:
-        """Have some graphs take part as long as they live."""
+        """Let graphs share this budget for as long as they are alive."""
         self._sharing.add(graphs)
 
     def part_of(self, graphs: Sharing) -> Part:
-        """Return which part is that of some graphs, of which one is about to be compiled."""
+        """Return the part of `graphs`, of which one is about to be compiled."""
         others = [one for one in self._sharing if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
         return Part(len(taken), len(others) + 1, sum(taken))
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are held by choice in runs whose backward pass is still to come."""
+        """Bytes that are kept by choice in runs whose backward pass is still to come."""
         return sum(held.nbytes for held in self._kept)
 
     def left(self, planned: int | None = None) -> int:
         """Return how many bytes a run that begins now may keep by choice.
 
-        That is `planned` at the most; without a plan for it, an equal part. What any graph needs at
-        the least is left free. Which graphs a step has is not known until a backward pass has
-        begun, and nothing is kept before.
+        This is at most `planned`, or an equal part without a plan for it. The least that any graph
+        needs is left free. Before a backward pass has begun, it is not known which graphs a step
+        has, so nothing is kept.
         """
         if not self._has_gone_back:
             return 0
@@ -111,7 +112,7 @@ class Room:
         return min(limit - kept - least, planned)
 
     def keep(self, held: Kept) -> None:
-        """Count what is held by choice, until it dies."""
+        """Count a value that is kept by choice, until it is freed."""
         self._kept.add(held)
 
     def goes_back(self) -> None:
@@ -120,9 +121,10 @@ class Room:
 
 
 def room_for(supply: Supply | None, budget: Budget) -> Room:
-    """Return the room that graphs of one client share; None stands for the process's own.
+    """Return the `Room` that graphs of one client share; None stands for the process's own client.
 
-    Where no run decides what is kept, each has one of its own, of which nothing is taken.
+    With a budget that lets no run decide what is kept, each caller gets a new one, of which nothing
+    is taken.
     """
     if type(budget) is not int and budget != "fit":
         return Room(budget)
@@ -140,4 +142,4 @@ def room_for(supply: Supply | None, budget: Budget) -> Room:
 
 _LOCK = threading.Lock()  # protects the table
 _ROOMS: dict[tuple[int | None, Budget], weakref.ref[Room]] = {}
-"""By the client's supply, which lives as long as graphs that hold its room."""
+"""By the id of the client's supply, which lives as long as graphs that hold its `Room`."""

@@ -1,4 +1,4 @@
-"""Values that compiled graphs have stored, and in which order a backward pass fetches them."""
+"""Values that compiled graphs have stored, and the order in which a backward pass fetches them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LATEST", "Stored", "Trail"]
 
 
 class Stored:
-    """A value that is with the daemon, or in flight."""
+    """A value that is offloaded, or in flight."""
 
     __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
 
@@ -35,7 +35,7 @@ class Stored:
             trail.note(number, self)
 
     def fetch(self) -> None:
-        """Announce it, and begin to fetch what is announced, in this order."""
+        """Announce the value, and begin to fetch all announced values, in this order."""
         session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
         if self._trail is not None and not session.has_in_place:
             self._trail.announce(session)
@@ -46,11 +46,11 @@ class Stored:
 
     @property
     def holder(self) -> Holder:
-        """Who has its bytes."""
+        """The holder of its bytes."""
         return self._handle.record.session
 
     def announce(self) -> None:
-        """Expect that it is waited for after all that was announced before."""
+        """Expect that the value is waited for after all values announced before."""
         record = self._handle.record
         self._target.announced(record.session).add(record)  # type: ignore[arg-type]
 
@@ -76,15 +76,17 @@ class Stored:
 
 
 class Trail:
-    """What a run stored, in the order in which its backward pass needs it.
+    """The values that a run stored, in the order in which its backward pass needs them.
 
-    Where what is fetched takes room that is there anyway, in a staging area, all is announced when
-    the first is fetched: then one message asks for as much as there is room for. Else each is when
-    its graph says so; but what a backward pass needs as soon as it begins is fetched before.
-    Backward passes mostly run in the reverse order of the forward passes, so when one has begun its
-    last restore, what the run before stored is next: at once if that fits below the peak, else when
-    it does, or when all of this one is back. Where it is not next, that was fetched for nothing.
-    What is stored holds its run's trail, and nothing else does.
+    If fetched values go to a staging area, which takes no further memory, all are announced when
+    the first is fetched. Then one message asks for as many as fit. Otherwise each is announced when
+    its graph fetches it, but those that a backward pass needs as soon as it begins are fetched
+    before.
+
+    Backward passes mostly run in the reverse order of the forward passes. So when a run has begun
+    its last restore, the early values of the run before are next. They are fetched at once if they
+    fit below the peak, else when they do, or when all of this run's values are restored. If that
+    run is not next, they were fetched for nothing. Only stored values hold their run's trail.
     """
 
     __slots__ = ("__weakref__", "_before", "_graph", "_has_begun", "_is_announced", "_stored")
@@ -102,7 +104,7 @@ class Trail:
         LATEST.trail = weakref.ref(self)
 
     def announce(self, session: Holder) -> None:
-        """Announce all that the run has in a session, unless that was done."""
+        """Announce all values of the run that a session has, unless that was done."""
         if not self._is_announced:
             self._is_announced = True
             for number in self._graph.order:
@@ -111,18 +113,18 @@ class Trail:
                     stored.announce()
 
     def has_begun(self, number: int) -> None:
-        """Note that the restore of a value has begun; behind the last the run before follows."""
+        """Note that a value's restore has begun; after the last, the run before follows."""
         if number == self._graph.last_fetched:
             self._has_begun = True
             self._go_on(self._graph.room)
 
     def has_brought(self, number: int) -> None:
-        """Note that a value is back; behind the last the run before follows in any case."""
+        """Note that a value is restored; after the last, the run before follows in any case."""
         if self._has_begun:
             self._go_on(None if number == self._graph.last else self._graph.rooms[number])
 
     def _go_on(self, room: int | None) -> None:
-        """Begin with what the run before stored, if there is room for it."""
+        """Fetch the early values of the run before, if `room` bytes suffice; None for no limit."""
         before = None if self._before is None else self._before()
         if before is not None and (room is None or before._graph.early_bytes <= room):
             self._has_begun = False
@@ -144,4 +146,4 @@ class _Latest(threading.local):
 
 
 LATEST = _Latest()
-"""The trail of the run that has stored something last, in this thread."""
+"""The trail of the latest run that has stored something in this thread."""

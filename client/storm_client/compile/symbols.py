@@ -1,7 +1,8 @@
-"""Sizes that are not numbers: computed in the backward graph from the symbols that it is given.
+"""Symbolic sizes, which the backward graph computes from the symbols that it is given.
 
-A forward graph's sizes may be expressions, as a logarithm's rows rounded up to a multiple of 32
-are: ceil(n / 32) * 32. They are computed in whole numbers, so that no rounding is in the way.
+A forward graph's sizes may be expressions. An example is the row count of attention's log-sum-exp,
+rounded up to a multiple of 32: ceil(n / 32) * 32. They are computed in integers, so that no
+floating-point rounding occurs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["can_compute", "computed", "symbols_of"]
 
 
 def symbols_of(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """Return the placeholders that carry symbols of shapes, by their symbols."""
+    """Return the placeholders that carry symbols of shapes, by symbol."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
@@ -28,7 +29,7 @@ def symbols_of(graph: fx.Graph) -> dict[Any, fx.Node]:
 
 
 def can_compute(sizes: Iterable[int | torch.SymInt], symbols: Mapping[Any, fx.Node]) -> bool:
-    """Tell whether `computed` can compute all of them: it is tried in a graph of its own."""
+    """Return whether `computed` can compute all `sizes`, by trying it in a graph of its own."""
     scratch = fx.Graph()
     copies = {symbol: scratch.node_copy(node) for symbol, node in symbols.items()}
     try:
@@ -40,7 +41,7 @@ def can_compute(sizes: Iterable[int | torch.SymInt], symbols: Mapping[Any, fx.No
 
 
 def computed(size: int | torch.SymInt, graph: fx.Graph, symbols: Mapping[Any, fx.Node]) -> Any:
-    """Return a size for `graph`: a number, or the node that computes it where nodes are inserted.
+    """Return a size for `graph`: a number, or a node that computes it at the insertion point.
 
     `symbols` are nodes of that graph.
     """
@@ -64,7 +65,7 @@ class _Quotient(NamedTuple):
 
 
 class _InGraph(PythonReferenceAnalysis):
-    """Has fx record what Python would compute."""
+    """Makes fx record the integer operations that Python would run."""
 
     @staticmethod
     def int_truediv(above: Any, below: Any) -> _Quotient:

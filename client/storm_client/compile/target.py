@@ -1,6 +1,6 @@
-"""Where compiled graphs hand their values, and what their runs have to know of each pair of graphs.
+"""Targets, to which compiled graphs offload values, and what runs need to know of their graphs.
 
-Where a budget is one of bytes, what a run may keep depends on what others keep meanwhile
+With a budget in bytes, what a run may keep depends on what other runs keep meanwhile
 (`shared_budget.py`).
 """
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 __all__ = ["Graph", "Target", "shared_target"]
 
 SETTLE_SECONDS = 1.0
-"""How long statistics wait for the daemon to have encoded what was stored last."""
+"""How long statistics wait until the daemon has encoded the values that were stored last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One pair of graphs, as far as its runs have to know it."""
+    """What runs need to know of one pair of graphs."""
 
     plan: Plan
     schedule: Schedule
     ranks: dict[int, int]
-    """Of the values that may be kept by choice in a run: their places in the schedule's order."""
+    """The places in the schedule's order of the values that a run may keep by choice."""
     early: tuple[int, ...] = ()
     """Offloaded values whose fetches would be in time only if they began before the backward graph,
     in the order of use."""
     order: tuple[int, ...] = ()
     """All offloaded values, in the order in which the backward graph waits for them."""
     early_bytes: int = 0
-    """Of the values whose fetches are early."""
+    """Total bytes of the values in `early`."""
     last_fetched: int | None = None
     """The value whose fetch begins last."""
     room: int = 0
-    """Bytes below the backward graph's peak that are free from then on."""
+    """Bytes below the backward graph's peak that are free from that fetch on."""
     rooms: Mapping[int, int] = field(default_factory=dict)
-    """The same from when it waits for each offloaded value on."""
+    """The same from the wait for each offloaded value on."""
     planned: int | None = None
-    """Bytes that a run may keep of a budget of bytes that others share; None if nobody does."""
+    """Bytes that a run may keep of a budget in bytes that others share; None if no others do."""
 
     @property
     def last(self) -> int | None:
@@ -64,7 +64,7 @@ class Graph:
 
 
 class Target:
-    """Where the values of compiled graphs go: the daemon of one client. Threads may share it."""
+    """The daemon of one client, to which compiled graphs offload values. Threads may share it."""
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class Target:
         min_bytes: int,
         room: Room | None = None,
     ) -> None:
-        """Use the sessions of `supply()`, which is called when the first value leaves.
+        """Use the sessions of `supply()`, which is called when the first value is offloaded.
 
-        What runs keep by choice is taken of `room`, by default of one of its own.
+        Values that runs keep by choice count against the budget `room`, by default one of its own.
         """
         self.budget = budget
         self.room = Room(budget) if room is None else room
-        """What runs may keep by choice, where they decide that."""
+        """The shared budget of what runs keep by choice, where runs decide that."""
         self.codec = codec
         self.min_bytes = min_bytes
         self.recorder = StatsRecorder()
         self.graphs: list[Graph] = []
-        """Those compiled so far."""
+        """The graphs compiled so far."""
         self.room.share(self)
         self.policy = Policy((), min_bytes)
         self._supply = supply
@@ -99,12 +99,12 @@ class Target:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what was asked for; elsewhere it is for the client that the process shares."""
+        """Pickle the options; elsewhere they give the target of the process's shared client."""
         return shared_target, (self.budget, self.codec, self.min_bytes)
 
     @property
     def supply(self) -> Supply:
-        """Where sessions come from.
+        """The supply of sessions.
 
         Raises:
             StormError: there is no client yet, and none can be had.
@@ -118,7 +118,7 @@ class Target:
 
     @property
     def planned(self) -> int | None:
-        """Bytes that a run may keep by its plan, the most of any; None where none is compiled."""
+        """The most bytes that a run of any graph may keep by its plan; None without graphs."""
         return max((graph.planned or 0 for graph in self.graphs), default=None)
 
     def settle(self) -> None:
@@ -127,7 +127,7 @@ class Target:
             self.supply.sessions.settle(SETTLE_SECONDS)
 
     def announced(self, session: Session) -> Announced:
-        """Return what graphs have announced of what a session holds."""
+        """Return the records of a session that graphs have announced."""
         with self._lock:
             known = self._announced.get(id(session))
             if known is None or known[0]() is not session:
@@ -139,7 +139,7 @@ class Target:
         self.is_going_back, self._is_used = False, True
 
     def goes_back(self) -> bool:
-        """Note that a value is waited for; tell whether it is the first since one was saved."""
+        """Note that a value is waited for; return whether it is the first since one was saved."""
         is_first, self.is_going_back = not self.is_going_back, True
         self.room.goes_back()
         return is_first
@@ -149,7 +149,7 @@ class Target:
 
 
 def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
-    """Return the target of the client that the process shares for what was asked for."""
+    """Return the target for these options of the client that the process shares."""
     key = (budget, codec, min_bytes)
     found = _SHARED.get(key)
     if found is None:

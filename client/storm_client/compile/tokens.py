@@ -1,8 +1,8 @@
-"""What the tokens of compiled graphs stand for: values that are stored, held, or parameters.
+"""The tokens of compiled graphs, which stand for values: stored, held, or parameters.
 
-Autograd holds a token, a CPU tensor of one number, for each value that a forward graph hands to its
-backward graph. Its memory belongs to an object that has the value, so any alias of it keeps that,
-and a graph that is dropped gives it up.
+Autograd holds a token, a CPU tensor of one number, for each value that a forward graph stores for
+its backward graph. The token's memory belongs to an object that holds the value. So any alias of
+the token keeps the value alive, and dropping the autograd graph frees it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEY = struct.Struct("=q")
 
 
 class Held:
-    """A value that stays here."""
+    """A value that is kept with the client."""
 
     __slots__ = ("__weakref__", "_target", "_version", "nbytes")
 
@@ -49,7 +49,7 @@ class Held:
 
 
 class Unversioned:
-    """A value that stays here and has no version: inference mode has made it."""
+    """A value that is kept with the client and has no version: inference mode has made it."""
 
     __slots__ = ("__weakref__", "_value")
 
@@ -62,7 +62,7 @@ class Unversioned:
 
 
 class Lent:
-    """A parameter that values are recomputed from, in the memory that it has now."""
+    """A parameter from which values are recomputed, in its present memory."""
 
     __slots__ = ("__weakref__", "_version")
 
@@ -70,34 +70,34 @@ class Lent:
         self._version = version_of(value, SavedVersion.holding)
 
     def bring(self) -> torch.Tensor:
-        """Return what it was, whatever data its parameter has now."""
+        """Return the parameter as it was, whatever data it has now."""
         self._version.check()
         return self._version.token
 
 
 class _Owner(bytearray):
-    """A token's memory. PyTorch holds it for as long as a tensor lies in it."""
+    """A token's memory. PyTorch keeps it alive for as long as a tensor lies in it."""
 
     __slots__ = ("__weakref__", "content")
     content: Held | Lent | Stored | Unversioned
 
 
 class _OwnerRef(weakref.ref[_Owner]):
-    """Tells of a token's death by being appended to a deque."""
+    """A weak reference that is appended to a deque when the token's memory is freed."""
 
     __slots__ = ("key",)
     key: int
 
 
 class Tokens:
-    """All living tokens of this process, by their numbers."""
+    """All live tokens of this process, by their numbers."""
 
     def __init__(self) -> None:
         self._owners: dict[int, _OwnerRef] = {}
         self._dead: deque[_OwnerRef] = deque()
 
     def make(self, content: Held | Lent | Stored | Unversioned) -> torch.Tensor:
-        """Return a token for `content`, which lives as long as the token's memory."""
+        """Return a token whose memory keeps `content` alive."""
         with suppress(IndexError):  # another thread may have taken the last
             while self._dead:
                 self._owners.pop(self._dead.popleft().key, None)
@@ -107,14 +107,14 @@ class Tokens:
         reference = _OwnerRef(owner, self._dead.append)
         reference.key = key
         self._owners[key] = reference
-        with torch._C.DisableTorchFunction():  # a default device is not for this
+        with torch._C.DisableTorchFunction():  # a default device does not apply here
             return torch.frombuffer(owner, dtype=torch.int64)
 
     def content(self, token: torch.Tensor) -> Held | Lent | Stored | Unversioned:
-        """Return what a token stands for.
+        """Return the content that a token stands for.
 
         Raises:
-            ActivationLost: it is a copy of one that is gone.
+            ActivationLost: the token is a copy of one that was freed.
         """
         reference = self._owners.get(int(token))
         owner = None if reference is None else reference()
@@ -132,7 +132,7 @@ TOKENS = Tokens()
 
 
 def version_of(value: torch.Tensor, note: Callable[..., SavedVersion], *more: int) -> SavedVersion:
-    """Note a value's version by `note`, such that later changes are counted.
+    """Note a value's version by `note`, such that later in-place changes are counted.
 
     PyTorch runs compiled graphs without the dispatch key by which an alias shares the counter.
     """

@@ -1,9 +1,9 @@
-"""What a forward graph hands to its backward graph: views' memory in their stead, more, and less.
+"""Changes which values a forward graph saves: bases in place of views, more values, or fewer.
 
-Also what a node's value is: a tensor, a view of another's memory, so many bytes.
+Also says of a node's value whether it is a tensor or a view, and how many bytes it has.
 
-One product of queries, keys and values is saved as three views, none of which has its memory to
-itself. The product is handed over then, once, and the backward graph makes the same views of it.
+For example, a product of queries, keys and values is saved as three views, none of which has memory
+of its own. Then the product is saved once instead, and the backward graph makes the same views.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 
 
 def is_tensor(node: object) -> bool:
-    """Tell whether a node's value is one tensor."""
+    """Return whether a node's value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_view(target: torch._ops.OpOverload) -> bool:
-    """Tell whether an operator returns views of its first argument."""
+    """Return whether an operator returns views of its first argument."""
     return any(one.alias_info is not None for one in target._schema.returns)
 
 
@@ -59,12 +59,12 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 
 def looks(node: fx.Node) -> bool:
-    """Tell whether a node returns views of its first argument."""
+    """Return whether a node returns views of its first argument."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
-    """Return what a view lies in; None for what has memory of its own."""
+    """Return the node of which a node is a view; None for a value with memory of its own."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -78,16 +78,16 @@ def source_of(node: fx.Node) -> fx.Node | None:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """Return the node that has made the memory in which a node's value lies."""
+    """Return the node that has made the memory of a node's value."""
     while (source := source_of(node)) is not None:
         node = source
     return node
 
 
 def hand_over_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
-    """Hand over the memory of views instead of them, where one is not dense and all of it is used.
+    """Save the base of views instead of them, where one is not dense and all of it is used.
 
-    The first `outputs` results are the caller's; what lies in their memory stays as it is.
+    The first `outputs` results are the caller's; views of their memory stay as they are.
     """
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -115,7 +115,7 @@ def hand_over_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
 
 
 def drop_results(output: fx.Node, dropped: Collection[int]) -> None:
-    """Have a forward graph return no more what stands at those places of its results."""
+    """Remove the results at the indices `dropped` from a forward graph."""
     if not dropped:
         return
     results = output.args[0]
@@ -129,10 +129,10 @@ def drop_results(output: fx.Node, dropped: Collection[int]) -> None:
 def hand_over(
     node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule, place: int
 ) -> fx.Node:
-    """Hand over another tensor, at a place among the forward graph's results.
+    """Save another tensor, at the index `place` among the forward graph's results.
 
-    What stands there is a tensor that is handed over. Returns the backward graph's placeholder,
-    which has the node's name; where that is taken the node gets another.
+    The result at `place` so far is a saved tensor. Returns the backward graph's placeholder, which
+    has the node's name; if that name is taken, the node is renamed.
     """
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -153,7 +153,7 @@ def hand_over(
 
 
 def _is_worth_it(base: fx.Node, views: list[fx.Node]) -> bool:
-    """Tell whether some view cannot leave, and the memory of all has no more bytes than they."""
+    """Return whether a view cannot be offloaded, and the base has no more bytes than all views."""
     if base.op != "call_function" or not is_tensor(base) or base in views:
         return False
     if all(map(_is_dense, views)) or not _is_dense(base):
@@ -162,14 +162,17 @@ def _is_worth_it(base: fx.Node, views: list[fx.Node]) -> bool:
 
 
 def _can_look(base: fx.Node, views: list[fx.Node], backward: fx.GraphModule) -> bool:
-    """Tell whether the backward graph can make the same views: by numbers alone, of one name."""
+    """Return whether the backward graph can make the same views from the base alone.
+
+    Their other arguments must be numbers, and the base's name must be free.
+    """
     if any(node.name == base.name for node in backward.graph.nodes):
         return False
     return all(len(node.all_input_nodes) == 1 for view in views for node in _steps(base, view))
 
 
 def _look_again(base: fx.Node, views: list[fx.Node], given: list[fx.Node], graph: fx.Graph) -> None:
-    """Replace the placeholders `given` of views by one of their memory, and views of that."""
+    """Replace the placeholders `given` of views by one of their base, and views of that."""
     users = {user for one in given for user in one.users}
     with graph.inserting_before(given[0]):
         whole = graph.placeholder(base.name)

@@ -1,4 +1,4 @@
-"""Whether memory holds the same bits: checksums and comparisons, and copies that lie as it does."""
+"""Checks whether memory holds the same bits, by checksum or comparison; copies keep the layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKSUM_COLUMNS = 4096
 def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return sums over a storage, on its device, that differ if any of its words differs.
 
-    They weigh each word by its row and by its column, so that exchanged words are noticed, too.
+    The sums weigh each word by its row and its column, so that swapped words are detected, too.
     """
     if storage.device.type == "cpu":
         return _checksum_on_host(storage)
@@ -34,10 +34,10 @@ def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _checksum_on_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the same sums, in this thread alone.
+    """Return the same sums, computed without PyTorch, in this thread alone.
 
-    A function that PyTorch shares among threads gives the one that calls it the process's count,
-    by which a convolution behind it may have other bits than without this.
+    A function that PyTorch runs on several threads sets the calling thread's OpenMP thread count to
+    the process's count. A later convolution in this thread could then have other bits.
     """
     memory = memoryview((c_char * storage.nbytes()).from_address(storage.data_ptr()))
     words = np.frombuffer(memory, np.int64 if storage.nbytes() % 8 == 0 else np.uint8)
@@ -51,7 +51,7 @@ def _checksum_on_host(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def compare(expected: torch.Tensor, storage: torch.UntypedStorage) -> None:
-    """Compare a storage with the checksum of what it should hold; waits for the device.
+    """Compare a storage with the checksum of its expected contents; waits for the device.
 
     Raises:
         ActivationLost: they differ.
@@ -69,7 +69,7 @@ def _weighed(sums: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Tell whether two storages hold the same bytes; waits for the device."""
+    """Return whether two storages hold the same bytes; waits for the device."""
     if one.nbytes() != other.nbytes():
         return False
     if one.device.type == other.device.type == "cpu":
@@ -84,10 +84,10 @@ _memcmp.argtypes = (c_void_p, c_void_p, c_size_t)
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides in a storage of its own, at the same offset.
 
-    How a tensor lies in memory may decide in which order a function adds its elements.
+    A tensor's layout in memory may decide the order in which a function adds its elements.
     """
     storage = tensor.untyped_storage()
-    if storage.device.type == "cpu":  # in this thread alone, as `_checksum_on_host`
+    if storage.device.type == "cpu":  # in this thread alone, like `_checksum_on_host`
         copy = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
         memmove(copy.data_ptr(), storage.data_ptr(), storage.nbytes())
     else:

@@ -1,12 +1,13 @@
-"""What a call keeps for its backward pass, and neither reads nor returns: its byproduct.
+"""A call's byproduct: the tensor it saves for its backward pass but neither reads nor returns.
 
-Nobody is given that tensor, and of the call's result it is no part. So the call is repeated, and
-what autograd is to keep of that is the tensor. There are three of them.
+A byproduct is not an argument of the call and not part of its result. To recompute the byproduct,
+the call is repeated, and the tensor that autograd saves then is taken. There are three kinds:
 
-Dropout's mask depends on what was drawn, and on how the input lies in memory: by that a kernel
-chooses who draws which number. What is in the input is not needed. The indices of pooling depend
-on their input. And what writes over its input keeps a copy where its gradient needs that, as
-`silu_` does: for those nothing is repeated but what the input was made by.
+- Dropout's mask depends on the random numbers drawn and on the layout of the input in memory,
+  because the kernel assigns numbers to elements by layout. The input's contents are not needed.
+- The indices of pooling depend on the input's contents.
+- An operation that overwrites its input, as `silu_` does, saves a copy of it where its gradient
+  needs that. For such a copy only the operation that made the input is repeated.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ class Depends(IntEnum):
     """What a byproduct depends on; as in native/script.h."""
 
     LAYOUT = 1
-    """How the first argument lies in memory, and what is drawn."""
+    """The layout of the first argument in memory, and the random numbers drawn."""
     VALUES = 2
     """The arguments."""
     FORMER = 3
-    """What the first argument was before it was written over."""
+    """The contents of the first argument before the call overwrote it."""
 
 
 class Byproduct:
-    """Returns what a function keeps of a call."""
+    """A function that returns the byproduct of a call of another function."""
 
     def __init__(self, function: Callable[..., Any], name: str, depends: Depends) -> None:
-        """`function` writes to no argument, and nobody can replace what it does."""
+        """`function` writes to no argument, and its behaviour cannot be replaced."""
         self._function = function
         self.depends = depends
         self.__name__ = name
 
     def __call__(self, values: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-        """Return it, as no part of any graph.
+        """Call the function and return its byproduct, detached from any graph.
 
         Raises:
-            RuntimeError: the call keeps nothing, or several tensors.
+            RuntimeError: the call has no byproduct, or several.
         """
         saved: list[torch.Tensor] = []
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, _nothing):
@@ -69,15 +70,15 @@ def _itself(values: torch.Tensor) -> torch.Tensor:
 
 
 FORMER: Final = _Former()
-"""Returns the memory that it is given, which nobody else has."""
+"""Returns its first argument, whose memory nobody else holds."""
 
 
 def kept_among(saved: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the one of the tensors that lies in no memory of the known; None if it is not one."""
+    """Return the only saved tensor that shares no storage with `known`; None unless exactly one."""
     addresses = {tensor.untyped_storage()._cdata for tensor in known}
     found = [one for one in saved if one.untyped_storage()._cdata not in addresses]
     return found[0] if len(found) == 1 else None
 
 
 def _nothing(_: Any) -> Any:
-    """Return nothing: nobody goes back through this graph."""
+    """Return None: no backward pass runs through this graph."""

@@ -1,4 +1,4 @@
-"""A function that has been run on its arguments: what of them are tensors, and what may change."""
+"""Describes a call that has run: its function, which arguments are tensors, which may change."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _VALUES = (
     type(None), type(...), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
-"""Types of arguments that nobody can change."""
+"""Types of immutable arguments."""
 
 
 class HiddenCall(NamedTuple):
-    """A call of an operator of which no function of Python's tells, as native/call_log.cpp does."""
+    """An operator call that no Python function reports; native/call_log.cpp reports it instead."""
 
     name: str
     arguments: list[Any]
     made: torch.Tensor
     is_of_attention: bool
-    """Whether it is part of an attention, or casts an argument of that: autocast is off there."""
+    """Whether it is part of an attention, or casts an argument of one: autocast is off there."""
     draw: _follow.Draw | None
-    """What it has drawn of random numbers; None for none, and where that cannot be noted."""
+    """The random numbers that it has drawn; None for none, and where they cannot be recorded."""
     kept: list[torch.Tensor]
-    """What was saved while it drew."""
+    """The tensors saved while it drew."""
     version: int
-    """Of what it has made, which later calls may have written over."""
+    """The version of `made` right after the call; later calls may have overwritten the tensor."""
     entry: int
-    """Where the log has noted it; -1 where it has not."""
+    """Its index in the log; -1 where the log has not recorded it."""
 
 
 class Call:
-    """A function that has been run on its arguments."""
+    """A function call that has run, with its arguments."""
 
     __slots__ = (
         "_tensors", "arguments", "draw", "former", "function", "hidden", "options", "recipe",
@@ -64,10 +64,10 @@ class Call:
         former: Sequence[Seen | None] = (),
         hidden: HiddenCall | None = None,
     ) -> None:
-        """`draw` is what it has drawn of random numbers; None for none.
+        """`draw` holds the random numbers that the call has drawn; None for none.
 
-        `former` is what a launch has written over, its first tensors: None where that is not known.
-        `hidden` is what tells of the call if no function of Python's does.
+        `former` holds the values that a launch has overwritten, which are its first tensors; None
+        for an unknown one. `hidden` is the logged call if no Python function has reported it.
         """
         self.draw = draw
         self.former = former
@@ -76,7 +76,7 @@ class Call:
         self.arguments = arguments
         self.options = options
         self.recipe: Recipe | None = None
-        """Of all its results, once one of them is to be recomputed."""
+        """The recipe of all its results, once one of them is to be recomputed."""
         self._tensors: list[torch.Tensor] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -89,40 +89,40 @@ class Call:
 
     @property
     def is_launch(self) -> bool:
-        """Whether the function is a kernel, of which memory for its results is no part."""
+        """Whether the function is a Triton kernel, which does not allocate its results itself."""
         return isinstance(self.function, Kernel)
 
     @property
     def is_byproduct(self) -> bool:
-        """Whether it makes what another call has kept."""
+        """Whether it makes the byproduct of another call."""
         return isinstance(self.function, Byproduct)
 
     @property
     def reads_layout(self) -> bool:
-        """Whether it makes the same whatever is in the tensors that it was given."""
+        """Whether its result depends on the layout of its tensors, but not on their contents."""
         return isinstance(self.function, Byproduct) and self.function.depends is Depends.LAYOUT
 
     @property
     def version(self) -> int | None:
-        """At which version its result was what it has made; None for the present one."""
+        """The version of its result right after the call; None for the present version."""
         return None if self.hidden is None or self.is_byproduct else self.hidden.version
 
     @property
     def entry(self) -> int:
-        """Where the log has noted it; -1 where it tells of what the present function makes."""
+        """Its index in the log; -1 stands for the result of the function that has just run."""
         return -1 if self.hidden is None else self.hidden.entry
 
     @property
     def may_cast(self) -> bool:
-        """Whether autocast has cast what it was given, if that is on."""
+        """Whether autocast, if it is on, has cast the arguments."""
         return self.hidden is None or not self.hidden.is_of_attention
 
     def is_fixed(self) -> bool:
-        """Tell whether all of its arguments that are no tensors are values, which never change."""
+        """Return whether all of its arguments that are not tensors are immutable values."""
         return _are_values(self.arguments) and _are_values(self.options.values())
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether a storage is that of an argument."""
+        """Return whether a storage is that of an argument."""
         address = storage._cdata
         return any(
             is_plain(tensor) and tensor.untyped_storage()._cdata == address
@@ -130,10 +130,10 @@ class Call:
         )
 
     def overwrites(self, output: Any) -> bool:
-        """Tell whether an output is its first argument, and it read no other from that memory.
+        """Return whether an output is its first argument and shares memory with no other argument.
 
-        Not of views, of which other parts are not written to. A copy of what such a call has found
-        in its argument is made like its output.
+        False for views, since the rest of their storage is not written to. True for `FORMER`: the
+        copy of an argument's former contents is recomputed like such an output.
         """
         if self.function is FORMER:
             return True
@@ -146,7 +146,7 @@ class Call:
         return all(is_plain(o) and o.untyped_storage()._cdata != address for o in others)
 
     def recipe_of(self, sources: list[Source], device: str) -> Recipe:
-        """Return how to run it again, with `sources` for its tensors."""
+        """Return a recipe that runs the call again, with `sources` for its tensors."""
         left = iter(sources)
 
         def source(tensor: torch.Tensor) -> Input:
@@ -159,17 +159,17 @@ class Call:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether it is a tensor of PyTorch's own, with strides."""
+    """Return whether it is a tensor of PyTorch's own class, with strides."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def outputs_of(made: Any) -> Sequence[Any]:
-    """Return what a function has made, one by one."""
+    """Return the outputs of a function as a sequence."""
     return made if type(made) in (tuple, list) else (made,)
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among arguments, those in lists and tuples too."""
+    """Return the tensors among arguments, including those in lists and tuples."""
     found = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -180,7 +180,7 @@ def tensors_among(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _are_values(arguments: Iterable[Any]) -> bool:
-    """Tell whether no argument but tensors can change; lists are copied when a recipe is made."""
+    """Return whether all arguments but tensors are immutable; a recipe copies lists when made."""
     for argument in arguments:
         if type(argument) in _VALUES or isinstance(argument, (torch.Tensor, np.generic)):
             continue
@@ -196,9 +196,9 @@ def _are_numbers(one: slice) -> bool:
 
 
 def replaced(argument: Any, source: Callable[[torch.Tensor], Input]) -> Any:
-    """Return an argument with sources in the place of its tensors.
+    """Return an argument with its tensors replaced by sources.
 
-    What is a list or tuple of any kind becomes a plain one, which PyTorch takes as well.
+    Subclasses of list and tuple become plain lists and tuples, which PyTorch accepts as well.
     """
     if isinstance(argument, torch.Tensor):
         return source(argument)
@@ -209,7 +209,7 @@ def replaced(argument: Any, source: Callable[[torch.Tensor], Input]) -> Any:
 
 
 def name_of(function: Function) -> str:
-    """Return what plans call a function."""
+    """Return the name of a function as plans show it."""
     if isinstance(function, torch._ops.OpOverload):
         function = function.overloadpacket
     name = getattr(function, "_qualified_op_name", None) or getattr(function, "__name__", None)

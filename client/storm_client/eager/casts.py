@@ -1,7 +1,7 @@
-"""Tensors that autocast makes of what functions are given, and autograd saves.
+"""Finds the tensors that autocast makes of functions' arguments and that autograd saves.
 
-No function of PyTorch's returns one: it is known by its node in the graph, and by that of the
-argument which it is a copy of.
+No PyTorch function returns such a cast. It is recognised by its own node in the graph and by the
+node of the argument that it copies.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _CAST: Final = "ToCopyBackward0"
 """The name of a cast's node in the graph."""
 
 _VERSION: Final = "storm_client: version of what was cast"
-"""Among a node's metadata."""
+"""Key in a node's metadata."""
 
 _next_number = torch._C._autograd._get_sequence_nr
 
 
 class Cast(NamedTuple):
-    """A tensor that autocast has made of an argument."""
+    """A tensor that autocast has made from an argument."""
 
     seen: Seen
     node: Any
-    """Its own, in the graph."""
+    """The cast's own node in the graph."""
     is_new: bool
-    """Whether it was made by the function that runs, rather than kept by autocast."""
+    """Whether the running function made the cast; False if it comes from autocast's cache."""
     dtype: torch.dtype
 
     def source_among(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """Return the argument that it is a copy of, unless that may be another by now.
+        """Return the argument that the cast copies; None if it may have changed since.
 
-        Autocast keeps casts of parameters as long as it is on, also of those that are written to.
+        Autocast caches casts of parameters as long as it is on, even when a parameter is modified.
         """
         node = self.node.next_functions[0][0]
         source = next((tensor for tensor in tensors if _is_node_of(node, tensor)), None)
@@ -49,13 +49,13 @@ class Cast(NamedTuple):
 
 
 class Casts:
-    """Those that were saved since the last function of the table began."""
+    """The casts saved since the last function of the table began."""
 
     def __init__(self) -> None:
-        """Begin before the first function."""
+        """Start before the first function."""
         self._found: list[Cast] = []
         self._first_number = _next_number()
-        """Of the nodes that are made from then on."""
+        """The first sequence number of the nodes made from then on."""
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -64,30 +64,30 @@ class Casts:
         return iter(self._found)
 
     def begin(self) -> None:
-        """Begin anew: a function of the table begins."""
+        """Forget all casts: a function of the table begins."""
         self._first_number = _next_number()
         self.clear()
 
     def saved(self, seen: Seen, made: torch.Tensor) -> None:
-        """Note what was saved for the first time, if autocast has made it."""
+        """Record a value that is saved for the first time, if autocast has made it."""
         node = made.grad_fn
         if node is not None and node.name() == _CAST:
             is_new = node._sequence_nr() >= self._first_number
             self._found.append(Cast(seen, node, is_new, made.dtype))
 
     def take(self) -> list[Cast]:
-        """Return those that there are, and have none."""
+        """Return the casts and forget them."""
         found, self._found = self._found, []
         return found
 
     def clear(self) -> None:
-        """Have none."""
+        """Forget all casts."""
         if self._found:
             self._found.clear()
 
 
 def _is_node_of(node: object, tensor: torch.Tensor) -> bool:
-    """Tell whether a gradient for `tensor` goes to `node`."""
+    """Return whether `node` receives the gradient of `tensor`."""
     if tensor.grad_fn is None:
         return getattr(node, "variable", None) is tensor
     return tensor.grad_fn is node

@@ -1,7 +1,7 @@
-"""The plans of one step signature that its steps follow one after another, until the best stays.
+"""Compares the plans of one step signature: steps follow one after another until one is chosen.
 
-Which comes next says `planner.search`. All are made from the same figures, so that the plan that
-stays is the one that was measured.
+`planner.search` decides which plan comes next. All plans are made from the same figures, so that
+the chosen plan is the one that was measured.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "search_for"]
 
 LITTLE: Final = 1 / 128
-"""Of a device's memory: to free less is not worth a step that the thread makes longer."""
+"""Share of a device's memory: freeing less is not worth a longer, CPU-bound step."""
 
 
 class Comparison:
-    """What the plans decide that are compared, and what all of them are made from."""
+    """The decisions of the compared plans, and the figures from which all of them are made."""
 
     def __init__(self, search: PlanSearch, machine: Machine | None = None) -> None:
-        """Have steps follow what `search` says."""
+        """Have steps follow the plans in the order of `search`."""
         self.search = search
         self.machine = machine
-        """The figures that all are made from; None until the first is made."""
+        """The figures from which all plans are made; None until the first plan is made."""
         self.decided: dict[Alternative, list[Decision]] = {}
         self._staying: dict[Alternative, int] = {}
-        """Bytes of what each of them has stay on the device."""
+        """Bytes that each plan keeps on the device."""
         self._turn = math.inf
         self.followed: Alternative | None = None
-        """What steps follow by now; ranks follow what they have decided some steps later."""
+        """The alternative that steps follow now; ranks follow a decision only some steps later."""
         self.is_told = False
-        """Whether somebody has said what it came to."""
+        """Whether the result has been reported to the user."""
 
     def start_again(self, machine: Machine) -> None:
-        """Have all plans be made anew, from other figures, and be measured."""
+        """Have all plans made anew from other figures, and measured again."""
         faster = 1.0 if self.machine is None else self.machine.link / machine.link
         self.machine, self.is_told = machine, False
         self.decided.clear()
@@ -61,32 +61,33 @@ class Comparison:
         self.search.start_again(faster)
 
     def is_for_another_link(self, machine: Machine) -> bool:
-        """Tell whether a plan has been chosen for a link that is not that of some figures."""
+        """Return whether the chosen plan was made for a link of another speed than `machine`'s."""
         if self.machine is None or not self.search.is_settled:
             return False
         return has_changed(self.machine.link, machine.link)
 
     def turn_seconds(self, times: StepTimes) -> float:
-        """Return what plans are told of the turn: the first time that is known.
+        """Return the turn time for all plans: the first that is known.
 
-        It differs from step to step, and the plan that is followed in the end would not be the one
-        that was measured: its replays would have to prove themselves once more.
+        The turn differs from step to step. With another value the plan that is followed in the end
+        would not be the one that was measured, and its recomputation would have to be verified
+        again.
         """
         if math.isinf(self._turn):
             self._turn = times.turn_seconds()
         return self._turn
 
     def took(self, times: StepTimes) -> bool:
-        """Note what the latest steps took; tell whether another plan is to be followed."""
+        """Record the times of the latest steps; return whether to follow another plan."""
         goes_on = False
         for alternative, seconds in times.known_steps():
             goes_on |= self.search.took(alternative, seconds)
         return goes_on
 
     def choose(self, problem: Problem, machine: Machine, room: int | None) -> Choice:
-        """Return the choice that is followed next, by the first plan that has to be measured.
+        """Return the choice to follow next: that of the first plan that has to be measured.
 
-        `room` is how many bytes may be kept; None where as few as possible are to.
+        `room` is the number of bytes that may be kept; None means as few as possible.
         """
         search = self.search
         while True:
@@ -104,9 +105,9 @@ class Comparison:
     def choose_several(
         self, problem: Problem, machine: Machine, room: int | None
     ) -> list[tuple[Alternative, Choice]]:
-        """Return the same, and what may be followed behind it before it is known what that takes.
+        """Return the same, and the choices to follow next whatever time its steps take.
 
-        Of plans that decide the same the first is among them.
+        Of plans with the same decisions only the first is included.
         """
         search, choice = self.search, self.choose(problem, machine, room)
         found = [(search.current, choice)]
@@ -122,11 +123,11 @@ class Comparison:
         return found
 
     def follows(self, problem: Problem, choice: Choice) -> None:
-        """Note what the current plan decides."""
+        """Record the decisions of the current plan."""
         self.search.follows(self._decides(self.search.current, problem, choice))
 
     def _decides(self, alternative: Alternative, problem: Problem, choice: Choice) -> int:
-        """Note what a plan decides; return the bytes that stay by it."""
+        """Record the decisions of a plan; return the bytes that it keeps on the device."""
         self.decided[alternative] = choice.decisions
         staying = self._staying[alternative] = staying_bytes(problem, choice)
         return staying
@@ -134,7 +135,7 @@ class Comparison:
     def took_in_turn(
         self, followed: Sequence[Alternative], steps: Sequence[Sequence[float | None]]
     ) -> None:
-        """Note what the steps took that have followed some plans one after another."""
+        """Record the times of the steps that followed some plans one after another."""
         self.search.took_in_turn(
             (one, self._staying[one], seconds)
             for one, seconds in zip(followed, steps, strict=False)
@@ -142,14 +143,14 @@ class Comparison:
         )
 
     def measured_like(self, decisions: list[Decision]) -> Alternative | None:
-        """Return a plan that decides the same, and of which it is known what steps take."""
+        """Return a measured plan with the same decisions; None if there is none."""
         for alternative, others in self.decided.items():
             if alternative in self.search.results and others == decisions:
                 return alternative
         return None
 
     def line(self) -> str | None:
-        """Return, once, what the comparison has come to, as soon as steps follow that."""
+        """Return the result of the comparison, once, as soon as steps follow the chosen plan."""
         search = self.search
         if self.is_told or not search.is_settled or self.followed != search.current:
             return None
@@ -158,10 +159,11 @@ class Comparison:
 
 
 def search_for(signature: StepSignature, problem: Problem, *, is_least: bool) -> PlanSearch:
-    """Return which plans are compared of a signature whose forward pass has been timed.
+    """Return which plans to compare for a signature whose forward pass has been timed.
 
-    With the budget "least" half of what the device computes in a forward pass more is worth it if
-    less stays: to checkpoint takes all of that more. Not of what is little.
+    With the budget "least", steps may take longer to keep less: by up to half of the device's
+    compute time in a forward pass. Checkpointing would cost all of it. This does not hold where a
+    step saves little.
     """
     if is_least and signature.saved_bytes <= LITTLE * device_bytes(signature.devices):
         return PlanSearch((ALL_STAYS, OFFLOAD_ALONE), slack_bytes=signature.saved_bytes)

@@ -1,9 +1,9 @@
-"""Has the steps of an Offload follow plans: learns their signatures, has replays tried.
+"""Runs the steps of an Offload by plans: learns step signatures and verifies recomputation.
 
-The first step of a signature offloads all, and is watched and timed. The next follows the plan that
-is made of it, but hands over, too, what it recomputes, and compares: a value whose bits differ once
-is never recomputed. From then on nothing is handed over twice. What was learned in between makes
-the plan anew where the next step begins.
+The first step of a signature offloads everything, and is watched and timed. The next step follows
+the plan made from it, but also offloads what it recomputes, and compares both. A value whose bits
+differ once is never recomputed. Later steps offload no recomputed value any more. What a step has
+shown goes into a new plan when the next step begins.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ if TYPE_CHECKING:
 __all__ = ["Planning"]
 
 FINER: Final = 8
-"""By how much smaller tensors are handled where many steps differ by whether some are too small."""
+"""Divides the minimum tensor size where steps differ only in whether some tensors are too small."""
 
 FINEST: Final = 64
-"""By how much at the most."""
+"""The largest total divisor."""
 
 NEAR: Final = 16
-"""Times the least bytes: what is as small may be too small in a step that is shorter by as much."""
+"""Times the minimum size: a tensor up to this size may be below the minimum in a shorter step."""
 
 MOST_BY_PYTHON: Final = 4
-"""Steps for which compiled code is waited for before those that Python follows are compared."""
+"""Steps to wait for compiled code before steps that Python follows are compared as well."""
 
 
 class Planning:
@@ -71,9 +71,9 @@ class Planning:
         link: Callable[[torch.device], LinkFigures],
         link_of_late: Callable[[torch.device], LinkFigures],
     ) -> None:
-        """Start without experience; `layers` tells in which layer a value is made.
+        """Start without known signatures; `layers` returns the layer in which a value is made.
 
-        For the others see PlanMaker.
+        For the other arguments see PlanMaker.
         """
         self.options = options
         self.ratio = ratio
@@ -82,22 +82,22 @@ class Planning:
         self._signatures = StepSignatures()
         self.maker = PlanMaker(options, ratio, link, link_of_late)
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
-        """What the steps know storages by, and what has to be freed when it has died."""
+        """Each step's pins, and their weak storages, to be freed once the pins are gone."""
         self._operations = OperationTimes()
         self._finer = 1
-        """By how much what is handled may be smaller than the user says."""
+        """Divides the user's minimum tensor size."""
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
         self._thread = threading.local()
-        """Of each thread whether a block of it has ended, and what the last has followed."""
+        """For each thread: whether a block of it has ended, and the plan that its last followed."""
 
     # --- a step -----------------------------------------------------------------------------
 
     def least(self, min_bytes: int) -> int:
-        """Return how many bytes a tensor needs to have in order not to stay.
+        """Return the minimum size in bytes of a tensor that is not always kept.
 
-        They are fewer than `min_bytes` where steps of several sizes would else differ in what they
-        do, and no compiled code could follow them.
+        It is below `min_bytes` where steps of several sizes would otherwise have different
+        signatures, so that compiled code could not follow them.
         """
         return max(1, min_bytes // self._finer)
 
@@ -109,10 +109,10 @@ class Planning:
         native: NativePath | None = None,
         follow: Native | None = None,
     ) -> PlannedStep:
-        """Begin a step, whose tensors of `least` bytes matter and are handed over by `hooks`.
+        """Begin a step that handles tensors of at least `least` bytes, and offloads by `hooks`.
 
-        It is followed by compiled code where `native` can do that. `follow` is that code where it
-        is there at all: what operations draw and launch is only seen with it.
+        Compiled code follows the step where `native` allows that. `follow` is the compiled module
+        if there is one: only with it are random draws and kernel launches seen.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -154,7 +154,7 @@ class Planning:
         )
 
     def _expected_step(self) -> tuple[StepRecord, bool]:
-        """Return the record of a step like the latest, and whether its functions are watched."""
+        """Return the record of a step of the expected signature, and whether to watch functions."""
         learns = self._recurrence.is_seen
         with self.maker.lock:
             self._make_plans(learns=learns)
@@ -170,19 +170,19 @@ class Planning:
         return StepRecord(self._signatures, signature, walks=walks, is_learned=learns), watches
 
     def _has_run_here(self) -> bool:
-        """Tell whether a block of this thread has ended.
+        """Return whether a block of this thread has ended.
 
-        On a CPU a thread's first operations may run with more threads than those behind them, so
-        what they have made cannot be recomputed: PyTorch tells OpenMP its count in the first one
-        that it shares among threads.
+        On a CPU a thread's first operations may run with more OpenMP threads than later ones, so
+        their results cannot be recomputed. PyTorch passes its thread count to OpenMP only in the
+        first operation that it runs on several threads.
         """
         return getattr(self._thread, "has_run", False)
 
     def _is_watched(self, signature: StepSignature | None, *, learns: bool) -> bool:
-        """Tell whether the functions of a step are watched that is expected to be of a signature.
+        """Return whether to watch the functions of a step that is expected to be of a signature.
 
-        So they are where something is recomputed, or may be; of steps that no other is like they
-        are not, until such steps come again.
+        They are watched where something is or may be recomputed. While nearly every step has a new
+        signature, steps of a signature without a plan are not watched.
         """
         if not self.maker.why_not and is_in_compiled_code():
             self.maker.met_compiled_code()
@@ -191,7 +191,7 @@ class Planning:
         return signature is None or (learns if signature.followed is None else signature.may_replay)
 
     def _script(self, record: StepRecord, native: NativePath) -> _follow.Script | None:
-        """Return what compiled code may follow from the step's begin on."""
+        """Return the script for compiled code from the step's begin; None if Python follows it."""
         signature, plan = record.signature, record.plan
         if signature is None or plan is None or record.script is not plan.script:
             return None
@@ -203,20 +203,20 @@ class Planning:
         return compiled(signature, plan, native.follow, native.counts)
 
     def _is_noted(self, record: StepRecord, native: NativePath | None) -> bool:
-        """Tell whether the calls of a step have to be noted for compiled code."""
+        """Return whether the calls of a step have to be recorded for compiled code."""
         plan = record.plan
         if native is None or plan is None or record.script is None or self.options.verifies:
             return False
         return not plan.noted
 
     def _recorder(self, recording: Recording, follow: Native | None) -> Recorder:
-        """Return what sees the functions that a step runs, and times those of one not yet known."""
+        """Return a mode that watches the functions of a step, and times those of an unknown one."""
         note_draw = None if follow is None else follow.note_draw
         measures = recording.step.signature is None
         return Recorder(recording, self._operations, measures=measures, note_draw=note_draw)
 
     def _begun(self, signature: StepSignature | None, *, fills: bool) -> Mark:
-        """Mark a step's begin on its device, whose queue is filled before if it `fills` that."""
+        """Mark a step's begin on its device; `fills` first keeps the device busy."""
         clock = None if signature is None else signature.clock
         if fills and signature is not None and clock is not None:
             with torch.cuda.device(clock):
@@ -224,9 +224,9 @@ class Planning:
         return Mark(clock)
 
     def _note_step(self) -> None:
-        """Note what the step took that this thread has begun before: the next begins.
+        """Record the time of this thread's previous step, as the next step begins.
 
-        To make plans for that is no part of it.
+        Making plans for the next step is not counted.
         """
         followed: _FollowedStep | None = getattr(self._thread, "followed", None)
         self._thread.followed = None
@@ -239,14 +239,15 @@ class Planning:
     ) -> StepSignature | None:
         """Learn from a step that has ended; return its signature if it has followed its plan.
 
-        What has `least` bytes was looked at. `pass_seconds` is how long its forward pass was by the
-        host's clock. One that `tries` something takes longer than others.
+        The step handled tensors of at least `least` bytes. `pass_seconds` is the length of its
+        forward pass by the host's clock. A step that `tries` something takes longer than others,
+        so its time does not count.
         """
         record = step.record
         followed = record.signature
         self._thread.has_run = True
         record.ended_as = signature = self._signatures.ended(record)
-        if record.count:  # not of a validation, which saves nothing
+        if record.count:  # a validation step saves nothing
             self._recurrence.saw(is_new=signature is None or signature.seen == 1)
         if signature is not None:
             signature.note_loss(record.plain_loss_bytes)
@@ -271,13 +272,13 @@ class Planning:
         return signature
 
     def _look_finer(self, signature: StepSignature, least: int) -> None:
-        """Handle smaller tensors, and learn anew, if a new signature differs by those alone."""
+        """Handle smaller tensors and learn anew, if a new signature differs only by small ones."""
         if least > 1 and self._signatures.has_but_for(signature, NEAR * least):
             self._finer *= FINER
             self._signatures, self._recurrence = StepSignatures(), Recurrence()
 
     def _free_pins(self) -> None:
-        """Free what steps have known storages by, of whose results nothing is left."""
+        """Free the weak storages of steps whose results are all freed."""
         with suppress(IndexError):  # another thread may have taken the last
             for _ in range(len(self._pinned)):
                 reference, storages = self._pinned.popleft()
@@ -290,7 +291,7 @@ class Planning:
     # --- plans ------------------------------------------------------------------------------
 
     def _make_plans(self, *, learns: bool) -> None:
-        """Make anew the plans of which more is known by now, and new ones if steps are learned."""
+        """Remake plans that have new information, and make first ones if steps are learned."""
         self._compare_plans()
         self._note_link()
         self._note_shortage()
@@ -304,7 +305,7 @@ class Planning:
                 self._make_again(signature)
 
     def _compare_plans(self) -> None:
-        """Have the latest signature follow another plan where what steps took says so."""
+        """Have the latest signature follow another plan where the steps' times call for that."""
         signature = self._signatures.latest
         if signature is None or signature.comparison is None:
             return
@@ -314,7 +315,7 @@ class Planning:
             signature.outdate()
 
     def _note_link(self) -> None:
-        """Have the latest signature follow a new plan where its link is faster or slower by now."""
+        """Have the latest signature follow a new plan where its link has another speed by now."""
         signature = self._signatures.latest
         if signature is None or not self.maker.has_another_link(signature.root):
             return
@@ -323,7 +324,7 @@ class Planning:
         signature.outdate()
 
     def _note_shortage(self) -> None:
-        """Have plans made anew, with less room, where a device's memory has run out since."""
+        """Have plans made anew, with less memory, where a device has run out of memory since."""
         short = lacked(self.devices)
         if short != self.maker.lacked_bytes:
             self.maker.lacked_bytes = short
@@ -339,20 +340,20 @@ class Planning:
         self._expect(signature, self.maker.make(signature))
 
     def _expect(self, signature: StepSignature, planned: StepSignature) -> None:
-        """Have the next step be expected to be as a new plan of a signature says."""
+        """Expect the next step to be of `planned`, the signature that a new plan is for."""
         latest = self._signatures.latest
         if planned is not signature or (latest is not None and latest.root is signature):
             self._signatures.prefer(planned)
 
     def _expect_agreed(self, signature: StepSignature, planned: StepSignature) -> None:
-        """Have the next step be expected to be as ranks have agreed on."""
+        """Expect the next step to be of `planned`, on whose plan the ranks have agreed."""
         self._expect(signature, planned)
 
     # --- for people -------------------------------------------------------------------------
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """The GPUs that values of the latest step signature lie on."""
+        """The GPUs that hold values of the latest step signature."""
         signature = self._signatures.latest
         return () if signature is None else signature.devices
 
@@ -368,12 +369,12 @@ class Planning:
         return replace(plan, compared=str(signature.comparison.search))
 
     def plans_for(self, budgets: Iterable[Budget]) -> list[Plan]:
-        """Return what each budget would give the latest signature, which keeps its own plan."""
+        """Return the plan for each budget for the latest signature, which keeps its own plan."""
         signature = self._signatures.latest
         return [] if signature is None else self.maker.plans_for(budgets, signature.root)
 
     def settled_line(self) -> str | None:
-        """Return, once, what the comparison of plans of the latest signature has come to."""
+        """Return, once, the result of comparing the plans of the latest signature."""
         signature = self._signatures.latest
         if signature is None or signature.comparison is None or signature.followed is None:
             return None
@@ -381,7 +382,7 @@ class Planning:
         return line if line is None or shown is None else f"{line}: {shown.in_short()}"
 
     def is_comparing(self) -> bool:
-        """Tell whether steps follow several plans by now, or will, to find the best."""
+        """Return whether steps follow several plans now, or will, to find the best."""
         signature = self._signatures.latest
         if signature is None or not signature.is_on_gpu:
             return False
@@ -389,10 +390,10 @@ class Planning:
 
 
 class _FollowedStep(NamedTuple):
-    """A step whose block has ended, and that has followed a plan."""
+    """A step that has followed a plan and whose block has ended."""
 
     times: StepTimes
     alternative: Alternative
     begun: Mark
     is_compared: bool
-    """Whether it was as large as the others that are."""
+    """Whether it was large enough for its time to be compared."""

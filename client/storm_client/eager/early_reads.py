@@ -1,7 +1,7 @@
-"""Large values of a step that may be read as soon as they have been made.
+"""Large values of a step whose bytes may be read as soon as they have been made.
 
-They leave by the plan. Others may still hold them, so they leave later; but their bytes are read at
-once where a step has shown that nobody writes to them until then without that being counted.
+The plan offloads these values. Others may still hold them, so their memory is given up later. But
+their bytes are read at once where a step has shown that nobody writes to them uncounted until then.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from storm_client.saved.snapshots import Ready, SnapshotProof
 __all__ = ["EarlyReads"]
 
 LARGE_BYTES: Final = 16 << 20
-"""What leaves as it was made has as many. A smaller one is on the link for less than the device
-takes for what comes before it would leave anyway, and noting it costs the training thread."""
+"""Minimum size of a value that is read early. For a smaller one an early read gains nothing: its
+transfer takes less time than the device computes before the value would be offloaded anyway, and
+recording it costs time on the training thread."""
 
 
 class EarlyReads:
-    """Those of one step."""
+    """The early reads of one step."""
 
     def __init__(self, step: StepRecord, pins: Pins, hooks: SaveHooks, *, is_on: bool) -> None:
-        """Publish by `hooks` what was made, if that `is_on`; `pins` hold its memory."""
+        """Publish values by `hooks` when they are made, if `is_on`; `pins` know their storages."""
         self._step, self._pins, self._hooks, self._is_on = step, pins, hooks, is_on
         self._ready: dict[int, Ready] = {}
         self.tries = False
-        """Whether it is being found out of some whether they are written to."""
+        """Whether the step tries whether some values are written to uncounted."""
 
     def of(self, storage: torch.UntypedStorage) -> Ready | None:
-        """Return when what lies in a storage was made; None if it is not read early."""
+        """Return the `Ready` record of a storage's value; None if it is not read early."""
         return self._ready.get(storage._cdata)
 
     def looks_at(self, output: torch.Tensor) -> bool:
-        """Tell whether a result is large enough."""
+        """Return whether a result is large enough for an early read."""
         return output.nbytes >= LARGE_BYTES
 
     def may_leave(self, number: int, nbytes: int) -> bool:
-        """Tell whether a step has shown that nobody writes to so large a value, uncounted."""
+        """Return whether a step has shown that nobody writes uncounted to a value of `nbytes`."""
         signature = self._step.signature
         if signature is None or not self._is_on:
             return False
@@ -51,7 +52,7 @@ class EarlyReads:
         return evidence.unchanged.holds(number, nbytes) and number not in evidence.changed
 
     def made(self, number: int, output: torch.Tensor) -> bool:
-        """Note from when on the bytes of a value that will leave are there; tell if that counts."""
+        """Publish that a value to be offloaded has been made; return whether it is tracked."""
         signature = self._step.signature
         if signature is None or not (self._is_on and self.looks_at(output)):
             return False
@@ -74,9 +75,9 @@ class EarlyReads:
         return True
 
     def overwritten(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has got other bytes, which no version tells."""
+        """Note that a storage was modified without a version counting it."""
         self._ready.pop(storage._cdata, None)
 
     def forget(self) -> None:
-        """Let go of all: the step has ended."""
+        """Forget all values: the step has ended."""
         self._ready.clear()

@@ -1,6 +1,6 @@
-"""What a step does, as it is recorded: values that it makes and saves, and the events of these.
+"""The record of a step: the values that it makes and saves, and the events in their order.
 
-A value is one storage at one version. Sizes are no part of an event: batches are of many lengths.
+A value is one storage at one version. Events have no sizes, since batches have many lengths.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["CAST", "SAVED", "Event", "RecordedValue", "saved_numbers", "values_o
 _HOST: Final = torch.device("cpu")
 
 Event: TypeAlias = tuple[Any, int, torch.dtype | None, tuple[int, ...]]
-"""SAVED, CAST or the function that was run; the value's number and dtype; its inputs.
+"""SAVED, CAST or the function that was run; the value's number; its dtype; its inputs.
 
-Of what is saved neither dtype nor inputs are told."""
+A SAVED event has neither dtype nor inputs."""
 
 SAVED, CAST = "saved", "cast"
-"""Autograd saves a value; autocast has made a value that was saved."""
+"""SAVED: autograd saves a value. CAST: autocast has made a value that was saved."""
 
 
 @dataclass(slots=True)
 class RecordedValue:
-    """A storage at one version: what an operation made, or what autograd saved of unknown origin.
+    """A storage at one version, made by an operation or saved by autograd with unknown origin.
 
-    `nbytes` is that of the whole storage, `seconds` what making it took. Of a signature's value
-    `nbytes` is the most of all steps, and `seconds` what making so many takes.
+    `nbytes` is the size of the whole storage, `seconds` the time that its operation took. In a
+    signature `nbytes` is the largest size over all steps, and `seconds` the time for that size.
     """
 
     number: int
@@ -42,37 +42,37 @@ class RecordedValue:
     shape: torch.Size
     device: torch.device = _HOST
     is_result: bool = True
-    """Whether an operation made it that autograd knows of: then its changes are counted."""
+    """Whether an operation known to autograd made it: then its changes are counted."""
     made_by: str = ""
-    """The name of its node in the graph; empty for what no operation made."""
+    """The name of its node in the graph; empty where no operation made it."""
     operation: str = ""
     """The function's name; empty where it is not known, or cannot be recomputed."""
     is_expensive: bool = False
     inputs: tuple[int, ...] = ()
-    """Numbers of the large values among its arguments."""
+    """Numbers of the large values among its arguments; -1 for small ones and parameters."""
     over: tuple[int, ...] = ()
-    """Numbers of those that its operation has written over, first of what was in its memory: gone
-    since, they can only be recomputed."""
+    """Numbers of the values that its operation has overwritten, the one in its own memory first.
+    They no longer exist and can only be recomputed."""
     uses: int = 0
-    """How often it was saved."""
+    """The number of times it was saved."""
     parameter_bytes: int = 0
-    """Of parameters that get gradients and that no later operation reads."""
+    """Bytes of the parameters it reads that get gradients and that no later operation reads."""
     gathered_bytes: int = 0
-    """Of those that were gathered to be read, and freed by the end of the block."""
+    """The same of parameters that were gathered to be read, and freed by the end of the block."""
     place: Place = NOWHERE
-    """Where in the model."""
+    """Where in the model it was made or saved."""
     seconds: float = 0.0
     timing: Callable[[], float] | None = None
-    """Tells `seconds` once the device has come that far."""
+    """Returns `seconds`, waiting for the device."""
 
     @property
     def layer(self) -> str:
-        """In which layer of the model, empty where that is not known."""
+        """The layer of the model; empty where it is not known."""
         return self.place.layer
 
     @property
     def path(self) -> str:
-        """In which module, by its qualified name."""
+        """The qualified name of the module."""
         return self.place.path
 
     @property
@@ -82,11 +82,11 @@ class RecordedValue:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it is known what making it took, or will be."""
+        """Whether the time of its operation is known, or will be."""
         return self.timing is not None or self.seconds > 0.0
 
     def grow(self, nbytes: int) -> None:
-        """Be of more bytes: making them takes longer by as much."""
+        """Grow to `nbytes`, and scale the time of its operation by the same factor."""
         factor = nbytes / self.nbytes if self.nbytes else 1.0
         self.nbytes, self.seconds = nbytes, factor * self.seconds
         if self.timing is not None:
@@ -94,7 +94,7 @@ class RecordedValue:
             self.timing = lambda: factor * timing()
 
     def planned(self) -> Value:
-        """Return what the planner is told of it; waits until the device has made it."""
+        """Return the value as the planner needs it; waits until its time is known."""
         if self.timing is not None:
             self.seconds, self.timing = self.timing(), None
         return Value(
@@ -114,12 +114,12 @@ class RecordedValue:
 
 
 def saved_numbers(events: Iterable[Event]) -> list[int]:
-    """Return the numbers of what autograd saves, in the order in which it first does."""
+    """Return the numbers of the values that autograd saves, in the order of their first save."""
     return list(dict.fromkeys(number for what, number, *_ in events if what is SAVED))
 
 
 def values_of(events: list[Event], known: list[RecordedValue]) -> list[RecordedValue]:
-    """Return the values of some events, the first of a step whose values are known."""
+    """Return the values of `events`, the first events of a step whose values are `known`."""
     numbers = chain.from_iterable((number, *inputs) for _, number, _, inputs in events)
     count = max(numbers, default=-1) + 1
     values = [

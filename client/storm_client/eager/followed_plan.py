@@ -1,7 +1,7 @@
-"""A plan as steps follow it: its decisions, and what steps are expected to do one after another.
+"""A plan as steps follow it: its decisions, and its script, the events that steps should produce.
 
-Each event of the script is compared by its function and dtype alone, and only of what something is
-recomputed from is it looked up which value it is.
+An event of a step is compared with the script by function and dtype alone. The value of an event is
+looked up only where the value is recomputed or something is recomputed from it.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ class Expected(NamedTuple):
     """An event of a step that follows a plan."""
 
     what: Any
-    """As an event begins."""
+    """The first item of an `Event`."""
     value: RecordedValue
     decision: Decision
     matters: bool
     """Whether the value is recomputed, or another one from it."""
     is_new: bool
-    """Whether no event before is of this value."""
+    """Whether no earlier event is of this value."""
     inputs: tuple[int, ...]
-    """The numbers of what it is made from; none of what is saved."""
+    """The numbers of the values that it is made from; empty for a save."""
     leaves: bool
-    """Whether the value is offloaded, saved or for what is made from it."""
+    """Whether the value is offloaded, as a saved value or as an input of recomputed ones."""
     stays: str
-    """Of a result that is saved, if it stays and nothing else is made from it: the reason."""
+    """Why a saved result is kept, if nothing else is recomputed from it; otherwise empty."""
     most: int
-    """Bytes for which the plan was made: if it has more, it is not kept."""
+    """Bytes for which the plan was made: a larger value is not kept."""
 
     def decided(self, nbytes: int) -> Decision:
-        """Return what becomes of the value if it has so many bytes."""
+        """Return the decision for the value if it has `nbytes`."""
         return _in_size(self.decision, nbytes, self.most)
 
 
 NOTHING = Expected(
     None, RecordedValue(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, "", -1
 )
-"""Like which no event is: comes behind a script's last, and where there is none."""
+"""Matches no event: stands after a script's last event, and where there is no script."""
 
 
 class FollowedPlan:
-    """Decisions that steps follow, for values of certain sizes, and how far steps are with them."""
+    """Decisions that steps follow, for values up to certain sizes, and the steps' progress."""
 
     def __init__(
         self,
@@ -66,45 +66,46 @@ class FollowedPlan:
         noted: list[Noted],
         shown: Plan | None = None,
     ) -> None:
-        """Begin with no step having followed it. `shown` is the plan as people see it."""
+        """Begin before any step has followed the plan. `shown` is the plan as users see it."""
         self.decisions = decisions
-        """One a value."""
+        """One per value."""
         self.ways = ways
-        """In which each value is recomputed; see `Ways.of`."""
+        """The way in which each value is recomputed; see `Ways.of`."""
         self.most = [value.nbytes for value in values]
         """Bytes of each value for which the plan was made."""
         self.script = _script(events, values, decisions)
-        """What a step does that follows it, and nothing behind that."""
+        """The events of a step that follows the plan, then `NOTHING`."""
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         """Whether something is recomputed."""
         self.shown = shown
         self.told: weakref.ref[Any] | None = None
-        """The session whose daemon knows the plan, which hooks tell it of."""
+        """The session whose daemon knows the plan; the step's hooks send the plan there."""
         self.noted = noted
-        """What a step has saved and called that has followed the same decisions, where each value
-        that matters was made by a single call; empty until that is known."""
+        """The saves and calls of a step that has followed the same decisions, where a single call
+        made each value that matters; empty until that is known."""
         self.compiled: tuple[int, _follow.Script] | None = None
-        """The script for compiled code, once a step has needed it, and how much was proved then."""
+        """The script for compiled code, once a step has needed it, preceded by the
+        `Evidence.version` that it was made for."""
         self.steps = 0
-        """Steps that have followed the decisions, and tried nothing."""
+        """Steps that have followed the decisions without a trial."""
         self.by_python = 0
-        """Those of them that Python has followed, where compiled code may yet."""
+        """Those of them that Python has followed, though compiled code may follow later ones."""
         self.is_settled = False
-        """Whether what learning has needed of memory was given back since."""
+        """Whether the memory that learning needed has been given back since."""
 
     def goes_on_from(self, before: FollowedPlan) -> None:
-        """Have steps be as far as they were with a plan of the same decisions."""
+        """Take over the progress of an earlier plan with the same decisions."""
         self.steps, self.by_python = before.steps, before.by_python
         self.is_settled = before.is_settled
 
     def decided(self, number: int, nbytes: int) -> Decision:
-        """Return what becomes of so many bytes of a value; without a number it is offloaded."""
+        """Return the decision for a value of `nbytes`; one without a valid number is offloaded."""
         if not 0 <= number < len(self.decisions):
             return OFFLOAD
         return _in_size(self.decisions[number], nbytes, self.most[number])
 
     def news_for(self, session: object) -> Plan | None:
-        """Return the plan for people, unless this session was the last that asked for it."""
+        """Return the plan as users see it, unless this session was the last to ask for it."""
         if self.told is not None and self.told() is session:
             return None
         self.told = weakref.ref(session)
@@ -112,14 +113,14 @@ class FollowedPlan:
 
 
 def _in_size(decision: Decision, nbytes: int, most: int) -> Decision:
-    """Return what becomes of `nbytes` by a plan that was made for `most`: only those are kept."""
+    """Return the decision for `nbytes` in a plan made for `most`: a larger value is not kept."""
     return OFFLOAD if nbytes > most and isinstance(decision, Keep) else decision
 
 
 def _script(
     events: tuple[Event, ...], values: list[RecordedValue], decisions: list[Decision]
 ) -> list[Expected]:
-    """Return the events as a step that follows the decisions expects them, and nothing behind."""
+    """Return the events as a step that follows the decisions expects them, then `NOTHING`."""
     made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
     inputs_of_made = set().union(*(values[number].inputs for number in made))
     matter = made | inputs_of_made
@@ -129,7 +130,7 @@ def _script(
         is_new = number not in seen
         value, decision, matters = values[number], decisions[number], number in matter
         if what is SAVED and not (value.is_result or isinstance(decision, Replay)):
-            matters = False  # recipes copy what no operation made, whatever it is
+            matters = False  # recipes copy what no operation made, so its identity is not needed
         leaves = isinstance(decision, Offload) and (value.is_saved or number in inputs_of_made)
         stays = ""
         if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:

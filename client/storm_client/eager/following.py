@@ -1,10 +1,10 @@
-"""Compiles the script of a step signature for compiled code to follow.
+"""Compiles the script of a step signature, so that compiled code can follow it.
 
-Of the script's events compiled code needs those that say what becomes of a saved tensor, and, where
-something is recomputed, the calls of operators that made what matters. Which calls those are is
-noted in a step that Python follows: each value that matters has to be one output of a single call,
-and each call of the same operators has its place between them. What compiled code does not expect
-it hands over to Python, which walks along the same script.
+Compiled code needs the script's saves, with their decisions. Where something is recomputed, it also
+needs the operator calls that made the values that matter. A step that Python follows records these
+calls: each value that matters has to be one output of a single call, and all other calls of the
+same operators are counted in between. Compiled code passes an unexpected event to Python, which
+walks along the same script.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["NativePath", "Noted", "Rest", "compiled"]
 
 _CONSTANT = -1
-"""Stands for an input that stays."""
+"""Stands for an input that is always kept: small, or a parameter."""
 
 LONG_ENOUGH = 16
 """Steps of the first rest."""
 
 MOST_DOUBLED = 6
-"""How often that is doubled at the most."""
+"""The largest number of times that the length of a rest doubles."""
 
 
 class _What(IntEnum):
-    """What is done at an event; as in native/script.h."""
+    """The action at an event; as in native/script.h."""
 
     KEEP = 0
     PYTHON = 1
@@ -47,7 +47,7 @@ class _What(IntEnum):
 
 
 class _Does(IntEnum):
-    """What is done with a call's output; as in native/script.h."""
+    """The action for a call's output; as in native/script.h."""
 
     COUNT = 0
     LOOK_UP = 1
@@ -55,30 +55,31 @@ class _Does(IntEnum):
 
 
 class NativePath(NamedTuple):
-    """The compiled module, and what counts what it does."""
+    """The compiled module, and the counters of its work."""
 
     follow: Native
     counts: NativeCounts
 
 
 class Noted(NamedTuple):
-    """A saved tensor, or a call's output, which has a name; as native/call_log.cpp tells it."""
+    """A saved tensor, or an output of a call; as native/call_log.cpp records it."""
 
     position: int
-    """Of the event in the script; -1 for a call with which nothing is done."""
+    """The event's position in the script; -1 for a call that is only counted."""
     name: str
     overload: str
     kernel: Kernel | None
-    """Of a launch, which has neither."""
+    """The kernel of a launch, which has neither name nor overload."""
     place: int
+    """The output's place among the call's outputs."""
     arguments: tuple[int, ...]
-    """Which of the function's tensors the call's are; -1 for what it was not given."""
+    """For each tensor of the call its place among the function's tensors; -1 for none of them."""
     inside: str
-    """The name of the call that it is part of, which has copied what it was given; else empty."""
+    """The name of the enclosing call that has copied its arguments by this call; else empty."""
 
     @property
     def called(self) -> str | Kernel | None:
-        """What was called, as far as scripts look at all calls of it; of a saved tensor nothing."""
+        """The called operator's name or the kernel; None for a saved tensor."""
         return self.kernel or self.name or None
 
     @property
@@ -91,22 +92,22 @@ _Event: TypeAlias = "tuple[int, int, int, Sizes, int, int, bool, bool, Any]"
 
 
 class Rest:
-    """Steps that Python follows before compiled code may again, since it has met something else."""
+    """Counts the steps that Python follows after compiled code has met an unexpected event."""
 
     def __init__(self) -> None:
         """Start with none."""
         self.steps = 0
-        """Those that are left."""
+        """Steps left before compiled code may follow again."""
         self._begun = 0
 
     def begin(self) -> None:
-        """Have Python follow twice as many as the last time."""
+        """Begin a rest, twice as long as the one before, up to a limit."""
         self.steps = LONG_ENOUGH << min(self._begun, MOST_DOUBLED)
         self._begun += 1
 
 
 def _can_be_followed(signature: StepSignature, plan: FollowedPlan) -> bool:
-    """Tell whether compiled code may follow a plan, as far as its replays go."""
+    """Return whether what a plan recomputes allows compiled code to follow it."""
     evidence = signature.evidence
     if not plan.has_replays:
         return True
@@ -120,14 +121,14 @@ def _can_be_followed(signature: StepSignature, plan: FollowedPlan) -> bool:
 def compiled(
     signature: StepSignature, plan: FollowedPlan, follow: Native, counts: NativeCounts
 ) -> _follow.Script | None:
-    """Return the script of a signature's plan, compiled; None where Python has to follow it."""
+    """Return the compiled script of a signature's plan; None where Python has to follow it."""
     evidence = signature.evidence
     version = evidence.version
     if plan.compiled is None or plan.compiled[0] != version:
-        # This looks at all values, and is not asked every step.
+        # This check looks at all values, so it does not run in every step.
         if not _can_be_followed(signature, plan):
             return None
-        script = plan.script[:-1]  # behind the last event there is nothing
+        script = plan.script[:-1]  # without NOTHING at its end
         if plan.has_replays:
             events = _with_calls(plan, evidence, counts)
         else:
@@ -166,12 +167,12 @@ def _saved(
 
 
 def _with_calls(plan: FollowedPlan, evidence: Evidence, counts: NativeCounts) -> list[_Event]:
-    """Return what a step saves and calls, in order."""
+    """Return the saves and calls of a step, in order."""
     noted, script = plan.noted, plan.script
     used = {one.called for one in noted if one.is_used_call}
     told = [one for one in noted if one.called is None or one.called in used]
     position, positions = len(script) - 1, []
-    for one in reversed(told):  # a call has the place of what is saved next
+    for one in reversed(told):  # a call has the position of the next save
         position = one.position if one.called is None else position
         positions.append(position)
     seen: set[int] = set()

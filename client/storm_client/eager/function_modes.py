@@ -1,19 +1,22 @@
-"""Function modes that watch, and that PyTorch's own modules are not to notice.
+"""Function modes that watch a step without PyTorch's own modules noticing them.
 
-Attention and encoder layers that are evaluated, where nothing needs a gradient, run in one kernel
-whose bits differ from those of its parts. They do so unless they are given a tensor that overrides
-PyTorch's functions, and the function that tells takes any mode for one. So while a mode of ours is
-on, it is asked as if that were not. Outside of that nothing of PyTorch is replaced: TorchScript and
-Dynamo know the function itself.
+In evaluation, where nothing needs a gradient, attention and encoder layers run one fused kernel.
+Its bits differ from those of the separate operations. The layers do not use it if
+`has_torch_function` reports a tensor that overrides PyTorch's functions, and it reports any active
+mode as one. So while a mode of ours is on, `has_torch_function` is replaced by a function that
+ignores our modes. At other times nothing of PyTorch is replaced, since TorchScript and Dynamo know
+the function object itself.
 
-Compiled code is not to be entered with a mode on: Dynamo would trace the mode, break the graph at
-each function, and run those one by one, with other bits than the graph has. So a mode leaves the
-stack where its thread enters compiled code, before Dynamo looks at a frame.
+No mode may be on when a thread enters compiled code: Dynamo would trace the mode, break the graph
+at each function, and run the functions one by one, with other bits than the graph has. So a mode
+is taken off the stack where its thread enters compiled code, before Dynamo looks at a frame.
 
-A script's own modes may have functions return anything, and be on in one of the two passes alone.
+A script's own modes may make functions return anything, and may be on in only one of the two
+passes.
 
-What PyTorch has written in Python, as attention's layers, `interpolate` and `normalize`, passes
-through a mode as a whole, and what it calls does not. A mode may look into it.
+A function that PyTorch has written in Python, such as attention's layers, `interpolate` and
+`normalize`, passes through a mode as a whole; the functions that it calls do not. A mode may look
+into such a function.
 """
 
 from __future__ import annotations
@@ -48,13 +51,13 @@ class Watching(TorchFunctionMode):
     """A mode that passes all functions through, until a block of it ends or `end` is called."""
 
     meets_compiled_code = False
-    """Whether its thread has entered compiled code; the mode is on no stack since."""
+    """Whether its thread has entered compiled code; the mode is on no stack since then."""
 
     is_for_compiled_code = False
-    """Whether it stays on there all the same, as while a step is captured, code and all."""
+    """Whether the mode stays on in compiled code too, as while a whole step is captured."""
 
     def __init__(self) -> None:
-        """Be unnoticed from here on."""
+        """Hide the mode from PyTorch's modules from here on."""
         super().__init__()
         with _LOCK:
             _LIVING.add(self)
@@ -62,12 +65,12 @@ class Watching(TorchFunctionMode):
             _watch_dynamo()
 
     def __exit__(self, *error: Any) -> None:
-        """Be taken off the stack."""
+        """Take the mode off the stack and end it."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's gap
         self.end()
 
     def end(self) -> None:
-        """Be on no stack any more."""
+        """Stop hiding the mode; with the last one, restore PyTorch's own functions."""
         with _LOCK:
             _LIVING.discard(self)
             if not _LIVING:
@@ -75,7 +78,7 @@ class Watching(TorchFunctionMode):
                 _leave_dynamo_alone()
 
     def call_inside(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function that has passed through this mode, so that what it calls does, too."""
+        """Call a function with this mode on, so that the functions it calls pass through, too."""
         _push_mode(self)
         try:
             return function(*arguments, **options)
@@ -87,13 +90,14 @@ _push_mode: Final = torch._C._push_on_torch_function_stack
 _pop_mode: Final = torch._C._pop_torch_function_stack
 
 _IN_PYTHON: Final = frozenset({torch.nn.functional.__name__, torch.functional.__name__})
-"""Modules whose functions call others and do nothing else."""
+"""Modules whose functions only call other functions."""
 
 
 def looked_into(function: object) -> Callable[..., Any] | None:
-    """Return what does as a function of PyTorch's that is written in Python, and passes no mode.
+    """Return a copy of a PyTorch function written in Python, for a mode to look into.
 
-    That asks whether its arguments override it; here none does. None where it does not ask.
+    The function asks whether its arguments override it; in the copy the answer is always no.
+    Returns None for other functions, and for one that does not ask.
     """
     function = _norm if function is torch.Tensor.norm else function
     if type(function) is not FunctionType or function.__module__ not in _IN_PYTHON:
@@ -106,7 +110,7 @@ def looked_into(function: object) -> Callable[..., Any] | None:
 
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> Callable[..., Any]:
-    """Return the same function, which looks up others in `names`."""
+    """Return a copy of a function that looks up other functions in `names`."""
     found = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
@@ -119,14 +123,14 @@ def _is_overridden(*_: Any) -> bool:
 
 
 _norm: Final = torch.functional.norm
-"""What the method of tensors does."""
+"""The function behind `torch.Tensor.norm`."""
 
 _HARMLESS: Final = (Watching, DeviceContext)
-"""The latter says where tensors are made that are made from nothing."""
+"""DeviceContext only chooses the device on which factory functions make tensors."""
 
 
 def are_altered() -> bool:
-    """Tell whether modes that are not ours may alter what functions return in this thread."""
+    """Return whether modes that are not ours may alter what functions return in this thread."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return not all(isinstance(mode, _HARMLESS) for mode in function_modes())
@@ -134,7 +138,7 @@ def are_altered() -> bool:
 
 @contextmanager
 def unaltered() -> Iterator[None]:
-    """Have functions pass through no such modes."""
+    """Take off modes that may alter what functions return, for the length of a block."""
     modes = function_modes()
     have_modes([mode for mode in modes if isinstance(mode, _HARMLESS)])
     try:
@@ -145,9 +149,9 @@ def unaltered() -> Iterator[None]:
 
 
 def is_in_compiled_code() -> bool:
-    """Tell whether the caller was called by compiled code, so that Dynamo looks at its frames.
+    """Return whether compiled code has called the caller, so that Dynamo looks at its frames.
 
-    Dynamo itself says that it does not, to whom it is kept from looking at.
+    Dynamo's own query returns False in functions that Dynamo is kept from tracing, as here.
     """
     if _DYNAMO not in sys.modules:
         return False
@@ -155,16 +159,17 @@ def is_in_compiled_code() -> bool:
     while frame is not None:
         if frame.f_globals.get("__name__") == _DYNAMO:
             return not frame.f_code.co_qualname.startswith("DisableContext")
-        frame = frame.f_back  # type: ignore[assignment]  # None behind the last
+        frame = frame.f_back  # type: ignore[assignment]  # None after the last
     return False
 
 
 def _watch_dynamo() -> None:
-    """Be asked where a thread's frames are to be compiled from then on.
+    """Have Dynamo call `_enters` before it starts to compile a thread's frames.
 
-    Dynamo calls `_maybe_set_eval_frame` for that, where no frame is looked at: one of Python's may
-    stand for it there, as it may not for `set_eval_frame`, which ends that. Until Dynamo is loaded
-    it is taken from the module in C.
+    Dynamo calls `_maybe_set_eval_frame` for that. It looks at no frame then, so a Python function
+    may replace that function. None may replace `set_eval_frame`, which also stops Dynamo from
+    looking at frames. Until Dynamo is loaded, the function is replaced in the C module, from which
+    Dynamo will take it.
     """
     global _entry
     dynamo: Any = sys.modules.get(_DYNAMO)
@@ -182,11 +187,11 @@ def _leave_dynamo_alone() -> None:
 
 
 _entry: Callable[[Any], Any] = _set_eval_frame
-"""What stands in Dynamo's module while nobody watches."""
+"""The function in Dynamo's module while no mode watches."""
 
 
 def _enters_first(callback: Any) -> Any:
-    """Be called once, by a Dynamo that was loaded while a mode watches."""
+    """Replace `_enters` properly on the first call by a Dynamo loaded while a mode watches."""
     dynamo: Any = sys.modules[_DYNAMO]
     _frames.set_eval_frame = dynamo.set_eval_frame = _set_eval_frame
     if dynamo._maybe_set_eval_frame is _enters_first:
@@ -198,7 +203,7 @@ def _enters_first(callback: Any) -> Any:
 
 
 def _enters(callback: Any) -> Any:
-    """Do as Dynamo does, with no mode that watches on this thread's stack from then on."""
+    """Take all watching modes off this thread's stack, then do as Dynamo's function does."""
     if callback is not None:
         modes = function_modes()
         watching = [mode for mode in modes if _keeps_out(mode)]
@@ -215,12 +220,12 @@ def _keeps_out(mode: object) -> TypeGuard[Watching]:
 
 _LOCK = threading.Lock()
 _LIVING: weakref.WeakSet[Watching] = weakref.WeakSet()
-"""What has not ended, in any thread."""
+"""The modes that have not ended, in any thread."""
 
 
 @untraced
 def _has_any_besides(args: Iterable[Any]) -> bool:
-    """Tell whether anything but modes that watch overrides functions of some arguments."""
+    """Return whether anything but watching modes overrides functions for these arguments."""
     if not _has_torch_function(args):
         return False
     modes = function_modes()

@@ -1,7 +1,7 @@
-"""Whether a step finds gradients of parameters, or makes them as its backward pass goes on.
+"""Whether gradients of parameters exist when a step begins, or its backward pass creates them.
 
-With new ones the device fills up towards the end of the backward pass, so that much may lie there
-before that which is gone by then. Where they lie there from the begin, nothing is won so.
+New gradients fill the device towards the end of the backward pass. So earlier in the step there is
+memory for values that are freed by then. Gradients that exist from the begin leave no such memory.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ __all__ = ["Gradients", "may_lie_elsewhere"]
 
 
 class Gradients:
-    """What is known of them in the steps of one signature, or in one step."""
+    """What is known of the gradients in the steps of one signature, or in one step."""
 
     __slots__ = ("_parameter", "are_found")
 
     def __init__(self) -> None:
-        """Know nothing: new ones are expected."""
+        """Start without knowledge: new gradients are expected."""
         self.are_found = False
-        """Whether some were there, or may go before the backward pass has ended."""
+        """Whether some existed, or a hook may use and free them before the backward pass ends."""
         self._parameter: weakref.ref[torch.Tensor] | None = None
 
     def reads(self, parameter: torch.Tensor) -> None:
-        """Note a parameter that a forward pass reads."""
+        """Record a parameter that a forward pass reads."""
         if self._parameter is None:
             self._parameter = weakref.ref(parameter)
         self.are_found |= _is_there(parameter)
 
     def join(self, other: Gradients) -> bool:
-        """Add what a step has shown; tell whether that is news."""
+        """Add what a step has shown; return whether that is new."""
         self._parameter = self._parameter or other._parameter
         return self._found(is_there=other.are_found)
 
     def look(self) -> bool:
-        """Look at one parameter as a step begins; tell whether its gradient is news."""
+        """Look at one parameter as a step begins; return whether its gradient is new knowledge."""
         parameter = None if self._parameter is None else self._parameter()
         return self._found(is_there=parameter is not None and _is_there(parameter))
 
@@ -47,12 +47,12 @@ class Gradients:
 
 
 def _is_there(parameter: torch.Tensor) -> bool:
-    """Tell whether a gradient is there, or is used by a hook as soon as it is."""
+    """Return whether a gradient exists, or a hook will use it as soon as it does."""
     return parameter.grad is not None or bool(
         getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
 
 
 def may_lie_elsewhere() -> bool:
-    """Tell whether ranks train: DDP's buckets are there from the begin, others share gradients."""
+    """Return whether ranks train: DDP's buckets exist from the begin, others shard gradients."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,9 +1,10 @@
-"""Calls that no function of Python's is heard of, as functions of the table.
+"""Maps operator calls that no Python function reports to functions of the table.
 
-Kernels of products copy what they are given, and inside of functions that it does not cast for, as
-`einsum`, autocast casts it for them. Subclasses of tensors compute by operators of their own, and
-an attention that no kernel computes as a whole is made of other operators. The compiled log tells
-of these (`native/call_log.cpp`), behind the function that has called them.
+There are several sources of such hidden calls. Product kernels copy their arguments. Inside a
+function that autocast does not cast for, such as `einsum`, autocast casts the arguments of the
+inner operators. Tensor subclasses compute by operators of their own. An attention that no single
+kernel computes is made of other operators. The compiled log (`native/call_log.cpp`) reports these
+calls after the function that has made them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class KnownCall(NamedTuple):
 
 
 def known_calls(hidden: HiddenCall, returned: object) -> Iterator[KnownCall]:
-    """Yield what a hidden call is, and what it has kept; nothing if it cannot be recomputed.
+    """Yield a hidden call as a known call, then its byproduct; nothing if it is not recomputable.
 
-    A copy that a function has `returned` is its own.
+    A copy that a function has `returned` belongs to that function, and is not yielded.
     """
     if hidden.is_of_attention:
         yield from _inside(hidden)
@@ -49,13 +50,13 @@ def known_calls(hidden: HiddenCall, returned: object) -> Iterator[KnownCall]:
 
 
 def _inside(hidden: HiddenCall) -> Iterator[KnownCall]:
-    """Yield the same of a call that an attention is computed by."""
+    """Yield the same for a call that is part of an attention."""
     made, draw = hidden.made, hidden.draw
     known = attention_call(hidden.name, hidden.arguments, made)
     if known is None or not is_bound(*known, {}) or (draws(*known, {}) and draw is None):
         return
     if made.is_cuda and is_capturing(made.device):
-        return  # it runs later, too
+        return  # the captured graph runs it later, too
     function, arguments = known
     yield KnownCall(Call(function, arguments, {}, draw, hidden=hidden), made, is_timed=True)
     byproduct = byproduct_of(function)
@@ -67,14 +68,14 @@ def _inside(hidden: HiddenCall) -> Iterator[KnownCall]:
 def _hidden_call(
     name: str, arguments: Sequence[Any], made: torch.Tensor
 ) -> tuple[Function, Sequence[Any]] | None:
-    """Return which function of the table an operator is, and its arguments; None if it is none.
+    """Return the function of the table for an operator, and its arguments; None if there is none.
 
-    Of operators inside of others or of what subclasses do. Those inside of attentions are others:
-    see `attention_call`.
+    This covers operators inside other operators and those of tensor subclasses. For operators
+    inside attentions see `attention_call`.
     """
     if name == "aten::reshape":
         return torch.Tensor.reshape, (arguments[0], made.shape)
-    if name == "aten::to":  # perhaps to what it is already
+    if name == "aten::to":  # perhaps to the dtype that it has already
         return None if made is arguments[0] else (torch.Tensor.to, (arguments[0], made.dtype))
     if name == "aten::mm":
         return torch.mm, arguments
@@ -86,7 +87,7 @@ def _hidden_call(
 def attention_call(
     name: str, arguments: Sequence[Any], made: torch.Tensor
 ) -> tuple[Function, Sequence[Any]] | None:
-    """Return the same of an operator inside of an attention that no kernel computes as a whole."""
+    """Return the same for an operator inside an attention that no single kernel computes."""
     known = _IN_ATTENTION.get(name)
     if known is None:
         return _hidden_call(name, arguments, made)
@@ -103,7 +104,8 @@ _IN_ATTENTION: Final[dict[str, tuple[Function, tuple[Any, ...]]]] = {
     "aten::mul": (torch.mul, ()),
     "aten::repeat_interleave": (torch.repeat_interleave, (None,)),
 }
-"""Operators as functions of the table, and what their last arguments have to be, left out here."""
+"""Operators as functions of the table, with the values required of their last arguments, which are
+then dropped."""
 
 _SCALED_DTYPE: Final = 6
-"""The place of its result's type among the arguments of a scaled product."""
+"""The place of the result's dtype among the arguments of a scaled product."""

@@ -1,10 +1,10 @@
-"""Which of its parameters a Triton kernel reads and writes, as its compiled form says.
+"""Finds which of its parameters a Triton kernel reads and writes, from its compiled form.
 
 Triton keeps the text of a kernel's intermediate form (TTIR), one operation a line, after all
 functions have been inlined. From each load and store the pointer is followed back to the kernel's
-parameters. Only what is known to depend on nothing but the parameters and the memory that they
-point to is let through: no atomic operation, whose order may differ, no assembler, no pointer made
-of a number. What is not known is not let through either.
+parameters. An operation is accepted only if it is known to depend on nothing but the parameters and
+the memory that they point to. So atomic operations, whose order may differ, assembler, pointers
+made from numbers and unknown operations are rejected.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ _OTHERS: Final = """
     tt.load tt.make_range tt.mulhiui tt.precise_divf tt.precise_sqrt tt.reduce tt.reduce.return
     tt.reshape tt.return tt.scan tt.scan.return tt.splat tt.split tt.store tt.trans tt.unsplat
 """
-"""Operations that do, or read or write at pointers that they are given."""
+"""Operations that depend on their operands alone, or read or write at pointers among them."""
 
 _KNOWN: Final = frozenset((*_OTHERS.split(), *_FLOW, *_ENDS))
 
 _LIBRARY: Final = ("__nv_", "__ocml_")
-"""What the functions of device libraries begin with, which are mathematical ones."""
+"""Name prefixes of device library functions, which are mathematical functions."""
 
 
 class Accesses(NamedTuple):
     """Places of parameters among those that the compiled kernel takes."""
 
     taken: int
-    """How many there are."""
+    """The number of parameters."""
     pointers: frozenset[int]
     read: frozenset[int]
     written: frozenset[int]
 
 
 def accesses_of(ttir: str) -> Accesses | None:
-    """Return what a kernel with this intermediate form reads and writes.
+    """Return which parameters a kernel with this intermediate form reads and writes.
 
-    None where that is not known, or where its results may depend on something else.
+    None where that is not known, or where the kernel's results may depend on something else.
     """
     lines = [line.strip() for line in ttir.splitlines()]
     functions = [match for line in lines if (match := _FUNCTION.match(line))]
@@ -66,7 +66,7 @@ def accesses_of(ttir: str) -> Accesses | None:
     pointers = {name: at for at, (name, kind) in enumerate(parameters) if _POINTER in kind}
     found = _Pointers(pointers)
     is_settled = False
-    while not is_settled:  # a loop hands pointers back to its begin
+    while not is_settled:  # a loop passes pointers back to its begin
         if not found.follow(lines):
             return None
         is_settled = not found.has_grown
@@ -77,20 +77,20 @@ def accesses_of(ttir: str) -> Accesses | None:
 
 
 class _Pointers:
-    """To which parameters the pointers of a kernel belong, as far as is known."""
+    """Maps the pointers of a kernel to the parameters that they may come from."""
 
     def __init__(self, parameters: dict[str, int]) -> None:
         self._of = {name: {at} for name, at in parameters.items()}
         self._regions: list[list[str]] = []
-        """Names that the operations define which the present line is part of."""
+        """For each operation that encloses the present line, the names on its first line."""
         self.read: set[int] = set()
         self.written: set[int] = set()
         self.has_grown = False
         self.is_unknown = False
-        """Whether something is read or written by a pointer of unknown origin."""
+        """Whether the kernel reads or writes through a pointer of unknown origin."""
 
     def follow(self, lines: Iterable[str]) -> bool:
-        """Go through all operations once; tell whether all of them are known."""
+        """Go through all operations once; return whether all of them are known."""
         self.has_grown = self.is_unknown = False
         self._regions.clear()
         for line in lines:

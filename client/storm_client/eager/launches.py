@@ -1,21 +1,22 @@
-"""Launches of Triton kernels: of these the custom functions of many libraries are made.
+"""Launches of Triton kernels, of which the custom functions of many libraries consist.
 
-What such a function reads is open-ended, so it is not run again. A launch of a kernel reads nothing
-but what it is given: memory, numbers, a grid, and what was compiled. So it is an operation like
-PyTorch's, where all that it writes to is one of these:
+A custom function may read anything, so it is not recomputed as a whole. A kernel launch reads only
+its arguments: memory, numbers, a grid, and what was compiled into the kernel. So a launch is an
+operation like PyTorch's if each memory that it writes to is one of these:
 
 - memory that was allocated in this step, and that nobody has written to before;
-- all of the memory of a tensor, in place: that is one of its inputs, as it was before.
+- the whole memory of a tensor, in place: the tensor's former value is an input of the launch.
 
-To run it again is to allocate as much, or to make the inputs again in memory of their own, and to
-launch the same compiled kernel with the same grid and numbers: nothing is chosen or compiled anew.
+To recompute a launch, memory of the same layout is allocated, or the launch's inputs are recomputed
+in memory of their own. Then the same compiled kernel runs with the same grid and numbers: nothing
+is chosen or compiled anew.
 
-No version counts what a launch writes. So one in place is told even where it is no operation:
-nothing is recomputed from what was there before.
+No version counts what a launch writes. So a launch in place is reported even where it is not an
+operation: nothing may then be recomputed from the former contents.
 
-Launches are seen in `JITFunction.run`, below heuristics and autotuning, which is exchanged while a
-block is on that wants to know of them. Which memory is new only compiled code can tell, which sees
-all operators (`native/launches.cpp`): without it launches are no operations.
+Launches are seen in `JITFunction.run`, below heuristics and autotuning. That method is replaced
+while a block is on that needs to know of launches. Only compiled code, which sees all operators,
+knows which memory is new (`native/launches.cpp`). Without it launches are not operations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["Kernel", "Launch", "LaunchSink", "LaunchWatch", "watch_launches"]
 _TRITON: Final = "triton.runtime.jit"
 
 _CONSTANT: Final = "constexpr"
-"""What Triton says in the place of a type of what it has compiled into a kernel."""
+"""Triton's mark, in place of a type, for an argument that is compiled into a kernel."""
 
 _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides in elements, dtype and device of a tensor in memory of its own."""
@@ -48,21 +49,22 @@ _current_node = torch._C._current_autograd_node
 
 
 class Kernel:
-    """A compiled kernel as a function: of the tensors that it reads, it makes those it writes."""
+    """A compiled kernel as a function from the tensors that it reads to those that it writes."""
 
     def __init__(self, compiled: Any, bound: Mapping[str, Any]) -> None:
         """Find out what `compiled` does with its arguments, here `bound` to its parameters."""
         self.__name__: str = getattr(compiled, "name", "kernel")
         self._compiled = compiled
         self._arguments: list[Any] = []
-        """What was compiled into it, in the order of its parameters, and None for all others."""
+        """The arguments compiled into it, in the order of its parameters; None for all others."""
         self.reads: tuple[int, ...] = ()
+        """Places of the arguments that it only reads; the three below hold places, too."""
         self.writes: tuple[int, ...] = ()
-        """None of them where it is not known what it writes to."""
+        """Those that it writes to; empty where that is not known."""
         self.updates: tuple[int, ...] = ()
-        """Which of those it writes to it may read as well."""
+        """Those among `writes` that the kernel may read as well."""
         self.numbers: tuple[int, ...] = ()
-        """All are places among its arguments, of which each has one."""
+        """Those that are neither memory nor compiled into it."""
         self._find_accesses(bound)
 
     def _find_accesses(self, bound: Mapping[str, Any]) -> None:
@@ -91,9 +93,10 @@ class Kernel:
         numbers: Sequence[float],
         layouts: Sequence[_Layout | None],
     ) -> list[torch.Tensor]:
-        """Launch it; return what it writes: new memory with a layout each, or one of the `tensors`.
+        """Launch the kernel; return the tensors that it writes, one for each of `layouts`.
 
-        They are those that it writes to in place, which have no layout, and then those it reads.
+        A tensor with a layout is new memory; None stands for one of `tensors`, written in place.
+        `tensors` are those written in place, and then those that are only read.
         """
         rest = iter(tensors)
         with torch._C.DisableTorchFunction():
@@ -108,48 +111,48 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel that has made all that it wrote to."""
+    """A kernel launch that is an operation: it has made all of the memory that it wrote to."""
 
     kernel: Kernel
     tensors: list[torch.Tensor]
-    """What it has written to in place, and then what it has read."""
+    """The tensors that it has written in place, and then those that it has only read."""
     options: dict[str, Any]
-    """What else the kernel is called with to make the same again."""
+    """The keyword arguments of the kernel to recompute the launch."""
     made: list[torch.Tensor]
     over: int
-    """How many it has written to in place."""
+    """The number of tensors written in place."""
 
 
 class LaunchSink(Protocol):
-    """Who is told of the launches of a thread."""
+    """Receives the launches of a thread."""
 
     @property
     def launched(self) -> Callable[..., None]:
-        """Notes what a launch has made, of which it is given all that a `Launch` has."""
+        """Records a launch, given the fields of a `Launch`."""
         ...
 
     def overwritten(self, tensor: torch.Tensor) -> None:
-        """Note that a launch has written to memory that may have been in use."""
+        """Record that a launch has written to memory that may have been in use."""
         ...
 
 
 class LaunchWatch:
-    """Tells a sink of what the thread launches in a block, between `begin` and `end`."""
+    """Reports the launches of a thread in a block to a sink, between `begin` and `end`."""
 
     def __init__(self, follow: Native, sink: LaunchSink) -> None:
         """`follow` is the compiled module."""
         self.watcher: _follow.Launches = follow.Launches(self._run, sink)
-        """Knows new memory, and is to be on while the block is."""
+        """Knows which memory is new; has to be on while the block is."""
         self._listener = follow.launch_listener
 
     def begin(self) -> None:
-        """Have launches be told to who listens in their thread."""
+        """Start reporting launches to the listener of their thread."""
         with _LOCK:
             _LIVING.append(self)
             _exchange(self._listener)
 
     def end(self) -> None:
-        """Tell nothing more."""
+        """Stop reporting."""
         with _LOCK:
             if self in _LIVING:
                 _LIVING.remove(self)
@@ -159,7 +162,7 @@ class LaunchWatch:
     def _run(
         self, run: Callable[..., Any], function: Any, arguments: Any, options: dict[str, Any]
     ) -> Any:
-        """Run a function of Triton's, and tell of what it has launched."""
+        """Run a Triton function, and report its launch."""
         grid = options["grid"]
         noted: list[tuple[Mapping[str, Any], Sequence[int]]] = []
 
@@ -175,7 +178,7 @@ class LaunchWatch:
 
 
 def watch_launches(follow: Native | None, sink: LaunchSink) -> LaunchWatch | None:
-    """Return what tells `sink` of launches; None without compiled code, and without Triton."""
+    """Return a watch that reports launches to `sink`; None without compiled code or Triton."""
     if follow is None or not hasattr(sys.modules.get(_TRITON), "JITFunction"):
         return None
     return LaunchWatch(follow, sink)
@@ -186,10 +189,10 @@ _Listener: TypeAlias = Callable[[Callable[..., Any], Any, Any, dict[str, Any]], 
 _LOCK: Final = threading.Lock()  # protects all below
 _LIVING: Final[list[LaunchWatch]] = []
 _exchanged: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-"""What `JITFunction.run` was, and what stands for it; None while that is as it was."""
+"""The original `JITFunction.run` and its replacement; None while it is not replaced."""
 
 _KERNEL: Final = "_storm_kernel"
-"""The attribute of what was compiled that holds its `Kernel`: both are let go of together."""
+"""The attribute of a compiled kernel that holds its `Kernel`, so that both are freed together."""
 
 
 def _exchange(listener: Callable[[], _Listener | None]) -> None:
@@ -204,14 +207,14 @@ def _exchange(listener: Callable[[], _Listener | None]) -> None:
 def _put_back() -> None:
     global _exchanged
     function: Any = sys.modules[_TRITON].JITFunction
-    if _exchanged is not None and function.run is _exchanged[1]:  # else another's stands on it
+    if _exchanged is not None and function.run is _exchanged[1]:  # else another wraps ours
         function.run, _exchanged = _exchanged[0], None
 
 
 def _telling(
     run: Callable[..., Any], listener: Callable[[], _Listener | None]
 ) -> Callable[..., Any]:
-    """Return what runs a function of Triton's, and hands it to who listens in this thread."""
+    """Return a replacement for `run` that passes the call to the listener of this thread."""
 
     @untraced
     def told(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -231,7 +234,7 @@ def _kernel_of(compiled: Any, bound: Mapping[str, Any]) -> Kernel:
 
 
 def _has_scratch(compiled: Any) -> bool:
-    """Tell whether a kernel uses memory that it is not given as an argument."""
+    """Return whether a kernel uses memory that is not among its arguments."""
     sizes = ("global_scratch_size", "profile_scratch_size")
     return any(getattr(compiled.metadata, size, 0) for size in sizes)
 
@@ -243,5 +246,5 @@ def _allocated(
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Have a device be the current one, as kernels are launched there."""
+    """Make a device the current one, since kernels are launched there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,20 +1,20 @@
-"""How long operations of a step take on a GPU: each kind of them is run again with a full queue.
+"""Times a step's operations on a GPU: one operation of each kind is run again with a full queue.
 
-What lies between two events around an operation is what its kernels took only if they were queued
-before the device came to them. In a step that is watched they are not: what hooks do while the
-operation runs lies between the events, too, and is several times what a small kernel takes. So what
-is needed to run an operation again is noted, and where the plan is made it runs a few times on
-empty memory, behind something that keeps the device busy until all of it is queued. Whether it was
-is looked at: where the thread was delayed meanwhile, the device is kept busy for longer.
+Two events around an operation measure its kernels only if these were queued before the device
+reached them. In a watched step they are not. The time of the hooks that run meanwhile lies between
+the events as well, and is several times that of a small kernel. So each operation is recorded as a
+recipe. When a plan is made, the recipe runs a few times on empty memory, behind work that keeps the
+device busy until all runs are queued. Afterwards it is checked that they were: where the thread was
+delayed, the device is kept busy for longer.
 
-CUPTI, by `torch.profiler`, would tell the same of all kernels. It is the script's own to use: one
-profiler runs at a time in a process, and launches stay slower once it has been loaded.
+CUPTI, through `torch.profiler`, would time all kernels as well. But it is the script's to use: a
+process runs one profiler at a time, and launches stay slower once it has been loaded.
 
-A step that others were seen before has no events: nobody knew that it would have to be learned.
-Where an operation cannot be run, as for want of memory, events have to do, the shortest of those
-that are alike. They say nothing of whether it takes long: while a step is learned the stream may
-wait within an operation for what has been saved to leave, which on a slow link takes many times as
-long as the operation.
+A step that begins with an expected signature has no events, since nobody knew that it would have to
+be learned. Where an operation cannot be run again, as for lack of memory, the shortest time between
+the events of like operations is used. That time does not show that the operation itself is slow.
+While a step is learned, the stream may wait within an operation for an offload, which on a slow
+link takes many times as long as the operation.
 """
 
 from __future__ import annotations
@@ -45,38 +45,39 @@ if TYPE_CHECKING:
 __all__ = ["OperationTimes", "keep_busy"]
 
 LONG_SECONDS: Final = 2e-3
-"""What takes so long when it is run again is run only once more: the first run may have loaded its
-kernels, or looked for the fastest: 67 ms of a convolution, where a whole step takes 111."""
+"""An operation whose first run takes this long is run only once more. The first run may have loaded
+kernels or searched for the fastest: 67 ms of a convolution, where a whole step takes 111."""
 
 REPEATS: Final = 3
 
 MOST_SECONDS: Final = 5.0
-"""For all kinds of operations together: once, a step takes so much longer. What is left then goes
-by events. For convolutions and attention cuDNN makes plans of each shape, in each thread anew."""
+"""Limit for all kinds of operations together: one step takes that much longer, once. Remaining
+kinds use their events. cuDNN makes plans for each shape of convolutions and attention, in each
+thread anew."""
 
 QUEUED_SECONDS: Final = (5e-4, 2e-3, 8e-3)
-"""For which the device is kept busy while the repeats are queued; more where that is too short.
+"""Seconds to keep the device busy while the repeats are queued; the next if one is too short.
 
-An operation that waits for the device itself has never been queued before it begins."""
+An operation that itself waits for the device is never fully queued before it begins."""
 
 CYCLES_PER_SECOND: Final = 1.7e9
-"""Of a data-centre GPU's clock, about. One that is faster is kept busy for less."""
+"""Approximate clock of a data-centre GPU. A faster one is kept busy for less time."""
 
 LEAST_FREE: Final = 2.0
-"""How many times the memory of an operation has to be free for it to be run again."""
+"""Free memory needed to run an operation again, as a multiple of the operation's memory."""
 
 Timing: TypeAlias = Callable[[], float]
 
 
 def keep_busy(seconds: float) -> None:
-    """Have the current device's stream do nothing for about so long."""
+    """Keep the current device's stream busy for about `seconds`, without other effect."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]  # torch's gap
 
 
 class OperationTimes:
-    """Times the operations of steps. They may be asked for once the step has ended.
+    """Times the operations of steps. The times are available once the step has ended.
 
-    What was timed for one step signature is known to others.
+    All step signatures share the times.
     """
 
     def __init__(self) -> None:
@@ -95,17 +96,17 @@ class OperationTimes:
         draw: _follow.Draw | None = None,
         casts: bool = True,
     ) -> Timing | None:
-        """Return what tells how long an operation takes that has just run, within `span` if given.
+        """Return a function that times an operation that has just run, within `span` if given.
 
-        `draw` is what it has drawn of random numbers, None for none. Without `casts` autocast was
-        off while it ran.
+        `draw` holds the random numbers that it has drawn; None for none. Without `casts` autocast
+        was off while it ran.
 
-        None where nothing can: nobody can tell it from others, and it was not timed.
+        Returns None for an operation without a span that cannot be told apart from others.
         """
         try:
             key = function, casts, _likeness(arguments), _likeness(options.items())
             kind = self._kinds.get(key)
-        except TypeError:  # an argument that cannot be told from others
+        except TypeError:  # an argument that cannot be told apart from others
             return span
         if kind is None:
             kind = self._kinds[key] = _Repeated(
@@ -117,16 +118,16 @@ class OperationTimes:
         return kind
 
     def allows(self) -> bool:
-        """Tell whether there is time left to run operations again."""
+        """Return whether there is time left to run operations again."""
         return self._spent < MOST_SECONDS
 
     def spent(self, seconds: float) -> None:
-        """Note that so much of it has gone."""
+        """Record that running operations again has taken `seconds`."""
         self._spent += seconds
 
 
 class _Repeated:
-    """Operations that are alike, and how long one of them takes."""
+    """A kind of like operations, and the time that one of them takes."""
 
     def __init__(
         self,
@@ -140,9 +141,9 @@ class _Repeated:
     ) -> None:
         self._times = times
         self._places: list[_Place] = []
-        """What stands for the tensors among the arguments."""
+        """Placeholders for the tensors among the arguments."""
         self.nbytes = 0
-        """Of memory that it takes, arguments and results."""
+        """Bytes of its arguments and results."""
         self._device: torch.device = arguments[0].device
         self._recipe = Recipe(
             function,
@@ -153,16 +154,16 @@ class _Repeated:
             casts=casts,
         )
         self._shortest = math.inf
-        """Seconds between the events of one of them."""
+        """Shortest time in seconds between the events of one operation."""
         self._spans: deque[Duration] = deque()
-        """Between the events of those that the device has yet to come to, as far as is known."""
+        """Spans between events that the device, as far as is known, has not reached."""
         self._seconds: float | None = None
-        """What was answered."""
+        """The answer, once it was asked for."""
 
     def took(self, span: Duration) -> None:
-        """Note what lies between the events of one of them.
+        """Record the span between the events of one operation, and evaluate spans already reached.
 
-        Those of steps that are never planned, as of steps that fail, would otherwise only add up.
+        Otherwise spans of steps that are never planned, such as failed ones, would accumulate.
         """
         if self._seconds is not None:
             return
@@ -172,7 +173,7 @@ class _Repeated:
         self._spans.append(span)
 
     def __call__(self) -> float:
-        """Return the seconds, 0.0 where they cannot be known; waits for the device."""
+        """Return the seconds, or 0.0 where they cannot be known; waits for the device."""
         if self._seconds is None:
             shortest = min([self._shortest, *(span() for span in self._spans)])
             if self._may_run():
@@ -191,17 +192,18 @@ class _Repeated:
         return LEAST_FREE * self.nbytes <= free + unused
 
     def _repeated_beside(self) -> float:
-        """Run it in a thread of its own; return what it took, infinity where it cannot be run.
+        """Run it in a thread of its own; return the seconds, infinity where it cannot be run.
 
-        In this one it would take numbers by which the backward pass orders what it adds up.
+        In this thread it would use up autograd's sequence numbers, by which the backward pass
+        orders its sums.
 
         Raises:
-            OtherNumbers: somebody else has drawn random numbers at the same time.
+            OtherNumbers: another thread has drawn random numbers at the same time.
         """
         found: list[float | OtherNumbers] = []
 
         def run() -> None:
-            with suppress(RuntimeError, TypeError, StormError):  # of which memory's is one
+            with suppress(RuntimeError, TypeError, StormError):  # out of memory is a RuntimeError
                 try:
                     found.append(self._repeated())
                 except OtherNumbers as error:
@@ -216,15 +218,15 @@ class _Repeated:
         return took
 
     def _repeated(self) -> float:
-        """Run it some times in a row; return what one of them took."""
+        """Run it some times in a row; return the seconds of one run."""
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream().synchronize()  # what is queued before is not its own
+            torch.cuda.current_stream().synchronize()  # earlier work in the queue must not count
             began = time.perf_counter()
             try:
                 for place in self._places:
                     place.fill()
                 self._recipe.takes_present_settings()
-                first, _ = self._timed(1)  # what that takes is not what the others do
+                first, _ = self._timed(1)  # the first run takes longer than the others
                 return first if first >= MOST_SECONDS else self._behind_a_full_queue(first)
             finally:
                 for place in self._places:
@@ -232,7 +234,7 @@ class _Repeated:
                 self._times.spent(time.perf_counter() - began)
 
     def _behind_a_full_queue(self, first: float) -> float:
-        """Return what it takes where all is queued before it begins; the first run took `first`."""
+        """Return its seconds where all runs are queued before it begins; `first` is the first's."""
         found = math.inf
         for busy in QUEUED_SECONDS:
             keep_busy(busy)
@@ -243,7 +245,7 @@ class _Repeated:
         return found
 
     def _timed(self, times: int) -> tuple[float, bool]:
-        """Return what the quickest of some runs took, and whether all were queued before."""
+        """Return the seconds of the fastest run, and whether all runs were queued in time."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
         for event in events[1:]:
@@ -262,10 +264,10 @@ class _Repeated:
 
 
 class _Place:
-    """Memory like a tensor's, without what was in it, while that is needed.
+    """Memory with a tensor's layout but without its contents, held only while it is needed.
 
-    Integers are kept: where another tensor is looked up, or how far a group reaches, decides what
-    an operation takes.
+    The contents of integer tensors are kept, since indices and group boundaries decide how long an
+    operation takes.
     """
 
     __slots__ = ("_device", "_dtype", "_held", "_integers", "_shape", "_stride")
@@ -278,7 +280,7 @@ class _Place:
         self._held: torch.Tensor | None = None
 
     def fill(self) -> None:
-        """Take the memory."""
+        """Allocate the memory."""
         self._held = self._integers
         if self._held is None:
             self._held = torch.empty_strided(
@@ -286,17 +288,17 @@ class _Place:
             )
 
     def tensor(self) -> torch.Tensor:
-        """Return it, as a source of a recipe."""
+        """Return the memory as a tensor, as a source of a recipe."""
         assert self._held is not None
         return self._held
 
     def clear(self) -> None:
-        """Let go of it."""
+        """Free the memory."""
         self._held = None
 
 
 def _likeness(arguments: Iterable[Any]) -> tuple[object, ...]:
-    """Return what arguments have in common that are alike: of tensors all but what is in them."""
+    """Return a key that like arguments share: tensors count by all but their contents."""
     return tuple(map(_alike, arguments))
 
 

@@ -1,17 +1,18 @@
-"""Which functions can be recomputed for the same bits, and which of them are expensive.
+"""The table of functions that can be recomputed with the same bits, and which are expensive.
 
-Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
-in new memory. Some elementwise ones write to their first argument instead, by their name or by an
-argument `inplace`: those are recomputed on memory that nobody else has. Calls that do otherwise are
-not recorded.
-Some draw random numbers from the default generator of their device: what they read besides is its
-state, which is noted (`native/draws.h`). No others do. A normalization over the batch is recomputed
-without the running statistics that it has written to.
+Each function is deterministic, reads nothing but its arguments, changes none of them and makes its
+results in new memory. Some elementwise functions write to their first argument instead, by their
+name or by an argument `inplace`. Those are recomputed on memory that nobody else holds. Other calls
+are not recorded.
+
+Some functions draw random numbers from the default generator of their device. They also read the
+generator's state, which is recorded (`native/draws.h`). No other function reads it. A normalization
+over the batch is recomputed without the running statistics that it has written to.
 
 Only functions written in C++ are recomputed, as the objects that they were when this module was
-loaded: nobody can replace what such an object does. What PyTorch has written in Python around them
-looks up names that a script may replace. So each of those has a form of its own here, made of the
-C++ functions that it calls, and is not recorded while one of its names means something else.
+loaded: nobody can replace the behaviour of such an object. PyTorch's Python functions around them
+look up names that a script may replace. So each of these has a form of its own here, made of the
+C++ functions that it calls. It is not recorded while one of its names means something else.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 Function = Callable[..., Any]
 
 EXCHANGED: Final[dict[Function, Function]] = {}
-"""What stands in PyTorch's place for a function of its own, by what we have put there."""
+"""Maps each function that we have put in the place of one of PyTorch's to that function."""
 
 _ELEMENTWISE = """
     abs add addcdiv addcmul acos acosh asin asinh atan atan2 atanh bfloat16 clamp clamp_max
@@ -103,18 +104,18 @@ _variable: Final = torch._C._VariableFunctions
 _Base: Final = torch._C.TensorBase
 
 _Read: TypeAlias = tuple[Any, str, Any]
-"""A name, the class or module that it is looked up in, and what it is to mean there."""
+"""The class or module that a name is looked up in, the name, and the object expected there."""
 
 
 class _Bound(NamedTuple):
-    """What is recomputed in the place of a function that PyTorch has written in Python."""
+    """The form that is recomputed in place of a function that PyTorch has written in Python."""
 
     form: Function
     reads: tuple[_Read, ...]
 
     @property
     def is_original(self) -> bool:
-        """Whether the function still calls what its form calls."""
+        """Whether the function still calls the same functions as its form."""
         return all(getattr(owner, name, None) is meant for owner, name, meant in self.reads)
 
 
@@ -152,7 +153,7 @@ def _softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    if dim is None:  # PyTorch warns of that, once: where the step runs it
+    if dim is None:  # PyTorch warns of that once, in the step itself
         dim = 0 if values.dim() in (0, 1, 3) else 1
     return function(values, dim, dtype=dtype)
 
@@ -203,7 +204,7 @@ def _without_statistics(  # noqa: PLR0917 - as PyTorch's modules call it
 
 
 def _embedding(indices: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return _variable.embedding(weight, indices)  # the others are for the gradient
+    return _variable.embedding(weight, indices)  # the other arguments are for the gradient
 
 
 def _layer_norm(
@@ -261,7 +262,7 @@ def _reads(owner: Any, *names: str) -> tuple[_Read, ...]:
 
 
 def _simply(owner: Any, *names: str) -> Iterator[tuple[Function, _Bound]]:
-    """Yield functions that call one of the same name in `owner`, or what writes to its argument."""
+    """Yield functions, and their forms, that call their namesake in `owner`, perhaps in place."""
     for name in names:
         both = name, f"{name}_"
         form = partial(_perhaps_in_place, *(getattr(owner, one) for one in both))
@@ -277,7 +278,7 @@ _PERHAPS_IN_PLACE: Final[dict[Function, _Bound]] = {
         _reads(torch._VF, "threshold", "threshold_"),
     ),
 }
-"""What writes to its first argument where an argument `inplace` says so."""
+"""Functions that write to their first argument if an argument `inplace` is true."""
 
 _BOUND: Final[dict[Function, _Bound]] = {
     **_PERHAPS_IN_PLACE,
@@ -337,12 +338,12 @@ def _functions(names: Iterable[str]) -> Iterator[Function]:
 _CANNOT_BE_REPLACED: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 EXPENSIVE: frozenset[Function] = frozenset(_functions((_PRODUCTS + _CONVOLUTIONS).split()))
-"""What costs more than moving its result through memory does."""
+"""Functions that cost more than moving their result through memory."""
 
 _INSIDE: Final = frozenset(
     {*(getattr(_nn, name) for name in _RESAMPLING.split()), torch.linalg.vector_norm}
 )
-"""What functions that PyTorch has written in Python call."""
+"""Functions that PyTorch's Python functions call."""
 
 REPLAYABLE: frozenset[Function] = EXPENSIVE | frozenset(
     {
@@ -360,7 +361,7 @@ _DROPPING: Final = frozenset(_functions(_RANDOM.split()))
 _C_NORMS: Final = (_variable.batch_norm, _variable.instance_norm)
 
 _NORMS: Final = frozenset({functional.batch_norm, *_C_NORMS})
-"""Those with running statistics: there are several kernels for them, too."""
+"""Norms with running statistics: like products, they have several kernels."""
 
 _SIMPLE: Final = REPLAYABLE - EXPENSIVE - _NORMS
 
@@ -370,20 +371,20 @@ _MAY_OVERWRITE: Final = frozenset({*_PERHAPS_IN_PLACE, *_functions(_IN_PLACE.spl
 
 
 def may_view(function: Function) -> bool:
-    """Tell whether what a function returns may be a view of its argument, or new memory."""
+    """Return whether a function may return a view of its argument rather than new memory."""
     return function in _MAY_VIEW
 
 
 def may_overwrite(function: Function) -> bool:
-    """Tell whether what a function returns may be its first argument, which it has written to."""
+    """Return whether a function may write to its first argument and return it."""
     return function in _MAY_OVERWRITE
 
 
 def is_simple(function: Function) -> bool:
-    """Tell whether that is a function of the table with one kernel a device for its arguments.
+    """Return whether a function of the table has one kernel per device for its arguments.
 
-    There are several for what is expensive or normalizes over the batch. A kernel of Triton's is
-    one itself. Byproducts are made by that of their function.
+    Expensive functions and normalizations over the batch have several. A Triton kernel is its own
+    only kernel. The kernel of a byproduct is that of its function.
     """
     return function in _SIMPLE or isinstance(function, (Kernel, Byproduct))
 
@@ -391,9 +392,9 @@ def is_simple(function: Function) -> bool:
 def read_by(
     function: Function, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a call of a function of the table without what it only writes to.
+    """Return the arguments of a call of a function of the table without those it only writes to.
 
-    Those are the running statistics of a norm that trains: see native/watching.h.
+    These are the running statistics of a norm in training: see native/watching.h.
     """
     if function in _C_NORMS:
         values, weight, bias, mean, var, trains, *others = arguments
@@ -405,16 +406,16 @@ def read_by(
 
 
 def bound(function: Function) -> Function:
-    """Return what does the same and that nobody can replace; the user's own as it is."""
+    """Return a function that does the same and cannot be replaced; a user's function as it is."""
     known = _BOUND.get(function)
     return function if known is None else known.form
 
 
 def is_bound(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether a call of a function of the table depends on nothing that is not noted.
+    """Return whether a call of a function of the table depends only on what is recorded.
 
-    It does where a name that the function looks up was replaced, and where the kernel is chosen by
-    measuring, which each thread does for itself.
+    False where a name that the function looks up was replaced. False, too, where the kernel is
+    chosen by measuring, which each thread does for itself.
     """
     known = _BOUND.get(function)
     if (known is not None and not known.is_original) or (function in EXPENSIVE and tunes()):
@@ -430,12 +431,12 @@ _DROPOUT: Final = 4
 
 
 def is_attention(function: Function) -> bool:
-    """Tell whether it is attention, which other calls may compute that are told instead."""
+    """Return whether it is attention; if other calls compute it, those are recorded instead."""
     return function is _ATTENTION
 
 
 def may_draw(function: object) -> bool:
-    """Tell whether calls of a function of the table may draw random numbers."""
+    """Return whether calls of a function of the table may draw random numbers."""
     if isinstance(function, Byproduct):
         return function.depends is Depends.LAYOUT
     return function in _DROPPING or function is _ATTENTION
@@ -454,12 +455,12 @@ _BYPRODUCTS: Final[dict[Function, Byproduct]] = {
 
 
 def byproduct_of(function: Function) -> Byproduct | None:
-    """Return what makes what calls of a function keep that they neither read nor return."""
+    """Return the function that makes the byproduct of a function's calls; None if it has none."""
     return _BYPRODUCTS.get(function)
 
 
 def draws(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether a call of a function of the table may draw random numbers."""
+    """Return whether this call of a function of the table may draw random numbers."""
     if function is not _ATTENTION:
         return function in _DROPPING
     if len(arguments) > _DROPOUT:
@@ -468,34 +469,34 @@ def draws(function: Function, arguments: Sequence[Any], options: Mapping[str, An
 
 
 def _is_measured(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:  # noqa: ARG001
-    """Tell whether the kernel of a convolution is chosen by measuring."""
+    """Return whether the kernel of a convolution is chosen by measuring."""
     return torch._C._get_cudnn_benchmark()
 
 
 def _has_path(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:  # noqa: ARG001
-    """Tell whether opt_einsum says in which order operands are multiplied, or where they are."""
+    """Return whether opt_einsum may order the products, or the first argument is no equation."""
     return len(_operands(arguments[1:])) > 2 or not isinstance(arguments[0], str)
 
 
 def _is_repeated(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether edges are repeated, which deterministic algorithms do by other functions."""
+    """Return whether `pad` repeats edges, which deterministic algorithms do by other functions."""
     mode = arguments[2] if len(arguments) > 2 else options.get("mode")
     return mode == "replicate"
 
 
 def _has_fewer(count: int, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:  # noqa: ARG001
-    """Tell whether some of the first arguments are given by name."""
+    """Return whether some of the first `count` arguments are given by name."""
     return len(arguments) < count
 
 
 def _renormalizes(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether a lookup shortens the rows of its table, in place."""
+    """Return whether an embedding lookup renormalizes rows of its table, in place."""
     limit = arguments[3] if len(arguments) > 3 else options.get("max_norm")
     return limit is not None
 
 
 tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
-"""Tells whether products look for their kernels by measuring; False without CUDA."""
+"""Returns whether products choose their kernels by measuring; False without CUDA."""
 
 _DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool]]] = {
     **dict.fromkeys(_functions(_CONVOLUTIONS.split()), _is_measured),
@@ -505,4 +506,4 @@ _DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool
     torch.einsum: _has_path,
     functional.pad: _is_repeated,
 }
-"""Whose calls may depend on something else, or are not understood."""
+"""Functions with a check whether a call depends on something else, or is not understood."""

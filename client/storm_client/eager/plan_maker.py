@@ -1,4 +1,4 @@
-"""Makes the plan that the next steps of a signature follow, of what is known of it by now."""
+"""Makes the plan that the next steps of a signature follow, from what is known of it so far."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = ["PlanMaker", "PlanOptions", "planned_values"]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asked for."""
+    """The user's options for plans."""
 
     budget: Budget = "least"
     """As `stormd.protocol.parse_budget` returns it."""
     verifies: bool = False
-    """Whether each tensor that is recomputed is compared with a checksum in every step."""
+    """Whether each recomputed tensor is compared with a checksum in every step."""
     replays: bool = True
     functions: frozenset[Function] = frozenset()
-    """The user's own that may be recomputed."""
+    """The user's own functions that may be recomputed."""
 
 
 _HOST: Final = torch.device("cpu")
@@ -64,31 +64,31 @@ class PlanMaker:
         link: Callable[[torch.device], LinkFigures],
         link_of_late: Callable[[torch.device], LinkFigures],
     ) -> None:
-        """`ratio` tells how well tensors have been compressed so far.
+        """`ratio` returns the compression ratio of the tensors so far.
 
-        `link` tells what the daemon knows of a device's link, `link_of_late` what it has said last,
-        at no cost.
+        `link` returns what the daemon knows of a device's link; `link_of_late` returns the daemon's
+        last answer, at no cost.
         """
         self.options = options
         self.ratio = ratio
         self._link, self._link_of_late = link, link_of_late
         self.lock = threading.RLock()
-        """Held while a plan is made: operations are run again for it, by one thread at a time."""
+        """Held while a plan is made: one thread at a time runs operations again to time them."""
         self.why_not = "" if options.replays else _SWITCHED_OFF
         """Why nothing may be recomputed; empty if it may."""
         self.costs = ThreadCosts()
-        """What steps that follow a plan have their threads spend on what is offloaded in place."""
+        """The thread time that steps following a plan spend on tensors offloaded in place."""
         self.lacked_bytes = 0
-        """How much memory the devices have lacked, which plans leave free."""
+        """Bytes that the devices have lacked so far; plans leave them free."""
 
     def met_compiled_code(self) -> None:
-        """Recompute nothing from now on: steps run code with nobody watching."""
+        """Recompute nothing from now on: steps run compiled code, which nobody watches."""
         self.why_not = _COMPILED
 
     def make(self, signature: StepSignature) -> StepSignature:
-        """Have the next steps of a signature follow a new plan; return which they will be of.
+        """Have the next steps of a signature follow a new plan; return their expected signature.
 
-        That is another where they recompute nothing: nobody watches their functions then.
+        Steps that recompute nothing get another signature, since nobody watches their functions.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -112,15 +112,15 @@ class PlanMaker:
         return other
 
     def plans_for(self, budgets: Iterable[Budget], signature: StepSignature) -> list[Plan]:
-        """Return what each budget would give a signature, which keeps its own."""
+        """Return the plan for each budget for a signature, which keeps its own plan."""
         problem, machine = self.problem(signature), self._machine(signature)
         rooms = (self._room(budget, signature) for budget in budgets)
         return [Plan.of(problem, choose(problem, machine, budget_bytes=room)) for room in rooms]
 
     def has_another_link(self, signature: StepSignature) -> bool:
-        """Count a step; tell whether its plan is to be made anew, since its link is another now.
+        """Count a step; return whether to remake its plan because the link's speed has changed.
 
-        Not while plans are compared, which are made from the same figures.
+        False while plans are compared, since all of these are made from the same figures.
         """
         comparison, device = signature.comparison, signature.clock or _HOST
         if signature.followed is None or (comparison and not comparison.search.is_settled):
@@ -136,12 +136,12 @@ class PlanMaker:
     # --- with other ranks -------------------------------------------------------------------
 
     def figures(self, signature: StepSignature, steps: Sequence[Sequence[float | None]]) -> Figures:
-        """Return what a plan of a signature is to be made from; `steps` took so long, by each plan.
+        """Return the figures for a signature's plan; `steps` holds the times by each plan.
 
         Raises:
             UsageError: the budget cannot be kept.
         """
-        signature.is_told()  # what is learned from here on is told in the next round
+        signature.is_told()  # later knowledge is reported in the next round
         problem = self.problem(signature)
         self._check_budget(problem)
         return Figures.of(problem, self.measured(signature), self._asked_room(signature), steps)
@@ -149,9 +149,9 @@ class PlanMaker:
     def decide(
         self, signature: StepSignature, slowest: Figures, followed: Sequence[Alternative]
     ) -> Agreed:
-        """Return what the next steps of all ranks are to follow.
+        """Return the plans that the next steps of all ranks follow.
 
-        Those of the figures have `followed` these alternatives.
+        The steps in the figures of the slowest rank followed the alternatives `followed`.
         """
         signature.grow(dict(enumerate(slowest.nbytes)))
         comparison, machine = signature.comparison, slowest.machine
@@ -174,9 +174,9 @@ class PlanMaker:
     def follow_agreed(
         self, signature: StepSignature, agreed: Agreed, turn: int, *, leads: bool
     ) -> StepSignature:
-        """Have the next steps of a signature follow one of what ranks have agreed on, as `make`.
+        """Have the next steps of a signature follow one of the agreed plans; return as `make` does.
 
-        What has been learned since its figures were told stays news.
+        If something was learned after the figures were reported, the signature stays outdated.
         """
         is_news, (alternative, choice) = signature.is_outdated, agreed.turns[turn]
         signature.grow(dict(enumerate(agreed.nbytes)))
@@ -200,10 +200,10 @@ class PlanMaker:
     # --- what a plan is made from -----------------------------------------------------------
 
     def problem(self, signature: StepSignature) -> Problem:
-        """Return what the planner is told of a signature, waiting until its passes are timed.
+        """Return the planner's problem for a signature, waiting until its passes are timed.
 
-        With "least" no more stays at the end of the forward pass than checkpointing would keep.
-        Nothing is recomputed where nobody watches its functions.
+        With "least" no more is kept at the end of the forward pass than checkpointing would keep.
+        Nothing is recomputed where nobody watches the signature's functions.
         """
         with self.lock:
             values = planned_values(signature.values)
@@ -228,7 +228,7 @@ class PlanMaker:
         )
 
     def _machine(self, signature: StepSignature) -> Machine:
-        """Return what plans of a signature are made from: of those compared the first's figures."""
+        """Return the figures for a signature's plans: compared plans share those of the first."""
         comparison = signature.comparison
         if comparison is None:
             return self.measured(signature)
@@ -237,19 +237,19 @@ class PlanMaker:
         return comparison.machine
 
     def measured(self, signature: StepSignature) -> Machine:
-        """Return the figures that hold by now; those of the link are what it did of late."""
+        """Return the current figures; those of the link are its recent ones."""
         device = signature.clock or _HOST
         machine = machine_of(device).with_link(self._link(device))
         signature.link.planned(machine.link)
         return machine.with_thread_store(self.costs.seconds()).compressing(self.ratio())
 
     def _asked_room(self, signature: StepSignature) -> int | None:
-        """Return how many bytes may be kept of a step; None where as few as possible are to."""
+        """Return the number of bytes that a step may keep; None means as few as possible."""
         budget = self.options.budget
         return None if budget == "least" else self._room(budget, signature)
 
     def _room(self, budget: Budget, signature: StepSignature) -> int:
-        """Return how many bytes may stay of a step of a signature."""
+        """Return the number of bytes that a step of a signature may keep."""
         if budget == "least":
             return 0
         if budget == "fit":
@@ -273,7 +273,7 @@ class PlanMaker:
     def _comparison(
         self, signature: StepSignature, problem: Problem, machine: Machine
     ) -> Comparison | None:
-        """Return how plans of a signature are compared; None before its forward pass is timed."""
+        """Return the comparison of a signature's plans; None before its forward pass is timed."""
         if (
             signature.comparison is None
             and signature.is_on_gpu
@@ -286,9 +286,9 @@ class PlanMaker:
     def _choice(
         self, signature: StepSignature, problem: Problem, machine: Machine, room: int | None
     ) -> Choice:
-        """Return the choice that the next steps of a signature follow, of those that are compared.
+        """Return the choice, among those compared, that the next steps of a signature follow.
 
-        `room` is how many bytes may be kept; None where as few as possible are to.
+        `room` is the number of bytes that may be kept; None means as few as possible.
         """
         comparison = self._comparison(signature, problem, machine)
         if comparison is None:
@@ -305,7 +305,7 @@ class PlanMaker:
         signature.follow(choice.decisions, self._beside_checkpointing(signature, plan))
 
     def _beside_checkpointing(self, signature: StepSignature, plan: Plan) -> Plan:
-        """Return a plan that says what checkpointing would keep; with "least" no more is held."""
+        """Return the plan with the bytes that checkpointing would keep: a limit with "least"."""
         most, held = signature.checkpointed_bytes, None
         if most is not None and self.options.budget == "least":
             held = max(0, most - plan.bytes_by_decision["keep"])
@@ -313,18 +313,19 @@ class PlanMaker:
 
 
 def _untimed(signature: StepSignature) -> Alternative:
-    """Return what steps follow whose plans are not compared, as before their passes are timed.
+    """Return the alternative for a signature before its passes are timed and plans compared.
 
-    On a GPU little is on the link until it is known for how long that would be hidden.
+    On a GPU little is offloaded until it is known how much transfer time is hidden.
     """
     return NOTHING if signature.is_on_gpu else PREDICTED
 
 
 def planned_values(values: Iterable[RecordedValue]) -> tuple[Value, ...]:
-    """Return what the planner is told of a step's values.
+    """Return a step's values as the planner needs them.
 
-    One that was written over another is made from the other's inputs, by both operations. What else
-    its operation has written over is recomputed for another result, and takes no time here.
+    A value that overwrote another value is made from the other's inputs, by both operations. The
+    further values that its operation overwrote are recomputed for another result of it, and their
+    time does not count here.
     """
     found: list[Value] = []
     for recorded in values:
@@ -344,12 +345,12 @@ def planned_values(values: Iterable[RecordedValue]) -> tuple[Value, ...]:
 
 
 def _busy_seconds(signature: StepSignature, values: Sequence[Value]) -> float | None:
-    """Return for how long the device computes in a forward pass; None where that is not known.
+    """Return the seconds that the device computes in a forward pass; None where not known.
 
-    What was timed is too long where the pass has waited for the link or for the thread. What the
-    operations take together is too short by those that nobody knows. The plans that are compared
-    tell which of them is nearer. What a call keeps is made by that call, and what it has written
-    over is counted with it.
+    The timed pass is too long where it has waited for the link or for the thread. The sum of the
+    operations is too short by those that are not recorded. The comparison of plans shows which of
+    the two is closer. A byproduct takes no time besides its call. An overwritten value's time is
+    counted in the value that overwrote it.
     """
     timed = signature.times.busy_seconds()
     if timed is None or not signature.is_on_gpu:
@@ -362,10 +363,11 @@ def _busy_seconds(signature: StepSignature, values: Sequence[Value]) -> float | 
 
 
 def _used_between(signature: StepSignature) -> dict[int, tuple[int, int]]:
-    """At which moments a backward pass asks for what was saved first and last.
+    """Return the first and the last moment at which the backward pass asks for each saved value.
 
-    An operation saves before its result is known: that has the next number. Values that no event
-    tells of may lie between, so what is saved then may have a later one.
+    An operation saves tensors before its result is known, so their moment is the number of the next
+    value. The saved value itself may have a later number, since values without an event may lie
+    between.
     """
     found: dict[int, tuple[int, int]] = {}
     made = -1

@@ -1,4 +1,4 @@
-"""One step of an Offload that has plans: by what it is followed, and what is learned from it."""
+"""One step of an Offload that has plans: what follows the step, and what is learned from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlannedStep:
 
     planning: Planning
     recording: Recording | None
-    """What says what becomes of a saved tensor; None once the block has ended."""
+    """Returns the decision for each saved tensor; None once the block has ended."""
     begun: Mark
     """When its device begins it."""
     fills: bool
@@ -42,16 +42,16 @@ class PlannedStep:
     counts: bool
     """Whether later steps by the same plan will take as long."""
     script: _follow.Script | None
-    """What compiled code may follow from the step's begin on; None where Python has to."""
+    """The script that compiled code may follow from the step's begin; None if Python has to."""
     watcher: _follow.CallLog | None
-    """What notes the calls of a step that Python follows, for compiled code to follow it."""
+    """Logs the calls of a step that Python watches."""
     mode: Recorder | None
-    """What sees PyTorch's functions in a step that Python watches."""
+    """Watches PyTorch's functions in such a step."""
     launches: LaunchWatch | None
-    """What tells of the launches of such a step."""
+    """Reports the kernel launches of such a step."""
 
     def __post_init__(self) -> None:
-        """Begin it."""
+        """Begin the step."""
         assert self.recording is not None
         self.record = self.recording.step
         self.verifies = self.planning.options.verifies
@@ -61,7 +61,7 @@ class PlannedStep:
         self._tries = False
         self._proofs: deque[Trial | ReadyTrial] = deque()
         self._followed = None if self.script is None else self.record.script
-        """What the script for compiled code was made from."""
+        """The Python script from which the script for compiled code was made."""
         signature = self.record.signature
         self.record.is_followed = (
             self.script is not None and signature is not None and signature.may_replay
@@ -71,51 +71,52 @@ class PlannedStep:
 
     @property
     def has_launches(self) -> bool:
-        """Whether steps of its signature launch kernels that compiled code is to be told of."""
+        """Whether steps of its signature launch kernels that must be reported to compiled code."""
         signature = self.record.signature
         return signature is not None and signature.may_replay and signature.has_launches
 
     @property
     def device(self) -> torch.device:
-        """On which most values of its expected signature lie."""
+        """The device with the most bytes of values of its expected signature."""
         signature = self.record.signature
         return _HOST if signature is None else signature.clock or _HOST
 
     @property
     def is_news(self) -> bool:
-        """Whether no session has been told of the plan that the step is expected to follow."""
+        """Whether no live session has received the plan that the step is expected to follow."""
         plan = self.record.plan
         return plan is not None and (plan.told is None or plan.told() is None)
 
     def news_for(self, session: object) -> Plan | None:
-        """Return the plan that the step follows, unless it was asked for by this session before."""
+        """Return the plan that the step follows, unless this session was the last to ask for it."""
         plan = self.record.plan
         return None if plan is None else plan.news_for(session)
 
     @property
     def has_parted(self) -> bool:
-        """Whether the step did in its middle what was not expected of its signature."""
+        """Whether an event of the step differed from its expected signature."""
         return self.record.has_parted
 
     # --- for compiled code ------------------------------------------------------------------
 
     @property
     def position(self) -> int:
-        """How many events of the script that compiled code follows have happened.
+        """The number of events so far of the script that compiled code follows.
 
-        -1 where the step has left that.
+        -1 if the step has left that script.
         """
         return self.record.count if self.record.script is self._followed else -1
 
     def stand_at(self, position: int) -> None:
-        """Note that so many events of the script have happened, as compiled code has seen."""
+        """Note that compiled code has seen the first `position` events of the script."""
         if self.record.script is self._followed:
             self.record.stand_at(position)
 
     def leave(self) -> None:
-        """Note that the step is no more what compiled code has followed it as.
+        """Note that the step has left the script that compiled code was following.
 
-        Nobody has watched its functions: if that was to be done, nothing is learned from it.
+        Nobody has watched the step's functions. If its plan recomputes something, nothing can be
+        learned from the step.
         """
         signature = self.record.signature
         if self._followed is not None and signature is not None and signature.may_replay:
@@ -123,34 +124,34 @@ class PlannedStep:
             signature.rest.begin()
 
     def layer_of(self, position: int) -> str:
-        """Return in which layer the value of an event of the script is made."""
+        """Return the layer in which the value of a script's event is made."""
         return "" if self._followed is None else self._followed[position].value.layer
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
-        """Hold a value that others are to be made from; see Recording."""
+        """Keep or offload a value from which others are recomputed; see `Values.pack_input`."""
         return None if self.recording is None else self.recording.pack_input(tensor, number)
 
     def leaves_as_made(self, number: int, nbytes: int) -> bool:
-        """Tell whether so large a value may leave before nobody holds it; see EarlyReads."""
+        """Return whether to offload a value of `nbytes` that others still hold; see EarlyReads."""
         return self.recording is not None and self.recording.early.may_leave(number, nbytes)
 
     def note_made(self, number: int, tensor: torch.Tensor) -> bool:
-        """Note from when on the bytes are there of a value that will leave; see EarlyReads."""
+        """Publish that a value to be offloaded has been made; see EarlyReads."""
         return self.recording is not None and self.recording.early.made(number, tensor)
 
     def note_sizes(self, handed_over: int, larger: Iterable[tuple[int, int]]) -> None:
-        """Note what compiled code has seen of sizes; see `StepRecord`."""
+        """Record the sizes that compiled code has seen; see `StepRecord`."""
         self.record.handed_over += handed_over
         self.record.larger.update(larger)
 
     def note_loss(self, plain_bytes: int) -> None:
-        """Note what PyTorch's own loss would take beyond one that is computed in tiles."""
+        """Record the bytes that PyTorch's own loss would take beyond one computed in tiles."""
         self.record.plain_loss_bytes = max(self.record.plain_loss_bytes, plain_bytes)
 
     # --- trials -----------------------------------------------------------------------------
 
     def trial(self, number: int, nbytes: int) -> Trial | None:
-        """Return what is to be noted of a value that has not proved itself; None if it has."""
+        """Return a trial for a value whose recomputation is not proved at this size, else None."""
         signature, plan = self.record.signature, self.record.plan
         if signature is None or plan is None:
             return None
@@ -161,22 +162,22 @@ class PlannedStep:
         return Trial(signature, number, way, nbytes)
 
     def trial_at(self, position: int, nbytes: int) -> Trial | None:
-        """Return the same of an event of the script that compiled code follows."""
+        """Return the same for an event of the script that compiled code follows."""
         followed = self._followed
         return None if followed is None else self.trial(followed[position].value.number, nbytes)
 
     def prove(self, trial: Trial | ReadyTrial) -> None:
-        """Note that a trial has found the same bits, once the step has ended as its signature does.
+        """Record that a trial has found the same bits, if the step ends with the trial's signature.
 
-        One that does something else may write uncounted where that signature does not, or the
-        reverse.
+        A step of another signature may write uncounted where this signature does not, or the
+        reverse, so it proves nothing.
         """
         self._proofs.append(trial)
         if self.recording is None:
             self._note_proofs()
 
     def _note_proofs(self) -> None:
-        with suppress(IndexError):  # several backward threads may be at it
+        with suppress(IndexError):  # several backward threads may take trials
             while True:
                 trial = self._proofs.popleft()
                 if trial.signature is self.record.ended_as:
@@ -187,7 +188,7 @@ class PlannedStep:
     def end(self) -> StepSignature | None:
         """Learn from the step; nothing runs or is saved in it any more.
 
-        Returns the signature whose plan the forward pass has followed to its end.
+        Returns the signature whose plan the forward pass has followed to the end, else None.
         """
         followed = None
         if self.recording is not None:
@@ -202,7 +203,7 @@ class PlannedStep:
         return followed
 
     def _note_calls(self, recording: Recording) -> None:
-        """Note of its plan what the step has called, for compiled code to follow others."""
+        """Record the step's calls in its plan, so that compiled code can follow later steps."""
         noted, plan = recording.noted(), self.record.plan
         if noted is not None and plan is not None and plan.script is self.record.script:
             plan.noted[:] = noted

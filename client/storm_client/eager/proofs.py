@@ -1,10 +1,10 @@
-"""At which sizes what steps do was found to have the same bits.
+"""Records at which sizes recomputation, or an early read, was found to give the same bits.
 
-The rule, for all that is tried: **what was compared at three sizes is proved for all between the
-smallest and the largest of them; before that, at exactly the sizes compared.** A size is that of
-the value itself, in bytes.
+The rule for every trial: **once a value was compared at three sizes, it is proved for all sizes
+between the smallest and the largest of them; before that, at exactly the sizes compared.** A size
+is that of the value itself, in bytes.
 
-A value is proved by a trial: a step does what is to be shown, and hands the value over besides.
+A trial proves a value: a step recomputes it or reads it early, and also offloads it as usual.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ ENOUGH_SIZES: Final = 3
 """As in native/script.h."""
 
 MOST_TRIES = 16
-"""Of a value by one plan. So many forward passes may be in flight before the first backward pass; a
-value that none has asked for by then is one that none will ask for."""
+"""Trials of a value by one plan. That many forward passes may run before the first backward pass.
+If no backward pass has asked for the value by then, none is expected to."""
 
 ENOUGH_TRIES: Final = 4
-"""By which Python follows a step. What was not asked for by then compiled code goes on to try."""
+"""Trials of a value for which Python follows the steps. Compiled code continues the trials of a
+value that no backward pass has asked for by then."""
 
 Sizes: TypeAlias = tuple[int, ...]
 """In bytes, ascending: `ENOUGH_SIZES` of them stand for all between the first and the last."""
 
 
 class Proofs:
-    """What was compared and found to be the same, by size. Threads may share it."""
+    """The sizes at which a value was compared and found the same. Threads may share it."""
 
     def __init__(self) -> None:
         """Start with nothing proved."""
@@ -52,14 +53,14 @@ class Proofs:
         return self._sizes.get(what, ())
 
     def holds(self, what: Hashable, nbytes: int) -> bool:
-        """Tell whether something is proved at a size."""
+        """Return whether something is proved at a size."""
         sizes = self._sizes.get(what, ())
         if len(sizes) < ENOUGH_SIZES:
             return nbytes in sizes
         return sizes[0] <= nbytes <= sizes[-1]
 
     def add(self, what: Hashable, nbytes: int) -> None:
-        """Note that something was compared at a size, and was the same."""
+        """Record that something was compared at a size, and was the same."""
         if self.holds(what, nbytes):
             return
         sizes = sorted((*self.sizes(what), nbytes))
@@ -70,8 +71,8 @@ class Proofs:
 class Ways:
     """Numbers the ways in which values are recomputed.
 
-    Two plans recompute a value in one way if its operation's inputs are held alike by both: each
-    kept, offloaded or recomputed, and then in one way.
+    Two plans recompute a value in the same way if both hold its operation's inputs alike. That is,
+    each input is kept in both, offloaded in both, or recomputed in both in the same way.
     """
 
     def __init__(self) -> None:
@@ -79,12 +80,12 @@ class Ways:
         self._numbers: dict[tuple[Hashable, ...], int] = {}
 
     def of(self, values: Sequence[MadeValue], decisions: Sequence[Decision]) -> list[int]:
-        """Return for each value the number of its way by some decisions; -1 if it has none."""
+        """Return for each value the number of its way under `decisions`; -1 if not recomputed."""
         found: dict[int, int] = {}
 
         def way(number: int) -> int:
             if number not in found:
-                found[number] = -1  # of one that is made from itself, which no plan asks for
+                found[number] = -1  # for a value made from itself, which no plan recomputes
                 held = tuple((n, held_as(n)) for n in values[number].inputs)
                 found[number] = self._numbers.setdefault((number, *held), len(self._numbers))
             return found[number]
@@ -98,23 +99,23 @@ class Ways:
 
 
 class Evidence:
-    """What trials have shown of the values of one step signature."""
+    """The results of trials for the values of one step signature."""
 
     def __init__(self) -> None:
         """Start with nothing tried."""
         self.recomputed = Proofs()
-        """Ways to recompute values that make the same bits."""
+        """Ways of recomputing that give the same bits."""
         self.ways = Ways()
         self.rejected: dict[int, str] = {}
-        """Values that were not the same, with the reason."""
+        """Values that cannot be recomputed, with the reason."""
         self.unchanged = Proofs()
-        """Values that leave as they were made, however late that is."""
+        """Values that are still as they were made when they are offloaded."""
         self.changed: set[int] = set()
-        """Values that do not."""
+        """Values that are not."""
         self._tries: Counter[int] = Counter()
-        """How often a value has been tried by the present decisions."""
+        """The number of trials of each value under the present decisions."""
         self._never_asked: set[int] = set()
-        """Values that were tried in vain by some decisions."""
+        """Values for which no backward pass has asked in all trials of some plan."""
 
     @property
     def version(self) -> int:
@@ -122,14 +123,14 @@ class Evidence:
         return self.recomputed.version + len(self._never_asked)
 
     def prove(self, number: int, way: int, nbytes: int) -> None:
-        """Note that a value was recomputed in some way and was the same at a size."""
+        """Record that a value recomputed in some way was the same at a size."""
         self.recomputed.add(way, nbytes)
         self._tries.pop(number, None)
 
     def goes_on_trying(self, number: int) -> bool:
-        """Count a trial; tell whether backward passes may yet show what it is to show.
+        """Count a trial; return whether a backward pass may still complete it.
 
-        Not of a value that they never ask for.
+        False for a value for which no backward pass is expected to ask.
         """
         self._tries[number] += 1
         if self._tries[number] > MOST_TRIES:
@@ -137,58 +138,58 @@ class Evidence:
         return not self.is_given_up(number)
 
     def is_given_up(self, number: int) -> bool:
-        """Tell whether no backward pass is expected to ask for a value any more."""
+        """Return whether no backward pass is expected to ask for a value any more."""
         return number in self._never_asked
 
     def has_tried(self, number: int) -> bool:
-        """Tell whether compiled code may go on to try a value, which may never be asked for."""
+        """Return whether compiled code may continue the trials of a value that is not proved."""
         return self.is_given_up(number) or self._tries[number] >= ENOUGH_TRIES
 
     def forget_tries(self) -> None:
-        """Note that other decisions are followed."""
+        """Reset the counts of trials, since other decisions are followed."""
         self._tries.clear()
 
 
 class Trial(NamedTuple):
-    """A tensor that is recomputed and handed over besides, so that both can be compared."""
+    """A tensor that is recomputed and also offloaded, so that both can be compared."""
 
     signature: StepSignature
     number: int
-    """The tensor's value in that step signature."""
+    """The number of the tensor's value in that step signature."""
     way: int
-    """In which it is recomputed by the plan of the step."""
+    """The way in which the step's plan recomputes it."""
     nbytes: int
     """Of its storage."""
     packed: Any = None
 
     def succeed(self) -> None:
-        """Note that both were the same."""
+        """Record that both were the same."""
         self.signature.evidence.prove(self.number, self.way, self.nbytes)
 
     def fail(self, reason: str) -> None:
-        """Note that the value cannot be recomputed."""
+        """Record that the value cannot be recomputed."""
         self.signature.reject(self.number, reason)
 
 
 class UnchangedTrial(NamedTuple):
-    """Finds out whether a value that leaves late has the bytes that were made."""
+    """Checks whether a value, when it is offloaded late, still has the bytes that were made."""
 
     signature: StepSignature
     number: int
-    """The value in that step signature."""
+    """The number of the value in that step signature."""
     made: torch.Tensor
-    """Its checksum behind the function that made it."""
+    """Its checksum right after the function that made it."""
     nbytes: int
     """Of its storage."""
 
     def is_same(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether what has left is the same; waits for the device."""
+        """Return whether the bytes read when offloading are the same; waits for the device."""
         return torch.equal(self.made, checksum(storage))
 
     def succeed(self) -> None:
-        """Note that it is."""
+        """Record that the bytes are the same."""
         self.signature.evidence.unchanged.add(self.number, self.nbytes)
 
     def fail(self) -> None:
-        """Note that it is not."""
+        """Record that the bytes differ."""
         self.signature.evidence.changed.add(self.number)

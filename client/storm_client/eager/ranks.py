@@ -1,11 +1,11 @@
-"""Has the plans of an Offload be agreed on by the ranks of a job, by the job's own store.
+"""Lets the ranks of a job agree on the plans of an Offload, through the job's own store.
 
-What is agreed on, and by whom, says `planner.agreement`; this performs it. It calls no collective:
-those wait for all ranks. Each access to the store runs in a thread of its own, for which the
-training thread waits a few seconds at the most, so that a store that is gone delays one step and
-fails none. Once a plan is settled one step in 16 asks the store for one key.
+`planner.agreement` defines what is agreed on, and by whom; this module carries it out. It calls no
+collective, since collectives wait for all ranks. Each access to the store runs in a thread of its
+own, and the training thread waits for it a few seconds at most. So a lost store delays one step and
+fails none. Once a plan is settled, one step in 16 asks the store for one key.
 
-Where there is one rank, nothing of this runs.
+With a single rank none of this runs.
 """
 
 from __future__ import annotations
@@ -42,55 +42,55 @@ if TYPE_CHECKING:
 __all__ = ["Ranks"]
 
 STORE_SECONDS: Final = 5.0
-"""For which a step waits for the store at the most."""
+"""The longest time that a step waits for the store."""
 
 MOST_TURNS: Final = 16
-"""Questions to the store in one step: enough to form a group and to begin a round."""
+"""Queries to the store in one step: enough to form a group and to begin a round."""
 
 MOST_LONELY: Final = 3
-"""Signatures that no other rank had, until later ones are planned without asking: ranks whose
-routers choose experts of their own have many."""
+"""Signatures that no other rank had, before later ones are planned without asking. Ranks whose
+routers choose different experts have many."""
 
 STEPS_OF_TURN: Final = 4
-"""Steps that follow a plan before all ranks go to the next: one that tries what is new, one that is
-not counted, and two that are. A decision between would cost as many again."""
+"""Steps that follow a plan before all ranks go to the next: one with trials, one that is not
+counted, and two that are. A decision in between would cost as many again."""
 
 LIMITS = Limits()
 
 _LOGGER = logging.getLogger("storm_client")
 _NUMBERS = itertools.count()
-"""Tells the Offloads of a process apart: ranks make theirs in the same order."""
+"""Numbers the Offloads of a process, which all ranks create in the same order."""
 
 _Result = TypeVar("_Result")
 
 
 Expect: TypeAlias = "Callable[[StepSignature, StepSignature], None]"
-"""Is told of a signature for which a plan was agreed on, and of the signature that its next steps
-will be of."""
+"""Called with a signature for which a plan was agreed on, and the expected signature of the next
+steps."""
 
 
 @dataclass
 class _Shared:
-    """What is agreed on for one step signature."""
+    """The state of the agreement for one step signature."""
 
     agreement: Agreement
     ended: int = 0
     """Steps that were of this signature."""
     agreed: Agreed | None = None
-    """Plans that they follow one after another."""
+    """Plans that the steps follow one after another."""
     turn: int = 0
-    """Which of these they follow now."""
+    """The index of the plan that they follow now."""
     begun: int = 0
-    """How many steps had ended when they began to."""
+    """The number of ended steps when they began to follow it."""
     steps: list[list[float | None]] = field(default_factory=list)
-    """What those took that have followed each of its plans so far."""
+    """For each plan so far, the seconds of the steps that have followed it."""
 
     def follow(self, agreed: Agreed) -> None:
-        """Have what was agreed on be followed, beginning with its first plan."""
+        """Have steps follow what was agreed on, beginning with its first plan."""
         self.agreed, self.turn, self.begun, self.steps = agreed, 0, self.ended, [[]]
 
     def follow_next(self) -> Agreed | None:
-        """Go on to the next plan where that is due, and return what was agreed on."""
+        """Go on to the next plan and return the agreed plans; None if the next is not due."""
         agreed = self.agreed
         if agreed is None or self.turn + 1 >= len(agreed.turns):
             return None
@@ -106,7 +106,7 @@ class _Shared:
         return [alternative for alternative, _ in turns]
 
     def took(self, alternative: Alternative, seconds: float | None) -> bool:
-        """Note what a step took; tell, once, that enough have followed the last of the plans."""
+        """Record a step's time; return True once, when enough steps have followed the last plan."""
         agreed, followed = self.agreed, self.followed
         if agreed is None or alternative not in followed:
             return False
@@ -119,35 +119,36 @@ class Ranks:
     """The ranks that train with one Offload, as one of them sees them."""
 
     def __init__(self, options: Iterable[object], functions: Iterable[Function]) -> None:
-        """Begin with nobody known.
+        """Start without knowing other ranks.
 
-        Ranks plan alike only with the same `options`, and if the same `functions` are recomputed.
+        Ranks share plans only if they have the same `options` and may recompute the same
+        `functions`.
         """
         self._options = repr([*options, *sorted(map(_name, functions))])
         self._number = next(_NUMBERS)
         self._joined = 0
-        """Step signatures so far: ranks that train together learn them in the same order."""
+        """Signatures joined so far: ranks that train together learn them in the same order."""
         self._shared: WeakKeyDictionary[StepSignature, _Shared] = WeakKeyDictionary()
         self._begun = 0
         """Steps of any signature."""
         self._store: Any = None
         self._lonely = 0
-        """Signatures that no other rank had, or whose ranks did not answer."""
+        """Signatures that no other rank had; at least `MOST_LONELY` once ranks did not answer."""
         self._lock = threading.Lock()
-        """Held while a thread agrees; others go on with what they follow."""
+        """Held while a thread works on an agreement; other threads go on with their plans."""
 
     @property
     def are_sharing(self) -> bool:
-        """Whether there is a plan that others have a say in, or have had."""
+        """Whether any plan is, or was, agreed on with other ranks."""
         return bool(self._shared)
 
     def shares(self, signature: StepSignature) -> bool:
-        """Tell whether others have a say in the plan of a signature."""
+        """Return whether other ranks take part in planning a signature."""
         shared = self._shared.get(signature.root)
         return shared is not None and not isinstance(shared.agreement.phase, Alone)
 
     def ended(self, signature: StepSignature) -> None:
-        """Note that a step was of a signature. Ranks agree on the plan of a new one."""
+        """Record that a step was of a signature; join an agreement for a newly learned one."""
         root = signature.root
         if root.is_learned and root.followed is None and root not in self._shared:
             self._join(root)
@@ -158,9 +159,9 @@ class Ranks:
     def took(
         self, signature: StepSignature, steps: Iterable[tuple[Alternative, float | None]]
     ) -> None:
-        """Note what the latest steps of a signature took, and call for other plans if due.
+        """Record the times of a signature's latest steps, and call for other plans if due.
 
-        None is what a step took that is smaller than others.
+        A smaller step than the compared ones has the time None.
         """
         root = signature.root
         shared, comparison = self._shared.get(root), root.comparison
@@ -177,7 +178,7 @@ class Ranks:
                 root.outdate()
 
     def agree(self, maker: PlanMaker, expect: Expect) -> None:
-        """Go on with what is being agreed on, as a step begins.
+        """Continue all agreements, as a step begins.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -198,7 +199,7 @@ class Ranks:
         return Moment(self._begun, monotonic())
 
     def _join(self, signature: StepSignature) -> None:
-        """Have the plan of a signature agreed on, unless this rank has no others."""
+        """Join an agreement on the plan of a signature, unless this rank plans alone."""
         if self._lonely >= MOST_LONELY or not _are_several():
             return
         shared = _Shared(
@@ -238,7 +239,7 @@ class Ranks:
             expect(signature, maker.follow_agreed(signature, agreed, shared.turn, leads=leads))
 
     def _take_turn(self, signature: StepSignature, shared: _Shared, maker: PlanMaker) -> bool:
-        """Do what comes next; tell whether something may come behind it in this step."""
+        """Do the next action of an agreement; return whether another may follow in this step."""
         agreement, step, now = shared.agreement, shared.ended, self._now()
         phase = agreement.phase
         if isinstance(phase, Reporting):
@@ -261,7 +262,7 @@ class Ranks:
         return True
 
     def _exchange(self, agreement: Agreement, queries: Sequence[Query]) -> dict[str, str] | None:
-        """Write what is to be written; return what the first query finds that finds something."""
+        """Write the outbox to the store; return what the first successful query finds, if any."""
         store = self._store
         if store is None:
             store = self._store = _job_store()
@@ -290,7 +291,7 @@ class Ranks:
 
 
 def _are_several() -> bool:
-    """Tell whether this process is one of several ranks."""
+    """Return whether this process is one of several ranks."""
     distributed = torch.distributed
     return (
         distributed.is_available()
@@ -300,16 +301,16 @@ def _are_several() -> bool:
 
 
 def _job_store() -> Any:
-    """Return a connection of our own to the job's store: no call waits for one of another's."""
+    """Return our own connection to the job's store, so that no call waits for another user's."""
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 
 def _within(seconds: float, function: Callable[[], _Result]) -> _Result:
-    """Return what a function returns, or raise what it raises, within some time.
+    """Return what a function returns, or raise what it raises, within a timeout.
 
     Raises:
-        TimeoutError: it has not; it goes on in a thread that nobody waits for.
+        TimeoutError: it did neither; it goes on in a thread that nobody waits for.
     """
     done: list[_Result] = []
     failed: list[Exception] = []
@@ -331,7 +332,7 @@ def _within(seconds: float, function: Callable[[], _Result]) -> _Result:
 
 
 def _digest(signature: StepSignature, options: str) -> str:
-    """Return what two ranks have in common whose steps can follow the same plan."""
+    """Return a digest that is equal for ranks whose steps can follow the same plan."""
     hashed = hashlib.sha256(options.encode())
     for what, *rest in signature.events:
         hashed.update(f"{_name(what)} {rest}\n".encode())

@@ -1,18 +1,20 @@
-"""Finds out which known step signature the step at hand is like.
+"""Finds the known step signature that the current step matches.
 
-While a step goes on it is compared with a signature that is known; where they part, another
-signature that begins so far alike is followed, or none, and what comes then is offloaded. At the
-end the step is a signature of its own if it was like none.
+A running step is compared with a known signature. Where they differ, the step goes on with another
+signature that begins with the same events. If there is none, the rest of the step is offloaded. A
+step that matched no signature becomes a signature of its own at its end.
 
-Where a router sends tokens to now these experts and now those, hardly a step runs what another has
-run. To watch each of them and plan it takes the thread longer than all else, and no step ever
-follows such a plan. So steps are learned only as long as they come again.
+Where a router sends tokens to changing experts, hardly any step repeats another. Watching and
+planning every such step costs the thread more than all else, and no step ever follows the plan. So
+steps are learned only as long as signatures recur.
 
-A step is expected to be of the signature that came behind the longest stretch of steps like the
-latest ones: those of a GAN's two networks take turns, and a pipeline's stages in one process run
-all their micro-batches one behind another. One that leaves the script of its plan in the middle
-cannot be learned, since it did not look at all of its values; its signature is watched closely from
-then on, without a script, until its steps have come as expected for a while.
+The expected signature of a step is found in the history. It is the one that followed the longest
+earlier run of steps that equals the latest steps. For example, the two networks of a GAN alternate,
+and pipeline stages in one process run all their micro-batches one after another.
+
+A step that leaves the script of its plan in the middle cannot be learned, since not all of its
+values were looked at. Its signature is then watched closely, without a script, until its steps have
+matched as expected for a while.
 """
 
 from __future__ import annotations
@@ -34,36 +36,36 @@ from storm_client.planner.decisions import OFFLOAD, Decision
 __all__ = ["KNOWN_KINDS", "Recurrence", "StepRecord", "StepSignatures", "behind_repeated"]
 
 MOST_REMEMBERED: Final = 64
-"""Steps that are looked through for a stretch like the latest, which may be half as long."""
+"""Length of the history of steps; a run that is looked for in it can be half as long."""
 
 KNOWN_KINDS: Final = 8
-"""Signatures remembered (training, validation, several threads) before the oldest goes."""
+"""Signatures remembered (training, validation, several threads) before the oldest is dropped."""
 
 MOST_EVENTS = 20_000
-"""A step that goes on and on, as a block around a loop does, is not watched any further."""
+"""An endless step, as of a block around a loop, is not watched beyond this."""
 
 MOST_UNLIKE: Final = 4.0
-"""Of steps, less a part for each that was like one before: from then on no new one is learned."""
+"""Count of new steps, less `FORGIVEN` per known one, from which no new signature is learned."""
 
 FORGIVEN: Final = 0.25
-"""For each that was. So a fifth of all steps may be new without end."""
+"""Subtracted for each known step. So learning goes on if a fifth of all steps is new."""
 
 FEW: Final = 2.0
-"""From so many down they are learned again."""
+"""At or below this count steps are learned again."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class StepRecord:
-    """What one step has made and saved so far, and the known signature that it is like.
+    """The values that one step has made and saved so far, and the known signature that it matches.
 
-    While it walks along the script of that signature its own `values` are not kept.
+    While the step walks along the script of that signature, its own `values` are not kept.
     """
 
     signatures: StepSignatures
     signature: StepSignature | None
-    """Which it is expected to be of, or is like so far."""
+    """The signature that is expected, or that the step has matched so far."""
     walks: bool = False
     """Whether it may use scripts."""
     is_learned: bool = True
@@ -71,26 +73,26 @@ class StepRecord:
     is_followed: bool = False
     """Whether compiled code looks at its calls, so that values are not known here."""
     has_launches: bool = False
-    """Whether it has launched kernels of Triton's, as far as that was seen."""
+    """Whether it has launched Triton kernels, as far as that was seen."""
     has_parted: bool = False
-    """Whether something has happened that was not expected of its signature."""
+    """Whether an event has differed from its expected signature."""
     ended_as: StepSignature | None = None
-    """What it was in the end; None before, and for one that cannot be learned."""
+    """The signature that it ended as; None before, and for a step that cannot be learned."""
     script: list[Expected] | None = None
-    """What the step is expected to do; None where all events are looked at."""
+    """The events that the step is expected to produce; None where all events are looked at."""
     expected: Expected = NOTHING
-    """What comes next in the script."""
+    """The next event of the script."""
     values: list[RecordedValue] = field(default_factory=list)
     handed_over: int = 0
-    """Bytes of what it has saved, each value as often as it was."""
+    """Bytes saved so far, counting each save of a value."""
     larger: dict[int, int] = field(default_factory=dict)
-    """Bytes of the values that have more than is known."""
+    """Bytes of the values that are larger than the signature knows."""
     plain_loss_bytes: int = 0
-    """What PyTorch's own loss would take beyond the one that it computes in tiles; see Problem."""
+    """Bytes that PyTorch's own loss would take beyond the loss in tiles; see Problem."""
     gradients: Gradients = field(default_factory=Gradients)
-    """Of the parameters that it was seen to read."""
+    """The gradients of the parameters that the step was seen to read."""
     _left: StepSignature | None = None
-    """Whose script was left in the middle, so that some values were not looked at."""
+    """The signature whose script was left in the middle, so that some values were not seen."""
     _position: int = 0
     _events: list[Event] = field(default_factory=list)
     _is_stopped: bool = False
@@ -98,7 +100,7 @@ class StepRecord:
     def __post_init__(self) -> None:
         """Begin the step."""
         self.began_as = self.signature
-        """Which signature it was expected to be of."""
+        """The signature that was expected at the begin."""
         self.walk_on()
 
     @property
@@ -113,7 +115,7 @@ class StepRecord:
 
     @property
     def count(self) -> int:
-        """How many events there were."""
+        """The number of events so far."""
         return len(self._events) if self.script is None else self._position
 
     @property
@@ -122,24 +124,25 @@ class StepRecord:
         return self._is_stopped or self.count >= MOST_EVENTS
 
     def stop(self) -> None:
-        """Remember the step no more: nobody has seen all that it did."""
+        """Stop remembering the step: some of its events were not seen."""
         self._is_stopped, self.script, self.expected = True, None, NOTHING
 
     def advance(self) -> None:
-        """Note that what was expected has happened."""
+        """Note that the expected event has happened."""
         assert self.script is not None
         self._position += 1
         self.expected = self.script[self._position]
 
     def stand_at(self, position: int) -> None:
-        """Note that so many events of the script have happened."""
+        """Note that the first `position` events of the script have happened."""
         if self.script is not None:
             self._position, self.expected = position, self.script[position]
 
     def leave_script(self) -> None:
-        """Look at all events from here on, since something else has happened.
+        """Look at all events from here on, since an unexpected one has happened.
 
-        Of a step whose calls compiled code has looked at nothing is known: it is not remembered.
+        A step whose calls compiled code has looked at is not remembered, since its values are not
+        known here.
         """
         self.has_parted = True
         if self.is_followed:
@@ -168,12 +171,12 @@ class StepRecord:
         return tuple(self._events)
 
     def add(self, value: RecordedValue) -> RecordedValue:
-        """Number a new value."""
+        """Append a new value to those of the step, and return it."""
         self.values.append(value)
         return value
 
     def saves(self, number: int, nbytes: int) -> None:
-        """Note how large a value is that is saved."""
+        """Record the size of a saved value."""
         self.handed_over += nbytes
         signature = self.signature
         if (
@@ -184,7 +187,7 @@ class StepRecord:
             self.larger[number] = nbytes
 
     def happened(self, event: Event, nbytes: int) -> Decision | None:
-        """Note an event of a value of `nbytes`; return what becomes of that, if it is known."""
+        """Record an event of a value of `nbytes`; return the decision for it; None if unknown."""
         position = len(self._events)
         self._events.append(event)
         signature = self.signature
@@ -200,22 +203,22 @@ class StepRecord:
         return None if signature.followed is None else signature.followed.decided(event[1], nbytes)
 
     def decided(self, number: int, nbytes: int) -> Decision:
-        """Return what is to become of a value; one without a number is offloaded.
+        """Return the decision for a value of `nbytes`; one without a valid number is offloaded.
 
-        So is one that is larger than the plan knows, where that would keep it.
+        A value that the plan keeps is offloaded as well if it is larger than the plan knows.
         """
         plan = self.plan
         return OFFLOAD if plan is None else plan.decided(number, nbytes)
 
     def layer(self, number: int) -> str:
-        """Return in which layer a value was made, empty where that is not known."""
+        """Return the layer in which a value was made; empty where it is not known."""
         values = (
             self.values if self.script is None or self.signature is None else self.signature.values
         )
         return values[number].layer if 0 <= number < len(values) else ""
 
     def _recall(self) -> None:
-        """Note what the script says has happened so far, and that it is left."""
+        """Leave the script, and restore the events and values so far from it."""
         signature = self.signature
         assert signature is not None
         self.script, self.expected = None, NOTHING
@@ -224,7 +227,7 @@ class StepRecord:
 
 
 def _is_part(one: StepSignature, other: StepSignature, most: int) -> bool:
-    """Tell whether a signature runs what another does, but for what makes at most so many bytes."""
+    """Return whether `one` runs what `other` runs, except events of values up to `most` bytes."""
     run = iter([event for event in one.events if event[0] is not SAVED])
     expected = next(run, None)
     for what, number, dtype, _ in other.events:
@@ -236,21 +239,21 @@ def _is_part(one: StepSignature, other: StepSignature, most: int) -> bool:
 
 
 class _Unknown:
-    """Stands for a step whose signature nobody knows: it is like no other."""
+    """Stands for a step without a known signature; equal to no other step."""
 
 
 def behind_repeated(latest: Sequence[_T | _Unknown]) -> _T | None:
-    """Return what came behind the longest stretch that is like the end; None where there is none.
+    """Return what followed the longest earlier run equal to the end of `latest`; None if no run.
 
-    Of stretches that are as long it is the last one's.
+    Among runs of equal length the latest one counts.
     """
     longest, found = 0, None
     last = latest[-1] if len(latest) > 1 else _Unknown()
-    if not isinstance(last, _Unknown) and latest.count(last) == len(latest):  # as mostly
+    if not isinstance(last, _Unknown) and latest.count(last) == len(latest):  # the usual case
         return last
     for end in reversed(range(1, len(latest))):
         if longest >= end:
-            break  # none that ends before can be longer
+            break  # none that ends earlier can be longer
         before = islice(reversed(latest), len(latest) - end, None)
         length = sum(1 for _ in takewhile(bool, map(is_, before, reversed(latest))))
         behind = latest[end]
@@ -260,17 +263,17 @@ def behind_repeated(latest: Sequence[_T | _Unknown]) -> _T | None:
 
 
 class StepSignatures:
-    """The step signatures that are known. Steps of several threads may share them."""
+    """The known step signatures. Steps of several threads may share them."""
 
     def __init__(self) -> None:
-        """Start without experience."""
+        """Start without known signatures."""
         self._lock = threading.Lock()  # protects the table
         self._known: dict[tuple[Event, ...], StepSignature] = {}
-        """The signature used last is the last. An OrderedDict would hash all events of each
-        signature wherever it is looked through, which takes longer than all else that a step begins
-        with."""
+        """The most recently used signature is the last. An OrderedDict would hash all events of
+        each signature whenever it is iterated, which takes longer than all else at a step's
+        begin."""
         self._latest: deque[StepSignature | _Unknown] = deque(maxlen=MOST_REMEMBERED)
-        """Which signatures the latest steps were of."""
+        """The signatures of the latest steps."""
 
     @property
     def latest(self) -> StepSignature | None:
@@ -280,7 +283,7 @@ class StepSignatures:
 
     @property
     def expected(self) -> StepSignature | None:
-        """The signature that the next step is expected to be of."""
+        """The expected signature of the next step."""
         with self._lock:
             found = behind_repeated(self._latest)
             return found or next(reversed(self._known.values()), None)
@@ -298,7 +301,7 @@ class StepSignatures:
         return [root for root in roots if root.is_outdated]
 
     def prefer(self, signature: StepSignature) -> None:
-        """Have a signature be the latest, and expected where one with the same root was."""
+        """Make a signature the latest, and expect it where one with the same root was expected."""
         with self._lock:
             self._known.pop(signature.events, None)
             self._add(signature)
@@ -308,7 +311,7 @@ class StepSignatures:
             )
 
     def begins_with(self, events: list[Event]) -> StepSignature | None:
-        """Return the signature used last whose steps begin with `events`."""
+        """Return the most recently used signature whose steps begin with `events`."""
         count, begun = len(events), tuple(events)
         with self._lock:
             for signature in reversed(self._known.values()):
@@ -317,9 +320,9 @@ class StepSignatures:
         return None
 
     def has_but_for(self, signature: StepSignature, most: int) -> bool:
-        """Tell whether another is known that runs what a signature does, but for what makes little.
+        """Return whether a known signature runs the same but for events of small values.
 
-        That is what has at most so many bytes, and is made by one of both only.
+        Those are values of at most `most` bytes that only one of the two signatures makes.
         """
         with self._lock:
             others = [
@@ -332,7 +335,8 @@ class StepSignatures:
     def ended(self, step: StepRecord) -> StepSignature | None:
         """Return the signature of a step that has ended; None for one that cannot be learned.
 
-        That is one that made or saved nothing, or too much, or that left a script in the middle.
+        Such a step made or saved nothing, had too many events or some that nobody saw, or left a
+        script in the middle.
         """
         key = None if step.is_full else step.key()
         with self._lock:
@@ -352,9 +356,10 @@ class StepSignatures:
         return known
 
     def _learned(self, key: tuple[Event, ...], step: StepRecord) -> StepSignature:
-        """Return the signature of a step that is like none that is known.
+        """Return the signature of a step that matches no known one.
 
-        One that it has followed may have gone meanwhile: others ended in its block, or beside it.
+        The signature that the step has followed may have been dropped meanwhile, when other steps
+        ended within its block or in other threads. That signature is then returned.
         """
         if step.signature is not None and step.signature.events is key:
             return step.signature
@@ -373,19 +378,19 @@ class StepSignatures:
 
 
 class Recurrence:
-    """Counts steps of an Offload. Threads may share it: a count that is lost decides little."""
+    """Counts recurring steps of an Offload. Threads may share it: a lost count matters little."""
 
     def __init__(self) -> None:
-        """Start with the hope that each is like the first."""
+        """Start with the assumption that steps recur."""
         self._unlike = 0.0
         self.is_seen = True
-        """Whether it is worth learning a step that is new."""
+        """Whether it is worth learning a new step."""
 
     def saw(self, *, is_new: bool) -> None:
-        """Note a step."""
+        """Count a step."""
         change = 1.0 if is_new else -FORGIVEN
         self._unlike = min(max(self._unlike + change, 0.0), MOST_UNLIKE)
         if self._unlike >= MOST_UNLIKE:
             self.is_seen = False
         elif self._unlike <= FEW and not self.is_seen:
-            self.is_seen, self._unlike = True, 0.0  # the first that is watched again is new
+            self.is_seen, self._unlike = True, 0.0  # the next watched step is new

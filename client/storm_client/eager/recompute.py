@@ -1,10 +1,10 @@
-"""How a value is recomputed: the operation that has made it, run on the same inputs.
+"""Recomputes values: a recipe runs the operation that made a value again, on the same inputs.
 
-A recipe is made when the operation has just been run, so its inputs are at hand, and are held as
-`sources.py` says. A result holds its recipe and that its inputs: what autograd still holds can be
-made, and dies with it.
+A recipe is made right after its operation has run, while its inputs are available. `sources.py`
+defines how they are held. A result holds its recipe, and the recipe its inputs. So a result that
+autograd still holds can be recomputed, and everything is freed with it.
 
-What is made is held for as long as somebody is expected to ask for it once more.
+A recomputed tensor is held for as long as another request for it is expected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Recipe:
-    """One operation that was run, with all that decides what it makes."""
+    """One operation that was run, with everything that decides its result."""
 
     __slots__ = (
         "_arguments",
@@ -70,11 +70,11 @@ class Recipe:
     ) -> None:
         """Hold a call whose tensors have been replaced by Sources, at most one list deep.
 
-        `draw` is what it has drawn of random numbers; None for none. Without `casts` autocast was
-        off when it ran, whatever it is now.
+        `draw` holds the random numbers that it has drawn; None for none. Without `casts` autocast
+        was off when it ran, whatever it is now.
         """
         self.results: list[tuple[weakref.ref[Result], int]] = []
-        """Those that are one of several that it makes, with their places."""
+        """If it has several outputs: their results, with their places among the outputs."""
         self._draw = draw
         self._function = function
         self._arguments = arguments
@@ -82,20 +82,20 @@ class Recipe:
         self._device = device
         is_on = casts and _autocasts(device)
         self._autocast = torch.get_autocast_dtype(device) if is_on else None
-        """To which dtype, where it was on."""
+        """The dtype that autocast casts to; None where it was off."""
         self._settings = self._present_settings()
         self._differentiates = not is_simple(function) and torch.is_grad_enabled()
-        """Whether it may have chosen its kernels by what needs a gradient."""
+        """Whether the choice of its kernels may have depended on which inputs need a gradient."""
 
     def takes_present_settings(self) -> None:
-        """Run by the settings that there are now, for one who asks how long that takes alone.
+        """Accept the present settings, for a caller that only times the operation.
 
-        PyTorch itself changes some in a process's first step: which attention comes first.
+        PyTorch itself changes a setting in a process's first step: the order of attention kernels.
         """
         self._settings = self._present_settings()
 
     def run(self) -> Any:
-        """Run the operation again, as no part of any graph.
+        """Run the operation again; its results are part of no graph.
 
         Raises:
             ActivationLost: it would make other bits now.
@@ -105,7 +105,7 @@ class Recipe:
         arguments = [self._filled(argument) for argument in self._arguments]
         options = {name: self._filled(value) for name, value in self._options.items()}
         records = self._differentiates
-        # In a backward pass there is mostly nothing to change, and that takes longer than to look.
+        # In a backward pass there is mostly nothing to change, and a check is cheaper.
         grad = _AS_IT_IS if torch.is_grad_enabled() is records else torch.set_grad_enabled(records)
         hooks = _saving_nothing() if records and _top_hooks(True) is not None else _AS_IT_IS
         modes = unaltered() if are_altered() else _AS_IT_IS
@@ -145,10 +145,10 @@ class Input(NamedTuple):
 
 @contextmanager
 def _casting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Have operations of this thread cast what they are given to `dtype`, or not at all.
+    """Make operations of this thread cast their arguments to `dtype`, or not at all if None.
 
-    That is set, not entered: who leaves the outermost `torch.autocast` of a thread drops the casts
-    that autocast has kept for all threads, and a forward pass that goes on would make others.
+    The state is set directly. Leaving a thread's outermost `torch.autocast` would clear autocast's
+    cache for all threads, and a forward pass in progress would make new casts.
     """
     was_on, kept = _autocasts(device), torch.is_autocast_cache_enabled()
     before = torch.get_autocast_dtype(device)
@@ -165,7 +165,7 @@ def _casting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def _saving_nothing() -> Iterator[None]:
-    """Have hooks that the thread is in see nothing of what is saved, and autograd neither."""
+    """Keep saved tensors from autograd and from the thread's current hooks."""
     _push_hooks(_forget, _forget)
     try:
         yield
@@ -174,7 +174,7 @@ def _saving_nothing() -> Iterator[None]:
 
 
 def _forget(_: Any) -> Any:
-    """Return nothing: nobody goes back through this graph."""
+    """Return None: no backward pass runs through this graph."""
 
 
 def _detached(made: Any) -> Any:
@@ -184,10 +184,11 @@ def _detached(made: Any) -> Any:
 
 
 class Pins:
-    """Storages that are known weakly for as long as somebody holds this.
+    """Weak references to storages, valid for as long as this object is held.
 
-    Whoever drops it last may be any thread, where a signal may strike: they are freed by one who
-    finds it dead, from the list, which outlives it.
+    Any thread may drop the last reference to this object, and a signal may interrupt it. So the
+    weak storages are not freed then. A later step frees them from the list, which outlives the
+    object.
     """
 
     __slots__ = ("__weakref__", "storages")
@@ -196,14 +197,14 @@ class Pins:
         self.storages: list[WeakStorage] = []
 
     def add(self, storage: torch.UntypedStorage) -> WeakStorage:
-        """Know one more."""
+        """Add a weak reference to a storage."""
         pin = WeakStorage(storage)
         self.storages.append(pin)
         return pin
 
 
 class Result:
-    """One storage that a recipe makes. The lock of its step protects it."""
+    """One storage that a recipe makes. The lock of the result's step protects it."""
 
     __slots__ = (
         "__weakref__",
@@ -222,11 +223,11 @@ class Result:
     )
 
     def __init__(self, tensor: torch.Tensor, origin: WeakStorage, pins: Pins) -> None:
-        """Stand for `tensor`, whose storage `origin` knows for as long as `pins` are held."""
+        """Represent `tensor`; `origin` refers weakly to its storage while `pins` are held."""
         self.original: torch.Tensor | None = None
         """The tensor, held as long as its recipe is not known."""
         self.is_overwritten = False
-        """Whether its own memory has got other bytes, uncounted."""
+        """Whether its own memory was modified uncounted."""
         self.nbytes = tensor.untyped_storage().nbytes()
         self._origin = origin
         self._pins = pins
@@ -240,25 +241,25 @@ class Result:
 
     @property
     def has_recipe(self) -> bool:
-        """Whether it is known how to make it."""
+        """Whether a recipe for it is known."""
         return self._recipe is not None
 
     def made_by(self, recipe: Recipe, index: int | None) -> None:
-        """Give the tensor up: it is the output `index` of `recipe`, or all of it."""
+        """Set the recipe and drop the tensor: it is output `index` of `recipe`, or its only one."""
         self._recipe = recipe, index
         self.original = None
         if index is not None:
             recipe.results.append((weakref.ref(self), index))
 
     def expect_use(self) -> None:
-        """Note that somebody else will ask for it."""
+        """Count one more expected request for it."""
         self._uses += 1
         self._left += 1
 
     def viewed(self, view: View) -> torch.Tensor:
-        """Return a view of its memory: its own while somebody holds that, else what is made anew.
+        """Return a view of its own memory while that is held, else of recomputed memory.
 
-        Its own is what PyTorch would read, whatever has been written to it.
+        Its own memory is what PyTorch would read, whatever has been written to it.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -272,7 +273,7 @@ class Result:
         return self.viewed_anew(view)
 
     def viewed_anew(self, view: View) -> torch.Tensor:
-        """Return a view of what its recipe makes, whatever has become of its memory.
+        """Return a view of the recomputed memory, even if its own memory still exists.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -281,7 +282,7 @@ class Result:
         return made if view == self._view else view.rebuild(made.untyped_storage())
 
     def viewed_for_writing(self, view: View) -> torch.Tensor:
-        """Return a view of what its recipe makes, for one who writes to it.
+        """Return a view of the recomputed memory, for a caller that writes to it.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -291,7 +292,7 @@ class Result:
         return view.rebuild((made if is_alone else copied(made)).untyped_storage())
 
     def made(self) -> torch.Tensor:
-        """Return what the recipe has made, for this one or for one who has asked before.
+        """Return the recomputed tensor, made now or for an earlier request.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -306,7 +307,7 @@ class Result:
         return tensor
 
     def _asked(self, made: tuple[torch.Tensor, int] | None) -> None:
-        """Remember what was made for whoever else will ask; all of them may ask once more."""
+        """Remember the tensor for the expected requests; after the last, expect all once more."""
         self._left -= 1
         if self._left > 0:
             self._memo = made
@@ -315,12 +316,12 @@ class Result:
             self._given.clear()
 
     def given(self, version: SavedVersion) -> None:
-        """Note who has been handed the memory, and may change it under that version's counter."""
+        """Record a user of the recomputed memory, who may modify it, as `version` then shows."""
         if self._memo is not None:
             self._given.append(version)
 
     def _remembered(self, stream: int) -> torch.Tensor | None:
-        """Return what was made before if it is as it was, and there for this stream."""
+        """Return the remembered tensor if it is unmodified and was made on this stream."""
         if self._memo is None or self._memo[1] != stream:
             return None
         return self._memo[0] if all(version.unchanged for version in self._given) else None
@@ -338,14 +339,14 @@ class Result:
         return tensor
 
     def _offered(self, made: torch.Tensor) -> None:
-        """Remember what was made with another result, if somebody will ask for it."""
+        """Remember an output made along with another result, if a request for it is expected."""
         if self._left > 0 and self._memo is None and self._view.describes(made):
             self._memo = made, _stream(self._device)
             self._given.clear()
 
 
 class Replayed:
-    """What autograd holds for a tensor that is recomputed."""
+    """The object that autograd holds in place of a tensor to be recomputed."""
 
     __slots__ = ("checksum", "result", "trial", "version", "view")
 
@@ -358,7 +359,7 @@ class Replayed:
         trial: Trial | None = None,
         checksum: torch.Tensor | None = None,
     ) -> None:
-        """Stand for a `view` of `result`; `checksum` is that of the tensor itself."""
+        """Represent a `view` of `result`; `checksum` is that of the tensor's original storage."""
         self.result = result
         self.view = view
         self.version = version
@@ -368,13 +369,13 @@ class Replayed:
 
 
 def _references(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors lie in a storage, and objects of Python's stand for it."""
+    """Return the number of tensors and Python objects that refer to a storage."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 _EXAMPLE: Final = torch.empty(1)
 _ALONE: Final = _references(_EXAMPLE.untyped_storage())
-"""Of a tensor in memory of its own."""
+"""The number of references to the storage of a single tensor."""
 
 
 def _stream(device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """Watches PyTorch's functions while a block runs, and times them.
 
-While a block with a plan to learn or with something to replay runs, each of PyTorch's functions
-passes through a Recorder. It costs the host some microseconds a call, so a plan without replays
-runs without.
+In a block whose signature is being learned, or whose plan recomputes something, each of PyTorch's
+functions passes through a Recorder. That costs the host some microseconds per call, so a step whose
+plan recomputes nothing has no Recorder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _len_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 class Recorder(Watching):
-    """Hands what functions of the table make to a Recording."""
+    """Passes the results of functions of the table to a Recording."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Recorder(Watching):
         measures: bool,
         note_draw: NoteDraw | None = None,
     ) -> None:
-        """Report to `recording`; operations on a GPU have events around them if it `measures`.
+        """Report to `recording`; if it `measures`, put events around operations on a GPU.
 
-        `note_draw` notes what is drawn next of random numbers on a tensor's device, and returns
-        None where it cannot; without it operations that draw are not reported.
+        `note_draw` records the random numbers drawn next on a tensor's device, and returns None
+        where it cannot. Without it operations that draw are not reported.
 
-        `operations` knows what those of earlier steps took. On a CPU it is not measured what they
-        take: what else runs there decides that.
+        `operations` has the times of operations in earlier steps. Operations on a CPU are not
+        timed, since their time depends on what else runs there.
         """
         super().__init__()
         self._recording: Recording | None = None if are_altered() else recording
@@ -59,7 +59,7 @@ class Recorder(Watching):
         self._note_draw = note_draw
 
     def end(self) -> None:
-        """Pass everything through from now on."""
+        """Pass all functions through from now on."""
         self._recording = None
         super().end()
 
@@ -71,7 +71,7 @@ class Recorder(Watching):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `function` and note what it made, unless a mode of the script may have altered it."""
+        """Run `function` and record its result, unless a mode of the script may have altered it."""
         recording = self._recording
         function = EXCHANGED.get(function, function)
         if recording is None or _is_elsewhere(args):
@@ -91,7 +91,7 @@ class Recorder(Watching):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        """Run a function of the table and note what it has made."""
+        """Run a function of the table and record its result."""
         draw: _follow.Draw | None = None
         if draws(function, args, kwargs or {}):
             draw = self._noted_draw(args, kwargs or {})
@@ -123,7 +123,7 @@ class Recorder(Watching):
         made: Any,
         draw: _follow.Draw | None,
     ) -> None:
-        """Note what a call has kept, if that is one tensor."""
+        """Record the byproduct of a call, if it is one tensor."""
         recording = self._recording
         kept = None if recording is None else recording.kept(arguments, made)
         if recording is None or kept is None or not arguments:
@@ -133,19 +133,19 @@ class Recorder(Watching):
                 recording.ran(FORMER, arguments[:1], {}, kept, None, draw=None)
             return
         if made is arguments[0]:
-            return  # what it has read is gone
+            return  # the call has overwritten its input
         timing: Callable[[], float] | None = None
         if recording.step.signature is None and kept.is_cuda:
             timing = self._operations.of(byproduct, arguments, options, kept, draw=draw)
         recording.ran(byproduct, arguments, options, kept, timing, draw=draw)
 
     def launched(self, *told: Any) -> None:
-        """Note what a launch of a kernel has made, unless it is part of another function's call."""
+        """Record the results of a kernel launch, unless it is part of another function's call."""
         recording, launch = self._recording, Launch(*told)
         if recording is None:
             return
         if self._is_watching() and not _is_captured(launch.made):
-            with torch._C.DisableTorchFunction():  # what the note takes is no part of the step
+            with torch._C.DisableTorchFunction():  # the recording is not part of the step
                 self._launched(recording, launch)
             return
         for tensor in launch.tensors[: launch.over]:
@@ -159,36 +159,36 @@ class Recorder(Watching):
         recording.launched(launch, timing)
 
     def overwritten(self, tensor: torch.Tensor) -> None:
-        """Note that a launch has written to memory that may have been in use."""
+        """Record that a launch has written to memory that may have been in use."""
         if self._recording is not None:
             with torch._C.DisableTorchFunction():
                 self._recording.overwritten(tensor)
 
     def _is_watching(self) -> bool:
-        """Tell whether a function would pass through this mode now, and through no other's code."""
+        """Return whether a function called now would pass through this mode and is not altered."""
         return not _is_intercepted() and any(mode is self for mode in function_modes())
 
     def _noted_draw(
         self, arguments: Sequence[Any], options: Mapping[str, Any]
     ) -> _follow.Draw | None:
-        """Return what notes what a call draws; None where that cannot be noted.
+        """Return the record of a call's random numbers; None where they cannot be recorded.
 
-        Only compiled code can exchange the state of a generator with nobody drawing in between.
+        Only compiled code can exchange a generator's state without another thread drawing between.
         """
         tensors = tensors_among((*arguments, *options.values()))
         return self._note_draw(tensors[0]) if self._note_draw is not None and tensors else None
 
 
 class Mark:
-    """A moment: when a GPU comes to it on this thread's stream there; or without one, now.
+    """A moment: when the GPU reaches it on this thread's stream, or the present on the host.
 
-    Only moments of one device can be compared, so the later one is made of the earlier.
+    Only moments of one device can be compared, so the later one is made from the earlier.
     """
 
     __slots__ = ("_at", "_device")
 
     def __init__(self, device: torch.device | None) -> None:
-        """Mark the present on `device`; of the host, None."""
+        """Mark the present on `device`; None stands for the host."""
         self._device = device
         self._at: torch.cuda.Event | float = time.perf_counter()
         if device is not None:
@@ -202,15 +202,15 @@ class Mark:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has reached this moment."""
         return isinstance(self._at, float) or bool(self._at.query())  # type: ignore[no-untyped-call]
 
     def until_now(self) -> Span:
-        """Return the time from then until the present of the same device."""
+        """Return the time span from this moment until the present on the same device."""
         return Span(self, Mark(self._device))
 
     def seconds_until(self, later: Mark) -> float:
-        """Return what lies between, waiting for the device to come to the later one."""
+        """Return the seconds until `later`, waiting for the device to reach it."""
         if isinstance(self._at, float):
             assert isinstance(later._at, float)
             return later._at - self._at
@@ -220,12 +220,12 @@ class Mark:
 
 
 class Span:
-    """The time between two marks, as a function of no arguments that waits for the second."""
+    """The time between two marks, as a function without arguments that waits for the second."""
 
     __slots__ = ("_begin", "_end")
 
     def __init__(self, begin: Mark, end: Mark) -> None:
-        """Be between two marks of one device; see `Mark.until_now`."""
+        """Span two marks of one device; see `Mark.until_now`."""
         self._begin = begin
         self._end = end
 
@@ -240,15 +240,15 @@ class Span:
 
 
 def _is_elsewhere(arguments: Sequence[Any]) -> bool:
-    """Tell whether a function that is called now does, or is noted, something else than it says."""
+    """Return whether a call made now may be altered, or is captured for later instead of run."""
     return _is_intercepted() or _is_captured(arguments)
 
 
 def _is_intercepted() -> bool:
-    """Tell whether calls are intercepted below functions: what they do may be altered, or recorded.
+    """Return whether calls are intercepted below functions, and so may be altered or recorded.
 
-    So it is by dispatch modes, while tracing, and in `vmap`, `jvp` and their like, whose tensors
-    have no memory.
+    That is so with dispatch modes, while tracing, and in `vmap`, `jvp` and similar transforms,
+    whose tensors have no memory.
     """
     return bool(
         _len_dispatch_stack()
@@ -258,7 +258,7 @@ def _is_intercepted() -> bool:
 
 
 def _is_captured(tensors: Sequence[Any]) -> bool:
-    """Tell whether what runs now for tensors is captured into a CUDA graph: it runs later, too."""
+    """Return whether calls on these tensors are captured into a CUDA graph, which runs later."""
     return _is_on_gpu(tensors) and is_capturing(tensors[0].device)
 
 

@@ -1,11 +1,12 @@
-"""What a step has run and saved, and the recipes that its plan asks for.
+"""Records what a step has run and saved, and makes the recipes that its plan asks for.
 
-What an operation has just made is looked at only if it is large and an operation of
-the table made it: then it is a value of the step, and if the plan wants it recomputed, its recipe
-is made at once, while the inputs are as the operation found them.
+A result is recorded only if it is large and an operation of the table made it. Then it is a value
+of the step. If the plan recomputes the value, its recipe is made at once, while the inputs are as
+the operation found them.
 
-A step that walks along the script of a known plan looks up only the values that something is made
-again from. Where it leaves the script everything is looked at from there on.
+A step that walks along the script of a known plan looks up only the values that are recomputed or
+that something is recomputed from. Where the step leaves the script, it looks at everything from
+there on.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ __all__ = ["Recording"]
 
 
 class SavedValue(NamedTuple):
-    """What autograd saves."""
+    """A value that autograd saves, and the decision for it."""
 
     value: RecordedValue
     decision: Decision
     result: Result | None
-    """Set for one that is recomputed."""
+    """Set if the value is recomputed."""
 
 
 class Recording:
-    """What one step runs and saves; in the thread of its block."""
+    """The record of what one step runs and saves; used in the thread of its block."""
 
     def __init__(
         self,
@@ -86,43 +87,43 @@ class Recording:
         is_noted: bool = False,
         leaves_early: bool = True,
     ) -> None:
-        """Look at what has `least` bytes; `functions` may be recomputed.
+        """Look at tensors of at least `least` bytes; `functions` may be recomputed.
 
-        `calls` tells of calls that no function of Python's is heard of, which `times` times, and
-        notes for compiled code which calls make what matters if that `is_noted`.
-        `leaves_early` tells that what will leave may be read as soon as it has been made.
+        `calls` logs the calls that no Python function reports, and `times` times them. If
+        `is_noted`, `calls` also records for compiled code which calls make the values that matter.
+        With `leaves_early` values to be offloaded may be read as soon as they have been made.
         """
         self._values = Values(step, least, layers, hooks)
         self.pack_input = self._values.pack_input
         self.least = least
-        """Bytes of what is looked at."""
+        """Minimum size in bytes of the tensors that are looked at."""
         self._hidden = calls
-        """Tells of calls that no function of Python's is heard of."""
+        """Logs the calls that no Python function reports."""
         self._times = times
         self._calls = calls if is_noted else None
-        """Notes which calls make what matters, for compiled code to follow the next steps."""
+        """Records which calls make the values that matter, so that compiled code can follow."""
         self.functions = functions
         self.step = step
         self.early = EarlyReads(step, self._values.pins, hooks, is_on=leaves_early)
-        """What may be read as soon as it has been made."""
+        """Values that may be read as soon as they have been made."""
         self._casts = Casts()
         self._kept: list[torch.Tensor] | None = None
-        """What was saved since the last function of the table began, where that was asked for."""
+        """Tensors saved since the last function of the table began; None if not needed."""
 
     @property
     def pins(self) -> Pins:
-        """The storages that were looked at."""
+        """Weak references to the storages that were looked at."""
         return self._values.pins
 
     @property
     def untold(self) -> AbstractContextManager[None]:
-        """Inside of this, what is called is no part of the step: it serves the note alone."""
+        """A context in which calls are not part of the step: they only serve the recording."""
         return nullcontext() if self._hidden is None else self._hidden
 
     def staying(self, tensor: torch.Tensor) -> Expected | None:
-        """Return what the script expects if that is a saved result that stays, and `tensor` is it.
+        """Return the expected event if it is a save of a kept result, and `tensor` can be that.
 
-        No more has to be known of one: whatever is taken for it may stay.
+        The identity of such a value need not be known: any tensor taken for it may be kept.
         """
         expected = self.step.expected
         if not expected.stays or not is_plain(tensor) or not is_result(tensor):
@@ -135,18 +136,18 @@ class Recording:
         return expected
 
     def noted(self) -> list[Noted] | None:
-        """Return what the step has saved and called; None unless all that matters is known."""
+        """Return the step's saves and calls; None unless all that matters is known."""
         step, calls = self.step, self._calls
         if calls is None or not step.is_as_expected or step.expected.what is not None:
             return None
         noted = [Noted(*one) for one in calls.entries()]
-        # An operator of the script's own may be written in Python, which Python is to run.
+        # A script's own operator may be written in Python, so compiled code must not run it.
         used = (one for one in noted if one.is_used_call)
         are_pytorchs = all(one.kernel or one.name.startswith("aten::") for one in used)
         return noted if are_pytorchs else None
 
     def _note_saved(self, nbytes: int) -> None:
-        """Note that what the script expects is saved."""
+        """Record that the value expected by the script is saved."""
         step = self.step
         if self._calls is not None:
             self._calls.saved(step.count)
@@ -154,9 +155,9 @@ class Recording:
         step.advance()
 
     def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor], entry: int = -1) -> None:
-        """Note that the function that has run has made what the script expects.
+        """Record that the function that has just run has made the value expected by the script.
 
-        Or that a hidden call has which the log has noted as that `entry`.
+        With an `entry` of the log, the hidden call of that entry has made the value instead.
         """
         calls, expected = self._calls, self.step.expected
         if calls is not None and isinstance(expected.what, Byproduct):
@@ -164,16 +165,16 @@ class Recording:
                 self._calls = None
             return
         if calls is not None and not calls.made(made, tensors, self.step.count, entry):
-            self._calls = None  # by several calls: only Python can do that again
+            self._calls = None  # made by several calls, which only Python can recompute
 
     def _note_cast(self, cast: Cast, source: torch.Tensor) -> None:
-        """The same of a cast that autocast has made."""
+        """Record the same for a cast that autocast has made."""
         calls, address = self._calls, cast.seen.pin.address
         if calls is not None and not calls.cast(address, [source], self.step.count):
             self._calls = None
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
-        """Note that autograd saves `tensor`; None in a step that is too long to be watched."""
+        """Record that autograd saves `tensor`; return None in a step that is not remembered."""
         step = self.step
         self._note_hidden()
         if self._hidden is not None:
@@ -192,21 +193,21 @@ class Recording:
         decision = step.happened((SAVED, seen.number, None, ()), storage.nbytes())
         step.saves(seen.number, storage.nbytes())
         decision = OFFLOAD if decision is None else decision
-        # What made a value of a known operation need not be found out.
+        # If the operation of a value is known, its origin need not be found out.
         is_first = seen.value.uses == 1 and not seen.value.operation
         self._expect_operation(tensor, seen, decision, is_first=is_first)
         step.walk_on()
         return SavedValue(seen.value, decision, seen.result)
 
     def kept(self, arguments: Sequence[Any], made: Any) -> torch.Tensor | None:
-        """Return what the function that has run has saved, and neither read nor returned."""
+        """Return the byproduct of the function that has just run; None unless exactly one."""
         saved, self._kept = self._kept, None
         return kept_among(saved, tensors_among((*arguments, made))) if saved else None
 
     def _expect_operation(
         self, tensor: torch.Tensor, seen: Seen, decision: Decision, *, is_first: bool
     ) -> None:
-        """Note of a saved value what has to be known when its operation returns."""
+        """Prepare a saved value for the return of the operation that makes it."""
         made = base_of(tensor)
         if isinstance(decision, Replay) and seen.result is None:
             seen.result = Result(made, seen.pin, self.pins)
@@ -215,16 +216,17 @@ class Recording:
             self._casts.saved(seen, made)
 
     def begins(self, *, keeps: bool = False) -> None:
-        """Note that a function of the table begins; `keeps` has what it saves be known."""
+        """Note that a function of the table begins; with `keeps` collect the tensors it saves."""
         self._kept = [] if keeps else None
         self._casts.begin()
         if self._hidden is not None:
             self._hidden.begin()
 
     def goes_on(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
-        """Tell whether what a function has made is no event, or an expected one that nothing needs.
+        """Return whether a function's result is no event, or an expected event that needs no work.
 
-        Where that is not known, it is no. Most functions of a step that follows its script are so.
+        False where that is not known. It is True for most functions of a step that follows its
+        script.
         """
         is_opened = self._hidden is not None and self._hidden.end() and is_attention(function)
         self._note_hidden(made)
@@ -258,14 +260,14 @@ class Recording:
         *,
         draw: _follow.Draw | None,
     ) -> None:
-        """Note what a function of the table has made of its arguments, and drawn for it."""
+        """Record the result of a function of the table, and the random numbers it has drawn."""
         read, named = read_by(function, arguments, options)
         self._happened(Call(function, read, named, draw), made, timing)
 
     def launched(self, launch: Launch, timing: Callable[[], float] | None) -> None:
-        """Note what a launch of a kernel has made, as `ran` does of a function.
+        """Record the results of a kernel launch, as `ran` does for a function.
 
-        It may be part of a custom function, whose results come to be part of a graph at its end.
+        The launch may be part of a custom function, whose results join a graph only at its end.
         """
         self.step.has_launches = True
         if self._calls is not None:
@@ -275,10 +277,10 @@ class Recording:
         self._happened(call, launch.made, timing)
 
     def _note_hidden(self, returned: Any = None) -> None:
-        """Note the calls that no function of Python's is heard of.
+        """Record the calls that no Python function reports.
 
-        So kernels of products copy what they are given, and subclasses of tensors compute. A copy
-        that a function has `returned` is noted as its own.
+        Product kernels copy their arguments by such calls, and tensor subclasses compute by them. A
+        copy that a function has `returned` is recorded as the function's own result.
         """
         hidden = () if self._hidden is None else self._hidden.take_hidden()
         for one in map(HiddenCall._make, hidden):
@@ -288,7 +290,7 @@ class Recording:
                 self._happened(known.call, known.made, self._timing(known))
 
     def _timing(self, known: KnownCall) -> Callable[[], float] | None:
-        """Return what tells how long a hidden call takes that has just run, if that is asked."""
+        """Return a function that times a hidden call that has just run, if a time is needed."""
         call, made, is_timed = known
         if not is_timed or self.step.signature is not None or not made.is_cuda:
             return None
@@ -297,9 +299,9 @@ class Recording:
         )
 
     def overwritten(self, tensor: torch.Tensor) -> Seen | None:
-        """Note that a tensor's memory has got other bytes, which no version tells.
+        """Record that a tensor's memory was modified without a version counting it.
 
-        Returns what it was, if a launch may have made another value of that.
+        Returns its former value if a launch may have made another value from it, else None.
         """
         if not is_plain(tensor):
             return None
@@ -308,7 +310,7 @@ class Recording:
         return self._values.overwritten(tensor)
 
     def _happened(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
-        """Go along the script if that expects what a call has made, or note it."""
+        """Advance along the script if it expects the results of a call, else record them."""
         if self.step.script is not None:
             if self._walks_past(call, made):
                 return
@@ -319,7 +321,7 @@ class Recording:
             self._note_made(call, made, timing)
 
     def _note_made(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
-        """Note as values of the step what a call has made."""
+        """Record the results of a call as values of the step."""
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
         casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
@@ -333,7 +335,7 @@ class Recording:
             storage = output.untyped_storage()
             found = None if inputs is None else self._values.read_for(call, output, inputs)
             if found is None:
-                continue  # what it reads may change unnoticed; or it has made no memory of its own
+                continue  # an input may change unnoticed, or the output is not new memory
             seen = self._values.find(output, storage, call.version)
             value = seen.value
             value.operation = name_of(call.function)
@@ -351,10 +353,10 @@ class Recording:
         return self._values.is_large(output, in_graph=not (call.is_launch or call.is_byproduct))
 
     def end(self) -> None:
-        """Let go of everything: nothing runs or is saved any more."""
+        """Free everything: nothing runs or is saved any more."""
         self._values.forget()
         if self._hidden is not None:
-            self._hidden.take_hidden()  # which it would hold as long as the graph lives
+            self._hidden.take_hidden()  # else the log would hold them as long as the graph lives
         self.early.forget()
         self._casts.clear()
         self._kept = None
@@ -362,18 +364,18 @@ class Recording:
     def _give_up(
         self, seen: Seen, call: Call, inputs: Inputs, output: torch.Tensor, index: int | None
     ) -> None:
-        """Have a value be recomputed: it is what `call` made, or of several results one."""
+        """Have a value recomputed: it is output `index` of `call`, or the only output if None."""
         if call.recipe is None:
             sources = self._values.sources(call, output, inputs)
             if sources is None:
-                return  # it stays
+                return  # the value is kept
             call.recipe = call.recipe_of(sources, output.device.type)
         if seen.result is None:
             seen.result = Result(output, seen.pin, self.pins)
         seen.result.made_by(call.recipe, index)
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
-        """Note of what was saved while a function ran which of its arguments it is a copy of."""
+        """Record for casts saved while a function ran which of its arguments they copy."""
         for cast in self._casts.take():
             source = cast.source_among(tensors)
             inputs = None if source is None else self._values.inputs_among([source])
@@ -395,7 +397,7 @@ class Recording:
     # --- along a script ---------------------------------------------------------------------
 
     def _walks_by(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
-        """Return what becomes of a saved tensor if the script expects it; None if it does not."""
+        """Return a saved tensor's value and decision if the script expects it, else None."""
         expected = self.step.expected
         if expected.what is not SAVED:
             return None
@@ -411,7 +413,7 @@ class Recording:
         return SavedValue(expected.value, expected.decided(nbytes), result)
 
     def _walks_past(self, call: Call, made: Any) -> bool:
-        """Tell whether what a call has made is what the script expects."""
+        """Return whether the script expects the results of a call; advance past them."""
         step = self.step
         while step.expected.what is CAST:
             if step.expected.matters and not self._walks_by_cast(step.expected, call):
@@ -439,7 +441,7 @@ class Recording:
     def _walks_by_made(
         self, expected: Expected, call: Call, output: torch.Tensor, index: int | None
     ) -> bool:
-        """Tell whether an output can be what the script expects, and do what becomes of that."""
+        """Return whether an output can be the expected value; if so, carry out its decision."""
         storage = output.untyped_storage()
         if not isinstance(expected.decision, Replay):
             return self._values.look_up(expected, output, storage, call.version) is not None
@@ -453,9 +455,9 @@ class Recording:
         return True
 
     def _is_apart(self, call: Call, output: torch.Tensor) -> bool:
-        """Tell whether a call has written over what is not what the script expects it to.
+        """Return whether a call has overwritten other values than the script expects.
 
-        Where that is not known to be a value, the call was no event when the script was learned.
+        If a former value is unknown, the call was no event when the script was learned.
         """
         expected = self.step.expected
         if not isinstance(expected.decision, Replay):
@@ -464,7 +466,7 @@ class Recording:
         return any(before is None or before.number not in over for before in former)
 
     def _walks_by_cast(self, expected: Expected, call: Call) -> bool:
-        """Tell whether autocast has made the value that the script expects."""
+        """Return whether autocast has made the value that the script expects."""
         for cast in self._casts:
             if cast.seen.number == expected.value.number:
                 source = cast.source_among(call.tensors())
@@ -480,26 +482,26 @@ class Recording:
         return False
 
     def _could_make_again(self, output: torch.Tensor, call: Call) -> bool:
-        """Tell whether a call has made memory of its own, of what changes are counted of."""
+        """Return whether an output of a call is recomputable: new memory made from sound inputs."""
         former = self._values.former(call, output)
         is_sound = call.is_fixed() and all(map(self._values.is_sound, call.tensors()))
         are_made = all(before is not None and before.value.operation for before in former)
         return is_sound and are_made and not call.takes(output.untyped_storage())
 
     def _leave_script(self) -> None:
-        """Go on by looking at everything: the step has left its script."""
+        """Leave the script: look at everything from here on."""
         self.step.leave_script()
         self._values.leave_script()
 
 
 def _is_like(expected: Expected, function: Function, output: torch.Tensor) -> bool:
-    """Tell whether what a function has made can be the value that a script expects."""
+    """Return whether a function's output can be the value that a script expects."""
     value = expected.value
     return expected.what is function and value.dtype is output.dtype
 
 
 def _over(call: Call, output: torch.Tensor, inputs: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of what a call has written over, first of what was the output before."""
+    """Return the numbers of the values that a call has overwritten, first the output's former."""
     over = inputs[: len(call.former) or 1]
     own = [n for n, one in zip(over, call.tensors(), strict=False) if one is output]
     return tuple(dict.fromkeys((*own, *over)))

@@ -1,7 +1,8 @@
-"""PyTorch's settings that decide which bits its functions make, as they are now.
+"""The present settings of PyTorch that decide which bits its functions make.
 
-Nothing here changes what it looks at. `torch.get_num_threads()` would: it gives the thread that
-asks the process's count, which oneDNN's kernels then use in that thread and did not before.
+Nothing here changes a setting that it reads. `torch.get_num_threads()` would: it sets the calling
+thread's OpenMP thread count to the process's count, and oneDNN's kernels then use that count in
+this thread.
 """
 
 from __future__ import annotations
@@ -56,26 +57,26 @@ DECIDING: Final = (
     "_get_sdp_priority_order",
     "_get_sm_carveout_experimental",
 )
-"""Whose results decide bits, among what torch._C tells of the process; some are of later versions.
+"""Getters of torch._C whose process-wide settings decide bits; some exist only in later versions.
 
-Those of single precision are not here: PyTorch refuses to tell them by their old names once the new
-ones were used."""
+The getters of single precision are not here: PyTorch refuses the old ones once the new ones were
+used."""
 
 
 def deciding_settings() -> tuple[object, ...]:
-    """Return what is set for the whole process that decides which bits functions make.
+    """Return the settings of the whole process that decide which bits functions make.
 
-    Two equal results mean that the same function makes the same bits, by its own kernels; on a CPU
-    if as many threads share it (`settings_of_kernels`).
+    If two results are equal, the same function makes the same bits, by its own kernels. On a CPU it
+    also has to run on the same number of threads (`settings_of_kernels`).
     """
     return tuple([getter(*arguments) for getter, arguments in GETTERS])
 
 
 def settings_of_kernels(device: str, *, is_simple: bool = False) -> tuple[object, ...]:
-    """Return what decides which bits functions make on a type of device, in this thread.
+    """Return the settings that decide which bits functions make on a device type, in this thread.
 
-    Simple are functions that are no product and no attention: of each a GPU has one kernel. On a
-    CPU threads share sums, and oneDNN has kernels of its own.
+    A simple function is no product and no attention: a GPU has one kernel for it. On a CPU threads
+    share sums, and oneDNN has kernels of its own.
     """
     here = _of_this_thread() if device == "cpu" else ()
     if not is_simple:
@@ -85,7 +86,7 @@ def settings_of_kernels(device: str, *, is_simple: bool = False) -> tuple[object
 
 
 def kinds_of_casts() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Return for which devices operations cast what they are given, in this thread, and to what."""
+    """Return for each device type whether autocast is on in this thread, and its dtype."""
     return tuple(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -93,9 +94,10 @@ def kinds_of_casts() -> tuple[tuple[str, bool, torch.dtype], ...]:
 
 
 def overridden_kernels() -> frozenset[str]:
-    """Return PyTorch's own operators that Python code computes in this process, with the keys.
+    """Return PyTorch's own operators that Python code overrides in this process, with their keys.
 
-    They are looked through when their number has changed, as it does where one is put on or off.
+    The overrides are searched only when their number has changed, as it does when one is added or
+    removed.
     """
     global _overridden  # noqa: PLW0603 - one process, one dispatcher
     names = torch.library._impls
@@ -112,10 +114,11 @@ _overridden: tuple[int, frozenset[str]] = (-1, frozenset())
 
 
 def _of_this_thread() -> tuple[object, ...]:
-    """Return what decides a CPU's bits in this thread, and which thread it is.
+    """Return the settings that decide a CPU's bits in this thread, and the thread's identity.
 
-    A function that this thread has run already has no other effect on the thread when it runs
-    again. In another it may: the first that PyTorch shares among threads gives that one its count.
+    A function that this thread has run before does not change the thread's settings when it runs
+    again. In another thread it may: the first function that PyTorch runs on several threads sets
+    the calling thread's OpenMP thread count.
     """
     return get_ident(), _omp_threads(), _flushes_denormals()
 
@@ -124,26 +127,26 @@ _SMALLEST_NORMAL: Final = 2.2250738585072014e-308
 
 
 def _flushes_denormals() -> bool:
-    """Tell whether this thread computes with zero where a number is very small."""
+    """Return whether this thread flushes denormal numbers to zero."""
     return _SMALLEST_NORMAL * _HALF == 0.0
 
 
 _HALF = 0.5
-"""Not a constant to Python's compiler, which would compute with it once and for all."""
+"""A variable, so that Python's compiler does not fold the product into a constant."""
 
 
 def omp_threads_address() -> int:
-    """Return where the function is that tells among how many threads OpenMP shares work.
+    """Return the address of the function that returns OpenMP's thread count.
 
-    0 where PyTorch has been built without.
+    0 where PyTorch has been built without OpenMP.
     """
     return ctypes.cast(_omp, ctypes.c_void_p).value or 0 if _omp is not None else 0
 
 
 def _find_omp_threads() -> Any:
-    """Return that function from PyTorch's library, to be called with the interpreter's lock.
+    """Return that function from PyTorch's library; calls of it hold Python's interpreter lock.
 
-    To give that up takes longer than the call.
+    Releasing the lock takes longer than the call.
     """
     with suppress(OSError, AttributeError):
         library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -153,8 +156,8 @@ def _find_omp_threads() -> Any:
 
 _omp: Final = _find_omp_threads()
 _omp_threads: Final[Callable[[], object]] = object if _omp is None else _omp
-"""Where PyTorch has been built without OpenMP it is never the same, so that nothing is recomputed
-on a CPU."""
+"""Where PyTorch has been built without OpenMP, each call returns a new object. No two results are
+equal then, so nothing is recomputed on a CPU."""
 
 _GETTERS: Final[list[Callable[[], Any]]] = [
     getattr(torch._C, name) for name in DECIDING if hasattr(torch._C, name)
@@ -163,11 +166,11 @@ _GETTERS: Final[list[Callable[[], Any]]] = [
 _OF_SINGLE_PRECISION: Final = [
     (by, kind) for by in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")
 ]
-"""Who computes what, in single precision or less."""
+"""Backends and operations whose precision for float32 can be reduced."""
 
 GETTERS: Final[tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]] = (
     (torch.get_default_dtype, ()),
     *[(getter, ()) for getter in _GETTERS],
     *[(torch._C._get_fp32_precision_getter, kind) for kind in _OF_SINGLE_PRECISION],
 )
-"""Functions written in C, and their arguments, that tell `deciding_settings`."""
+"""C functions, with their arguments, whose results are `deciding_settings`."""

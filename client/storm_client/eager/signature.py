@@ -1,14 +1,15 @@
-"""What is known of the steps of an Offload, one record for each step signature.
+"""Step signatures: one record for each kind of step of an Offload, with all that is known of it.
 
-Two steps are of one signature if they made and saved the same values in the same order: the same
-functions on the same inputs, and the same dtypes. Of each value the largest size seen is known, and
-plans are made for those; what is larger than its plan knows is not kept, so that budgets hold.
+Two steps have the same signature if they made and saved the same values in the same order: the same
+functions on the same inputs, and the same dtypes. A signature knows the largest size seen of each
+value, and plans are made for these sizes. A value that is larger than its plan knows is not kept,
+so that budgets hold.
 
-A signature is learned once a step of it has ended. It is planned from the first plan on that its
-steps follow, and its plans are compared once it is known what a forward pass takes.
+A signature is learned once a step of it has ended. It is planned once there is a plan that its
+steps follow. Its plans are compared once the time of a forward pass is known.
 
-Nothing here decides what is returned: that a value can be recomputed is shown by what the step at
-hand has run, never by what another did.
+Nothing here decides which bits a recomputation returns. A recipe is made only of operations that
+the current step has run, never of those of another step.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ if TYPE_CHECKING:
 __all__ = ["NEAR_LARGEST", "StepSignature"]
 
 FEWEST_EXPECTED: Final = 2
-"""Half as many as steps of a signature that has been left in the middle come as expected first."""
+"""Half the number of matching steps needed after a script is first left in the middle."""
 
 NEAR_LARGEST: Final = 0.97
-"""Of what the largest step saves: steps that save as much are compared by what they take."""
+"""Share of the largest step's saved bytes: the times of steps that save as much are compared."""
 
 
 class StepSignature:
     """One step signature: what its steps do, what they have shown, and the plan that they follow.
 
-    That of the same steps with nobody watching their functions is another, which has its plans, its
-    times and its news from this one: its `root`.
+    The same steps, while nobody watches their functions, have another signature. That one takes its
+    plans, times and news from this signature, its `root`.
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class StepSignature:
         """Whether the functions of its steps were watched as far as they may be."""
         self._root = root
         self.devices = _gpus(values)
-        """On which its values lie, that with the most bytes first."""
+        """The GPUs that hold its values, the one with the most bytes first."""
         self.has_functions = any(event[0] is not SAVED for event in events)
-        """Whether what its steps ran was recorded, beside what they saved."""
+        """Whether the functions that its steps ran were recorded, besides their saves."""
         self.seen = 0
-        """Steps that were like it."""
+        """The number of steps of this signature."""
         self.has_launches = False
-        """Whether some of its steps have launched kernels of Triton's."""
+        """Whether some of its steps have launched Triton kernels."""
         self.is_ambiguous = False
-        """Whether a step was like this one and then did something else, not long ago."""
+        """Whether a recent step began like this signature and then differed."""
         self._sure_after = FEWEST_EXPECTED
-        """How many steps have to come as expected for it not to be any more."""
+        """The number of steps that must match as expected before this is reset."""
         self._came_as_expected = 0
         self.evidence = Evidence()
         self.rest = Rest()
@@ -88,27 +89,27 @@ class StepSignature:
         self._noted: dict[tuple[Decision, ...], list[Noted]] = {}
         """See `FollowedPlan.noted`."""
         self._gave_back = False
-        """Whether the memory that learning has needed was given back before."""
+        """Whether the memory that learning needed was given back before."""
         self._without_functions: StepSignature | None = None
-        # Of the root:
+        # Shared with the root, or used only there:
         self.times: StepTimes = StepTimes(is_on_gpu=self.is_on_gpu) if root is None else root.times
-        """What its steps took."""
+        """The times of its steps."""
         self.link: LinkWatch = LinkWatch() if root is None else root.link
-        """What its plan takes the link for."""
+        """The link speed that its plan assumes."""
         self.plain_loss_bytes = 0
-        """The most of what its steps have noted of that; see Problem."""
+        """The largest value of its steps; see Problem."""
         self._gradients = Gradients()
         self._comparison: Comparison | None = None
         self._is_outdated = True
 
     @property
     def root(self) -> StepSignature:
-        """The signature of the same steps with their functions, or this one."""
+        """The signature of the same steps with their functions, or this signature itself."""
         return self._root or self
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether its values lie in a GPU's memory."""
+        """Whether any of its values are in GPU memory."""
         return bool(self.devices)
 
     @property
@@ -118,31 +119,31 @@ class StepSignature:
 
     @property
     def script(self) -> list[Expected] | None:
-        """What a step does that follows the plan; None where it has to be watched closely."""
+        """The script of the plan; None without a plan, and where steps are watched closely."""
         return None if self.followed is None or self.is_ambiguous else self.followed.script
 
     @property
     def may_replay(self) -> bool:
-        """Whether something is recomputed, or nobody knows yet."""
+        """Whether its plan recomputes something, or there is no plan yet."""
         return self.followed is None or self.followed.has_replays
 
-    # --- news: what plans do not know yet ---------------------------------------------------
+    # --- news: knowledge that is not in the plan yet ----------------------------------------
 
     @property
     def is_outdated(self) -> bool:
-        """Whether something was learned that the plan does not know."""
+        """Whether something was learned that is not in the plan."""
         return self.root._is_outdated
 
     def outdate(self) -> None:
-        """Have its plan be made anew."""
+        """Have its plan made anew."""
         self.root._is_outdated = True
 
     def is_told(self) -> None:
-        """Note that the next plan knows all that was learned so far."""
+        """Note that the next plan uses all that was learned so far."""
         self.root._is_outdated = False
 
     def reject(self, number: int, reason: str) -> None:
-        """Note that a value cannot be had again by its operation."""
+        """Record that a value cannot be recomputed by its operation."""
         self.evidence.rejected.setdefault(number, reason)
         self.outdate()
 
@@ -150,36 +151,37 @@ class StepSignature:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """What the largest of its steps saves: of each value the most."""
+        """The saved bytes of its largest step: the largest size of each saved value, summed."""
         return sum(value.nbytes for value in self.values if value.is_saved)
 
     @cached_property
     def handed_over_bytes(self) -> int:
-        """The same, where each value counts as often as it is saved."""
+        """The same, counting each save of a value."""
         return sum(value.nbytes * value.uses for value in self.values)
 
     @cached_property
     def block_ends(self) -> frozenset[int]:
         """The values that checkpointing each block of its steps would keep.
 
-        Blocks are layers with numbers, or what repeats where there are none.
+        Blocks are numbered layers, or repeated parts of the step where there are none.
         """
         return block_ends(self.values) or repeated_ends(self.values)
 
     @property
     def checkpointed_bytes(self) -> int | None:
-        """What those come to; None where no blocks are known."""
+        """The bytes of these values; None where no blocks are known."""
         root = self.root
         return sum(root.values[n].nbytes for n in root.block_ends) or None
 
     def share(self, handed_over: int) -> float:
-        """Return which part so many bytes are of those that the largest step hands over."""
+        """Return the share that `handed_over` is of the largest step's saves; 1.0 for no bytes."""
         return min(1.0, handed_over / self.handed_over_bytes) if handed_over else 1.0
 
     def grow(self, sizes: Mapping[int, int]) -> None:
-        """Know values by number to have so many bytes in some step; what is larger is news.
+        """Take over the `sizes` in bytes of values, by number, where they are larger than known.
 
-        What nobody saves, whose sizes are not noted, is taken to grow as all that is saved does.
+        Sizes of values that are not saved are not recorded. They are assumed to grow by the same
+        factor as all saved values together.
         """
         larger = {n: nbytes for n, nbytes in sizes.items() if nbytes > self.values[n].nbytes}
         if not larger:
@@ -203,46 +205,46 @@ class StepSignature:
             self._comparison.search.forget()
 
     def note_loss(self, plain_bytes: int) -> None:
-        """Note what PyTorch's own loss would take beyond the one that a step computes in tiles."""
+        """Record the bytes that PyTorch's own loss would take beyond a step's loss in tiles."""
         root = self.root
         if plain_bytes > root.plain_loss_bytes:
             root.plain_loss_bytes = plain_bytes
             root.outdate()
 
     def note_gradients(self, gradients: Gradients) -> None:
-        """Note what a step has shown of gradients of parameters."""
+        """Record what a step has shown about gradients of parameters."""
         self._plan_with_gradients(is_news=self.root._gradients.join(gradients))
 
     def look_for_gradients(self) -> None:
-        """Look whether gradients are there as a step begins."""
+        """Check whether gradients exist as a step begins."""
         self._plan_with_gradients(is_news=self.root._gradients.look())
 
     def _plan_with_gradients(self, *, is_news: bool) -> None:
-        if is_news and not may_lie_elsewhere():  # else plans count on them already
+        if is_news and not may_lie_elsewhere():  # else plans assume gradients already
             self.root.outdate()
 
     @property
     def finds_gradients(self) -> bool:
-        """Whether gradients of parameters may be there when its steps begin."""
+        """Whether gradients of parameters may exist when its steps begin."""
         return self.root._gradients.are_found or may_lie_elsewhere()
 
     # --- plans ------------------------------------------------------------------------------
 
     @property
     def comparison(self) -> Comparison | None:
-        """The plans that are compared; None while it is not known what a forward pass takes."""
+        """The comparison of its plans; None until the time of a forward pass is known."""
         return self.root._comparison
 
     def compare(self, comparison: Comparison) -> Comparison:
-        """Have plans be compared from now on."""
+        """Compare plans from now on."""
         self.root._comparison = comparison
         return comparison
 
     def follow(self, decisions: list[Decision], shown: Plan | None = None) -> None:
-        """Follow these from now on. What is recomputed in a new way has to prove itself anew.
+        """Follow these decisions from now on. A new way to recompute a value has to be proved anew.
 
-        What a value is made from may be another now, and what is the same by one way may not be by
-        another, where something writes to memory without being counted.
+        The inputs of a value may be held differently now. A value that is the same in one way may
+        differ in another, where something writes to memory uncounted.
         """
         decisions = _with_overwritten(self.values, decisions)
         self.is_told()
@@ -258,20 +260,20 @@ class StepSignature:
         self.followed = followed
 
     def watch_closely(self) -> None:
-        """Have no step walk along the script, until they come as expected for twice as long."""
+        """Let no step walk along the script until steps match, twice as many as the last time."""
         self.is_ambiguous, self._came_as_expected = True, 0
         self._sure_after *= 2
 
     def came(self, *, as_expected: bool) -> None:
-        """Note that a step was one of these."""
+        """Note that a step of this signature has ended."""
         self._came_as_expected = self._came_as_expected + 1 if as_expected else 0
         if self._came_as_expected >= self._sure_after:
             self.is_ambiguous = False
 
     def settles(self) -> bool:
-        """Tell, once, whether steps have got used to the present decisions.
+        """Return True once, when enough steps have followed the present decisions.
 
-        While plans are compared that is told of the first alone, and of the one that stays.
+        While plans are compared, it does so only for the first of them, and for the chosen one.
         """
         followed, comparison = self.followed, self.comparison
         if followed is None or followed.is_settled or followed.steps < OBSERVED:
@@ -288,9 +290,9 @@ class StepSignature:
         return self.followed is not None and self.times.wants_full_queue
 
     def observe(self, forward: Duration, share: float = 1.0, *, by_python: bool = False) -> None:
-        """Note a forward pass that followed the plan; two of them make it anew.
+        """Record a forward pass that followed the plan; two of them outdate the plan.
 
-        It has handed over a `share` of what the largest does.
+        The step saved a `share` of the bytes that the largest step saves.
         """
         assert self.followed is not None
         self.followed.steps += 1
@@ -299,7 +301,7 @@ class StepSignature:
             self.outdate()
 
     def without_functions(self) -> StepSignature:
-        """Return the signature of the same steps where nobody watches their functions."""
+        """Return the signature of the same steps while nobody watches their functions."""
         numbers = {old: new for new, old in enumerate(saved_numbers(self.events))}
         if self._without_functions is None:
             saved = (event for event in self.events if event[0] is SAVED)
@@ -315,9 +317,9 @@ class StepSignature:
         return other
 
     def take_times(self, others: Iterable[StepSignature]) -> None:
-        """Take what operations took in other signatures where they are alike and have no time.
+        """Take over the times of like operations in other signatures, for those without a time.
 
-        What a step does as others before it did is not timed again.
+        An operation that earlier steps ran as well is not timed again.
         """
         known: dict[object, RecordedValue] = {}
         for signature in others:
@@ -332,7 +334,7 @@ class StepSignature:
 
 
 def _with_overwritten(values: list[RecordedValue], decisions: list[Decision]) -> list[Decision]:
-    """Return decisions by which is recomputed, too, what the recomputed were written over."""
+    """Return decisions that also recompute the values that recomputed ones have overwritten."""
     decisions = list(decisions)
     for value in reversed(values):
         if isinstance(decisions[value.number], Replay):

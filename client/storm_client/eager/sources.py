@@ -1,9 +1,14 @@
-"""How the inputs of recipes are held: each of these returns a tensor as an operation found it.
+"""Sources hold the inputs of recipes: each returns a tensor as an operation found it.
 
-As what autograd would be handed for it (offloaded or kept); as the result of another recipe; as an
-alias (parameters, and small results whose version is watched); or as a copy (what no operation
-made, which could change without being counted; a large one is handed over as well, once a step).
-Of what an operation has written over the operation that made it is the only source.
+A source is one of these:
+
+- a packed tensor, kept or offloaded as autograd's saved tensors are;
+- the result of another recipe;
+- an alias, for parameters, and for small results whose version is checked;
+- a copy, for tensors that no operation made, which could change uncounted. The copy of a large
+  tensor is packed as well, once a step.
+
+For an overwritten value the recipe of the operation that made it is the only source.
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ __all__ = [
 ]
 
 ALIGNMENT_BYTES = 64
-"""At a multiple of which PyTorch's own memory begins, on a GPU of more. What lies otherwise, as
-NumPy's may, has its first elements added by themselves."""
+"""PyTorch's own memory begins at multiples of this, on a GPU of more. In memory with another
+alignment, as NumPy's may have, kernels add the first elements separately."""
 
 _LOST: Final = {
     "changed": "a tensor of shape {} was changed in place (version {}, now {}), from which a saved "
@@ -59,11 +64,11 @@ _LOST: Final = {
 
 
 class OtherNumbers(ActivationLost):
-    """Other random numbers were drawn, perhaps by another thread too: nobody may go on."""
+    """Other random numbers were drawn, perhaps by another thread too: the step must not go on."""
 
 
 def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
-    """Return the error of a tensor that cannot be recomputed; compiled code asks for it, too."""
+    """Return the error for a tensor that cannot be recomputed; compiled code uses it, too."""
     told = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
     kind = OtherNumbers if what == "drawn" else ActivationLost
     return kind(_LOST[what].format(*told))
@@ -73,23 +78,23 @@ class Overwritable(Protocol):
     """A value of the step."""
 
     is_overwritten: bool
-    """Whether its memory has got other bytes, uncounted."""
+    """Whether its memory was modified uncounted."""
 
 
 class Source(Protocol):
     """An input of a recipe."""
 
     def tensor(self) -> torch.Tensor:
-        """Return it as it was.
+        """Return the tensor as the operation found it.
 
         Raises:
-            RuntimeError, StormError: it cannot be had.
+            RuntimeError, StormError: the tensor is not available.
         """
         ...
 
 
 class Alias(NamedTuple):
-    """A tensor that stays: a parameter, or something small."""
+    """A tensor that is always kept: a parameter, or a small tensor."""
 
     held: torch.Tensor
     version: int
@@ -97,12 +102,12 @@ class Alias(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Alias:
-        """Hold the tensor's memory and watch its version."""
+        """Hold the tensor's memory and note its version."""
         held = tensor.detach()
         return cls(held, held._version, held.untyped_storage().nbytes())
 
     def tensor(self) -> torch.Tensor:
-        """Return it; ActivationLost if it has changed or its memory was given up."""
+        """Return the tensor; ActivationLost if it has changed or its memory was freed."""
         if self.held._version != self.version:
             raise lost("changed", (list(self.held.shape), self.version, self.held._version))
         if self.held.untyped_storage().nbytes() != self.nbytes:
@@ -111,62 +116,63 @@ class Alias(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A tensor that was handed over as autograd hands tensors over."""
+    """A tensor that was packed like a saved tensor of autograd, so kept or offloaded."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
     value: Overwritable | None = None
-    """Which it was; None for a copy."""
+    """The value that it holds; None for a copy."""
 
     def tensor(self) -> torch.Tensor:
-        """Bring it back; ActivationLost if its memory has got other bytes."""
+        """Unpack the tensor; ActivationLost if its memory was modified uncounted."""
         if self.value is not None and self.value.is_overwritten:
             raise lost("overwritten")
         return self.unpack(self.packed)
 
 
 class Copied(NamedTuple):
-    """A view of what no operation made: of the copy that was handed over in its stead.
+    """A view of the packed copy of a tensor that no operation made.
 
-    Writes to it need not be counted. All recipes of a step that read it share the copy.
+    Writes to the tensor itself need not be counted. All recipes of a step that read the tensor
+    share the copy.
     """
 
     copy: Saved
     view: View
 
     def tensor(self) -> torch.Tensor:
-        """Bring the copy back."""
+        """Unpack the copy and return the view."""
         return self.view.rebuild(self.copy.tensor().untyped_storage())
 
 
 class Blank(NamedTuple):
-    """Memory in which a tensor would lie as one did, of which nothing else is asked."""
+    """Memory with the layout of a tensor, whose contents are not needed."""
 
     view: View
     device: torch.device
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Blank:
-        """Stand for a tensor in memory of PyTorch's own."""
+        """Represent `tensor` by memory of PyTorch's own."""
         view = View.of(tensor)
         return cls(view._replace(offset=view.offset % ALIGNMENT_BYTES), tensor.device)
 
     def tensor(self) -> torch.Tensor:
-        """Return it, with whatever is in the memory."""
+        """Return a new tensor with arbitrary contents."""
         _, nbytes = self.view.span()
         empty = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.view.rebuild(empty.untyped_storage())
 
 
 class Made(NamedTuple):
-    """A view of what another recipe makes, at a version."""
+    """A view of another recipe's result, at a version."""
 
     result: Result
     view: View
     version: SavedVersion
 
     def tensor(self) -> torch.Tensor:
-        """Have it made, from its own inputs if it was changed in place since."""
+        """Return its own memory if that is held unmodified, else recompute it from its inputs."""
         if self.version.unchanged and not self.result.is_overwritten:
             return self.result.viewed(self.view)
         if not self.result.has_recipe:
@@ -175,18 +181,18 @@ class Made(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The same for an operation that writes to it: the memory is nobody else's."""
+    """The same for an operation that writes to the result: nobody else holds the memory."""
 
     result: Result
     view: View
 
     def tensor(self) -> torch.Tensor:
-        """Have it made from its own inputs: its memory has got other bytes since."""
+        """Recompute the result from its inputs, since its own memory was overwritten."""
         return self.result.viewed_for_writing(self.view)
 
     @classmethod
     def over(cls, result: Result, tensor: torch.Tensor) -> Written:
-        """Stand for what a tensor was before it was written to."""
+        """Represent the value of `tensor` before it was overwritten."""
         result.is_overwritten = True
         result.expect_use()
         return cls(result, View.of(tensor))

@@ -1,7 +1,7 @@
-"""Which value of a step each storage holds, and how a recipe holds those that it rests on.
+"""Tracks which value of a step each storage holds, and holds the inputs of recipes.
 
-Storages are told apart by the address of their implementation, which a weak reference keeps from
-being used again until the block ends.
+A storage is identified by the address of its implementation. A weak reference prevents that address
+from being reused until the block ends.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from storm_client.saved.versions import SavedVersion, View
 __all__ = ["Inputs", "SaveHooks", "Seen", "Values", "is_in_function", "numbers_of"]
 
 _CONSTANT = -1
-"""Stands for an input that stays: a parameter, or something small."""
+"""Stands for an input that is always kept: a parameter, or a small tensor."""
 
 
 class SaveHooks(NamedTuple):
-    """Who handles what a step saves."""
+    """Functions that pack and unpack the values of a step."""
 
     pack: Callable[[torch.Tensor, Decision, str], Any]
-    """Hands over an input of recipes; given what is decided of it, and its layer."""
+    """Keeps or offloads an input of recipes, given its decision and its layer."""
     unpack: Callable[[Any], torch.Tensor]
     publish: Callable[[torch.Tensor], int]
-    """Returns a number that tells when a tensor has been made; 0 where nobody asks for that."""
+    """Returns a number that the device publishes once the tensor has been made; 0 if unused."""
     is_ready: Callable[[torch.Tensor, Ready], None]
-    """Hears of what will leave by such a number."""
+    """Called with a value to be offloaded as it is when such a number is published."""
 
 
 class Seen:
-    """A storage of the step at hand, at one version."""
+    """A storage of the current step, at one version."""
 
     __slots__ = ("before", "copy", "is_overwritten", "number", "pin", "result", "value", "version")
 
     def __init__(
         self, value: RecordedValue, version: int, pin: WeakStorage, before: Seen | None = None
     ) -> None:
-        """It is `value` of the step as long as it has this version; `pin` knows the storage.
+        """The storage is `value` as long as it has this version; `pin` refers weakly to it.
 
-        `before` is what the storage was when it was last looked at, None if it was not.
+        `before` is the value of the storage when it was last looked at; None if it was not.
         """
         self.before = before
         self.value = value
@@ -70,17 +70,17 @@ class Seen:
         self.pin = pin
         self.result: Result | None = None
         self.copy: Saved | None = None
-        """Of one that no operation made, what recipes read in its stead."""
+        """If no operation made the value: the copy that recipes read instead."""
         self.is_overwritten = False
-        """Whether its memory has got other bytes, uncounted."""
+        """Whether its memory was modified uncounted."""
 
 
 Inputs: TypeAlias = list[Seen | None]
-"""What the tensors among a call's arguments are, None for what stays."""
+"""The values of the tensors among a call's arguments; None for those that are always kept."""
 
 
 class Values:
-    """The values of one step, by storage; in the thread of its block."""
+    """The values of one step, by storage; used in the thread of its block."""
 
     def __init__(
         self,
@@ -89,24 +89,24 @@ class Values:
         layers: Layers,
         hooks: SaveHooks,
     ) -> None:
-        """Know what has `least` bytes; inputs of recipes are handed over by `hooks`."""
+        """Track storages of at least `least` bytes; `hooks` keep or offload inputs of recipes."""
         self.pins = Pins()
-        """Of all storages that were looked at; results hold it, too."""
+        """Weak references to all storages that were looked at; results hold this object, too."""
         self._hooks = hooks
         self._step = step
         self._least = least
         self._layers = layers
         self._seen: dict[int, Seen] = {}
         self._readers: dict[int, tuple[torch.Tensor, RecordedValue]] = {}
-        """By a parameter's identity, itself and what was made of it last."""
+        """By a parameter's identity: the parameter, and the last value made from it."""
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
-        """Hand over a value that others are to be made from."""
+        """Keep or offload a value from which others are recomputed; return the packed value."""
         decision = self._step.decided(number, tensor.untyped_storage().nbytes())
         return self._hooks.pack(tensor, decision, self._step.layer(number))
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         for parameter, value in self._readers.values():
             if not parameter.untyped_storage().nbytes():
                 value.parameter_bytes -= parameter.nbytes
@@ -118,7 +118,7 @@ class Values:
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int | None = None
     ) -> Seen:
-        """Return the value that a storage has at a version, now; a new one if it is not known."""
+        """Return the value of a storage at a version, by default the present; add unknown ones."""
         version = tensor._version if version is None else version
         seen = self._seen.get(storage._cdata)
         if seen is not None and seen.version == version:
@@ -143,7 +143,7 @@ class Values:
         storage: torch.UntypedStorage,
         version: int | None = None,
     ) -> Seen | None:
-        """Return the value that the script expects if a storage has it at a version, now."""
+        """Return the expected value if a storage can hold it at a version, else None."""
         version = tensor._version if version is None else version
         seen = self._seen.get(storage._cdata)
         if seen is not None and seen.version == version:
@@ -152,30 +152,31 @@ class Values:
         return self._see(expected.value, storage, version) if expected.is_new else None
 
     def _see(self, value: RecordedValue, storage: torch.UntypedStorage, version: int) -> Seen:
-        """Note which value a storage has at a version, the last that is looked at."""
+        """Record the value that a storage holds at a version, as the latest one looked at."""
         address = storage._cdata
         before = self._seen.get(address)
         pin = self.pins.add(storage) if before is None else before.pin
         if before is not None:
-            before.before = None  # no more is asked for
+            before.before = None  # only one former value is ever needed
         seen = self._seen[address] = Seen(value, version, pin, before)
         return seen
 
     def before(self, tensor: torch.Tensor) -> Seen | None:
-        """Return which value a call has written over to make `tensor`; None if not known.
+        """Return the value that a call has overwritten to make `tensor`; None if unknown.
 
-        A call counts at least one change. Where that is the only one since the storage was looked
-        at, the call has found it so.
+        A call increases the version at least once. If that is the only change since the storage was
+        looked at, the call has found the value that was seen then.
         """
         seen = self._seen.get(tensor.untyped_storage()._cdata)
         if seen is not None and seen.version == tensor._version:
-            seen = seen.before  # what was made was saved within the call
+            seen = seen.before  # the result was saved within the call
         return seen if seen is not None and seen.version + 1 == tensor._version else None
 
     def overwritten(self, tensor: torch.Tensor) -> Seen | None:
-        """Note that a tensor's storage has another value from now on, which no version tells.
+        """Record that a tensor's storage was modified without a version counting it.
 
-        Returns what it was; None if that is not known, or saved: autograd reads it as it is now.
+        Returns its former value; None if that is unknown, or was saved: autograd then reads the
+        memory as it is now.
         """
         seen = self._seen.pop(tensor.untyped_storage()._cdata, None)
         if seen is None:
@@ -186,21 +187,21 @@ class Values:
         return seen if seen.version == tensor._version and not seen.value.is_saved else None
 
     def former(self, call: Call, output: torch.Tensor) -> Sequence[Seen | None]:
-        """Return what a call has written over to make an output, its first tensors."""
+        """Return the values that a call has overwritten to make an output: its first tensors."""
         if call.former or not call.overwrites(output):
             return call.former
         return [self.before(call.arguments[0])]
 
     def leave_script(self) -> None:
-        """Know the storages by the step's own values from now on, no more by its script's."""
+        """Map the storages to the step's own values from now on, no longer to the script's."""
         values = self._step.values
-        # What an operation that the script did not expect was made from may have no event yet.
+        # The inputs of an operation that the script did not expect may have no event yet.
         self._seen = {at: seen for at, seen in self._seen.items() if seen.number < len(values)}
         for seen in self._seen.values():
             seen.value = values[seen.number]
 
     def meet(self, call: Call, output: torch.Tensor, numbers: Sequence[int]) -> Inputs | None:
-        """Return what a call has read for an output, if that can be the values of the numbers."""
+        """Return the inputs of a call for an output; None unless they can be values `numbers`."""
         tensors = call.tensors()
         if call.reads_layout:
             return self.inputs(call)
@@ -214,7 +215,7 @@ class Values:
         return None if others is None else [*former, *others]
 
     def meet_among(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Inputs | None:
-        """Return what the inputs of a recipe are; None if they cannot be the expected values."""
+        """Return the inputs of a recipe; None if they cannot be the expected values."""
         if len(tensors) != len(numbers):
             return None
         met: Inputs = []
@@ -232,7 +233,7 @@ class Values:
         return met
 
     def _met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int) -> Seen | None:
-        """Return an input of a recipe as the value of that number, if it can be that."""
+        """Return an input of a recipe as the value `number`, if it can be that value."""
         if storage.nbytes() < self._least or not self.is_sound(tensor):
             return None
         seen = self._seen.get(storage._cdata)
@@ -242,7 +243,7 @@ class Values:
         return self._see(self._step.signature.values[number], storage, tensor._version)
 
     def inputs(self, call: Call) -> Inputs | None:
-        """Return what a call was given; None where that could change uncounted."""
+        """Return the inputs of a call; None if one of them could change uncounted."""
         tensors = call.tensors()
         if call.reads_layout:
             return [None] * len(tensors) if all(map(self.is_sound, tensors)) else None
@@ -250,14 +251,15 @@ class Values:
         return None if others is None else [*call.former, *others]
 
     def read_for(self, call: Call, output: torch.Tensor, inputs: Inputs) -> Inputs | None:
-        """Return what a call has read for an output; None if that is no value of its own.
+        """Return the inputs of a call for an output; None if the output cannot be recomputed.
 
-        What it has written over has to have been made by an operation.
+        It cannot be if it shares memory with an argument that the call has not overwritten, or if
+        no known operation made a value that the call has overwritten.
         """
         former, values = self.former(call, output), self._step.values
         if not former:
             return None if call.takes(output.untyped_storage()) else inputs
-        for before in former:  # if the script was left by this call, that may have no event yet
+        for before in former:  # if this call left the script, the value may have no event yet
             if (
                 before is None
                 or before.number >= len(values)
@@ -267,7 +269,7 @@ class Values:
         return [*former, *inputs[len(former) :]]
 
     def inputs_among(self, tensors: Sequence[torch.Tensor]) -> Inputs | None:
-        """Return what the inputs of a recipe are; None where one could change uncounted."""
+        """Return the inputs of a recipe; None if one of them could change uncounted."""
         found: Inputs = []
         for tensor in tensors:
             if not self.is_sound(tensor):
@@ -278,19 +280,19 @@ class Values:
         return found
 
     def is_sound(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a recipe may rest on a tensor: its changes are counted, or it is copied."""
+        """Return whether a recipe may read a tensor: its changes are counted, or it is copied."""
         if not is_plain(tensor):
             return False
         storage = tensor.untyped_storage()
         if tensor.is_inference() and not self._is_constant(tensor, storage):
             return False  # it has no version
-        # What is copied or restored lies in memory of PyTorch's own, and kernels go by that.
+        # Copied or restored tensors are in PyTorch's own memory, and kernels depend on alignment.
         return not storage.data_ptr() % ALIGNMENT_BYTES
 
     def reads_parameters(self, value: RecordedValue, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that the backward pass of what was made makes gradients of parameters.
+        """Record the parameters whose gradients are made in the backward pass of a value.
 
-        It does so of each once: where several operations read one, in the last.
+        Each gradient counts once: if several operations read a parameter, in the last of them.
         """
         for tensor in {id(one): one for one in map(base_of, tensors)}.values():
             if tensor.requires_grad and isinstance(tensor, torch.nn.Parameter):
@@ -302,9 +304,9 @@ class Values:
                 value.parameter_bytes += tensor.nbytes
 
     def is_large(self, output: Any, *, in_graph: bool) -> bool:
-        """Tell whether an output matters, which has to be part of a graph if all others are.
+        """Return whether an output is a large tensor; with `in_graph` it must be part of a graph.
 
-        What a custom function makes becomes that at its end.
+        Results inside a custom function join the graph only at the function's end, so they count.
         """
         return (
             type(output) is torch.Tensor
@@ -314,7 +316,7 @@ class Values:
         )
 
     def sources(self, call: Call, output: torch.Tensor, inputs: Inputs) -> list[Source] | None:
-        """Hold what a call has read for an output; None if that is gone and has no recipe."""
+        """Hold the inputs of a call for an output; None if an overwritten one has no recipe."""
         tensors = call.tensors()
         if call.reads_layout:
             return [Blank.like(tensor) for tensor in tensors]
@@ -332,7 +334,7 @@ class Values:
     def _source(self, tensor: torch.Tensor, seen: Seen | None) -> Source:
         if seen is None:
             is_small = tensor.untyped_storage().nbytes() < self._least
-            # What no operation made can be written to without being counted.
+            # A tensor that no operation made can be written to uncounted.
             return Alias.of(copied(tensor) if is_small and not is_result(tensor) else tensor)
         if seen.result is not None:
             seen.result.expect_use()
@@ -348,7 +350,7 @@ class Values:
         return storage.nbytes() < self._least or isinstance(base_of(tensor), torch.nn.Parameter)
 
     def _place(self, number: int) -> Place:
-        """Return where a value is made or saved; where the step is like a known one, as there."""
+        """Return where in the model a value is made or saved, from a matching signature if any."""
         signature = self._step.signature
         if signature is not None and number < len(signature.values):
             return signature.values[number].place
@@ -356,10 +358,13 @@ class Values:
 
 
 def is_in_function() -> bool:
-    """Tell whether the `forward` of a custom function runs: autograd's alone is without both."""
+    """Return whether the `forward` of a custom function runs.
+
+    Only there forward-mode differentiation is off while inference mode is off, too.
+    """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def numbers_of(inputs: Inputs) -> tuple[int, ...]:
-    """Return the numbers of the values that a recipe rests on, -1 for what stays."""
+    """Return the numbers of a recipe's inputs; -1 for those that are always kept."""
     return tuple(_CONSTANT if seen is None else seen.number for seen in inputs)

@@ -10,8 +10,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Where the model is sharded, the layers that Accelerate's FSDP plugin wraps can be the only ones
-whose activations leave:
+If the model is sharded, offloading can be restricted to the layers that Accelerate's FSDP plugin
+wraps:
 
     offload_only(offload, auto_wrapped_layers(accelerator, model))
 """
@@ -38,8 +38,8 @@ __all__ = ["accumulate", "auto_wrapped_layers", "offload_only"]
 def accumulate(accelerator: Any, offload: Offload, *models: torch.nn.Module) -> Iterator[None]:
     """Do what `accelerator.accumulate(*models)` does, inside a block of `offload`.
 
-    Forward and backward pass may both lie inside. The graph of a loss that is kept for later lives
-    on after the block, as it does without.
+    Forward and backward pass may both be inside. The graph of a loss that is used later remains
+    valid after the block, as it does without an Offload.
 
     Raises:
         UsageError, DaemonLost: as entering `offload`.
@@ -51,11 +51,11 @@ def accumulate(accelerator: Any, offload: Offload, *models: torch.nn.Module) -> 
 def auto_wrapped_layers(accelerator: Any, model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers of `model` that the FSDP plugin's auto-wrap policy chooses.
 
-    They are those that `activation_checkpointing` of the plugin would checkpoint. Call it before or
-    after `accelerator.prepare`.
+    They are those that `activation_checkpointing` of the plugin would checkpoint. This may be
+    called before or after `accelerator.prepare`.
 
     Raises:
-        UsageError: there is no FSDP plugin, it has no auto-wrap policy or one of its own, or the
+        UsageError: there is no FSDP plugin, it has no auto-wrap policy or a custom one, or the
             policy chooses nothing.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -81,10 +81,10 @@ def auto_wrapped_layers(accelerator: Any, model: torch.nn.Module) -> list[torch.
 
 
 def _choice(plugin: Any, model: torch.nn.Module) -> Callable[[torch.nn.Module], bool] | None:
-    """Return what tells whether a policy of Accelerate's wraps a module; None for another policy.
+    """Return a function that tells whether Accelerate's policy wraps a module; None for others.
 
-    Accelerate's own cannot be asked once a model is sharded: `fully_shard` gives each layer a class
-    of another name, which derives from the layer's.
+    Accelerate's own policy does not work on a sharded model: `fully_shard` replaces the class of
+    each layer by one with another name, which derives from the layer's class.
     """
     from torch.distributed.fsdp.wrap import (
         size_based_auto_wrap_policy,
@@ -101,7 +101,7 @@ def _choice(plugin: Any, model: torch.nn.Module) -> Callable[[torch.nn.Module], 
     wanted = set(getattr(model, "_no_split_modules", None) or () if names is None else names)
 
     def chooses(module: torch.nn.Module) -> bool:
-        # A checkpoint's wrapper counts as the layer in it: it saves what enters the layer.
+        # A checkpoint's wrapper counts as the layer in it: it saves the layer's inputs.
         layer = getattr(module, "_checkpoint_wrapped_module", module)
         return any(kind.__name__ in wanted for kind in type(layer).__mro__)
 

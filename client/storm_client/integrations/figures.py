@@ -1,6 +1,6 @@
-"""What an Offload did in a stretch of training, as numbers for a framework's log.
+"""What an Offload did during a part of training, as numbers for a framework's log.
 
-All are means of a step, so that they mean the same however often a framework logs. All is pure.
+All figures are means per step, so they do not depend on how often a framework logs. All is pure.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ __all__ = ["StepFigures", "figures_between"]
 
 GIB = 1 << 30
 DIGITS = 6
-"""Decimals that are logged: a KiB in GiB, a microsecond."""
+"""Decimal places that are logged: a KiB in GiB, a microsecond."""
 
 
 def figures_between(before: OffloadStats, now: OffloadStats, steps: int) -> dict[str, float]:
-    """Return the figures of the `steps` steps that lie between two statistics of one Offload.
+    """Return the figures of the `steps` steps between two statistics of one Offload.
 
-    `offload_saved_gib`: what autograd handed over. `offload_gib`: what left for the daemon.
-    `offload_replayed_gib`: what was given up, to be recomputed. `offload_kept_gib`: what should
-    have left and did not fit. `offload_ratio`: bytes that left over bytes that they take in the
-    pool. `offload_wait_seconds`: waited to have them back.
+    `offload_saved_gib`: saved by autograd. `offload_gib`: offloaded to the daemon.
+    `offload_replayed_gib`: freed, to be recomputed. `offload_kept_gib`: to be offloaded, but not
+    accepted by the daemon. `offload_ratio`: offloaded bytes over their bytes in the pool.
+    `offload_wait_seconds`: time spent waiting for restores.
     """
     left = now.offloaded_bytes - before.offloaded_bytes
     stored = now.stored_bytes - before.stored_bytes
@@ -36,15 +36,15 @@ def figures_between(before: OffloadStats, now: OffloadStats, steps: int) -> dict
 
 
 class StepFigures:
-    """Remembers where a run began, at a step that is not 0 if it was resumed, and its last log."""
+    """Remembers a run's first step, which is not 0 if the run was resumed, and its last log."""
 
     def __init__(self, stats: OffloadStats, step: int) -> None:
-        """Begin where `step` steps have been done."""
+        """Begin after `step` completed steps."""
         self._first = self._last = stats
         self._first_step = self.last_step = step
 
     def since_last(self, now: OffloadStats, step: int) -> dict[str, float]:
-        """Return the figures since the last call, empty where no step was done since."""
+        """Return the figures since the last call, empty if no step was done since."""
         if step <= self.last_step:
             return {}
         before, steps = self._last, step - self.last_step
@@ -52,7 +52,7 @@ class StepFigures:
         return figures_between(before, now, steps)
 
     def of_all(self, now: OffloadStats, step: int) -> dict[str, float]:
-        """Return the figures since the beginning, empty where no step was done."""
+        """Return the figures since the beginning, empty if no step was done."""
         if step <= self._first_step:
             return {}
         return figures_between(self._first, now, step - self._first_step)

@@ -38,17 +38,17 @@ class FitHooks:
     """What OffloadCallback does at the events of a fit."""
 
     def __init__(self, *, client: Client | None = None, **options: Any) -> None:
-        """Take the options of `Client.offload`, and a client for another than the shared one.
+        """Take the options of `Client.offload`, and optionally another client than the shared one.
 
-        They are checked where training starts, and the Offload is made there: the model is on its
-        device then.
+        The options are checked when training starts. The Offload is made then, too, since the model
+        is on its device by then.
         """
         self._client = client
         self._options = options
         self._offload: Offload | None = None
         self._figures: StepFigures | None = None
         self._replaced: tuple[Any, Any] | None = None
-        """The strategy whose `training_step` was replaced, and what was set there before."""
+        """The strategy whose `training_step` was replaced, and the attribute's value before."""
 
     @property
     def offload(self) -> Offload:
@@ -64,10 +64,10 @@ class FitHooks:
         return self._offload
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the Offload and have each training step done inside its block.
+        """Make the Offload and run each training step inside its block.
 
         Raises:
-            UsageError: what Client.offload does not take.
+            UsageError: as `Client.offload`.
             DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
         """
         self._restore()
@@ -88,23 +88,23 @@ class FitHooks:
                 logger.log_metrics(figures, step=step)
 
     def on_train_end(self, *_: object) -> None:
-        """Put the strategy's method back."""
+        """Restore the strategy's method."""
         self._restore()
 
     def on_exception(self, *_: object) -> None:
-        """Put the strategy's method back."""
+        """Restore the strategy's method."""
         self._restore()
 
     def teardown(self, *_: object, **__: object) -> None:
-        """Put the strategy's method back."""
+        """Restore the strategy's method."""
         self._restore()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what was asked for: a process that is spawned begins anew."""
+        """Return the options only: a spawned process begins anew."""
         return {"_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew, with the client that the process shares."""
+        """Begin anew, with the process's shared client."""
         FitHooks.__init__(self, **state["_options"])
 
     def _restore(self) -> None:
@@ -121,7 +121,7 @@ class FitHooks:
 if TYPE_CHECKING:
 
     class OffloadCallback(FitHooks, Callback):  # type: ignore[misc]  # its types are not read
-        """Offloads what autograd saves in training steps: FitHooks as a Callback of Lightning's."""
+        """Offloads what autograd saves in training steps: FitHooks as a Lightning Callback."""
 
 
 def _inside(offload: Offload, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,12 +135,12 @@ def __getattr__(name: str) -> Any:
     made = type(
         name, (FitHooks, _callback()), {"__module__": __name__, "__doc__": FitHooks.__doc__}
     )
-    globals()[name] = made  # found at once from now on, also by pickle
+    globals()[name] = made  # later look-ups find the class directly, also pickle's
     return made
 
 
 def _callback() -> type:
-    """Return the Callback of the package that the script has loaded, or else of `lightning`."""
+    """Return the Callback of the package that the script has loaded, by default of `lightning`."""
     ours, other = "lightning.pytorch", "pytorch_lightning"
     name = other if other in sys.modules and ours not in sys.modules else ours
     found: type = import_module(name).Callback

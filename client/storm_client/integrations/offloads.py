@@ -1,4 +1,4 @@
-"""How integrations make the Offload that they enter: of a client that was passed, or the shared."""
+"""Makes the Offload for an integration, with a given client or the process's shared one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["make_offload"]
 
 
 def make_offload(client: Client | None, model: Modules, options: Mapping[str, Any]) -> Offload:
-    """Return `client.offload(model, **options)`, of the process's shared client for None.
+    """Return `client.offload(model, **options)`; for None, use the process's shared client.
 
     Raises:
-        UsageError: `client` is something else, or what Client.offload does not take.
+        UsageError: `client` has another type, or as `Client.offload`.
         DaemonUnavailable, ProtocolMismatch: the shared client cannot connect.
     """
     if client is None:

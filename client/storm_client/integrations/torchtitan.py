@@ -1,16 +1,16 @@
-"""Offloads the activations of a torchtitan trainer, in the place of activation checkpointing.
+"""Offloads the activations of a torchtitan trainer, instead of activation checkpointing.
 
     from storm_client.integrations.torchtitan import StormOffload
 
     Trainer.Config(..., activation_checkpoint=StormOffload.Config(min_bytes=1 << 20))
 
-torchtitan applies such a policy to each part of a model before it compiles and shards it. This one
-recomputes nothing: it has each part's forward run inside an Offload's block. The loss is computed
-outside, and needed at once.
+torchtitan applies such a policy to each part of a model before it compiles and shards the part.
+This policy recomputes nothing: it runs each part's forward inside an Offload's block. The loss is
+computed outside, since its values are needed at once.
 
-StormOffload is made when it is first asked for, because it derives from torchtitan's
-ActivationCheckpointing. What torchtitan's `graph_trainer` traces into one graph saves nothing that
-hooks could see: there is nothing here for it.
+StormOffload is created on first use, because it derives from torchtitan's ActivationCheckpointing.
+torchtitan's `graph_trainer` traces a step into one graph, whose saves no hook can see: this module
+does not support it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["StormOffload"]  # noqa: F822 - made by __getattr__
 
 OPTIONS = ("min_bytes", "codec", "budget")
-"""Options of `Client.offload` that the configuration has, unset where they are None."""
+"""Options of `Client.offload` that the configuration has; None leaves an option unset."""
 
 
 def __getattr__(name: str) -> Any:
@@ -41,7 +41,7 @@ def _make_class() -> type:
     from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
     class StormOffload(ActivationCheckpointing):  # type: ignore[misc]  # its types are not read
-        """Has a model's activations kept by stormd; nothing is recomputed."""
+        """Offloads a model's activations to stormd; recomputes nothing."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
@@ -57,14 +57,14 @@ def _make_class() -> type:
             *,
             base_fqn: str | None = None,  # noqa: ARG002 - torchtitan passes it
         ) -> torch.nn.Module:
-            """Return the block as it is: blocks are all inside the model's forward."""
+            """Return the block unchanged: all blocks are inside the model's forward."""
             return module
 
         def apply(self, model: torch.nn.Module) -> None:
-            """Have each forward of the model run inside an Offload's block.
+            """Run each forward of the model inside an Offload's block.
 
             Raises:
-                UsageError: what Client.offload does not take.
+                UsageError: as `Client.offload`.
                 DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
             """
             given = {name: getattr(self.config, name) for name in OPTIONS}

@@ -5,13 +5,13 @@
     register("stormd", budget="12GiB")
     config.compile.memory_policy = "stormd"
 
-No saved-tensor hook sees into such a graph, so this decides and torchtitan acts: each activation
-that the backward pass reads is tagged as to be saved, recomputed or offloaded, by the planner
-that decides for hooks, and torchtitan's own passes do that. What they offload goes to pinned memory
-of the process: not to the daemon's pool, and not compressed.
+No saved-tensor hook can see into such a graph. So this policy decides and torchtitan acts. The
+planner that decides for hooks tags each activation that the backward pass reads: to be saved,
+recomputed or offloaded. torchtitan's own passes carry this out. They offload to pinned memory of
+the process: not to the daemon's pool, and not compressed.
 
-torchtitan's "default" policy tags the graph first. What it knows about gathered parameters,
-collectives and sizes stays as it is; only ordinary activations of layers get another tag.
+torchtitan's "default" policy tags the graph first. Its tags of gathered parameters, collectives and
+sizes are kept; only ordinary activations of layers get another tag.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ if TYPE_CHECKING:
 __all__ = ["register", "tag_activations"]
 
 LEAST_BYTES = 4096
-"""What is smaller is left to torchtitan, whose offload passes over it too."""
+"""Smaller activations are left to torchtitan, whose offload skips them too."""
 
 _DEAR = frozenset({"addmm", "baddbmm", "bmm", "convolution", "linear", "mm"})
-"""Operators that take longer than moving their result through memory. Attention is not computed
-again at all: its operators carry the state of a random generator."""
+"""Operators that take longer than moving their result through memory. Attention is never
+recomputed: its operators carry the state of a random generator."""
 
 _CHEAP = frozenset(
     {"_fused_rms_norm", "_softmax", "_log_softmax", "_to_copy", "cat", "clone", "mean", "sum"}
     | {"native_layer_norm", "native_group_norm"}
 )
-"""Deterministic operators, besides those that PyTorch tags as pointwise."""
+"""Deterministic operators, in addition to those that PyTorch tags as pointwise."""
 
 _VIEWS = frozenset({"_unsafe_view", "reshape"})
-"""Operators that share storage though their schema does not say so."""
+"""Operators whose result shares the input's storage although their schema does not say so."""
 
 
 def register(name: str = "stormd", *, budget: str | float = "least") -> None:
-    """Register a memory policy with torchtitan under `name`, in the place of one of that name.
+    """Register a memory policy with torchtitan under `name`, replacing one of that name.
 
-    `budget` is what may stay on the device of what the layers save: "least", bytes, a size as
-    "12GiB", or a fraction. "fit" is of no use here, since nothing has run when a graph is traced.
+    `budget` is how much of the layers' saved values may be kept on the device: "least", bytes, a
+    size as "12GiB", or a fraction. "fit" is not supported, since nothing has run when a graph is
+    traced.
 
     Raises:
-        UsageError: no budget, or "fit".
+        UsageError: an invalid budget, or "fit".
         ImportError: torchtitan is not installed, or has no graph_trainer.
     """
     try:
@@ -94,8 +95,9 @@ def tag_activations(gm: GraphModule, *, budget: Budget = "least", host_bytes: in
     Nodes of the backward pass have `meta["autograd_backward"]`, those of a layer a
     `meta["custom"]["module_fqn"]` such as "layers.3.mlp", all a `meta["val"]`. At most `host_bytes`
     are offloaded, the largest tensors first, and none of the last layer, which is needed at once.
-    What is passed over for that is saved. What is random is never recomputed, nor what reads
-    memory that is written to; that memory itself is left as it is tagged.
+    Activations that are not offloaded for these reasons are saved. Random results are never
+    recomputed, nor are results that read memory which is modified in place; such memory keeps its
+    tag.
     """
     activations = _activations(gm)
     values = [one.value for one in activations]
@@ -125,7 +127,7 @@ def _policy(decision: Decision, *, leaves: bool) -> CheckpointPolicy:
 
 
 def _needed(activations: list[_Activation], decisions: list[Decision]) -> set[int]:
-    """Return what the backward pass reads, and all that this is recomputed from."""
+    """Return the values that the backward pass reads, and all inputs of their recomputation."""
     needed: set[int] = set()
     for one, decision in zip(reversed(activations), reversed(decisions), strict=True):
         if one.value.is_saved or one.value.number in needed:
@@ -145,20 +147,20 @@ def _largest(wanted: set[int], values: list[Value], room: int) -> set[int]:
     return taken
 
 
-# --- the graph as the planner sees it -------------------------------------------------------
+# --- the graph as input of the planner ------------------------------------------------------
 
 
 @dataclass
 class _Activation:
-    """What one node makes: a value of the planner's, and the nodes that hold its memory."""
+    """The result of one node: a value of the planner, and the nodes that hold its memory."""
 
     node: Node
     layer: str
     value: Value
     parts: list[Node] = field(default_factory=list)
-    """The tensors of a node that makes several."""
+    """The single tensors, for a node that makes several."""
     is_written: bool = False
-    """Whether an operator writes to its memory later."""
+    """Whether an operator modifies its memory later."""
 
     @property
     def tensors(self) -> list[Node]:
@@ -167,11 +169,11 @@ class _Activation:
 
     @property
     def can_leave(self) -> bool:
-        """Whether torchtitan's offload takes all of it."""
+        """Whether torchtitan can offload all of it."""
         return all(one.meta["val"].is_contiguous() for one in self.tensors) and not self.is_written
 
     def tag(self, policy: CheckpointPolicy) -> None:
-        """Set what becomes of it; a node that makes several tensors is never offloaded itself."""
+        """Set the tag of its nodes; a node that makes several tensors is never offloaded itself."""
         for node in (self.node, *self.parts):
             node.meta["recompute"] = policy
             if policy is CheckpointPolicy.MUST_CPU_OFFLOAD and not _is_large_tensor(node):
@@ -179,7 +181,7 @@ class _Activation:
 
 
 def _activations(gm: GraphModule) -> list[_Activation]:
-    """Return what the layers' forward makes, in order."""
+    """Return the results of the layers' forward nodes, in order."""
     made: list[_Activation] = []
     by_node: dict[Node, _Activation] = {}
     for node in gm.graph.nodes:
@@ -203,7 +205,7 @@ def _activations(gm: GraphModule) -> list[_Activation]:
 
 
 def _use(made: list[_Activation], by_node: dict[Node, _Activation]) -> None:
-    """Note what the backward pass reads, and what may not be recomputed."""
+    """Note the values that the backward pass reads, and those that may not be recomputed."""
     for node, one in by_node.items():
         one.is_written |= any(map(_writes, node.users))
         if any(user.meta.get("autograd_backward") for user in node.users):
@@ -236,7 +238,7 @@ def _value(node: Node, number: int, inputs: tuple[int, ...]) -> Value:
 
 
 def _is_ordinary(node: Node) -> bool:
-    """Tell whether a node makes tensors of a size, in memory of its own, and by no collective."""
+    """Return whether a node makes tensors of some size, in new memory, and is no collective."""
     target: Any = node.target
     if getattr(target, "namespace", "") == "_c10d_functional" or _writes(node):
         return False
@@ -244,13 +246,13 @@ def _is_ordinary(node: Node) -> bool:
 
 
 def _layer(node: Node) -> str:
-    """Return the layer of a node, empty outside of those that have numbers."""
+    """Return the layer of a node; empty outside of numbered layers."""
     name = layer_name(node.meta.get("custom", {}).get("module_fqn", ""))
     return name if name != MODEL and name.rpartition(".")[2].isdecimal() else ""
 
 
 def _shares(node: Node) -> bool:
-    """Tell whether a node's output lies in the memory of its first argument."""
+    """Return whether a node's output shares the memory of its first argument."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or _name(node) in _VIEWS:
         return schema is not None

@@ -1,14 +1,14 @@
-"""Offloads the activations of a transformers `Trainer`, and of those that derive from it.
+"""Offloads the activations of a transformers `Trainer`, and of classes that derive from it.
 
     from storm_client.integrations.transformers import offload_trainer
 
     trainer = offload_trainer(Trainer(model=model, args=args, train_dataset=data))
     trainer.train()
 
-No callback event of the Trainer lies between the forward and the backward pass of a micro-batch,
-so its class is extended: each loss that a micro-batch computes is computed inside an Offload's
-block, which has ended when the backward pass begins. Evaluation and prediction, which keep nothing
-for a backward pass, are left alone.
+The Trainer has no callback event between the forward and the backward pass of a micro-batch, so its
+class is extended. Each loss of a micro-batch is computed inside an Offload's block, which ends
+before the backward pass begins. Evaluation and prediction, which keep nothing for a backward pass,
+are not changed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SomeTrainer = TypeVar("SomeTrainer")
 def offload_trainer(
     trainer: SomeTrainer, *, client: Client | None = None, **options: Any
 ) -> SomeTrainer:
-    """Have a Trainer that was made offload its activations; return the same object.
+    """Make an existing Trainer offload its activations; return the same object.
 
-    `options` are those of `Client.offload`. Without `client` it is the one that the process shares.
+    `options` are those of `Client.offload`. Without `client`, the process's shared client is used.
     A second call replaces the options of the first. The trainer's class becomes one that derives
-    from its own and from OffloadMixin, under the same name. A trainer of TRL's whose configuration
-    has `activation_offloading` set gets ours in the place of TRL's.
+    from its own and from OffloadMixin, under the same name. If a TRL trainer's configuration sets
+    `activation_offloading`, this offloading replaces TRL's.
 
     Raises:
         UsageError: `trainer` is no Trainer, spreads one process over several GPUs, or an option
-            is wrong; the trainer is as it was.
+            is wrong; the trainer is unchanged.
         DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
     """
     _check(trainer)
@@ -60,14 +60,14 @@ def offload_trainer(
 
 
 class OffloadMixin:
-    """Put in front of a Trainer's class, it has that one's activations offloaded.
+    """A base class to put before a Trainer class, so that its activations are offloaded.
 
         class MyTrainer(OffloadMixin, Trainer): ...
 
-    The Trainer then takes two arguments more: `offload_options`, a dict of the options of
-    `Client.offload`, and `offload_client`. Its logs get the figures of
-    `storm_client.integrations.figures`, each a mean of the optimizer's steps since the last log;
-    at the end of training those of the whole run, under names that begin with `train_`.
+    The Trainer then takes two more arguments: `offload_options`, a dict of the options of
+    `Client.offload`, and `offload_client`. Its logs contain the figures of
+    `storm_client.integrations.figures`, each a mean per optimizer step since the last log. At the
+    end of training they contain those of the whole run, under names that begin with `train_`.
     """
 
     _storm_steps: _TrainerSteps
@@ -82,7 +82,7 @@ class OffloadMixin:
         """Make the Trainer, then its Offload.
 
         Raises:
-            UsageError: the class has no Trainer behind the mixin, or as `offload_trainer`.
+            UsageError: no Trainer class follows the mixin, or as `offload_trainer`.
             DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
         """
         super().__init__(*args, **kwargs)
@@ -91,27 +91,27 @@ class OffloadMixin:
 
     @property
     def storm_offload(self) -> Offload:
-        """The Offload of the model that is trained now; its `stats()` are of all its steps."""
+        """The Offload of the model in training; its `stats()` cover all its steps."""
         return self._storm_steps.offload
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a micro-batch as the Trainer does, with its activations offloaded."""
+        """Run a micro-batch as the Trainer does, with its activations offloaded."""
         with self._storm_steps.micro_batch():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss as the Trainer does, in an Offload's block if it has a backward pass."""
+        """Compute a loss as the Trainer does, in an Offload's block if a backward pass follows."""
         with self._storm_steps.loss():
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log what the Trainer does, and what was offloaded."""
+        """Log what the Trainer logs, and the offload figures."""
         self._storm_steps.add_figures(logs)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
 class _TrainerSteps:
-    """Where a Trainer's blocks begin and end, and what is said of them in its logs."""
+    """Decides where a Trainer's blocks begin and end, and adds their figures to its logs."""
 
     def __init__(self, trainer: Any, client: Client | None, options: Mapping[str, Any]) -> None:
         self._trainer = trainer
@@ -124,24 +124,24 @@ class _TrainerSteps:
         self._begin()
 
     def micro_batch(self) -> AbstractContextManager[object]:
-        """Return the context of a micro-batch, forward and backward."""
+        """Return the context for a micro-batch, forward and backward."""
         if self._trainer.model is not self._model:
-            self._begin()  # a search for hyperparameters makes a model a trial
+            self._begin()  # a search for hyperparameters makes a model per trial
         step = self._trainer.state.global_step
-        if self._figures is None or step < self._figures.last_step:  # or trained once more
+        if self._figures is None or step < self._figures.last_step:  # or training was restarted
             self._figures = StepFigures(self.offload.stats(), step)
         elif not self._saw_loss:
             self._computes_losses = False
         return nullcontext() if self._computes_losses else self.offload
 
     def loss(self) -> AbstractContextManager[object]:
-        """Return the context in which a loss is computed."""
+        """Return the context in which to compute a loss."""
         self._saw_loss = True
         is_trained = torch.is_grad_enabled() and self._computes_losses
         return self.offload if is_trained else nullcontext()
 
     def add_figures(self, logs: dict[str, float]) -> None:
-        """Add to the logs of training, in place: the Trainer goes on to use the same dict."""
+        """Add figures to the logs of training, in place: the Trainer uses the same dict later."""
         if self._figures is None:
             return
         step = self._trainer.state.global_step
@@ -152,7 +152,7 @@ class _TrainerSteps:
             logs.update({f"train_{name}": value for name, value in found.items()})
 
     def _begin(self) -> None:
-        """Make the Offload of the trainer's present model."""
+        """Make the Offload for the trainer's current model."""
         self._model = self._trainer.model
         self.offload = make_offload(self._client, self._model, self._options)
         self._figures = None
@@ -165,7 +165,7 @@ def _begin(trainer: Any, steps: _TrainerSteps) -> None:
 
 
 def _check(trainer: object) -> None:
-    """Raise unless it is a Trainer whose forward pass runs in the thread that calls it."""
+    """Raise an error unless it is a Trainer whose forward pass runs in the calling thread."""
     module = sys.modules.get("transformers.trainer")
     if module is None or not isinstance(trainer, module.Trainer):
         raise UsageError(

@@ -1,14 +1,14 @@
-"""Takes the place of TRL's own activation offloading, in SFT, DPO, KTO and reward training.
+"""Replaces TRL's own activation offloading, in SFT, DPO, KTO and reward training.
 
     from storm_client.integrations.trl import get_act_offloading_ctx_manager
 
     trainer = SFTTrainer(model=model, args=config, train_dataset=data)
     trainer.maybe_activation_offload_context = get_act_offloading_ctx_manager(trainer.model)
 
-The signature is that of `trl.models.get_act_offloading_ctx_manager`, so a loop that calls that one
-changes its import alone. TRL enters the context around a whole training step; with
-`storm_client.integrations.transformers.offload_trainer`, which takes every trainer of TRL's as
-well, a block ends where the backward pass begins, and the logs say what was offloaded.
+The signature is that of `trl.models.get_act_offloading_ctx_manager`, so a loop that calls TRL's
+function has to change its import only. TRL enters the context around a whole training step. With
+`storm_client.integrations.transformers.offload_trainer`, which supports every TRL trainer as well,
+a block ends where the backward pass begins, and the logs contain offload figures.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def get_act_offloading_ctx_manager(  # noqa: PLR0917 - as many by place as TRL's
 ) -> Offload:
     """Return an Offload of `model`, to be entered around each training step.
 
-    `min_offload_size` is the `min_bytes` of `Client.offload`: 1 MiB where TRL has 1 KiB, for a
-    tensor that is handed over costs some 40 microseconds. `options` are its other options. Without
-    `client` it is the one that the process shares.
+    `min_offload_size` is the `min_bytes` of `Client.offload`. Its default is 1 MiB, where TRL has
+    1 KiB, because offloading a tensor costs some 40 microseconds. `options` are the other options
+    of `Client.offload`. Without `client`, the process's shared client is used.
 
-    The other arguments are taken so that calls need no change, and have no effect: the daemon's
-    pool is pinned in any case, it copies on streams of its own and learns how much to hold back,
-    and an output head needs no hook, for what a step needs again at once is not sent.
+    The remaining arguments have no effect; they are accepted so that calls need no change. The
+    daemon's pool is always pinned, and the daemon copies on its own streams and learns how much to
+    hold back. An output head needs no hook, because values that a step needs again at once are not
+    offloaded.
 
     Raises:
-        UsageError: what Client.offload does not take.
+        UsageError: as `Client.offload`.
         DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
     """
     return make_offload(client, model, {"min_bytes": min_offload_size, **options})

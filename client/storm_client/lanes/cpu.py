@@ -1,7 +1,7 @@
 """The cpu lane: tensors in host memory, staged through memory shared with the daemon.
 
-Every copy is finished when its method returns, so the order of the program and of the messages is
-all the order there is, and sequence numbers stay 0.
+Every copy is complete when its method returns. So program order and message order are sufficient,
+and sequence numbers are always 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from stormd.protocol.timeline import PAGE_BYTES, POISON, STORED, Timelines
 __all__ = ["CpuLane"]
 
 HUGE_BYTES = 4 << 20
-"""Bytes; from here on memory to restore into is asked for in huge pages, which are touched for the
-first time in a fraction of the time."""
+"""In bytes: memory for restores of at least this size uses huge pages, whose first touch takes a
+fraction of the time."""
 
 _LIBC = ctypes.CDLL(None)
 
@@ -30,9 +30,8 @@ _LIBC = ctypes.CDLL(None)
 class CpuLane(Lane):
     """Copies between host tensors and a memory file shared with the daemon.
 
-    Copies are plain memmoves in the calling thread, without the interpreter lock. Tensor.copy_
-    would share them among torch's threads, which wait for each other on cores that the daemon uses
-    as well.
+    Copies are plain memmoves in the calling thread, with the GIL released. Tensor.copy_ would split
+    them among torch's threads, which would compete with the daemon for the cores.
     """
 
     def __init__(self) -> None:
@@ -54,41 +53,41 @@ class CpuLane(Lane):
             )
         self.staging_bytes = welcome.staging_bytes
         memory = mmap.mmap(descriptors[1], welcome.staging_bytes)
-        with suppress(OSError):  # a kernel without huge pages for shared memory: only slower
+        with suppress(OSError):  # some kernels have no huge pages for shared memory: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
         page = mmap.mmap(descriptors[0], PAGE_BYTES)
         self._shared = _Shared(memory, page)
 
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
-        """Copy into the slot; the bytes are there on return."""
+        """Copy into the slot; the bytes are there when this returns."""
         shared = self._mapped()
         memmove(shared.area + slot.offset, source.data_ptr() + begin, slot.nbytes)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return uninitialised host memory."""
-        # Not of torch.empty(nbytes): where deterministic algorithms are asked for, that is filled.
+        # Not torch.empty(nbytes): with deterministic algorithms it fills the memory.
         storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
         if nbytes >= HUGE_BYTES:
             _advise_huge_pages(storage)
         return storage
 
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
-        """Copy the slot's bytes to where they begin; they are there on return.
+        """Copy the slot's bytes to offset `begin`; they are there when this returns.
 
         Raises:
-            DaemonLost: the daemon has ended the session meanwhile, and with it what was in the
-                slot; the destination may hold anything.
+            DaemonLost: the daemon has ended the session meanwhile, so the slot's bytes are lost;
+                the destination may contain anything.
         """
         shared = self._mapped()
         memmove(destination.data_ptr() + begin, shared.area + slot.offset, slot.nbytes)
         shared.check()
 
     def close(self) -> None:
-        """Unmap the staging area as soon as no copy uses it any more."""
+        """Unmap the staging area as soon as no copy uses it."""
         self._shared = None
 
     def _mapped(self) -> _Shared:
-        """Return what is shared, which stays mapped for as long as the caller keeps it.
+        """Return the shared memory, which remains mapped as long as the caller refers to it.
 
         Raises:
             ConnectionClosed: another thread has closed the lane.
@@ -100,7 +99,7 @@ class CpuLane(Lane):
 
 
 class _Shared:
-    """What is shared with the daemon; mapped for as long as this is kept."""
+    """The memory shared with the daemon, mapped as long as this object exists."""
 
     def __init__(self, memory: mmap.mmap, page: mmap.mmap) -> None:
         self._mappings = memory, page
@@ -108,13 +107,13 @@ class _Shared:
         self._timelines = Timelines(_address(page))
 
     def check(self) -> None:
-        """Make sure that what was copied out until now was there.
+        """Check that the bytes copied out so far were valid.
 
-        The daemon gives the staging area's pages back when it ends a session, and poisons its
-        counter before that.
+        The daemon frees the staging area's pages when it ends a session; before that it poisons its
+        counter.
 
         Raises:
-            DaemonLost: it has.
+            DaemonLost: the daemon has ended the session.
         """
         if self._timelines.read(STORED) >= POISON:
             raise DaemonLost("the daemon ended this session while a tensor was in flight back")
@@ -125,7 +124,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _advise_huge_pages(memory: torch.UntypedStorage) -> None:
-    """Ask for huge pages in the whole pages of `memory`; where the kernel has none it says no."""
+    """Ask for huge pages for the whole pages of `memory`; a refusal by the kernel is ignored."""
     begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.data_ptr() + memory.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
 """The cuda lane: tensors in device memory, staged through memory that the daemon maps.
 
 The training thread never waits for the device here: streams wait for counters in a page that the
-daemon shares. That page lives until no stream waits for one or has still to write one.
+daemon shares. The page exists until no stream waits for a counter or has still to write one.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ Ts = TypeVarTuple("Ts")
 log = logging.getLogger(__name__)
 
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""With the value 1, a stream that waits for the daemon would hold up all others."""
+"""With the value 1, a stream that waits for the daemon would block all other streams."""
 
 STAGING_DIVISOR = 32
-"""What part of a device's memory is asked for as staging area; a daemon may grant less."""
+"""The staging area is requested as this fraction of the device's memory; a daemon may grant less.
+"""
 
 SPARE_STAGING_DIVISOR = 512
-"""The same where most tensors are stored and restored in place."""
+"""The same fraction if most tensors are stored and restored in place."""
 
 POOLED = 1
-"""In a stream's id: it is one of PyTorch's own. Those of a script may be destroyed at any time."""
+"""A bit of a stream's id: the stream is PyTorch's. A script may destroy its own at any time."""
 
 POISON_SECONDS = 0.01
-"""Between two poisonings of a dead daemon's counters, until the last wait is released."""
+"""Between two poisonings of a dead daemon's counters, until the last wait has ended."""
 
 POISONED_SECONDS = 10.0
-"""After which nothing of a dead daemon writes any more: its context is gone, and counters stay."""
+"""Until nothing of a dead daemon writes any more: its context is gone, and counters keep values."""
 
 BUDGET_DIVISOR = 32
-"""What part of a device's memory may hold what waits for the link in the tensors' own memory."""
+"""Fraction of a device's memory for tensors that wait for the link in their own memory."""
 
 
 class CudaLane(Lane):
@@ -92,12 +93,12 @@ class CudaLane(Lane):
         )
         self.budget_bytes = self._total_bytes // BUDGET_DIVISOR
         self._lock = threading.Lock()
-        """Protects what is shared, and what streams wait for."""
+        """Protects the shared objects, and the streams' waits."""
         self._shared: Shared | None = None
         self._publisher: Publisher | None = None
         self._in_place: _InPlace | None = None
         self._waits: dict[int, Event] = {}
-        """By stream: what is passed when it waits for no counter of the page any more."""
+        """By stream: an event that is reached when the stream no longer waits for the page."""
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         """Map the timeline page, make the staging area, and have the daemon map it.
@@ -126,25 +127,25 @@ class CudaLane(Lane):
             self._in_place = _InPlace(self, shared_by_mps=self._context.shared_by_mps())
 
     def offers(self) -> list[MapSegment]:
-        """Return that of the staging area, which the daemon has been asked to map."""
+        """Return the staging area's offer, which the daemon has been asked to map."""
         return [self.offer()]
 
     @property
     def in_place(self) -> _InPlace | None:
-        """The daemon's way to tensors where they are.
+        """The daemon's access to tensors in place.
 
-        None under ONE_CONNECTION, where PyTorch's memory cannot be mapped, and once closed.
+        None with ONE_CONNECTION set to 1, if PyTorch's memory cannot be mapped, and after `close`.
         """
         return self._in_place
 
     def publish(self) -> int:
-        """Publish the next number, behind every copy that was staged or unstaged so far."""
+        """Publish the next number after all copies that were staged or unstaged so far."""
         return self.within(self._numbers().publish, self._current_stream())
 
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
-        """Put a copy of the bytes from `begin` on into the slot, on the current stream.
+        """Copy bytes from `begin` on into the slot, on the current stream.
 
-        The memory of `source` may be used again behind that copy, as by any work on the stream.
+        The memory of `source` may be reused after that copy, as after any work on the stream.
         """
         target = self._open().area.address + slot.offset
         with self.entered():
@@ -155,39 +156,39 @@ class CudaLane(Lane):
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return uninitialised memory of the device."""
-        # Not of torch.empty(nbytes), which fills it where deterministic algorithms are asked for.
+        # Not torch.empty(nbytes): with deterministic algorithms it fills the memory.
         return torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
 
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
-        """Put a copy of the slot where it begins in `destination`, on the current stream."""
+        """Copy the slot to offset `begin` of `destination`, on the current stream."""
         source = self._open().area.address + slot.offset
         with self.entered():
             stream = self._current_stream()
             self._numbers().copy(destination.data_ptr() + begin, source, slot.nbytes, stream)
 
     def current_stream(self) -> Stream:
-        """Return the thread's stream on the device, None where it is the default one."""
+        """Return the thread's stream on the device, None if it is the default stream."""
         return None if not self._current_stream() else torch.cuda.current_stream(self._ordinal)
 
     def reaches(self, stream: Stream) -> bool:
-        """Tell whether `stream` is current, or PyTorch's own, which are never destroyed."""
+        """Return whether `stream` is current, or is one of PyTorch's, which are never destroyed."""
         if stream is None or stream.stream_id & POOLED:
             return True
         return stream == torch.cuda.current_stream(self._ordinal)
 
     def on(self, stream: Stream) -> AbstractContextManager[object] | None:
-        """Return a context in which `stream` is the current one, None where it is."""
+        """Return a context in which `stream` is the current one, None if it is already."""
         if stream is None and not self._current_stream():
             return None
         chosen = torch.cuda.default_stream(self._ordinal) if stream is None else stream
         return torch.cuda.stream(cast("torch.cuda.Stream", chosen))
 
     def is_capturing(self) -> bool:
-        """Tell whether the current stream's work is being captured into a CUDA graph."""
+        """Return whether the current stream's work is being captured into a CUDA graph."""
         return is_capturing(self.device)
 
     def use(self, restored: torch.UntypedStorage) -> None:
-        """Order the current stream behind all copies so far, where others may have made them."""
+        """Order the current stream after all copies so far, if other streams may have made any."""
         numbers, stream = self._publisher, self._current_stream()
         assert numbers is not None, "not attached"
         if numbers.is_only_stream(stream):
@@ -197,10 +198,10 @@ class CudaLane(Lane):
                 self._view(restored).record_stream(torch.cuda.current_stream())
 
     def poison(self) -> None:
-        """Release every wait on the daemon's counters, those that streams have yet to come to too.
+        """End all waits on the daemon's counters, also those that streams have yet to reach.
 
-        A write that the daemon's device still had in flight may undo what was stored before. So it
-        is stored again until no stream waits any more, or no such write can come.
+        A write of the daemon's device that was in flight may undo the poisoning. So the counters
+        are poisoned again until no stream waits, or no such write can come.
         """
         end = time.monotonic() + POISONED_SECONDS
         while self._poison() and time.monotonic() < end:
@@ -229,31 +230,31 @@ class CudaLane(Lane):
     # --- for what is stored and restored in place ----------------------------------------------
 
     def enter(self) -> None:
-        """Make the driver's calls possible in a new thread, whose device must be the lane's."""
+        """Make driver calls possible in a new thread, whose current device must be the lane's."""
         if not hasattr(self._thread, "entered"):
             self._context.make_current()
             self._thread.entered = True
 
     def entered(self) -> AbstractContextManager[None]:
-        """Make the driver's calls possible for a while; then the thread's device is as before."""
+        """Return a context in which driver calls are possible; it restores the thread's device."""
         return NOTHING if self._is_entered() else _Entered(self, self._ordinal)
 
     def within(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """Return what a function returns that makes the driver's calls, for what each save does."""
+        """Call a function that makes driver calls, and return its result; cheap enough per save."""
         if self._is_entered():  # as in nearly all calls
             return function(*arguments)
         with _Entered(self, self._ordinal):
             return function(*arguments)
 
     def offer(self) -> MapSegment:
-        """Return the message that had the daemon map the staging area."""
+        """Return the message that makes the daemon map the staging area."""
         with self.entered():
             return self._open().offer()
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _poison(self) -> bool:
-        """Poison the daemon's counters once; tell whether a stream may still wait for one."""
+        """Poison the daemon's counters once; return whether a stream may still wait for one."""
         with self._lock:
             if self._shared is None:
                 return False
@@ -262,21 +263,21 @@ class CudaLane(Lane):
                 with self.entered():
                     return not all(event.done() for event in self._waits.values())
             except KernelsError:
-                return False  # a device that is broken does nothing any more
+                return False  # a broken device does nothing any more
 
     def _note_wait(self, stream: int) -> None:
-        """Remember that a stream waits for a counter, which may have to be poisoned."""
+        """Note that a stream waits for a counter, which may have to be poisoned."""
         with self._lock:
             event = self._waits.get(stream) or Event()
             self._waits[stream] = event
             event.record(stream)
 
     def _view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor over a storage, which PyTorch's streams are told of by."""
+        """Return a tensor over a storage, to tell PyTorch's allocator of streams."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def _can_export(self) -> bool:
-        """Tell whether the memory that PyTorch gives out now can be mapped by another process."""
+        """Return whether another process can map the memory that PyTorch allocates now."""
         with self.entered():
             probe = torch.empty(1, dtype=torch.uint8, device=self.device)
             address = probe.data_ptr()
@@ -290,7 +291,7 @@ class CudaLane(Lane):
         return False
 
     def _open(self) -> Shared:
-        """Return what is shared with the daemon.
+        """Return the objects shared with the daemon.
 
         Raises:
             DaemonLost: another thread has closed the lane.
@@ -301,12 +302,12 @@ class CudaLane(Lane):
         return shared
 
     def _numbers(self) -> Publisher:
-        """Return what publishes numbers, which says so itself once the lane is closed."""
+        """Return the publisher, which itself raises once the lane is closed."""
         assert self._publisher is not None, "not attached"
         return self._publisher
 
     def _is_entered(self) -> bool:
-        # Without the public call, which looks whether CUDA is initialised.
+        # Without the public call, which checks whether CUDA is initialised.
         return hasattr(self._thread, "entered") and torch._C._cuda_getDevice() == self._ordinal
 
     def _current_stream(self) -> int:
@@ -318,7 +319,7 @@ _RESTORED = tuple(map(restored_slot, range(RESTORED_SLOTS)))
 
 
 class _Entered:
-    """A device for a while, with the driver's calls possible; a generator would cost more."""
+    """A context with a device and possible driver calls; a generator would cost more."""
 
     __slots__ = ("_device", "_lane")
 
@@ -335,7 +336,7 @@ class _Entered:
 
 
 def _one_connection() -> bool:
-    """Tell whether a waiting stream would hold up all others, and say what follows from it."""
+    """Return whether a waiting stream would block all others, and log the consequence."""
     if os.environ.get(ONE_CONNECTION) != "1":
         return False
     log.warning(
@@ -347,7 +348,7 @@ def _one_connection() -> bool:
 
 
 def _times_freed(device: torch.device) -> int | None:
-    """Return how often PyTorch has given memory back to the driver; None where nobody counts."""
+    """Return how often PyTorch has given memory back to the driver; None if nobody counts."""
     try:
         return int(torch._C._cuda_memoryStats(device.index)["num_device_free"])
     except (AttributeError, KeyError, RuntimeError):
@@ -363,7 +364,8 @@ class _InPlace:
         self._lane = lane
         self._numbers = lane._numbers()
         self._freed: int | None = None
-        """How often PyTorch had given memory back to the driver when it was last swept."""
+        """The number of times that PyTorch had given memory back to the driver at the last
+        sweep."""
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
         return self._lane.within(self.segments.find, address, nbytes)
@@ -375,7 +377,7 @@ class _InPlace:
     def sweep(self) -> bool:
         freed = _times_freed(self._lane.device)
         if freed is not None and freed == self._freed:
-            return False  # what was allocated then still is: no need to ask the driver of each
+            return False  # no allocation was freed since: no need to ask the driver about each
         with self._lane.entered():
             is_given_back = self.segments.sweep()
         self._freed = freed
@@ -395,7 +397,7 @@ class _InPlace:
         return shared.timelines.read(STORED) >= sequence
 
     def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
-        """Have the current stream, and whoever gets the memory of `source`, wait for that."""
+        """Have the current stream, and the next user of `source`'s memory, wait for `sequence`."""
         counter = self._lane._open().stored
         with self._lane.entered():
             stream = torch.cuda.current_stream()

@@ -1,4 +1,4 @@
-"""What the daemon is told of this process's device memory, and what it has answered."""
+"""What this process tells the daemon about its device memory, and the daemon's answers."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from stormd.protocol import MapPiece, MapSegment, ReserveRange
 __all__ = ["Driver", "Mappable", "Offered", "State"]
 
 Mappable: TypeAlias = MapSegment | ReserveRange | MapPiece
-"""What a daemon is offered."""
+"""Memory that is offered to a daemon."""
 
 
 class Driver(Protocol):
-    """What is asked of the device's driver; a call raises CudaDriverError for a bad address."""
+    """Calls to the device's driver; each raises CudaDriverError for a bad address."""
 
     def buffer_id(self, address: int) -> int:
         """Return the id of the allocation at `address`."""
         ...
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return its first address and its bytes."""
+        """Return the first address and the size in bytes of the allocation at `address`."""
         ...
 
     def exportable(self, address: int) -> bool:
-        """Tell whether another process can map it by a handle."""
+        """Return whether another process can map the allocation by an IPC handle."""
         ...
 
     def ipc_handle(self, address: int) -> bytes:
-        """Return the handle for that; `address` is the first."""
+        """Return the IPC handle; `address` must be the allocation's first."""
         ...
 
     def retain_piece(self, address: int) -> int | None:
-        """Return the handle of the piece of a reserved range that is mapped there, None for none.
+        """Return the handle of the reserved range's piece that is mapped at `address`, or None.
 
-        What is retained keeps its handle until it is released.
+        A retained piece keeps its handle until it is released.
         """
         ...
 
     def release_piece(self, handle: int) -> None:
-        """Give it up."""
+        """Release a retained piece."""
         ...
 
     def holds(self, address: int, handle: int) -> bool:
-        """Tell whether the piece of a retained handle is what is mapped at `address`."""
+        """Return whether the piece mapped at `address` has this retained handle."""
         ...
 
     def share_piece(self, handle: int) -> int:
-        """Return a descriptor by which another process can map it."""
+        """Return a descriptor by which another process can map the piece."""
         ...
 
     def reserved_range(self, address: int) -> tuple[int, int]:
-        """Return the first address and the bytes of the reserved range at `address`."""
+        """Return the first address and the size in bytes of the reserved range at `address`."""
         ...
 
 
 class State(Enum):
-    """What becomes of an offer."""
+    """The state of an offer."""
 
     OFFERED = auto()
-    """The daemon's answer is awaited."""
+    """The daemon has not answered yet."""
     MAPPED = auto()
     REFUSED = auto()
-    """It cannot be exported or mapped, and is not offered again."""
+    """The memory cannot be exported or mapped, and is not offered again."""
 
 
 @dataclass(slots=True, eq=False)
 class Offered:
-    """Memory by the number under which a daemon knows it.
+    """Memory with the number by which a daemon knows it.
 
-    What is not `known` any more is unmapped at the latest when the answer comes.
+    Memory that is no longer `known` is unmapped when the offer's answer comes, at the latest.
     """
 
     number: int

@@ -1,11 +1,11 @@
-"""Which pieces of reserved ranges of addresses the daemon has mapped.
+"""Which pieces of reserved address ranges the daemon has mapped.
 
-PyTorch's expandable segments are such ranges. One is reserved on both sides, and each piece is
-mapped at the same offset of it, so that a tensor that spans several is in one place for the daemon
-too. PyTorch unmaps pieces when its cache
-is emptied or memory runs out, and may map others at the same addresses. So each is retained here
-for as long as it is known: until then no other has its handle, and whether it is still mapped is
-asked each time that a tensor in it is looked for.
+PyTorch's expandable segments are such ranges. Both sides reserve a range, and each piece is mapped
+at the same offset of it. So a tensor that spans several pieces is contiguous for the daemon, too.
+PyTorch unmaps pieces when its cache is emptied or memory runs out, and may map others at the same
+addresses. So each known piece is retained here: until it is released, no other piece has its
+handle. Each time that a tensor in a piece is looked for, the driver is asked whether the piece is
+still mapped.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class AddressRange(Offered):
     nbytes: int
 
     def offer(self) -> ReserveRange:
-        """Return what has the daemon reserve as many."""
+        """Return the message that makes the daemon reserve a range of this size."""
         return ReserveRange(segment=self.number, nbytes=self.nbytes)
 
 
 @dataclass(slots=True, eq=False)
 class Piece(Offered):
-    """`nbytes` of memory that are mapped at `begin`, in a range, by a handle that is retained."""
+    """`nbytes` of memory, mapped at `begin` in a range; its `handle` is retained."""
 
     begin: int
     nbytes: int
@@ -50,11 +50,11 @@ class Piece(Offered):
 
     @property
     def end(self) -> int:
-        """The address behind it."""
+        """The address after the piece's last byte."""
         return self.begin + self.nbytes
 
     def offer(self) -> MapPiece:
-        """Return what has the daemon map it."""
+        """Return the message that makes the daemon map the piece."""
         return MapPiece(
             segment=self.number,
             into=self.range.number,
@@ -64,7 +64,7 @@ class Piece(Offered):
 
 
 class Pieces:
-    """The pieces seen so far, by address. `offer` is told of new ones, `forget` of those gone."""
+    """The known pieces, by address. `offer` is called for new ones, `forget` for freed ones."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Pieces:
         self._new_number = new_number
         self._offer = offer
         self._forget = forget
-        self._ranges: dict[tuple[int, int], AddressRange] = {}  # by address and bytes
+        self._ranges: dict[tuple[int, int], AddressRange] = {}  # by first address and bytes
         self._begins: list[int] = []
-        self._known: dict[int, Piece] = {}  # by where it begins
+        self._known: dict[int, Piece] = {}  # by first address
         self._is_closed = False
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
-        """Return where the daemon has mapped these bytes; what it was not offered is offered."""
+        """Return where the daemon has mapped these bytes, else None; offer new pieces."""
         end, reached, is_mapped = address + nbytes, address, True
         piece = None
         while reached < end:
@@ -98,11 +98,11 @@ class Pieces:
         return Mapped(piece.range.number, address - piece.range.begin)
 
     def has(self, address: int) -> bool:
-        """Tell whether a piece is known at an address, which may be gone."""
+        """Return whether a piece is known at an address; PyTorch may have unmapped the piece."""
         return self._covering(address) is not None
 
     def sweep(self) -> bool:
-        """Forget pieces that are gone, and ranges without any; tell whether any was mapped."""
+        """Forget freed pieces and empty ranges; return whether the daemon had mapped a piece."""
         dead = [one for one in self._known.values() if not self._lives(one)]
         was_mapped = [self._drop(one) for one in dead]
         used = {one.range for one in self._known.values()}
@@ -113,36 +113,36 @@ class Pieces:
         return any(was_mapped)
 
     def close(self) -> None:
-        """Forget all, and tell nobody: there is no daemon any more."""
+        """Forget all pieces without calling `forget`: there is no daemon any more."""
         self._is_closed = True
         while self._known:
             _, piece = self._known.popitem()
             piece.known = False
-            with suppress(CudaDriverError):  # of a device that is broken nothing is left to release
+            with suppress(CudaDriverError):  # a broken device has nothing left to release
                 self._driver.release_piece(piece.handle)
         self._begins.clear()
         self._ranges.clear()
 
     def offered(self) -> Iterator[AddressRange | Piece]:
-        """Yield all that a daemon has mapped or is to map, ranges first; none that is gone."""
+        """Yield all that a daemon has mapped or is to map and that still exists, ranges first."""
         yield from (one for one in self._ranges.values() if one.state is not State.REFUSED)
         for piece in self._known.values():
             if piece.state is not State.REFUSED and self._lives(piece):
                 yield piece
 
     def __len__(self) -> int:
-        """Return the number of pieces known."""
+        """Return the number of known pieces."""
         return len(self._known)
 
     def __iter__(self) -> Iterator[AddressRange | Piece]:
-        """Iterate over all that is known, ranges first."""
+        """Iterate over all known ranges, then all known pieces."""
         yield from self._ranges.values()
         yield from self._known.values()
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _at(self, address: int) -> Piece | None:
-        """Return the piece that is mapped at an address, if it is known; forget another one."""
+        """Return the known piece that is mapped at an address; forget one that is not any more."""
         piece = self._covering(address)
         if piece is None or self._lives(piece):
             return piece
@@ -160,7 +160,7 @@ class Pieces:
         return self._driver.holds(piece.begin, piece.handle)
 
     def _add(self, address: int) -> Piece | None:
-        """Take in the piece that is mapped at an address and offer it; None where there is none."""
+        """Note and offer the piece that is mapped at an address; return None if there is none."""
         handle = None if self._is_closed else self._driver.retain_piece(address)
         if handle is None:
             return None
@@ -183,7 +183,7 @@ class Pieces:
         return piece
 
     def _range(self, begin: int, nbytes: int) -> AddressRange:
-        """Return the range, which is offered when it is met first."""
+        """Return a range; a new range is offered."""
         known = self._ranges.get((begin, nbytes))
         if known is None:
             known = AddressRange(self._new_number(), State.OFFERED, begin, nbytes)
@@ -192,7 +192,7 @@ class Pieces:
         return known
 
     def _make_way(self, begin: int, end: int) -> None:
-        """Forget the pieces that were where another one is now."""
+        """Forget the pieces in the address range of a new piece."""
         index = max(0, bisect_right(self._begins, begin) - 1)
         while index < len(self._begins) and self._begins[index] < end:
             piece = self._known[self._begins[index]]
@@ -202,7 +202,7 @@ class Pieces:
                 index += 1
 
     def _drop(self, piece: Piece) -> bool:
-        """Forget a piece; tell whether it was mapped."""
+        """Forget a piece; return whether the daemon had mapped it."""
         del self._known[piece.begin]
         self._begins.remove(piece.begin)
         self._driver.release_piece(piece.handle)

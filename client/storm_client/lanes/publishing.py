@@ -1,16 +1,16 @@
 """The numbers that a cuda lane publishes, and the order of copies among a script's streams.
 
-The counter `published` tells the daemon which copies are complete, so its values must reach memory
-in their order: one stream writes it at a time. That is the default stream as long as nothing else
-is used: it writes a number behind its own work, by one call. Where another stream comes by, it is a
-stream P from then on that takes part in nothing else: each copy's stream leaves an event that P
-waits for, so what P writes next says that the copy is done. A range of the staging area is
-overwritten behind the copies that used it before, in the order of streams.
+The counter `published` tells the daemon which copies are complete. So its values must reach memory
+in order: only one stream may write it at a time. As long as the script uses only the default
+stream, this is the default stream: one call writes a number after the stream's own work. Once
+another stream is used, a stream P writes the counter, and P does nothing else. Each copy's stream
+records an event, and P waits for it; so the next number from P says that the copy is complete. A
+range of the staging area is overwritten after the copies that used it before, in stream order.
 
-Streams are handles; all methods are called in the lane's context.
+Streams are passed as handles; all methods are called in the lane's context.
 
-Page and staging area are what the lane and the daemon share. The area is not PyTorch's memory, so
-it can be exported whatever allocator the script has chosen. Both live until no stream uses them.
+The lane and the daemon share the page and the staging area. The area is not PyTorch's memory, so it
+can be exported with any allocator. Page and area exist until no stream uses them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DEFAULT_STREAM = 0
 
 
 class Shared:
-    """What the lane and the daemon share, and the stream and event that order its use.
+    """The page and staging area shared with the daemon, and the stream and event that order them.
 
     Raises:
-        KernelsError: a CUDA object cannot be made; those made before are given back.
+        KernelsError: a CUDA object cannot be made; those made before are freed.
     """
 
     def __init__(self, descriptor: int, staging_bytes: int) -> None:
@@ -61,7 +61,7 @@ class Shared:
             self._made = made.pop_all()
         self.timelines = Timelines(address)
         self.page_address = page.device_address
-        """Where the device finds the page."""
+        """The page's address on the device."""
         self.published = page.device_address + PUBLISHED
         self.stored = page.device_address + STORED
 
@@ -71,18 +71,18 @@ class Shared:
         return MapSegment(segment=STAGING, handle=area.ipc_handle(), nbytes=area.nbytes)
 
     def close(self) -> None:
-        """Give all of it up; waits for the device."""
+        """Free all objects; this waits for the device."""
         self.p.synchronize()
         self._made.close()
 
 
 def closed() -> DaemonLost:
-    """Return the error of a thread that uses what another one has closed."""
+    """Return the error for a thread that uses an object which another thread has closed."""
     return DaemonLost("the daemon was lost, or the client closed, while a tensor was in flight")
 
 
 def share(descriptor: int, staging_bytes: int) -> Shared:
-    """Make what is shared, with memory that PyTorch keeps but does not use if there is no other."""
+    """Make the shared objects; if memory is short, free PyTorch's unused memory and try again."""
     try:
         return Shared(descriptor, staging_bytes)
     except CudaDriverError as error:
@@ -93,15 +93,15 @@ def share(descriptor: int, staging_bytes: int) -> Shared:
 
 
 class Publisher:
-    """Of one lane, for any thread. Needs `end` and then `settle`.
+    """Publishes the numbers of one lane, for any thread. Call `end` and then `settle` at the end.
 
-    Once ended, every method but these two raises DaemonLost.
+    After `end`, all other methods raise DaemonLost.
     """
 
     def __init__(self, shared: Shared) -> None:
         """Publish in the page of `shared`."""
         self._shared = shared
-        self._lock = threading.Lock()  # protects the event and all below
+        self._lock = threading.Lock()  # protects the event and all attributes below
         self._is_ended = False
         self._sequence = 0
         self._stream: int | None = None
@@ -109,13 +109,13 @@ class Publisher:
         self._by_default_stream = True
 
     def publish(self, stream: int) -> int:
-        """Publish the next number behind every copy so far, for a thread on `stream`."""
+        """Publish the next number after all copies so far, for a thread on `stream`."""
         with self._lock:
             self._notice(stream)
             return self._publish()
 
     def produced(self, stream: int, count: int) -> range:
-        """Return `count` numbers that are published behind the work of `stream` so far."""
+        """Return `count` numbers that are published after the work of `stream` so far."""
         with self._lock:
             self._notice(stream)
             if not self._by_default_stream:
@@ -125,11 +125,11 @@ class Publisher:
 
     @property
     def last(self) -> int:
-        """The number that was published last, or will be when its stream comes to it."""
+        """The latest number, which is published when its stream reaches it."""
         return self._sequence
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on `stream`, behind what other streams did with the area; numbers come behind it."""
+        """Copy on `stream`, after other streams' use of the area and before later numbers."""
         with self._lock:
             self._notice(stream)
             if self._several_streams:
@@ -139,11 +139,11 @@ class Publisher:
                 self._precede(stream)
 
     def is_only_stream(self, stream: int) -> bool:
-        """Tell whether all copies so far were made on `stream`, so that it need not follow them."""
+        """Return whether all copies so far were on `stream`, so that it has to follow none."""
         return stream == self._stream and not self._several_streams
 
     def follow(self, stream: int) -> bool:
-        """Order `stream` behind all copies; False where there is no other stream that made any."""
+        """Order `stream` after all copies; return False if no other stream has made any."""
         with self._lock:
             self._notice(stream)
             if self._several_streams:
@@ -156,7 +156,7 @@ class Publisher:
             self._is_ended = True
 
     def settle(self) -> None:
-        """Wait until the default stream has written its last number; who closes P waits for P."""
+        """Wait until the default stream has written its last number; closing P waits for P."""
         if self._by_default_stream:
             self._shared.event.record(DEFAULT_STREAM)
             self._shared.event.synchronize()
@@ -164,7 +164,7 @@ class Publisher:
     # --- with the lock held -----------------------------------------------------------------
 
     def _notice(self, stream: int) -> None:
-        """Remember what streams have come by, and have P go on where the default stream ends."""
+        """Note a stream's use; the first use of a non-default stream makes P the publisher."""
         if self._is_ended:
             raise closed()
         if self._by_default_stream and stream != DEFAULT_STREAM:
@@ -175,18 +175,18 @@ class Publisher:
         self._stream = stream
 
     def _publish(self, count: int = 1) -> int:
-        """Publish `count` more numbers behind what came before; return the last."""
+        """Publish `count` further numbers after all before; return the last."""
         self._sequence += count
         stream = DEFAULT_STREAM if self._by_default_stream else self._shared.p.handle
         write_value(stream, self._shared.published, self._sequence)
         return self._sequence
 
     def _precede(self, stream: int) -> None:
-        """Have what P publishes next come behind the work of `stream` so far."""
+        """Order P's next number after the work of `stream` so far."""
         self._shared.event.record(stream)
         wait_event(self._shared.p.handle, self._shared.event)
 
     def _follow(self, stream: int) -> None:
-        """Order `stream` behind P, which is behind every copy."""
+        """Order `stream` after P, and so after every copy."""
         self._shared.event.record(self._shared.p.handle)
         wait_event(stream, self._shared.event)

@@ -1,12 +1,12 @@
 """Which of the client's allocations the daemon has mapped, so that it can use them in place.
 
-An allocation is known by its buffer id, which is never used again, and not by its address, which
-is. Memory that is mapped piece by piece has no such id: pieces.py knows it by its handles. The
-daemon is offered each once and nobody waits for its answer: until it has mapped one, or where it
-cannot, nothing is found there, and the staging area serves.
+An allocation is known by its buffer id, because addresses are reused and buffer ids are not. Memory
+that is mapped piece by piece has no such id: pieces.py knows it by its handles. Each allocation is
+offered to the daemon once, and nobody waits for the answer. Until the daemon has mapped it, or if
+it cannot, `find` returns None, and the staging area is used.
 
-A mapping keeps the memory of a freed allocation alive: `sweep` has those unmapped. The session's
-lock protects a Segments.
+A mapping keeps the memory of a freed allocation alive: `sweep` has such mappings undone. The
+session's lock protects a Segments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Segments", "tell"]
 log = logging.getLogger(__name__)
 
 KNOWN = 1024
-"""Allocations remembered; beyond that the one that was used longest ago is unmapped."""
+"""Limit for known allocations; beyond it the least recently used one is unmapped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +42,11 @@ class _Segment(Offered):
 
 
 HandOver: TypeAlias = Callable[[int, int], bool]
-"""Sends a piece's number and descriptor; False where that has to be tried again later."""
+"""Sends a piece's number and descriptor; returns False if it must be tried again later."""
 
 
 class Segments:
-    """The allocations seen so far, by buffer id."""
+    """The known allocations, by buffer id."""
 
     def __init__(
         self,
@@ -54,29 +54,30 @@ class Segments:
         known: int = KNOWN,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Remember up to `known` allocations; in the context `within` returns the driver works.
+        """Remember up to `known` allocations; `within` returns a context for driver calls.
 
-        It is entered by the methods that any thread may call: `next_offer`, `descriptor`, `close`.
+        The methods that any thread may call enter this context: `next_offer`, `descriptor`,
+        `close`.
         """
         self.outbox: deque[Mappable] = deque()
-        """What the daemon has to be offered; who takes an offer out says so to `asked`."""
+        """Offers for the daemon; whoever sends one reports its request to `asked`."""
         self.taken_back: deque[UnmapSegment] = deque()
-        """What it has to unmap, before it is offered anything."""
+        """Segments that the daemon has to unmap, before it gets further offers."""
         self._driver = driver
         self._limit = known
         self._within = within
         self._numbers = count(1)  # 0 is the staging area
-        self._known: OrderedDict[int, _Segment] = OrderedDict()  # used longest ago first
+        self._known: OrderedDict[int, _Segment] = OrderedDict()  # least recently used first
         self._pieces = Pieces(
             driver, new_number=self.new_number, offer=self._put, forget=self._take_back
         )
-        self._unsent: dict[int, Offered] = {}  # by number: what the outbox has an offer of
-        self._offers: dict[int, Offered] = {}  # by request
+        self._unsent: dict[int, Offered] = {}  # by number: memory whose offer is in the outbox
+        self._offers: dict[int, Offered] = {}  # by request number
         self._has_warned = False
-        self._resuming: dict[int, Piece] = {}  # by number: what was returned by `offers`
+        self._resuming: dict[int, Piece] = {}  # by number: the pieces that `offers` returned
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
-        """Return where the daemon has mapped the bytes at `address`, None where it has not."""
+        """Return where the daemon has mapped the bytes at `address`, None if it has not."""
         if self._pieces.has(address):
             return self._pieces.find(address, nbytes)
         buffer = self._buffer(address)
@@ -90,13 +91,14 @@ class Segments:
         return Mapped(segment.number, address - segment.base)
 
     def new_number(self) -> int:
-        """Return a segment number that is used for nothing else."""
+        """Return an unused segment number."""
         return next(self._numbers)
 
     def next_offer(self, hand_over: HandOver) -> Mappable | None:
-        """Take the next offer out, whose descriptor has gone ahead; None where none is to be sent.
+        """Remove and return the next offer; None if none can be sent now.
 
-        Others may wait for answers, as a piece for that to its range, or for the daemon to read.
+        A piece's descriptor is sent first. A piece's offer may have to wait for the answer about
+        its range, or for the daemon to read earlier offers.
         """
         while self.outbox:
             offered = self._unsent.get(self.outbox[0].segment)
@@ -120,36 +122,36 @@ class Segments:
         return None
 
     def asked(self, request: int, offer: Mappable) -> None:
-        """Note the number of the request that offers something."""
+        """Note the number of the request that carries an offer."""
         self._offers[request] = self._unsent.pop(offer.segment)
 
     def concerns(self, request: int) -> bool:
-        """Tell whether the number is that of an offer in flight."""
+        """Return whether the number is that of an offer in flight."""
         return request in self._offers
 
     def answered(self, request: int, refusal: str | None) -> None:
-        """Note the daemon's answer to an offer: why it maps nothing, None where it does."""
+        """Note the daemon's answer to an offer: a refusal's reason, or None if it has mapped it."""
         if refusal is not None and not self._has_warned:
             log.warning("what the daemon cannot map is copied through a staging area: %s", refusal)
             self._has_warned = True
         mapped = refusal is None
         offered = self._offers[request]
         unmap = UnmapSegment(offered.number)
-        # A piece has gone with its range.
+        # Unmapping a range unmaps its pieces, too.
         is_left = not isinstance(offered, Piece) or offered.range.known
-        # All of it or nothing, for no call is between; see transport/transfers.py.
+        # No call is between these statements: all or none are done; see transport/transfers.py.
         del self._offers[request]
         offered.state = State.MAPPED if mapped else State.REFUSED
         if mapped and not offered.known and is_left:
             self.taken_back.append(unmap)
 
     def offers(self) -> list[Mappable]:
-        """Return what has another daemon map all that is mapped or on offer, in this order."""
+        """Return the offers for all memory that is mapped or on offer, in this order."""
         wanted = [one for one in self._known.values() if one.state is not State.REFUSED]
         offers: list[Mappable] = []
         for segment in wanted:
             offer = self._offer(segment)
-            if offer is None:  # it is freed, and was not looked for yet
+            if offer is None:  # it was freed, and no sweep has noticed that yet
                 segment.state = State.REFUSED
             else:
                 offers.append(offer)
@@ -158,12 +160,12 @@ class Segments:
         return offers + [one.offer() for one in pieces]
 
     def descriptor(self, number: int) -> int | None:
-        """Return the descriptor of a piece that `offers` has returned; None where it is gone."""
+        """Return the descriptor of a piece that `offers` has returned; None if it was freed."""
         piece = self._resuming.get(number)
         return self._shared(piece) if piece is not None and piece.known else None
 
     def resume(self, offered: Collection[int], mapped: Collection[int]) -> None:
-        """Note what another daemon has made of `offers`, by number; offer what came since."""
+        """Note which offers, by number, another daemon has mapped; offer newer memory."""
         for left in (self._offers, self._unsent, self._resuming, self.outbox, self.taken_back):
             left.clear()
         everything: list[_Segment | AddressRange | Piece] = [*self._known.values(), *self._pieces]
@@ -178,24 +180,24 @@ class Segments:
                 self._put(one)
 
     def sweep(self) -> bool:
-        """Forget allocations that are gone; tell whether a mapping of one is being given up."""
+        """Forget freed allocations; return whether the daemon had mapped any of them."""
         dead = [id_ for id_, one in self._known.items() if self._buffer(one.base) != id_]
         unmapped = [self._forget(buffer) for buffer in dead]
         return self._pieces.sweep() or any(unmapped)
 
     def close(self) -> None:
-        """Let go of what is retained: there is no daemon any more. Nothing is found from now on."""
+        """Release all retained pieces, as the daemon is gone; no piece is found from now on."""
         with self._within():
             self._pieces.close()
 
     def __len__(self) -> int:
-        """Return the number of allocations known."""
+        """Return the number of known allocations and pieces."""
         return len(self._known) + len(self._pieces)
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _add(self, buffer: int | None, address: int, nbytes: int) -> None:
-        """Offer what is at an address and was not known."""
+        """Offer the unknown memory at an address."""
         if not self._driver.exportable(address):
             self._pieces.find(address, nbytes)
             if self._pieces.has(address):
@@ -209,7 +211,7 @@ class Segments:
             self._forget(next(iter(self._known)))
 
     def _put(self, one: _Segment | AddressRange | Piece) -> None:
-        """Have it offered, where it can be exported."""
+        """Queue an offer, if the memory can be exported."""
         offer = self._offer(one) if isinstance(one, _Segment) else one.offer()
         if offer is None:
             one.state = State.REFUSED
@@ -218,16 +220,16 @@ class Segments:
         self.outbox.append(offer)
 
     def _shared(self, piece: Piece) -> int | None:
-        """Return a descriptor of a piece, None where it cannot be shared."""
+        """Return a descriptor of a piece, None if it cannot be shared."""
         try:
             with self._within():
                 return self._driver.share_piece(piece.handle)
-        except CudaDriverError as error:  # as of memory that was not made to be shared
+        except CudaDriverError as error:  # as for memory that was not made to be shared
             log.info("memory at %#x stays unmapped: %s", piece.begin, error)
             return None
 
     def _offer(self, segment: _Segment) -> MapSegment | None:
-        """Return what has the daemon map it, None where it cannot be exported."""
+        """Return the message that makes the daemon map it, None if it cannot be exported."""
         try:
             segment.base, nbytes = self._driver.allocation(segment.base)
             if not self._driver.exportable(segment.base):
@@ -239,7 +241,7 @@ class Segments:
         return MapSegment(segment=segment.number, handle=handle, nbytes=nbytes)
 
     def _buffer(self, address: int) -> int | None:
-        """Return the id of the allocation at an address, None where there is none."""
+        """Return the id of the allocation at an address, None if there is none."""
         try:
             return self._driver.buffer_id(address)
         except CudaDriverError as error:
@@ -248,13 +250,13 @@ class Segments:
             return None
 
     def _forget(self, buffer: int) -> bool:
-        """Have an allocation unmapped; tell whether it was mapped."""
+        """Have an allocation unmapped; return whether the daemon had mapped it."""
         segment = self._known.pop(buffer)
         self._take_back(segment)
         return segment.state is State.MAPPED
 
     def _take_back(self, one: Offered) -> None:
-        """Have something unmapped; what is on offer is unmapped when its answer comes."""
+        """Have memory unmapped; if its offer is in flight, when the answer comes."""
         one.known = False
         self._unsent.pop(one.number, None)
         if one.state is State.MAPPED:
@@ -271,10 +273,10 @@ class _Connection(Protocol):
 
 
 def tell(connection: _Connection, segments: Segments) -> None:
-    """Tell the daemon what `segments` have to say; nobody waits for its answers.
+    """Send the daemon the unmap messages and offers of `segments`; nobody waits for its answers.
 
     Raises:
-        DaemonLost: it is gone.
+        DaemonLost: the daemon is gone.
     """
     while segments.taken_back:
         connection.defer(next(connection.numbers), segments.taken_back.popleft())

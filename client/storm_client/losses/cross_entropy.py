@@ -1,10 +1,11 @@
-"""Cross-entropy in tiles of rows: the bits of PyTorch's own, in less memory.
+"""Cross-entropy in tiles of rows: the same bits as PyTorch's own, in less memory.
 
-A loss of language models is computed in float32, and PyTorch keeps three float32 tensors of the
-logits' size for it: the copy or its gradient, the log-probabilities and their gradient. Here
-log-probabilities exist for one tile of rows at a time. The forward pass looks up those of the
-targets and gives them to PyTorch's `nll_loss`, which adds them in the same order; the backward pass
-computes the tiles again. Each operation is PyTorch's and treats rows alone, so tiles change no bit.
+A loss of language models is computed in float32. PyTorch keeps three float32 tensors of the logits'
+size for it: the copy or its gradient, the log-probabilities, and their gradient. Here,
+log-probabilities exist for one tile of rows at a time. The forward pass selects those of the
+targets and passes them to PyTorch's `nll_loss`, which adds them in the same order. The backward
+pass recomputes the tiles. Each operation is PyTorch's and treats each row separately, so tiles
+change no bit.
 
 Needs no client, daemon or offload.
 """
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 IGNORED: Final = -100
-"""What stands for a target that is ignored where all others are 0."""
+"""Marks an ignored target in a column where all others are 0."""
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN: Final = (Tensor, torch.nn.Parameter, Deferred)
@@ -61,50 +62,51 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.cross_entropy` of the same arguments, its bits in less memory.
+    """Return `torch.nn.functional.cross_entropy` of the arguments, bit for bit, in less memory.
 
-    With `dtype` it is that of `input.to(dtype)`, the upcast of half-precision logits that models
-    write, whose copy is never made as a whole. Beside the logits the forward pass takes two tiles
-    and a few numbers a row, the backward pass up to four tiles and the gradient. A tile takes
-    32 MiB on a GPU and 4 MiB on a CPU, or what 8 rows do; with label smoothing on a GPU as many
-    rows as fill it, some 500. Of bfloat16, float16 or float32 with more than 2048 classes on a GPU
-    kernels need no tiles, where CuPy is installed and they were seen to have PyTorch's
-    bits: the first call for each number of classes compiles and compares them.
+    With `dtype` the result is that for `input.to(dtype)`, the upcast of half-precision logits that
+    models write; this copy is never made as a whole. Besides the logits, the forward pass takes two
+    tiles and a few numbers a row, and the backward pass up to four tiles and the gradient. A tile
+    takes 32 MiB on a GPU and 4 MiB on a CPU, or at least 8 rows; with label smoothing on a GPU, as
+    many rows as fill it, some 500. On a GPU, bfloat16, float16 or float32 logits with more than
+    2048 classes are computed by kernels without tiles. This requires CuPy, and that the kernels
+    were seen to have PyTorch's bits: the first call for each number of classes compiles and
+    compares them.
 
-    The gradient takes the logits' own memory where nobody else holds it (no variable, view or other
-    operation, and the graph is not retained): drop the logits before `backward()`. What another
-    stream still reads of logits that nobody holds must have been waited for.
+    The gradient overwrites the logits' memory if nothing else holds them (no variable, view or
+    other operation, and the graph is not retained): drop the logits before `backward()`. If another
+    stream still reads logits that nothing holds, wait for that stream first.
 
-    PyTorch's own function computes what has nothing to gain or no tiles: less than a tile, one row
-    without a batch, class probabilities, label smoothing with more than two dimensions, class
-    weights on a GPU, where PyTorch rounds a product and its sum at once, arguments that are wrong,
-    tensor subclasses, forward-mode differentiation, `torch.func` and compiled code.
+    PyTorch's own function computes calls that gain nothing or have no tiles: less than a tile, one
+    row without a batch, class probabilities, label smoothing with more than two dimensions, class
+    weights on a GPU (where PyTorch rounds a product and its sum at once), invalid arguments, tensor
+    subclasses, forward-mode differentiation, `torch.func` and compiled code.
 
     Args:
         input: logits (N, C) or (N, C, d1, ...) in float16, bfloat16, float32 or float64, on a CPU
-            or a GPU; contiguous or not. Of more than two dimensions a tile is one or more of N.
-        target: class indices (N) or (N, d1, ...) in int64, or what else PyTorch takes.
+            or a GPU; contiguous or not. With more than two dimensions, a tile is one or more of N.
+        target: class indices (N) or (N, d1, ...) in int64, or anything else that PyTorch accepts.
         weight: of each class (C), or None.
         size_average: deprecated by PyTorch, as there.
-        ignore_index: a target that counts for nothing.
+        ignore_index: a target with this value does not count.
         reduce: deprecated by PyTorch, as there.
         reduction: "mean", "sum" or "none".
         label_smoothing: 0.0 to 1.0.
-        dtype: in which the loss is computed and returned; None for the logits', or autocast's.
+        dtype: type in which the loss is computed and returned; None for the logits' or autocast's.
 
     Returns:
         A scalar, or with "none" a loss for each target.
 
     Raises:
         UsageError: `dtype` is no floating-point type.
-        IndexError: a target on a CPU is neither a class nor `ignore_index`; on a GPU it is
-            PyTorch's device-side assertion.
-        RuntimeError, ValueError: as PyTorch's function, whose errors they are.
+        IndexError: a target on a CPU is neither a class nor `ignore_index`; on a GPU, PyTorch's
+            device-side assertion fails.
+        RuntimeError, ValueError: raised by PyTorch's function.
 
     Example:
         logits = head(hidden).flatten(0, 1)          # (tokens, vocabulary), bfloat16
         loss = storm.cross_entropy(logits, target.flatten(), dtype=torch.float32)
-        del logits                                    # its memory becomes the gradient's
+        del logits                                    # the gradient reuses its memory
         loss.backward()
     """
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
@@ -119,7 +121,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
 
 
 class Options(NamedTuple):
-    """What is asked of a loss, of logits that are here or not."""
+    """The options of a loss."""
 
     weight: Tensor | None
     """Of each class (C)."""
@@ -129,12 +131,13 @@ class Options(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Of each target the class to look up, and whether it counts."""
+    """For each target, the class to look up, and whether the target counts."""
 
     classes: Tensor
-    """int64, of the targets' shape; of those that do not count 0."""
+    """int64, of the targets' shape; 0 for targets that do not count."""
     column: Tensor
-    """0 in a column of what was looked up; IGNORED; 1, which nll_loss refuses, of no class."""
+    """0 for a valid target, IGNORED for an ignored one, 1 for an invalid one, which nll_loss
+    rejects."""
     ignored: Tensor
 
     @classmethod
@@ -148,7 +151,7 @@ class Targets(NamedTuple):
 def in_tiles(
     logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
 ) -> Tensor | None:
-    """Return the loss, computed in tiles; None where PyTorch's own function has to compute it."""
+    """Return the loss, computed in tiles; None if PyTorch's own function has to compute it."""
     if not is_plain(logits, target, options.weight):
         return None
     if not _has_tiles(logits, target, options, dtype):
@@ -180,7 +183,7 @@ def of_pytorch(
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Tell whether nothing but PyTorch's eager reverse mode looks at the tensors."""
+    """Return whether PyTorch's eager reverse mode is all that processes the tensors."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
@@ -189,7 +192,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None) -> bool:
-    """Tell whether arguments are as they should be, and more than a tile."""
+    """Return whether the arguments are valid for tiles, and take more than a tile."""
     if logits.dim() < 2 or logits.dtype not in FLOATING or target.dtype != torch.int64:
         return False
     if target.shape != logits.shape[:1] + logits.shape[2:] or target.device != logits.device:
@@ -204,9 +207,9 @@ def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dt
 
 
 def _has_smooth_tiles(logits: Tensor, smoothing: float) -> bool:
-    """Tell whether tiles have the sums of rows that PyTorch has of all at once.
+    """Return whether tiles have the same sums of rows as PyTorch computes for all rows at once.
 
-    On a GPU it cuts in halves what has more than 2 GiB; a half must fill it too.
+    On a GPU, PyTorch halves tensors of more than 2 GiB; one half must fill the GPU, too.
     """
     if logits.dim() > 2 or not 0 < smoothing <= 1:
         return False
@@ -217,7 +220,7 @@ def _has_smooth_tiles(logits: Tensor, smoothing: float) -> bool:
 def _computed_in(logits: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the type of log-probabilities, which autocast may change.
 
-    On a CPU it casts the logits. On a GPU it casts log-probabilities, where they are added up.
+    On a CPU autocast casts the logits. On a GPU it casts log-probabilities, where they are added.
     """
     dtype, kind = logits.dtype if dtype is None else dtype, logits.device.type
     if torch.is_autocast_enabled(kind):
@@ -240,14 +243,14 @@ def _computed_under_autocast(
 
 
 class _SeenLogSoftmax(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the type of the log-probabilities that PyTorch's function makes."""
+    """Notes the type of the log-probabilities that PyTorch's function computes."""
 
     dtype: torch.dtype | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, below what autocast changes."""
+        """Run an operation, below the level that autocast changes."""
         made = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._log_softmax.default:
             self.dtype = made.dtype
@@ -255,7 +258,7 @@ class _SeenLogSoftmax(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _may_weigh(weight: Tensor, logits: Tensor, computed: torch.dtype, reduction: str) -> bool:
-    """Tell whether a weighted loss may be taken as the loss of weighted log-probabilities."""
+    """Return whether a weighted loss equals the loss of weighted log-probabilities."""
     if weight.shape != logits.shape[1:2] or weight.dtype != computed or weight.requires_grad:
         return False
     if weight.device.type != "cpu" or logits.device.type != "cpu":
@@ -267,7 +270,7 @@ def _may_weigh(weight: Tensor, logits: Tensor, computed: torch.dtype, reduction:
 
 @lru_cache(maxsize=64)
 def _weighs_products(dtype: torch.dtype, dims: int) -> bool:
-    """Tell whether nll_loss adds rounded products: not where the product and the sum are one."""
+    """Return whether nll_loss adds rounded products: not if product and sum are one operation."""
     random = torch.Generator().manual_seed(0)
     shape = (_PROOF_ROWS, 3) if dims == 2 else (64, 3, 1, _PROOF_ROWS // 64)
     values = torch.rand(shape, generator=random).neg_().to(dtype)
@@ -286,10 +289,10 @@ def _weighs_products(dtype: torch.dtype, dims: int) -> bool:
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check targets where that waits for no device.
+    """Check targets if this does not wait for a device.
 
     Raises:
-        IndexError: one is no class.
+        IndexError: a target is not a class.
     """
     if target.device.type != "cpu":
         return
@@ -307,7 +310,7 @@ def loss_of(
 ) -> Tensor:
     """Return the loss from the targets' log-probabilities (N, ...) and each row's sums (N).
 
-    What PyTorch's function does behind log_softmax, in its order.
+    Does what PyTorch's function does after log_softmax, in the same order.
     """
     nll = _nll(picked, rows, options.weight, options.reduction)
     if sums is None:
@@ -321,7 +324,7 @@ def loss_of(
 
 
 def _counted(rows: Targets, weight: Tensor | None) -> Tensor:
-    """Return by what a mean of smoothed losses is divided."""
+    """Return the divisor for the mean of smoothed losses."""
     if weight is None:
         return (~rows.ignored).sum()
     return weight.gather(0, rows.classes.masked_select(~rows.ignored)).sum()
@@ -331,7 +334,7 @@ def _nll(picked: Tensor, rows: Targets, weight: Tensor | None, reduction: str) -
     """Return the negative log-likelihood of the targets' log-probabilities (N, ...)."""
     if weight is None:
         return _nll_of_column(picked, rows, reduction)
-    # A weight of what is ignored may be infinite, and its gradient is 0 all the same.
+    # The weight of an ignored target may be infinite, and its gradient is 0 all the same.
     weights = weight[rows.classes].masked_fill_(rows.ignored, 1)
     if reduction != "mean":
         return _nll_of_column(picked * weights, rows, reduction)

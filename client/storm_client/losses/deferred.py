@@ -1,9 +1,9 @@
-"""A float32 tensor that is not there, because who needs it is content with its rounded values.
+"""A float32 tensor that is not materialized, because its readers need only the rounded values.
 
 Logits are half-precision numbers cast to float32, and their gradient is cast back. A `Deferred`
-stands for such a tensor, with its type and shape and its place in the graph, and knows how to
-compute it, and how to have it in half precision instead. Operations that only move its elements
-give another. Whatever else is done with one is done with the tensor itself, which is computed then.
+stands for such a tensor: it has the tensor's type, shape and place in the graph. It can compute the
+tensor, and can provide it in half precision instead. Operations that only move its elements return
+another `Deferred`. Any other operation runs on the tensor itself, which is computed then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOVES: Final[frozenset[Any]] = frozenset(
         _aten.view.default,
     )
 )
-"""What moves elements, and adds zeros: a cast may come before or behind."""
+"""Operations that move elements, and add zeros: a cast may be done before or after them."""
 
 _ALIASES: Final[frozenset[Any]] = frozenset((_aten.alias.default, _aten.detach.default))
 
@@ -60,7 +60,7 @@ _PASSED: Final[frozenset[Any]] = frozenset(
         if hasattr(owner, name)
     ]
 )
-"""What may be asked of a tensor that is not there."""
+"""Functions that need no values of the tensor."""
 
 _WATCHES: Final[frozenset[Any]] = frozenset(
     (
@@ -73,13 +73,13 @@ _WATCHES: Final[frozenset[Any]] = frozenset(
         torch.autograd.grad,
     )
 )
-"""What lets somebody see its gradient."""
+"""Functions through which a reader may see the tensor's gradient."""
 
 _Move = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class Watch:
-    """Whether somebody may look at a deferred tensor's gradient."""
+    """Whether a reader may see the gradient of a deferred tensor."""
 
     is_on = False
 
@@ -88,43 +88,43 @@ class Use:
     """How this process uses the gradients of losses."""
 
     differentiates_twice = False
-    """Whether it has asked for a gradient's graph, which one of deferred logits has not."""
+    """Whether it has asked for a gradient with a graph, which a deferred gradient does not have."""
 
 
 USE: Final = Use()
 
 
 class Root(ABC):
-    """What a Deferred and all that are moved from it stand for."""
+    """The tensor that a Deferred, and every Deferred made from it by moves, stands for."""
 
     def __init__(self) -> None:
         self.watch = Watch()
         self._shown: list[tuple[Tensor, int]] = []
-        """The tensors that were given to who looked, and the versions that they began at."""
+        """Tensors that readers were given, and their versions at that time."""
 
     @property
     @abstractmethod
     def has_halves(self) -> bool:
-        """Whether nobody has looked at the tensor itself, so that halves may be taken instead."""
+        """Whether the tensor itself was never read, so that `halves` may be used instead."""
 
     @abstractmethod
     def halves(self) -> Tensor:
-        """Return the tensor in half precision; no part of the graph."""
+        """Return the tensor in half precision, outside of the graph."""
 
     @abstractmethod
     def values(self) -> Tensor:
-        """Return the tensor; no part of the graph."""
+        """Return the tensor, outside of the graph."""
 
     def show(self, tensor: Tensor) -> None:
-        """Note a tensor in whose memory the values lie, or a part of them."""
+        """Note a tensor in whose storage the values, or a part of them, are."""
         self._shown.append((tensor, tensor._version))
 
     def check(self, *, are_alone: bool) -> None:
-        """Check that who looks at one finds what others have done to another.
+        """Check that no reader misses an in-place change made through a tensor that was shown.
 
         Raises:
-            RuntimeError: somebody has written to one; that is found by nobody else, and by this one
-                only if they `are_alone`.
+            RuntimeError: a shown tensor was modified in place; other readers do not see this. With
+                `are_alone` a single shown tensor is exempt: its own reader sees the change.
         """
         if are_alone and len(self._shown) < 2:
             return
@@ -140,17 +140,17 @@ class Deferred(Tensor):
 
     root: Root
     _path: tuple[_Move, ...]
-    """What makes it of the root's tensor."""
+    """The moves that make this tensor from the root's."""
     _like: Tensor
     """A tensor of its shape and strides on the meta device."""
     _there: Tensor | None
-    """The tensor itself, once somebody has looked at it; in the graph behind this one."""
+    """The tensor itself, once it was read; it follows this one in the graph."""
 
     @classmethod
     def of(
         cls, root: Root, like: Tensor, device: torch.device, path: tuple[_Move, ...] = ()
     ) -> Deferred:
-        """Return one of the shape and strides of `like`."""
+        """Return a Deferred with the shape and strides of `like`."""
         shape, strides = like.shape, like.stride()
         made: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=torch.float32, device=device
@@ -160,14 +160,14 @@ class Deferred(Tensor):
         return made
 
     def halves(self) -> Tensor | None:
-        """Return its values in half precision; None where somebody has looked at itself."""
+        """Return its values in half precision; None if the tensor itself has been read."""
         return _moved(self.root.halves(), self._path) if self.root.has_halves else None
 
     def there(self) -> Tensor:
-        """Return the tensor itself, whose gradient goes by way of this one.
+        """Return the tensor itself; its gradient flows through this one.
 
         Raises:
-            RuntimeError: another one of the root's was changed in place.
+            RuntimeError: another tensor of the root was modified in place.
         """
         if self._there is None:
             with torch.no_grad():
@@ -183,7 +183,7 @@ class Deferred(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer what needs no memory, and move; do anything else with the tensor itself."""
+        """Answer what needs no memory, and do moves; run anything else on the tensor itself."""
         kwargs = kwargs or {}
         if func in _WATCHES:
             for one in tree_leaves((args, kwargs)):
@@ -199,7 +199,7 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do the same below autograd, where operations arrive that C++ calls."""
+        """Do the same below autograd, where operations called from C++ arrive."""
         kwargs = kwargs or {}
         one = args[0] if args else None
         if isinstance(one, Deferred):
@@ -221,13 +221,13 @@ def _moved(tensor: Tensor, path: tuple[_Move, ...]) -> Tensor:
 
 
 def _values(deferred: Deferred) -> Tensor:
-    """Return its values for an operation below autograd, which has its place in the graph."""
+    """Return its values for an operation below autograd, which is in the graph already."""
     deferred.root.check(are_alone=False)
     return _moved(deferred.root.values(), deferred._path)
 
 
 def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that an operation below autograd writes to no tensor that is not there.
+    """Check that an operation below autograd modifies no deferred tensor.
 
     Raises:
         RuntimeError: it does.
@@ -243,11 +243,11 @@ def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 class _There(torch.autograd.Function):
-    """Nothing but a place in the graph, behind a deferred tensor, for the tensor itself."""
+    """An identity in the graph: makes the tensor itself follow a deferred tensor."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004
-        return values.detach()  # which may be written to in place, as a view may not
+        return values.detach()  # unlike a view, this may be modified in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004

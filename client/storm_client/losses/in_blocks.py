@@ -1,12 +1,12 @@
 """PyTorch's own cross-entropy, in tiles inside an offload block: same bits, less memory.
 
-`torch.nn.functional.cross_entropy` is what losses end in, `nn.CrossEntropyLoss`, transformers' and
-TRL's among them, and scripts hold it under names of their own. So the function object stays, and
-its code is exchanged once, for code that asks here. Outside of an offload block of the calling
-thread, and wherever there is a doubt, PyTorch's code runs.
+Losses end in `torch.nn.functional.cross_entropy`, those of `nn.CrossEntropyLoss`, transformers and
+TRL among them. Scripts also hold the function under names of their own. So the function object
+stays the same, and its code is replaced once by code that calls this module. Outside of an offload
+block of the calling thread, and in any case of doubt, PyTorch's code runs.
 
-Tiles are used for a kind of call once both ways were run in this process, on the logits at hand,
-and had the same loss and gradient, bit for bit.
+For each kind of call, both ways are first run in this process, on the given logits. Tiles are used
+if both have the same loss and gradient, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["cross_entropy", "substitute"]
 log = logging.getLogger(__name__)
 
 ENOUGH_SHAPES: Final = 8
-"""After so many numbers of rows have had the same bits, others of the same kind are trusted."""
+"""After equal bits for so many numbers of rows, other numbers of the same kind are trusted."""
 
 _NAME: Final = "cross_entropy"
 _PARAMETERS: Final = (
@@ -54,7 +54,7 @@ _LOCK: Final = Lock()
 
 
 def substitute() -> None:
-    """Have PyTorch's function ask here from now on; where it is not as known, leave it alone."""
+    """Make PyTorch's function call this module from now on; leave an unknown version unchanged."""
     global _plain, _code  # noqa: PLW0603 - exchanged once, as the code is
     with _LOCK:
         function = _pytorchs()
@@ -62,7 +62,7 @@ def substitute() -> None:
             return
         original = function.__code__
         _plain = FunctionType(original, function.__globals__, _NAME, function.__defaults__)
-        # What reads sources, as TorchScript does, is to find PyTorch's.
+        # Readers of sources, such as TorchScript, have to find PyTorch's.
         _code = _asks.__code__.replace(
             co_filename=original.co_filename,
             co_firstlineno=original.co_firstlineno,
@@ -75,7 +75,7 @@ def substitute() -> None:
 
 
 def _pytorchs() -> FunctionType | None:
-    """Return PyTorch's function, unless a script has put another in its place."""
+    """Return PyTorch's function; None if a script has replaced it, or its signature is unknown."""
     function = F.cross_entropy
     if type(function) is not FunctionType or function.__globals__ is not F.__dict__:
         return None
@@ -92,7 +92,7 @@ def _asks(  # noqa: PLR0917 - PyTorch's order
     reduction: Any = "mean",
     label_smoothing: Any = 0.0,
 ) -> Any:
-    """Be the code of PyTorch's function, whose globals it is run with."""
+    """Act as the code of PyTorch's function; this runs with that function's globals."""
     from storm_client.losses.in_blocks import cross_entropy as ask
 
     return ask(
@@ -109,7 +109,7 @@ def _asks(  # noqa: PLR0917 - PyTorch's order
 
 _code: Any = None
 _plain: Callable[..., Tensor] = F.cross_entropy
-"""What PyTorch's function does by itself."""
+"""PyTorch's function with its original code."""
 
 
 @untraced
@@ -123,7 +123,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """Return what PyTorch's function returns, in tiles where they are known to have its bits."""
+    """Return what PyTorch's function returns, in tiles if they are known to have its bits."""
     if size_average is None and reduce is None and is_asked_for():
         options = Options(weight, ignore_index, reduction, label_smoothing)
         loss = _in_tiles(logits, target, options)
@@ -135,12 +135,12 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
 
 
 def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None:
-    """Return the loss; None where PyTorch's function has to compute it, or to raise."""
+    """Return the loss; None if PyTorch's function has to compute it, or to raise an error."""
     if target is None or not is_plain(target, options.weight):
         return None
     if not logits.dim() or not is_eligible(logits):
         return None
-    if logits.is_cuda and logits.dim() > 2:  # whose sum PyTorch itself adds in no fixed order
+    if logits.is_cuda and logits.dim() > 2:  # PyTorch itself adds their sum in no fixed order
         return None
     halves = logits.halves() if isinstance(logits, Deferred) else None
     if halves is not None:
@@ -161,13 +161,13 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
 
 
 class _Call(NamedTuple):
-    """What the function was called with."""
+    """The arguments of a call."""
 
     logits: Tensor
     target: Tensor
     options: Options
     dtype: torch.dtype | None
-    """To which the logits are cast, of which there is no such copy."""
+    """The type that deferred logits are cast to; None if the logits are not deferred."""
 
     def in_tiles(self, logits: Tensor) -> Tensor | None:
         return in_tiles(logits, self.target, self.options, self.dtype)
@@ -184,21 +184,21 @@ class _Call(NamedTuple):
         )
 
     def plain_bytes(self, computed: torch.dtype) -> int:
-        """Return what PyTorch's own loss takes at its fullest, less the logits that tiles save.
+        """Return the peak bytes of PyTorch's own loss, less the logits that tiles save.
 
-        That is when its backward pass begins: what the softmax has made, its gradient, and that of
-        what it was given. A GPU's softmax casts by itself what autocast has it cast.
+        The peak is at the start of its backward pass: the output of the softmax, its gradient, and
+        the gradient of the loss' input. On a GPU the softmax itself does the cast of autocast.
         """
         logits = self.logits
         given = logits.dtype if logits.is_cuda and self.dtype is None else computed
         return logits.numel() * (2 * computed.itemsize + given.itemsize) - logits.nbytes
 
     def first(self, rows: int) -> _Call:
-        """Return the call with so many rows."""
+        """Return the call with its first `rows` rows."""
         return self._replace(logits=self.logits[:rows], target=self.target[:rows])
 
     def kind(self) -> tuple[Any, ...]:
-        """Return all that may decide which of PyTorch's code runs, but the number of rows."""
+        """Return all that may decide which code of PyTorch runs, except the number of rows."""
         logits, weight = self.logits, self.options.weight
         device = logits.device
         return (
@@ -217,14 +217,14 @@ class _Call(NamedTuple):
 
 
 class _Proved:
-    """Kinds of calls whose tiles had PyTorch's bits, by how many rows they had, or had not."""
+    """Kinds of calls, with the numbers of rows for which tiles had PyTorch's bits."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Any, ...], set[int]] = {}
-        """Empty for a kind that has to stay PyTorch's."""
+        """Empty for a kind that PyTorch has to compute."""
 
     def trusts(self, call: _Call) -> bool:
-        """Tell whether tiles have the bits of a call; one of a new kind is computed both ways."""
+        """Return whether tiles have a call's bits; compute a call of a new kind both ways."""
         kind, rows = call.kind(), len(call.logits)
         known = self._rows.get(kind)
         if known is None:
@@ -255,12 +255,12 @@ _PROVED: Final = _Proved()
 
 
 def _compared(call: _Call) -> bool:
-    """Tell whether there are tiles, and they have the loss and gradient of PyTorch's function.
+    """Return whether a call has tiles, with the loss and gradient of PyTorch's function.
 
     Raises:
-        OutOfMemoryError: both together do not fit.
+        OutOfMemoryError: both together do not fit into memory.
     """
-    with saved_tensors_hooks(_same, _same):  # and so in no block
+    with saved_tensors_hooks(_same, _same):  # so that no block is innermost
         ours = _run(call.in_tiles, call.logits)
         if ours is None:
             return False
@@ -276,7 +276,7 @@ def _same(tensor: Tensor) -> Tensor:
 def _run(
     function: Callable[[Tensor], Tensor | None], logits: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return a loss and the logits' gradient."""
+    """Return a loss and the logits' gradient; None without tiles."""
     leaf = logits.detach().requires_grad_()
     loss = function(leaf)
     if loss is None:

@@ -1,8 +1,9 @@
-"""Which of the kernels of storm_kernels.loss have the bits of the PyTorch at hand, on a GPU.
+"""Which kernels of storm_kernels.loss have the same bits as the installed PyTorch, on a GPU.
 
-The backward pass follows element by element from a row's largest logit and the logarithm of its
-sum, whoever found these; the forward pass adds in the order of some version of PyTorch. Either is
-used once it had every bit of PyTorch's own operations on a tile of such logits, in this process.
+The backward pass is elementwise, given a row's largest logit and the logarithm of its sum, however
+these were computed. The forward pass adds in the order of a certain version of PyTorch. Either
+kernel is used once it had every bit of PyTorch's own operations on a tile of such logits, in this
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 __all__ = ["NO_KERNELS", "Kernels", "have_same_bits", "kernels_for", "statistics_of"]
 
 PROOF_BYTES: Final = 32 << 20
-"""What log-probabilities of logits that are compared take at most, where 16 rows take less."""
+"""Most bytes for the log-probabilities of compared logits, unless 16 rows need more."""
 
 LEAST_ROWS, MOST_ROWS = 16, 64
 
@@ -33,13 +34,13 @@ class Kernels(NamedTuple):
 NO_KERNELS: Final = Kernels(forward=False, backward=False)
 
 _proved: dict[tuple[torch.device, torch.dtype, int, int], Kernels] = {}
-"""By device, type, classes and where the first row lies within 16 bytes."""
+"""By device, type, number of classes, and offset of the first row from a multiple of 16 bytes."""
 
 
 def kernels_for(logits: Tensor, dtype: torch.dtype) -> Kernels:
     """Return the kernels for logits (N, C) whose log-probabilities are of type `dtype`.
 
-    Their first use compiles them, and waits for the device to compare.
+    The first use of a kernel compiles it, and waits for the device to compare the results.
     """
     if not logits.is_cuda or dtype != torch.float32 or logits.dtype == torch.float64:
         return NO_KERNELS
@@ -57,7 +58,7 @@ def kernels_for(logits: Tensor, dtype: torch.dtype) -> Kernels:
 
 
 def statistics_of(logits: Tensor, log_probs: Tensor) -> cuda.Statistics:
-    """Return each row's largest logit, and the logarithm of the sum of exponentials beyond it.
+    """Return each row's largest logit, and the logarithm of its sum of exponentials relative to it.
 
     A row's largest log-probability is (largest - largest) - logarithm, which is exact.
     """
@@ -76,7 +77,7 @@ def _prove(device: torch.device, dtype: torch.dtype, classes: int, offset: int) 
 def _samples(
     device: torch.device, dtype: torch.dtype, classes: int, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, classes and gradients that show in which order rows are added.
+    """Return logits, classes and gradients whose results reveal the order in which rows are added.
 
     In half of the rows the sum is about 2, where its last bit shows in its logarithm.
     """
@@ -93,7 +94,7 @@ def _samples(
     numbers[4, classes // 2] = math.nan
     numbers[6, :-1] = -math.inf
     numbers[8] = -math.inf
-    numbers[10:14:2].mul_(9)  # gradients so small that not all bits are there
+    numbers[10:14:2].mul_(9)  # gradients so small that they lose bits
     logits.copy_(numbers)
     gradients = torch.randn(rows, generator=random, device=device)
     gradients[::5] = 0.0
@@ -102,7 +103,7 @@ def _samples(
 
 
 def _compared(logits: Tensor, index: Tensor, gradients: Tensor) -> Kernels:
-    """Compare both kernels with PyTorch's operations."""
+    """Compare both kernels with PyTorch's operations; return those with the same bits."""
     log_probs = torch.log_softmax(logits.float(), 1)
     spread = torch.zeros_like(log_probs).scatter_(1, index.unsqueeze(1), gradients.unsqueeze(1))
     expected = torch._log_softmax_backward_data(spread, log_probs, 1, torch.float32)
@@ -128,7 +129,7 @@ def _compared(logits: Tensor, index: Tensor, gradients: Tensor) -> Kernels:
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same bits, whichever NaN stands where one does."""
+    """Return whether two tensors have the same bits; a NaN equals any other NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     word = _WORDS[one.element_size()]
@@ -141,6 +142,6 @@ def have_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 _COMPARED: Final = 1 << 24
-"""So many elements at a time, whose comparison takes few times as many bytes."""
+"""Elements compared at a time; the comparison takes a few times as many bytes."""
 
 _WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}

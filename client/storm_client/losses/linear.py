@@ -1,8 +1,8 @@
-"""The cross-entropy of a linear head whose logits never exist as a whole.
+"""The cross-entropy of a linear head whose logits are never materialized as a whole.
 
-The vocabulary is taken slice by slice, in both passes; a row's largest logit and the sum of its
-exponentials are kept as they grow, and tell all its log-probabilities apart from its logits. So the
-gradient of the head's weight is one product for each slice and needs no sum in float32.
+Both passes process the vocabulary slice by slice. A row's largest logit and the sum of its
+exponentials are updated with each slice; with them, logits give log-probabilities. So the gradient
+of the head's weight is one product for each slice, and needs no sum in float32.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from storm_client.losses.cross_entropy import (
 __all__ = ["linear_cross_entropy"]
 
 SLICE_BYTES: Final = 128 << 20
-"""What the logits of one slice of a head's vocabulary take in float32."""
+"""Bytes of the float32 logits of one slice of a head's vocabulary."""
 
 SLICE_COLUMNS: Final = 128
-"""A slice has a multiple of so many columns, which matrix products take at full speed."""
+"""The columns of a slice are a multiple of this, for which matrix products run at full speed."""
 
 _REDUCTIONS: Final = ("mean", "sum", "none")
 _NEEDED: Final = ("hidden", "weight", "target")
@@ -47,24 +47,25 @@ def linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross-entropy of `linear(hidden, weight, bias)` without ever having its logits.
+    """Return the cross-entropy of `linear(hidden, weight, bias)` without materializing its logits.
 
-    The vocabulary is taken in slices, whose logits are computed in the arguments' type and turned
-    into float32 (float64 where they are that). **Its bits are those of this order, not those of
-    `cross_entropy(linear(...))`**: a row's exponentials are added slice by slice, from the first,
-    each sum rescaled to the largest logit so far; the gradient of `hidden` is added slice by slice
-    in float32 and rounded once; that of `weight` and `bias` is one product and sum over all rows
-    for each slice. The order depends on the shapes alone, so that runs repeat each other.
+    The vocabulary is processed in slices. Their logits are computed in the arguments' type and
+    converted to float32 (float64 if the arguments have that type). **Its bits are those of this
+    order, not those of `cross_entropy(linear(...))`**: a row's exponentials are added slice by
+    slice, from the first, and each sum is rescaled to the largest logit so far. The gradient of
+    `hidden` is added slice by slice in float32 and rounded once. That of `weight` and `bias` is one
+    product and sum over all rows for each slice. The order depends on the shapes alone, so that
+    runs are reproducible.
 
     Takes a few slices of 128 MiB (of at least 128 columns), N x D float32 numbers in the backward
-    pass, and a few numbers a row. The backward pass computes each slice's logits again.
+    pass, and a few numbers a row. The backward pass recomputes each slice's logits.
 
     Args:
         hidden: (..., D) in float16, bfloat16, float32 or float64.
         weight: of the head (C, D), of the same type; under autocast both are cast to its type.
         target: class indices (...) in int64.
         bias: (C), or None.
-        class_weight: of each class (C), or None; takes no gradient.
+        class_weight: of each class (C), or None; has no gradient.
         ignore_index: a target that counts for nothing.
         reduction: "mean", "sum" or "none".
         label_smoothing: 0.0 to 1.0.
@@ -73,9 +74,9 @@ def linear_cross_entropy(
         A scalar, or with "none" a loss for each target, in float32 (float64).
 
     Raises:
-        UsageError: shapes, types or devices that do not go together, or an unknown reduction.
+        UsageError: shapes, types or devices that do not match, or an unknown reduction.
         IndexError: as `cross_entropy`.
-        RuntimeError: a second derivative is asked for, of which there is none.
+        RuntimeError: a second derivative is requested, which is not supported.
 
     Example:
         loss = storm.linear_cross_entropy(hidden, model.lm_head.weight, target)
@@ -100,7 +101,7 @@ def _loss_of_rows(
     if options.weight is not None:
         options = options._replace(weight=options.weight.to(computed))
     with torch.autocast(hidden.device.type, enabled=False):
-        if torch.compiler.is_compiling():  # and the compiler decides what takes memory
+        if torch.compiler.is_compiling():  # then the compiler decides about memory
             return of_pytorch(F.linear(hidden, head, bias), target, options, computed)
         classes = len(head)
         check_targets(target, classes, options.ignore_index)
@@ -113,7 +114,7 @@ def _loss_of_rows(
 
 
 class _HeadLogProbabilities(torch.autograd.Function):
-    """As _LogProbabilities, of logits that a head makes slice by slice of its vocabulary."""
+    """As _LogProbabilities, for logits that a head computes slice by slice of its vocabulary."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd's order
@@ -154,7 +155,7 @@ class _HeadLogProbabilities(torch.autograd.Function):
 def _head_gradients(
     ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, head and bias, of those that are wanted."""
+    """Return the gradients of hidden, head and bias; None for those that are not needed."""
     hidden, head, bias, index, weight, largest, log_total = ctx.saved_tensors
     of_row = grad_picked  # the sum of the gradient of a row's log-probabilities
     if grad_sums is not None:
@@ -185,22 +186,22 @@ class _Part(NamedTuple):
 
     columns: slice
     has: Tensor
-    """bool (N): the row's target lies within it."""
+    """bool (N): whether the row's target is in the slice."""
     place: Tensor
-    """int64 (N, 1): where; 0 of those that do not."""
+    """int64 (N, 1): the target's column in the slice; 0 for targets outside."""
 
     def lookup(self, logits: Tensor) -> Tensor:
-        """Return what stands at each row's target."""
+        """Return the entry at each row's target."""
         return logits.gather(1, self.place).squeeze(1)
 
     def add(self, gradient: Tensor, numbers: Tensor) -> None:
-        """Add a number to what stands at each row's target that lies within."""
+        """Add a number to the entry at each row's target that is in the slice."""
         found = gradient.gather(1, self.place)
         gradient.scatter_(1, self.place, torch.where(self.has, numbers, 0).unsqueeze(1) + found)
 
 
 class _Slices(NamedTuple):
-    """What logits are made of, slice by slice of the vocabulary."""
+    """The inputs of the logits, for each slice of the vocabulary."""
 
     hidden: Tensor
     head: Tensor
@@ -208,7 +209,7 @@ class _Slices(NamedTuple):
     target: Tensor
 
     def logits(self) -> Iterator[tuple[Tensor, _Part]]:
-        """Yield each slice's logits, in float32 or more and the taker's to overwrite."""
+        """Yield each slice's logits, in float32 or more; the caller may overwrite them."""
         dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         classes = len(self.head)
         width = SLICE_BYTES // max(1, len(self.hidden) * dtype.itemsize)
@@ -223,7 +224,7 @@ class _Slices(NamedTuple):
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix product in a type that is at least that of both."""
+    """Return a matrix product in `dtype`, which is at least as wide as the type of both."""
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
@@ -239,7 +240,7 @@ def _check(
     """Check the arguments of linear_cross_entropy.
 
     Raises:
-        UsageError: some do not go together.
+        UsageError: some are invalid, or do not match.
     """
     class_weight = options.weight
     tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
@@ -275,5 +276,5 @@ def _check(
 
 def _differ(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if torch.is_autocast_enabled(hidden.device.type):
-        return False  # which casts them to one
+        return False  # autocast casts them to one type
     return weight.dtype != hidden.dtype or (bias is not None and bias.dtype != hidden.dtype)

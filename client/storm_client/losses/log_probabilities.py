@@ -1,7 +1,7 @@
 """Log-probabilities of targets, and their gradient, for one tile of rows at a time.
 
 Logits may be deferred (`deferred.py`): then they are read in half precision, and their gradient is
-deferred in turn, until it is cast.
+deferred, too, until it is cast.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from storm_client.losses.sole_holder import is_held_by_graph_alone, keeper_of
 __all__ = ["TILE_BYTES", "log_probabilities", "rows_that_fill"]
 
 TILE_BYTES: Final = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""What the log-probabilities of one tile take: what a cache holds. Smaller logits are PyTorch's."""
+"""Bytes of one tile's log-probabilities, which fit a cache. Smaller logits are left to PyTorch."""
 
 TILE_ROWS: Final = 8
-"""Tiles begin at multiples of it, so that on a GPU rows lie in the same place of a 16-byte vector
-as without tiles, which decides in what order PyTorch adds there."""
+"""Tiles begin at multiples of it. So on a GPU, rows are at the same place of a 16-byte vector as
+without tiles; this place decides in which order PyTorch adds."""
 
 _CONTIGUOUS: Final = torch.contiguous_format
 
@@ -43,15 +43,15 @@ def log_probabilities(
         logits: (N, C, ...) of more than a tile.
         index: a class for each target (N, ...), int64.
         weight: of each class (C), for the sums.
-        dtype: of log-probabilities.
-        smoothing: whether sums are wanted.
+        dtype: type of the log-probabilities.
+        smoothing: whether to return sums.
     """
     halves, watch = None, None
     if isinstance(logits, Deferred):
         halves, watch = logits.halves(), logits.root.watch
         if halves is None:
             logits, watch = logits.there(), None
-        else:  # an alias that nobody else has, so that who holds another can be counted
+        else:  # an alias that nothing else holds, so that holders of the other can be counted
             halves = halves.detach()
     tiles = Tiles.of(logits if halves is None else halves, dtype, smoothing)
     apply: Any = _LogProbabilities.apply
@@ -60,15 +60,15 @@ def log_probabilities(
 
 
 class Tiles(NamedTuple):
-    """How logits are cut: rows a tile, the type of log-probabilities, whether sums are wanted."""
+    """How logits are divided: rows per tile, type of log-probabilities, and whether to sum rows."""
 
     rows: int
     least: int
-    """What would be a last tile of fewer rows belongs to the one before."""
+    """A last tile with fewer rows is merged into the one before."""
     dtype: torch.dtype
     smoothing: bool
     kernels: Kernels = NO_KERNELS
-    """What of the work kernels do instead, on all rows at once."""
+    """Kernels that do a part of the work instead, on all rows at once."""
 
     @classmethod
     def of(cls, logits: Tensor, dtype: torch.dtype, smoothing: bool) -> Tiles:
@@ -81,10 +81,10 @@ class Tiles(NamedTuple):
         return cls(rows, least, dtype, smoothing, kernels)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield where tiles begin and end.
+        """Yield the begin and end of each tile.
 
-        A tile has more than one row where there are: PyTorch adds a single row's numbers by several
-        threads, and so in another order.
+        A tile has more than one row if there are more: PyTorch adds a single row's numbers by
+        several threads, and so in another order.
         """
         begin = 0
         while begin < rows:
@@ -95,9 +95,10 @@ class Tiles(NamedTuple):
 
 
 def rows_that_fill(device: torch.device) -> int:
-    """Return from how many rows on PyTorch has each added by one block of threads.
+    """Return the least number of rows from which on PyTorch adds each with one block of threads.
 
-    Of fewer rows than the GPU runs blocks at once, which have 512 threads, several share one.
+    A block has 512 threads. If there are fewer rows than blocks that the GPU runs at once, several
+    blocks share one row.
     """
     found = torch.cuda.get_device_properties(device)
     blocks = found.multi_processor_count * (found.max_threads_per_multi_processor // 512)
@@ -105,13 +106,13 @@ def rows_that_fill(device: torch.device) -> int:
 
 
 class _Given(NamedTuple):
-    """What a forward pass is given beside what stands for the logits in the graph."""
+    """Inputs of a forward pass besides the tensor that represents the logits in the graph."""
 
     halves: Tensor | None
-    """The logits, where those are deferred."""
+    """The half-precision logits, if the logits are deferred."""
     watch: Watch | None
     classes: Tensor
-    """Of each target."""
+    """The class of each target."""
     weight: Tensor | None
     tiles: Tiles
 
@@ -140,7 +141,7 @@ class _LogProbabilities(torch.autograd.Function):
         logits, index, weight, *statistics = saved
         tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
-        if ctx.watch is None:  # of a gradient that has a graph all is kept
+        if ctx.watch is None:  # a gradient with a graph keeps all its tensors
             found = gradient.kept() if torch.is_grad_enabled() else gradient.halves()
         elif torch.is_grad_enabled() or ctx.watch.is_on:
             found = _differentiable_once(gradient.values())
@@ -151,7 +152,7 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 class _Gradient(Root):
-    """The logits' gradient: in their type, or unrounded."""
+    """The gradient of the logits: in their type, or unrounded."""
 
     def __init__(
         self,
@@ -169,22 +170,22 @@ class _Gradient(Root):
         self._statistics = statistics
         self._own = own
         self._is_taken = False
-        """Whether it lies where the logits were."""
+        """Whether the gradient has overwritten the logits."""
         self._values: Tensor | None = None
 
     @property
     def has_halves(self) -> bool:
-        """Whether nobody has looked at what is not rounded."""
+        """Whether nothing has read the unrounded gradient."""
         return self._values is None
 
     def kept(self) -> Tensor:
-        """Return it with a graph of its own, in the logits' type."""
+        """Return the gradient with a graph of its own, in the logits' type."""
         return _softmax_gradient(self._logits, self._spread, self._tiles.dtype).to(
             self._logits.dtype
         )
 
     def halves(self) -> Tensor:
-        """Return it in the logits' type, in their memory where that may be written to."""
+        """Return the gradient in the logits' type, in their memory if that may be overwritten."""
         logits, tiles, spread = self._logits, self._tiles, self._spread
         self._check()
         self._is_taken = self._own
@@ -198,7 +199,7 @@ class _Gradient(Root):
         return found
 
     def values(self) -> Tensor:
-        """Return it in the type of log-probabilities, not rounded."""
+        """Return the unrounded gradient, in the type of the log-probabilities."""
         if self._values is None:
             self._check()
             self._values = _contiguous_like(self._logits, self._tiles.dtype)
@@ -221,7 +222,7 @@ def _contiguous_like(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _differentiable_once(gradient: Tensor) -> Tensor:
-    """Return a gradient that has no graph of its own, which is an error to ask for."""
+    """Return a gradient without a graph of its own; differentiating it raises an error."""
     if not torch.is_grad_enabled():
         return gradient
     message = f"a second derivative by way of float() of logits is not supported; {ADVICE}"
@@ -231,7 +232,7 @@ def _differentiable_once(gradient: Tensor) -> Tensor:
 
 
 _Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
-"""The targets' log-probabilities, all rows' sums of them, and what the backward kernel needs."""
+"""The targets' log-probabilities, all rows' sums of them, and inputs of the backward kernel."""
 
 
 def _forward_by_tiles(logits: Tensor, index: Tensor, weight: Tensor | None, tiles: Tiles) -> _Found:
@@ -244,7 +245,7 @@ def _forward_by_tiles(logits: Tensor, index: Tensor, weight: Tensor | None, tile
             sums.append((log_probs if weight is None else log_probs * weight).sum(1))
         if tiles.kernels.backward:
             statistics.append(statistics_of(logits[begin:end], log_probs))
-        del log_probs  # before there are the next
+        del log_probs  # before the next are made
     found = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
     return torch.cat(picked), torch.cat(sums) if sums else None, found
 
@@ -262,7 +263,7 @@ def _forward_by_kernel(
 
 
 class _Spread(NamedTuple):
-    """The gradient of log-probabilities: of each target's (N, ...), and of all of a row (N)."""
+    """The gradient of log-probabilities: of each target's (N, ...), and of a row's sum (N)."""
 
     classes: Tensor
     picked: Tensor
@@ -270,28 +271,28 @@ class _Spread(NamedTuple):
     weight: Tensor | None
 
     def part(self, begin: int, end: int) -> _Spread:
-        """Return that of some rows."""
+        """Return the gradient of some rows."""
         sums = None if self.sums is None else self.sums[begin:end]
         return _Spread(self.classes[begin:end], self.picked[begin:end], sums, self.weight)
 
     def over(self, log_probs: Tensor) -> Tensor:
-        """Return it as a tensor of the log-probabilities' shape and type."""
+        """Return the gradient as a tensor of the log-probabilities' shape and type."""
         spread = torch.zeros_like(log_probs)
         spread.scatter_(1, self.classes.unsqueeze(1), self.picked.unsqueeze(1))
         if self.sums is None:
             return spread
         sums = self.sums.unsqueeze(1)
-        # Autograd rounds to the type of what it is the gradient of before it adds.
+        # Before it adds, autograd rounds a gradient to the type of the differentiated tensor.
         return spread.add_((sums if self.weight is None else sums * self.weight).to(spread.dtype))
 
 
 def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     if logits.dtype != dtype or not logits.is_contiguous():
         logits = logits.to(dtype, copy=True, memory_format=_CONTIGUOUS)
-    return torch.log_softmax(logits, 1, dtype=dtype)  # autocast changes no type that is given
+    return torch.log_softmax(logits, 1, dtype=dtype)  # autocast does not change a given type
 
 
 def _softmax_gradient(logits: Tensor, spread: _Spread, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of logits, in the type of log-probabilities."""
+    """Return the gradient of logits, in the type of the log-probabilities."""
     log_probs = _log_softmax(logits, dtype)
     return torch._log_softmax_backward_data(spread.over(log_probs), log_probs, 1, dtype)

@@ -1,9 +1,9 @@
-"""Who else holds what an autograd function has saved: nobody, or it cannot be told.
+"""Finds out whether the graph alone holds a saved tensor; in doubt, it does not.
 
-A backward pass may write its gradient over a saved tensor that nobody can read again. References
-are counted by C++ (tensors, the storage) and by Python (their objects); what is counted of a tensor
-that only the graph holds is found out once, by example, since it differs among versions of both.
-Anything else that is counted means that somebody else may hold it.
+A backward pass may write its gradient over a saved tensor that nothing can read again. C++ counts
+references to tensors and storages, and Python counts references to their objects. The counts of a
+tensor that only the graph holds are found once, by example, since they differ among versions of
+PyTorch and Python. Any other count means that something else may hold the tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["Keeper", "is_held_by_graph_alone", "keeper_of"]
 
 
 class Keeper(Enum):
-    """What holds a tensor for autograd, as far as that decides what is counted."""
+    """What holds a tensor for autograd, as far as this affects the counts."""
 
     GRAPH = "autograd itself"
-    """Or hooks that nobody knows, which hold something that is never counted so."""
+    """Or unknown hooks, which hold an object whose counts never match."""
     PYTHON = "KeptTensor"
     COMPILED = "Kept"
 
@@ -40,9 +40,9 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 
 def keeper_of(ctx: Any) -> Keeper:
-    """Return, in a backward pass, what holds what was saved first.
+    """Return, in a backward pass, what holds the first saved tensor.
 
-    Of versions of PyTorch that do not say what hooks have made of it that is the graph.
+    For versions of PyTorch that do not show what hooks returned, the result is the graph.
     """
     saved = ctx._raw_saved_tensors[0]
     if getattr(saved, "unpack_hook", None) is None:
@@ -56,17 +56,18 @@ def keeper_of(ctx: Any) -> Keeper:
 def is_held_by_graph_alone(
     saved: list[Any], keeper: Keeper = Keeper.GRAPH, *, aliased: bool = False
 ) -> bool:
-    """Tell, in a backward pass, whether the first tensor it has saved may be written to.
+    """Return, in a backward pass, whether its first saved tensor may be written to.
 
-    That is so of a contiguous result of an operation, or a view of one, which nobody can read
-    again: no variable, weak reference, other tensor in its memory or other operation has it, the
-    memory is PyTorch's own, and the graph goes with this backward pass. What a stream still reads
-    that the allocator alone was told of (`Tensor.record_stream`) is not seen.
+    This requires a contiguous result of an operation, or a view of one, that nothing can read
+    again. No variable, weak reference, other tensor on its storage or other operation holds it, the
+    memory is PyTorch's own, and this backward pass frees the graph. A stream that still reads it is
+    not noticed if only the allocator was informed (`Tensor.record_stream`).
 
     Args:
-        saved: `list(ctx.saved_tensors)`, which alone holds them; hooks may allow but one look.
-        keeper: what holds it for the graph.
-        aliased: whether not the result is saved but what `detach` has made of it.
+        saved: `list(ctx.saved_tensors)`, the only reference to them; hooks may allow only one
+            unpack.
+        keeper: what holds the tensor for the graph.
+        aliased: whether the `detach` of the result was saved, rather than the result.
     """
     if _keeps_graph is None or _keeps_graph():
         return False
@@ -76,22 +77,23 @@ def is_held_by_graph_alone(
         or _is_lent(saved[0].untyped_storage())
     ):
         return False
-    # Of a result compiled code makes a new alias at each look, as Python does. What no operation
-    # has made it holds as autograd itself does, Python by its object.
+    # For the result of an operation, compiled code makes a new alias at each unpack, as Python
+    # does. For other tensors, compiled code counts as autograd itself does, and Python keeps the
+    # object.
     by_python = keeper is Keeper.PYTHON or (keeper is Keeper.COMPILED and not aliased)
     return _counts(saved) in _counts_of_nobody_else(by_python, aliased)
 
 
 def _is_lent(storage: torch.UntypedStorage) -> bool:
-    """Tell whether the memory is NumPy's, DLPack's or shared with another process."""
+    """Return whether the memory is NumPy's, DLPack's or shared with another process."""
     return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
 
 
 def _counts(saved: list[Any]) -> tuple[int, ...]:
-    """Count who holds the first saved tensor, its storage and what it is a view of.
+    """Count the references to the first saved tensor, its storage and its base.
 
-    Python's count is taken of what was just looked up, never of a variable: whether an argument is
-    counted once or twice depends on who evaluates the frame, which torch.compile changes.
+    Python's count is taken of a fresh look-up, never of a variable. Whether an argument is counted
+    once or twice depends on the evaluator of the frame, which torch.compile changes.
     """
     held = [saved[0].untyped_storage(), saved[0]._base]
     found = [getrefcount(saved[0]), saved[0]._use_count(), weakref.getweakrefcount(saved[0])]
@@ -102,7 +104,7 @@ def _counts(saved: list[Any]) -> tuple[int, ...]:
 
 
 class _Example(torch.autograd.Function):
-    """Counts in its backward pass who holds what it has saved."""
+    """Counts in its backward pass the references to its saved tensor."""
 
     @staticmethod
     def forward(
@@ -121,10 +123,10 @@ class _Example(torch.autograd.Function):
 
 @lru_cache(maxsize=4)
 def _counts_of_nobody_else(by_python: bool, aliased: bool) -> frozenset[tuple[int, ...]]:
-    """Return what is counted of a result, and of a view of one, that only the graph holds.
+    """Return the counts of a result, and of a view of one, that only the graph holds.
 
-    Counted once, by example, since it differs among versions of PyTorch and Python; by a thread of
-    its own, which has none of the caller's hooks and modes.
+    They are found once, by example, since they differ among versions of PyTorch and Python. A
+    separate thread does this, since it has none of the caller's hooks and modes.
     """
     found: list[tuple[int, ...]] = []
 

@@ -1,13 +1,13 @@
-"""The float32 copy of logits that a loss is given: not made where the loss alone looks at it.
+"""The float32 copy of logits that a loss is given: not made if only the loss reads it.
 
-Models write `logits.float()` and hand views of that to the loss. Tiles need no such copy. So where
-a line of a script was seen to do this, its next `float()` in a block returns a `Deferred`, which
-has the copy's type and shape, and no memory. The loss takes the half-precision logits behind it,
-and gives back a gradient that is deferred, too, until it is cast. Whatever else looks at either
-finds the tensor itself, which is computed then, and that line's copies are made from then on.
+Models write `logits.float()` and pass views of the copy to the loss. Tiles need no such copy. So
+once a line of a script was seen to do this, its next `float()` in a block returns a `Deferred`.
+This has the copy's type and shape, but no memory. The loss takes the half-precision logits behind
+it, and returns a gradient that is also deferred until it is cast. Any other reader of either gets
+the tensor itself, which is computed then; from then on that line's copies are made at once.
 
-`Tensor.float` is exchanged once a loss in a block was given such a copy, and asks here for large
-tensors alone.
+`Tensor.float` is replaced once a loss in a block was given such a copy. The replacement defers
+large tensors only.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _VIEWING: Final = frozenset(
         "View",
     )
 )
-"""Nodes that pass each element of a gradient on, or zero, and add none up."""
+"""Nodes that pass each element of a gradient on, or zero, and sum none."""
 
 _float: Final = Tensor.float
 
 
 class _Site(NamedTuple):
-    """Where `float()` is called."""
+    """A call site of `float()`."""
 
     code: CodeType
     instruction: int
 
 
 class _Sites(threading.local):
-    """The latest copy that this thread has made, where it may be one for a loss."""
+    """The latest copy that this thread has made, if it may be one for a loss."""
 
     node: int = -1
-    """Its number in the graph."""
+    """Sequence number of the copy's node in the graph."""
     site: _Site | None = None
 
 
@@ -73,12 +73,12 @@ _refused: set[_Site] = set()
 
 
 def is_asked_for() -> bool:
-    """Tell whether the thread is in a block, innermost of what hooks saved tensors, that asks."""
+    """Return whether the thread's innermost saved-tensor hooks are a block that wants tiles."""
     return bool(getattr(innermost(), "tiles_losses", False))
 
 
 def is_eligible(logits: Tensor) -> bool:
-    """Tell whether logits are a plain tensor of more than a tile, and need a gradient."""
+    """Return whether logits are a plain tensor of more than a tile, and need a gradient."""
     if not (is_plain(logits) and logits.requires_grad and torch.is_grad_enabled()):
         return False
     least = TILE_BYTES.get(logits.device.type)
@@ -88,7 +88,7 @@ def is_eligible(logits: Tensor) -> bool:
 
 
 def learn(logits: Tensor) -> None:
-    """Note that a loss was given float32 logits: whether they are a copy, and where it was made."""
+    """Note that a loss was given float32 logits; if they are a copy, note where it was made."""
     node = logits.grad_fn
     while node is not None and _operation(node) in _VIEWING:
         node = node.next_functions[0][0]
@@ -106,7 +106,7 @@ def _operation(node: Any) -> str:
 
 
 def _asks(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Be `Tensor.float`; what compiles traces this, and knows C's function by its place alone."""
+    """Act as `Tensor.float`; compilers trace this, and know C's function by its place alone."""
     if torch.compiler.is_compiling():
         return self.to(torch.float32, *arguments, **options)
     if arguments or options or not _may_defer(self):
@@ -116,7 +116,7 @@ def _asks(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 def _may_defer(source: Tensor) -> bool:
-    """Tell whether a tensor may be logits that a loss in tiles will be given a copy of."""
+    """Return whether a tensor may be logits whose copy will be given to a loss in tiles."""
     if type(source) is not Tensor or source.dtype not in _HALF or not is_asked_for():
         return False
     return is_eligible(source) and source.is_contiguous()
@@ -124,14 +124,14 @@ def _may_defer(source: Tensor) -> bool:
 
 @untraced
 def _cast(self: Tensor, site: _Site) -> Tensor:
-    """Return the copy of what may be logits, or a deferred one where that was learned."""
+    """Return the copy of possible logits, or a deferred one if its call site is known."""
     if site in _deferring and not USE.differentiates_twice:
         apply: Any = _Deferral.apply
         deferred: Tensor = apply(self, _Upcast(self, site))
         return deferred
     made = _float(self)
     node = made.grad_fn
-    if node is not None:  # and not a mode of the script's
+    if node is not None:  # a mode of the script may return a tensor without one
         _latest.node, _latest.site = node._sequence_nr(), site
     return made
 
@@ -148,14 +148,14 @@ class _Upcast(Root):
 
     @property
     def has_halves(self) -> bool:
-        """Whether it has not been made."""
+        """Whether the copy has not been made."""
         return self._values is None
 
     def halves(self) -> Tensor:
         """Return the logits.
 
         Raises:
-            RuntimeError: they have been written to since `float()` was called.
+            RuntimeError: the logits were modified in place since `float()` was called.
         """
         if self._halves._version != self._version:
             raise RuntimeError(
@@ -165,7 +165,7 @@ class _Upcast(Root):
         return self._halves
 
     def values(self) -> Tensor:
-        """Return the copy, and have that line's be made from now on.
+        """Return the copy; from now on its call site's copies are made at once.
 
         Raises:
             RuntimeError: as `halves`.
@@ -178,7 +178,7 @@ class _Upcast(Root):
 
 
 class _Deferral(torch.autograd.Function):
-    """The cast: of a copy that is not made."""
+    """The node of a cast whose copy is not made."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, root: _Upcast) -> Tensor:

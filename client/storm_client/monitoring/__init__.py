@@ -1,1 +1,1 @@
-"""What is told of offloading: counts, tables, pictures, warnings."""
+"""Reports about offloading: counts, tables, figures, warnings."""

@@ -1,8 +1,8 @@
 """Warns of an Offload that takes little off the device, and says what to set instead.
 
-The first steps are looked at, once; after that a step costs one comparison. There is one warning at
-most, and none where no setting would help or activations are too small to matter. All of it is
-pure.
+The first steps are examined once; after that, a step costs one comparison. There is at most one
+warning, and none if no setting would help or the activations are too small to matter. Everything
+here is pure.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from stormd.protocol.sizes import format_size
 __all__ = ["FirstSteps", "advice"]
 
 SEEN_STEPS = 2
-"""Looked at: the second is like those to come, with the order of the first learned."""
+"""Steps examined: the second is like later ones, since the order of the first is known."""
 
 LEAST_BYTES = 4 << 20
-"""A step: what saves less has no need of advice."""
+"""Per step: steps that save less need no advice."""
 
 LEAST_TENSOR_BYTES = 16 << 10
-"""To hand over a smaller tensor takes longer than it is worth, on average."""
+"""Offloading a smaller tensor takes longer than it is worth, on average."""
 
 MANY_PARAMETERS = 8
-"""A model of so many large ones has operations in sequence, most of which save a parameter."""
+"""A model with so many large ones has operations in sequence, most of which save a parameter."""
 
 FEW_SEEN = 1 / 16
-"""Of a model's parameters: handed over where only its ends run outside of a checkpoint."""
+"""Share of a model's parameters that are saved if only its ends run outside of a checkpoint."""
 
 
 class FirstSteps:
-    """Counts the steps of an Offload up to the one that looks back. Threads may share it."""
+    """Counts the steps of an Offload up to the one that examines them. Threads may share it."""
 
     def __init__(self) -> None:
-        """Start before the first."""
+        """Start before the first step."""
         self.begun = 0
         self._due = SEEN_STEPS + 1
 
     @property
     def are_looked_at(self) -> bool:
-        """Whether it has not looked back yet."""
+        """Whether the first steps were not examined yet."""
         return self.begun < self._due
 
     def is_due(self) -> bool:
-        """Note that a step begins; tell whether it is to look back."""
+        """Note that a step begins; return whether to examine the steps before it."""
         self.begun += 1
         return self.begun == self._due
 
     def look_later(self) -> None:
-        """Put it off: nothing has been saved, as in a validation."""
+        """Postpone the examination: nothing has been saved, as in a validation."""
         self._due = 2 * self.begun
 
 
 def advice(
     staying: Staying, steps: int, min_bytes: int, parameters: Iterable[torch.nn.Parameter]
 ) -> str | None:
-    """Return what was seen in `steps` steps, why, and what to set; None where that is fine.
+    """Return the problem seen in `steps` steps, its cause, and what to set; None without a problem.
 
-    `parameters` are those of the modules that the Offload was given.
+    `parameters` are those of the Offload's modules.
     """
     owned = list(parameters)
     stats, skipped = staying.stats, staying.skipped_bytes
-    # What is small is not looked at any further: parameters may be among it.
+    # Small tensors are not examined any further: parameters may be among them.
     small_owned = sum(one.nbytes for one in owned if one.nbytes < min_bytes)
     small = max(0, skipped.get("small", 0) - steps * small_owned)
     activations = stats.saved_bytes - stats.deduplicated_bytes - skipped.get("small", 0) + small
@@ -105,7 +105,7 @@ def _quota(staying: Staying, steps: int) -> str:
 
 
 def _said(staying: Staying, reason: str) -> str:
-    """Return the daemon's own sentence about what it did not take last, if there is one."""
+    """Return the daemon's own message about the last range that it did not accept, if any."""
     detail = staying.details.get(reason, "")
     return f" (it said: {detail})" if detail else ""
 
@@ -118,7 +118,7 @@ def _daemon_slow(staying: Staying, steps: int) -> str:  # noqa: ARG001 - as its 
 
 
 def _small(staying: Staying, min_bytes: int) -> str | None:
-    """Advise what takes most of the bytes: those below half of the mean are less than half."""
+    """Advise for most of the bytes: tensors below half of the mean have less than half of them."""
     count = max(1, staying.stats.skipped.get("small", 0))
     mean = staying.skipped_bytes["small"] // count
     if mean < LEAST_TENSOR_BYTES:
@@ -133,7 +133,7 @@ def _small(staying: Staying, min_bytes: int) -> str | None:
 def _taken_over(
     staying: Staying, steps: int, activations: int, trained: list[torch.nn.Parameter]
 ) -> str | None:
-    """Say so where a model of some size seems to have run without the hooks being called."""
+    """Return a warning if a model of some size seems to have run without the hooks."""
     seen = staying.stats.skipped.get("parameter", 0) / steps
     if len(trained) < MANY_PARAMETERS or seen > FEW_SEEN * len(trained):
         return None

@@ -1,8 +1,8 @@
-"""What a script's steps would take with each budget, told to `stormd advise`.
+"""Reports to `stormd advise` what a script's steps would take with each budget.
 
 The steps run as they would without it. After some of them, the planner solves the measured step for
-several budgets, and one datagram takes the answers to the command, which ends the script. A script
-that nobody asked for advice, by STORMD_ADVISE, does none of this.
+several budgets. One datagram sends the answers to the command, which then ends the script. Without
+the variable STORMD_ADVISE, a script does none of this.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from stormd.protocol.variables import ADVISE_VARIABLE
 __all__ = ["BUDGETS", "Advising", "answers"]
 
 BUDGETS: Final[tuple[Budget, ...]] = ("least", 0.25, 0.5, 0.75, 1.0)
-"""What is asked of the planner, from the least memory to all that is saved."""
+"""Budgets that the planner is asked about, from the least memory to all saved tensors."""
 
 FIRST_STEP: Final = 4
-"""The first that is timed: those before it learn the plan and try it."""
+"""The first step that is timed: earlier ones learn the plan and try it."""
 
 TIMED_STEPS: Final = 4
 
 
 class Advising:
-    """Counts the steps of one Offload up to the one that tells. Threads may share it."""
+    """Counts the steps of one Offload up to the one that reports. Threads may share it."""
 
     def __init__(self, path: str) -> None:
-        """Tell the command that listens at the socket `path`."""
+        """Report to the command that listens at the socket `path`."""
         self._path = path
         self._begun = 0
         self._first = 0.0
 
     @classmethod
     def asked(cls) -> Advising | None:
-        """Return one if the environment asks for advice."""
+        """Return an instance if the environment asks for advice, else None."""
         path = os.environ.get(ADVISE_VARIABLE)
         return cls(path) if path else None
 
@@ -53,10 +53,10 @@ class Advising:
         ratio: Callable[[], float],
         devices: Callable[[], Sequence[torch.device]],
     ) -> None:
-        """Note that a step begins at this time; tell what was found if enough have ended.
+        """Note that a step begins at this time; report the answers if enough steps have ended.
 
-        `plans` solves the latest step for several budgets, `ratio` tells how well its tensors are
-        compressed, and `devices` on which GPUs they lie.
+        `plans` solves the latest step for several budgets, `ratio` returns the compression ratio of
+        its tensors, and `devices` their GPUs.
         """
         self._begun += 1
         if self._begun == FIRST_STEP:
@@ -68,7 +68,7 @@ class Advising:
         self._tell(answers(found, ratio(), lasted, devices()))
 
     def _tell(self, told: dict[str, Any]) -> None:
-        # A command that has gone needs no answer: training goes on.
+        # If the command has ended, training goes on without an answer.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
             there.connect(self._path)
             there.send(json.dumps(told).encode())
@@ -77,11 +77,12 @@ class Advising:
 def answers(
     plans: Sequence[Plan], ratio: float, step_seconds: float, devices: Sequence[torch.device]
 ) -> dict[str, Any]:
-    """Return what was measured, and each plan's figures; bytes and seconds are of one step.
+    """Return the measurements, and each plan's figures; bytes and seconds are of one step.
 
-    A wait is what the link needs beyond the forward pass; where nothing hides it, all of it, both
-    ways. The planner timed the forward pass in earlier steps. If those were slower than the ones
-    timed here, it could be longer than a step, of which it is a part: no longer is told.
+    A wait is the link time beyond the forward pass. Without a GPU nothing hides the link, and the
+    wait is the link time of both directions. The planner timed the forward pass in earlier steps.
+    If those were slower than the steps timed here, that time could exceed a whole step, so it is
+    capped.
     """
     on_gpu = bool(devices)
     forward = min(plans[0].forward_seconds, step_seconds) if plans else 0.0
@@ -102,7 +103,7 @@ def answers(
 
 
 def _answer(budget: Budget, plan: Plan, ratio: float, hidden: float | None) -> dict[str, Any]:
-    """Return a plan's figures; the link has `hidden` seconds that cost nothing, None with none."""
+    """Return a plan's figures; `hidden` is the link time that costs nothing, None for none."""
     sizes = plan.bytes_by_decision
     link = plan.link_seconds
     return {
@@ -116,7 +117,7 @@ def _answer(budget: Budget, plan: Plan, ratio: float, hidden: float | None) -> d
 
 
 def _link_rate(plans: Sequence[Plan]) -> float | None:
-    """Return how many bytes of tensors a second cross the link one way; None if none does."""
+    """Return the tensor bytes per second on the link, one way; None if no plan uses the link."""
     for plan in plans:
         if plan.link_seconds:
             return plan.bytes_by_decision["offload"] / plan.link_seconds

@@ -1,9 +1,9 @@
-"""Warns of a model that is compiled as a whole, which offload makes no smaller.
+"""Warns of a model that is compiled as a whole, for which offload does not lower the peak.
 
-All that such a graph has saved is asked for at its backward's first moment: the graph takes its
-saved tensors as arguments. Blocks that are compiled one by one are asked for one by one. Whether a
-module that offload was given is itself compiled is looked up; whether something else that is
-compiled calls it, as what `torch.compile(model)` has returned, shows in what one graph saves.
+A compiled backward graph takes its saved tensors as arguments, so it needs all of them when it
+begins. Blocks that are compiled one by one need them one by one. Whether an Offload's module is
+itself compiled is looked up. Whether a compiled caller contains it, such as the result of
+`torch.compile(model)`, shows in how much one graph saves.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class _Handled(threading.local):
 
 
 HANDLED = _Handled()
-"""How many graphs of the stormd backend this thread is in: what they save is decided already."""
+"""Number of stormd-backend graphs that this thread is in: their saves are decided already."""
 
 
 class CompiledModels:
-    """What has been said, for one Offload."""
+    """The warning state of one Offload."""
 
     def __init__(self) -> None:
         self._said = False
         self.graph_bytes = 0
-        """What one graph has saved at most."""
+        """The most that one graph has saved."""
         self._counted = (0, 0)
-        """The graph that has saved last, by its place in autograd's sequence, and what so far."""
+        """The graph that saved last, by autograd's sequence number, and its saved bytes so far."""
 
     def look(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Warn once if one of the modules that offload was given is compiled itself."""
+        """Warn once if one of the Offload's modules is compiled itself."""
         if self._said:
             return
         for module in modules:
@@ -60,7 +60,7 @@ class CompiledModels:
 
     @untraced
     def saves(self, nbytes: int) -> None:
-        """Count what autograd has saved just now, if a compiled graph has made it."""
+        """Count the bytes that autograd has just saved, if a compiled graph made them."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and _module_of(frame) in _BETWEEN:
             frame = frame.f_back
@@ -72,7 +72,7 @@ class CompiledModels:
         self.graph_bytes = max(self.graph_bytes, self._counted[1])
 
     def advice(self, saved_bytes: int) -> str | None:
-        """Return what to say, once, of steps that save so much each; None if blocks save it."""
+        """Return the warning, once, for steps that save so much each; None if blocks save it."""
         if self._said or self.graph_bytes <= saved_bytes // 2:
             return None
         self._said = True
@@ -87,7 +87,7 @@ class CompiledModels:
 
 
 _GRAPHS: Final = "torch._functorch._aot_autograd."
-"""Modules of what runs a graph, by an autograd function whose `apply` saves what is to be saved."""
+"""Modules of the code that runs a graph, in an autograd function whose `apply` saves tensors."""
 
 _BETWEEN: Final = frozenset({"storm_client.hooks", "torch.autograd.function"})
 """Modules of functions between those and `saves`. Before PyTorch 2.14 `apply` is one of them."""
@@ -96,14 +96,14 @@ _autograd: Any = torch._C._autograd
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether calling `module` calls what torch.compile made, by either of its spellings."""
+    """Return whether calling `module` runs torch.compile's result, by either way of compiling."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def backend_of(compiled: Any) -> Any:
-    """Return what torch.compile gave graphs of a module or function to; None where it did not.
+    """Return the backend that compiled a module or function; None if torch.compile did not.
 
-    It is an object of its own for each call of torch.compile.
+    Each call of torch.compile makes its own backend object.
     """
     context = getattr(compiled, "dynamo_ctx", None)
     if context is not None:
@@ -119,12 +119,12 @@ def backend_of(compiled: Any) -> Any:
 
 
 def _module_of(frame: FrameType) -> str:
-    """Return the name of the module that a frame's function is of; empty where it has none."""
+    """Return the name of the module that defines a frame's function; empty if it has none."""
     return frame.f_globals.get("__name__") or ""
 
 
 def _compiler(module: torch.nn.Module) -> str | None:
-    """Return the name of the backend that a compiled module was given to."""
+    """Return the name of the backend that compiled a module."""
     return getattr(backend_of(module), "compiler_name", None)
 
 

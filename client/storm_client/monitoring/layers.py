@@ -1,7 +1,7 @@
-"""Tells in which layer of a model a tensor is being made or saved, for figures by layer.
+"""Finds the layer of a model in which a tensor is made or saved, for figures by layer.
 
-The call stack says it: no hook is registered on any module. It is looked at for values that are
-new, which are those of the steps that a plan is learned from.
+The layer is read from the call stack: no hook is registered on any module. This is done for new
+values only, which occur in the steps that a plan is learned from.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 __all__ = ["MODEL", "NOWHERE", "Layers", "Place", "layer_name", "parts_of"]
 
 MODEL = "(model)"
-"""What the model's own forward saves, outside of its layers."""
+"""Name for values that the model's own forward saves, outside of its layers."""
 
 _CALL = torch.nn.Module._wrapped_call_impl.__code__
-"""What every call of a module passes through; its locals are the module and its arguments."""
+"""Code that every call of a module runs; its locals are the module and its arguments."""
 
 
 class Place(NamedTuple):
-    """Where in a model something is made."""
+    """The place in a model where something is made."""
 
     layer: str
-    """For figures; empty outside of all modules."""
+    """The name used in figures; empty outside of all modules."""
     path: str
-    """The module's qualified name, behind which of several models it is part of."""
+    """The module's qualified name; with several models, the model's index stands before it."""
 
 
 NOWHERE: Final = Place("", "")
 
 
 class Layers:
-    """The layers of the modules that an Offload was given, as long as it has those."""
+    """The layers of an Offload's modules."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Look at the modules when the first question comes; they may be half made now."""
+        """Examine the modules only at the first call of `current`; they may be incomplete now."""
         self.modules = tuple(modules)
         self._places: dict[int, Place] | None = None
 
     def current(self) -> Place:
-        """Return where the forward is that this thread is in."""
+        """Return the place of the innermost module whose forward this thread is in."""
         if self._places is None:
             self._places = _places_inside(self.modules)
         if not self._places:
@@ -59,10 +59,10 @@ class Layers:
 
 
 def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """Yield some modules and all inside of them, each once.
+    """Yield some modules and all modules inside them, each once.
 
-    Every step looks through them before its first kernel, so not by `modules()`, which takes three
-    times as long.
+    Every step iterates over them before its first kernel. So this does not use `modules()`, which
+    takes three times as long.
     """
     left, met = list(modules), set()
     while left:
@@ -75,7 +75,7 @@ def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 
 
 def _places_inside(roots: Sequence[torch.nn.Module]) -> dict[int, Place]:
-    """Return the place of every module in some, by id; which of several it is stands before it."""
+    """Return each module's place by id; with several roots, the root's index is its prefix."""
     places: dict[int, Place] = {}
     for index, root in enumerate(roots):
         prefix = f"{index}:" if len(roots) > 1 else ""
@@ -85,10 +85,10 @@ def _places_inside(roots: Sequence[torch.nn.Module]) -> dict[int, Place]:
 
 
 def layer_name(module: str) -> str:
-    """Return the layer that a module of this qualified name is part of.
+    """Return the layer that contains the module of this qualified name.
 
-    That is the name up to its first number, as in "model.layers.3" for "model.layers.3.mlp.up", or
-    its first part where it has none.
+    The layer is the name up to its first number, as in "model.layers.3" for
+    "model.layers.3.mlp.up", or the first part of a name without numbers.
     """
     if not module:
         return MODEL

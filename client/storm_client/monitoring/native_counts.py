@@ -1,4 +1,4 @@
-"""What compiled code has counted of saved tensors, until somebody reads it."""
+"""Counts of saved tensors that compiled code makes, until they are read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["Counted", "NativeCounts", "Tallies"]
 
 
 class Tallies(Protocol):
-    """Rows of counts and bytes, and seconds: those of the compiled module."""
+    """Rows of counts and bytes, and seconds; implemented by the compiled module."""
 
     def add_row(self) -> int:
         """Return the number of a new row."""
         ...
 
     def drain(self) -> tuple[list[tuple[int, int, int]], float]:
-        """Return row, count and bytes of what was counted since the last time, and seconds."""
+        """Return row, count and bytes for each row counted since the last call, and the seconds."""
         ...
 
 
 class Counted(NamedTuple):
-    """How many tensors of a layer became something, and their bytes."""
+    """How many tensors of a layer had the same outcome, and their bytes."""
 
     layer: str
     what: str
@@ -31,16 +31,16 @@ class Counted(NamedTuple):
 
 
 class NativeCounts:
-    """Tells what each row of some tallies stands for."""
+    """Maps each row of some tallies to its meaning."""
 
     def __init__(self, tallies: Tallies) -> None:
-        """Start with rows of nothing."""
+        """Start without rows."""
         self.tallies = tallies
         self._rows: dict[tuple[str, str, str], int] = {}
         self._names: list[tuple[str, str, str]] = []
 
     def row(self, layer: str, what: str, reason: str = "") -> int:
-        """Return the row that counts the tensors of a layer that become `what`."""
+        """Return the row that counts a layer's tensors with the outcome `what`."""
         name = layer, what, reason
         row = self._rows.get(name)
         if row is None:
@@ -49,6 +49,6 @@ class NativeCounts:
         return row
 
     def drain(self) -> tuple[Iterator[Counted], float]:
-        """Return what was counted since the last time, and the seconds spent on recomputing."""
+        """Return the counts since the last call, and the seconds spent on recomputing."""
         rows, seconds = self.tallies.drain()
         return (Counted(*self._names[row], count, nbytes) for row, count, nbytes in rows), seconds

@@ -1,6 +1,6 @@
-"""Names for profilers: what the client does, as ranges in `nsys` and in torch.profiler's traces.
+"""Names for profilers: the client's actions, as ranges in `nsys` and in torch.profiler's traces.
 
-Where no profiler is attached a range costs one look at a flag, and no text is made.
+Without a profiler, a range costs one check of a flag, and no text is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 __all__ = ["are_wanted", "span"]
 
 _NSYS: Final = "NVTX_INJECTION64_PATH"
-"""What NVIDIA's profilers set in the environment of what they start, for NVTX to find them."""
+"""Set by NVIDIA's profilers in the environment of the processes they start, for NVTX."""
 
 _listening: Final = _NSYS in os.environ
 _nothing: Final = nullcontext()
@@ -23,7 +23,7 @@ _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-define
 
 
 def are_wanted() -> bool:
-    """Tell whether a profiler listens."""
+    """Return whether a profiler is listening."""
     return _listening or bool(_profiler_enabled())
 
 
@@ -36,7 +36,7 @@ def span(what: str, nbytes: int, number: int = 0) -> AbstractContextManager[obje
 
 @contextmanager
 def _told(name: str) -> Iterator[None]:
-    """Tell whoever listens of a range: NVTX, and torch's own profiler."""
+    """Report a range to NVTX and to torch's own profiler."""
     with ExitStack() as entered:
         if _listening and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
             entered.enter_context(torch.cuda.nvtx.range(name))

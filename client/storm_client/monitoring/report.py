@@ -1,4 +1,4 @@
-"""What an Offload does, for people: a table by layer, and pictures of a step and of the layers."""
+"""What an Offload does, for users: a table by layer, and figures of a step and of the layers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ __all__ = ["Report"]
 HEADINGS = ("layer", "saved", "duplicates", "offloaded", "recomputed", "kept", "ratio")
 
 MOST_BARS = 40
-"""Layers in the picture; a table has them all."""
+"""Layers in the figure; the table has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an Offload did so far. `str()` is a table, and notebooks show it with its picture."""
+    """What an Offload did so far. `str()` is a table, and notebooks show it with its figure."""
 
     stats: OffloadStats
     """Totals of all steps."""
     layers: Mapping[str, OffloadStats]
-    """The same of each layer, as far as it is known where a tensor was saved; without what is
-    passed over before it is looked at closely (small tensors, parameters) and without waits."""
+    """The same by layer, for saved tensors whose layer is known. Tensors skipped by a first check
+    (small tensors, parameters) and waits are not included."""
     steps: int
     """How often the Offload was entered."""
     plan: Plan | None
-    """What becomes of each saved tensor of the latest step signature; None until learned."""
+    """The decision for each saved tensor of the latest step signature; None before it is
+    learned."""
     timeline: Timeline | None
-    """The latest step of which a backward pass has used something; None before."""
+    """The latest traced step whose backward pass has begun; None before there is one."""
 
     def __post_init__(self) -> None:
         """Freeze the mapping."""
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
 
     def __str__(self) -> str:
-        """Return a table of the layers, and below it what the threads waited for."""
+        """Return a table of the layers, and below it the times of the training threads."""
         rows = [HEADINGS, *self._rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.steps} steps together"]
@@ -58,20 +59,20 @@ class Report:
         return "\n".join((*lines, *self._sums()))
 
     def draw(self, path: str | Path) -> None:
-        """Draw the latest step in time, what its plan says, and the ratio of each layer.
+        """Draw the latest step over time, its plan, and the ratio of each layer.
 
-        `path` ends as the kind of file does: ".svg", ".png" or another that matplotlib knows. One
-        that exists is replaced.
+        The suffix of `path` is the file type: ".svg", ".png" or another that matplotlib supports.
+        An existing file is replaced.
 
         Raises:
-            UsageError: matplotlib is missing or does not know the kind of file, or no step has
+            UsageError: matplotlib is missing or does not support the file type, or no step has
                 been learned.
             OSError: the file cannot be written.
         """
         save_figure(self._figure(), path)
 
     def _repr_html_(self) -> str:
-        """Return the table, and the picture where there is one to be drawn."""
+        """Return the table, and the figure if there is one to be drawn."""
         try:
             picture = io.StringIO()
             self._figure().savefig(picture, format="svg")
@@ -104,7 +105,7 @@ class Report:
         return table_html(HEADINGS, self._rows(), notes)
 
     def _figure(self) -> Any:
-        """Return the whole picture.
+        """Return the whole figure.
 
         Raises:
             UsageError: matplotlib is missing, or there is nothing to draw.

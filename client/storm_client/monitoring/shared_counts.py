@@ -1,4 +1,4 @@
-"""Counts what becomes of one range that holds what several layers have saved."""
+"""Counts the outcome of one storage range that holds saved tensors of several layers."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ __all__ = ["RangeRecorder", "SharedRecorder"]
 
 
 RangeRecorder: TypeAlias = "StatsRecorder | SharedRecorder"
-"""What a range is counted by."""
+"""A recorder of a range's outcome."""
 
 
 class _Share:
-    """Of one layer, in bytes."""
+    """One layer's share of the range, in bytes."""
 
     __slots__ = ("duplicates", "own", "saved")
 
     def __init__(self) -> None:
         self.saved = 0
-        """Of saved tensors, each the first in its storage."""
+        """Bytes of saved tensors that are the first in their storages."""
         self.duplicates = 0
-        """Of the others."""
+        """Bytes of the other saved tensors."""
         self.own = 0
-        """Of the storages."""
+        """Bytes of the storages."""
 
 
 class SharedRecorder:
-    """Counts for each layer what its storages take of a range, without what lies between them."""
+    """Counts for each layer its storages' bytes of a range, without the gaps between storages."""
 
     def __init__(self) -> None:
-        """Start with nobody's."""
+        """Start without layers."""
         self._shares: dict[StatsRecorder, _Share] = {}
 
     def add(self, recorder: StatsRecorder, nbytes: int, own: int) -> None:
-        """Add a saved tensor of `nbytes`, and the storage of `own` bytes that it brings, if any."""
+        """Add a saved tensor of `nbytes`; `own` is the size of its storage if new, else 0."""
         share = self._shares.get(recorder)
         if share is None:
             share = self._shares[recorder] = _Share()
@@ -49,7 +49,7 @@ class SharedRecorder:
             share.duplicates += nbytes
 
     def saved(self, nbytes: int, seconds: float) -> None:  # noqa: ARG002
-        """Count the tensors as saved, and the time that this took as the first layer's."""
+        """Count the tensors as saved; all of the time counts for the first layer."""
         for recorder, share in self._shares.items():
             recorder.saved(share.saved, seconds)
             if share.duplicates:
@@ -57,12 +57,12 @@ class SharedRecorder:
             seconds = 0.0
 
     def stays_in_use(self, nbytes: int) -> None:  # noqa: ARG002 - as a StatsRecorder's
-        """Count the storages as kept because somebody else holds their memory."""
+        """Count the storages as kept because something else references their memory."""
         for recorder, share in self._shares.items():
             recorder.stays_in_use(share.own)
 
     def leaves(self, nbytes: int) -> None:  # noqa: ARG002
-        """Take that back."""
+        """Undo `stays_in_use`."""
         for recorder, share in self._shares.items():
             recorder.leaves(share.own)
 
@@ -72,12 +72,12 @@ class SharedRecorder:
             recorder.offloaded(share.own, dtype, codec)
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:  # noqa: ARG002
-        """Count the storages as kept, because the daemon did not take the range."""
+        """Count the storages as kept because the daemon did not accept the range."""
         for recorder, share in self._shares.items():
             recorder.kept(share.own, reason, detail)
 
     def stored(self, nbytes: int, mode: str) -> None:
-        """Divide what a chunk takes in the pool by the storages' bytes."""
+        """Divide a chunk's bytes in the pool in proportion to the storages' bytes."""
         own, total, counted = 0, sum(share.own for share in self._shares.values()), 0
         for recorder, share in self._shares.items():
             own += share.own

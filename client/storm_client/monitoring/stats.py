@@ -1,10 +1,10 @@
 """What an Offload did, in bytes and counts, for the script to read.
 
-Every byte that autograd handed over counts once as saved and, when the step's stores are settled,
-in exactly one of skipped, deduplicated, offloaded, replayed and kept; so does what others are to be
-made from again. Saved, skipped, deduplicated and replayed bytes are those of tensors; offloaded,
-stored and kept bytes are those of the storages behind them, so they differ where a tensor is a view
-of a larger storage.
+Every byte that autograd saves counts once as saved. When the step's stores are settled, it also
+counts in exactly one of skipped, deduplicated, offloaded, replayed and kept. The same holds for the
+inputs of recomputations. Saved, skipped, deduplicated and replayed bytes are those of tensors.
+Offloaded, stored and kept bytes are those of the storages behind them, so they differ where a
+tensor is a view of a larger storage.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ __all__ = ["OffloadStats", "StatsRecorder", "Staying"]
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """Totals of one Offload since it was made. Sizes in bytes, times in seconds.
+    """Totals of one Offload since it was created. Sizes in bytes, times in seconds.
 
-    `str()` is a table for people, and notebooks show one.
+    `str()` returns a table for people; notebooks show it.
     """
 
     saved_bytes: int
-    """What autograd saved, duplicates included."""
+    """All that autograd saved, duplicates included."""
     skipped_bytes: int
-    """Kept on the device by policy: parameters, small tensors and kinds that cannot be stored. Also
-    what is referenced elsewhere and could change ("in_use"), what the budget keeps ("budget"), what
-    is little where a step takes less so ("little"), and what is saved outside of chosen layers
-    ("outside")."""
+    """Kept on the device by policy: parameters, small tensors and types that cannot be stored. Also
+    tensors that are referenced elsewhere and could change ("in_use"), that the budget keeps
+    ("budget"), or that are saved outside of the chosen layers ("outside"). Finally, those of a step
+    that saves little and is faster if it keeps everything ("little")."""
     deduplicated_bytes: int
-    """Duplicates: in a range that was stored before."""
+    """Duplicates: tensors in a range that was stored before."""
     offloaded_bytes: int
     """Sent to the daemon, before compression."""
     stored_bytes: int
-    """What that takes in the daemon's pool."""
+    """Size of the offloaded bytes in the daemon's pool."""
     kept_bytes: int
-    """To be offloaded, but kept on the device: the daemon did not take it."""
+    """To be offloaded, but kept on the device: the daemon did not accept the bytes."""
     replayed_bytes: int
-    """Freed, and recomputed by the operations that had made it."""
+    """Freed, and recomputed by the operations that made them."""
     skipped: Mapping[str, int]
     """Tensors kept by policy, by reason."""
     kept: Mapping[str, int]
-    """Storage ranges that the daemon did not take, by reason."""
+    """Storage ranges that the daemon did not accept, by reason."""
     store_seconds: float
     """Spent by training threads on storing tensors."""
     restore_wait_seconds: float
     """Spent by training threads on waiting for restores."""
     replay_seconds: float
-    """Spent by training threads on recomputation: its launches, not what the device then does."""
+    """Spent by training threads on recomputation: on its launches, not on the device's work."""
     offloaded_by_dtype: Mapping[str, int]
-    """Offloaded bytes by the dtype of the tensor that was saved first; "encoded" are blobs that an
-    operation had made (storm_kernels.gemm), which are copied as they are."""
+    """Offloaded bytes by the dtype of the tensor that was saved first. "encoded" are blobs that an
+    operation made (storm_kernels.gemm); they are copied unchanged."""
     stored_by_mode: Mapping[str, int]
-    """Bytes in the arena by the codec's mode."""
+    """Bytes in the pool by the codec's mode."""
 
     @property
     def ratio(self) -> float:
-        """Offloaded over stored bytes, 1.0 where nothing has been stored."""
+        """Offloaded over stored bytes, 1.0 if nothing has been stored."""
         return self.offloaded_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     def __str__(self) -> str:
-        """Return a table of what became of what autograd saved."""
+        """Return a table of the outcomes of all saved tensors."""
         lines = [f"{name:<18}  {size:>10}  {more}".rstrip() for name, size, more in self._rows()]
         lines += [f"{name:<18}  {seconds:>8.3f} s" for name, seconds in self._times()]
         return "\n".join(lines)
@@ -100,7 +100,7 @@ class OffloadStats:
         return tuple((name, format_size(size), more) for name, size, more in rows)
 
     def _times(self) -> tuple[tuple[str, float], ...]:
-        """Return the seconds that training threads spent, by name."""
+        """Return the seconds that training threads spent, by activity."""
         return (
             ("storing", self.store_seconds),
             ("waiting to restore", self.restore_wait_seconds),
@@ -108,7 +108,7 @@ class OffloadStats:
         )
 
     def __reduce__(self) -> tuple[type[OffloadStats], tuple[object, ...]]:
-        """Pickle and copy with plain mappings: a MappingProxyType can do neither."""
+        """Pickle and copy with plain mappings: a MappingProxyType supports neither."""
         values = (getattr(self, item.name) for item in fields(self))
         plain = (dict(value) if isinstance(value, Mapping) else value for value in values)
         return OffloadStats, tuple(plain)
@@ -122,37 +122,37 @@ class OffloadStats:
 
 
 class Staying(NamedTuple):
-    """Totals, and the bytes of what stayed, by reason."""
+    """Totals, and the bytes that were kept, by reason."""
 
     stats: OffloadStats
     skipped_bytes: Mapping[str, int]
     kept_bytes: Mapping[str, int]
     details: Mapping[str, str]
-    """What the daemon said last about ranges that it did not take, by reason."""
+    """The daemon's latest message about ranges that it did not accept, by reason."""
 
 
 class StatsRecorder:
-    """Counts for one Offload, from any thread; its figures are also those that its layers count.
+    """Counts for one Offload, from any thread; the totals include the counts of its layers.
 
-    Sums are made where they are read, which is seldom.
+    Sums are computed when they are read, which is rare.
     """
 
     def __init__(self, whole: StatsRecorder | None = None) -> None:
-        """Start at zero; `whole` is the Offload's, where this is one layer's."""
+        """Start at zero; for a layer's recorder, `whole` is the recorder of the Offload."""
         self._whole = whole
-        self._lock = threading.Lock()  # protects all below
+        self._lock = threading.Lock()  # protects all attributes below
         self._tallies: dict[tuple[str, str], _Tally] = {}
-        """By what became of tensors or ranges, and its reason, dtype or mode."""
+        """By outcome of tensors or ranges, and its reason, dtype or mode."""
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}
         self.native: NativeCounts | None = None
-        """What compiled code counts; of the Offload's alone."""
+        """Counts of compiled code; used in the Offload's recorder only."""
         self.arrived_bytes = 0
-        """In the arena, of all layers; whoever only shows it needs no lock."""
+        """Bytes that arrived in the pool, of all layers; reading them for display needs no lock."""
 
     def of_layer(self, name: str) -> StatsRecorder:
-        """Return what counts for one layer and for the whole; the whole where no name is known."""
+        """Return a layer's recorder, which counts for the Offload too; self for an empty name."""
         if not name:
             return self
         layer = self._layers.get(name)
@@ -162,22 +162,22 @@ class StatsRecorder:
         return layer
 
     def layers(self) -> dict[str, OffloadStats]:
-        """Return the present totals of each layer, in the order in which they were first seen."""
+        """Return the present totals of each layer, in the order in which layers were first seen."""
         self._add_native()
         with self._lock:
             layers = dict(self._layers)
         return {name: recorder.snapshot() for name, recorder in layers.items()}
 
     def skipped(self, nbytes: int, reason: str) -> None:
-        """Count a saved tensor that the policy passed over."""
+        """Count a saved tensor that the policy does not offload."""
         self._count("skipped", reason, nbytes)
 
     def stays_in_use(self, nbytes: int) -> None:
-        """Count a range, counted as saved, that stays because somebody else holds its memory."""
+        """Count a saved range that is kept because something else references its memory."""
         self._count("stays", "in_use", nbytes)
 
     def leaves(self, nbytes: int) -> None:
-        """Take `stays_in_use` back: nobody else holds it any more."""
+        """Undo `stays_in_use`: nothing else references the memory any more."""
         self._count("stays", "in_use", -nbytes, -1)
 
     def deduplicated(self, nbytes: int) -> None:
@@ -185,19 +185,19 @@ class StatsRecorder:
         self._count("deduplicated", "", nbytes)
 
     def saved(self, nbytes: int, seconds: float) -> None:
-        """Count a saved tensor that makes a new record, and the time that it took to make."""
+        """Count a saved tensor for which a new record is made, and the time that this took."""
         self._count("recorded", "", nbytes, on="store", seconds=seconds)
 
     def restored(self, seconds: float) -> None:
-        """Count the time that a thread spent on getting a tensor back."""
+        """Count the time that a thread spent on restoring a tensor."""
         self._spent("restore", seconds)
 
     def gives_up(self, nbytes: int) -> None:
-        """Count a saved tensor that will be recomputed, or that shares the memory of one."""
+        """Count a saved tensor that will be recomputed, or that shares the storage of one."""
         self._count("replayed", "", nbytes)
 
     def replayed(self, seconds: float) -> None:
-        """Count the time that a thread spent on having a tensor recomputed."""
+        """Count the time that a thread spent on recomputing a tensor."""
         self._spent("replay", seconds)
 
     def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str = "ancf") -> None:
@@ -206,27 +206,27 @@ class StatsRecorder:
         self._count("offloaded", name, nbytes)
 
     def stored(self, nbytes: int, mode: str) -> None:
-        """Count a chunk that arrived in the arena with `nbytes`."""
+        """Count a chunk of `nbytes` that arrived in the pool."""
         self._count("stored", mode, nbytes)
         whole = self._whole or self
         with whole._lock:
             whole.arrived_bytes += nbytes
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
-        """Count a range that stays with the client; `detail` is what the daemon says of it."""
+        """Count a range that is kept with the client; `detail` is the daemon's explanation."""
         self._count("kept", reason, nbytes)
         whole = self._whole or self
         with whole._lock:
             whole._details[reason] = detail
 
     def ratio(self) -> float:
-        """Return offloaded over stored bytes, 1.0 before anything has been stored."""
+        """Return offloaded over stored bytes, at least 1.0; 1.0 before anything has been stored."""
         sums = self._sums()
         stored = sums.total("stored")
         return max(1.0, sums.total("offloaded") / stored) if stored else 1.0
 
     def staying(self) -> Staying:
-        """Return what has stayed so far."""
+        """Return the totals and the bytes kept so far."""
         sums = self._sums()
         with self._lock:
             details = dict(self._details)
@@ -255,7 +255,7 @@ class StatsRecorder:
             tally.nbytes += nbytes
 
     def _add_native(self) -> None:
-        """Count what compiled code has counted since the last time."""
+        """Add the counts that compiled code has made since the last call."""
         if self.native is None:
             return
         counted, seconds = self.native.drain()
@@ -268,7 +268,7 @@ class StatsRecorder:
             self._seconds[on] += seconds
 
     def _sums(self) -> _Sums:
-        """Return what was counted here and in the layers."""
+        """Return the sums of this recorder and its layers."""
         self._add_native()
         sums = _Sums()
         with self._lock:
@@ -285,11 +285,11 @@ class StatsRecorder:
 
 
 _SAVED = ("skipped", "deduplicated", "recorded", "replayed")
-"""What becomes of a tensor that autograd hands over: one of these."""
+"""The outcomes of a tensor that autograd saves: exactly one of these."""
 
 
 class _Tally:
-    """How many, and how many bytes."""
+    """A count and its bytes."""
 
     __slots__ = ("count", "nbytes")
 
@@ -299,7 +299,7 @@ class _Tally:
 
 
 class _Sums:
-    """What was counted of some layers by now."""
+    """The sums of some layers' counts."""
 
     def __init__(self) -> None:
         self.tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
@@ -311,15 +311,15 @@ class _Sums:
         tally.nbytes += more.nbytes
 
     def total(self, *what: str) -> int:
-        """Return the bytes of what became this."""
+        """Return the total bytes with these outcomes."""
         return sum(self.nbytes(*what).values())
 
     def nbytes(self, *what: str) -> dict[str, int]:
-        """Return the bytes of what became this by name, without what has none."""
+        """Return the bytes with these outcomes by name, without names that have none."""
         return self._sums(what, lambda tally: tally.nbytes)
 
     def counts(self, *what: str) -> dict[str, int]:
-        """Return how many became this by name, without what none did."""
+        """Return the counts with these outcomes by name, without names that have none."""
         return self._sums(what, lambda tally: tally.count)
 
     def _sums(self, what: Collection[str], of_tally: Callable[[_Tally], int]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The daemon's state as Client.status returns it: what `stormd status --json` prints, typed.
 
-Fields are what each daemon of this protocol version reports; whatever else it says is in `details`.
+The fields are those that every daemon of this protocol version reports; `details` has the rest.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class DaemonStatus:
     pool: PoolStatus
     sessions: tuple[SessionStatus, ...]
     cache: CacheStatus | None
-    """None where the daemon keeps no cache."""
+    """None if the daemon keeps no cache."""
     details: Mapping[str, Any] = field(repr=False)
-    """The whole object as it was sent."""
+    """The whole object as the daemon sent it."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> DaemonStatus:

@@ -1,8 +1,8 @@
-"""Says once, after the first steps, what offloading saves and what it costs.
+"""Reports once, after the first steps, what offloading saves and what it costs.
 
-The first steps learn a plan and try it, so it is those that follow it which are counted. Only what
-was measured is said: how long a step would take without is not known here, so the cost is the time
-that training threads spent on it. What is said is decided here, and is pure; `say` logs it.
+The first steps learn a plan and try it, so only later ones count. The report has measured figures
+only. The time of a step without offloading is unknown, so the cost is the time that training
+threads spent on offloading. The text is made here by pure functions; `say` logs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stormd.protocol.sizes import exact_size, format_size, suggested_pool
 __all__ = ["Summary", "say"]
 
 FIRST_STEP = 3
-"""The first that is counted: those before it learn the plan and try it."""
+"""The first step that is counted: earlier ones learn the plan and try it."""
 
 COUNTED_STEPS = 2
 
@@ -41,10 +41,10 @@ class _Begin(NamedTuple):
 
 
 class Summary:
-    """Counts the steps of an Offload up to the one that says something. Threads may share it."""
+    """Counts the steps of an Offload up to the one that reports. Threads may share it."""
 
     def __init__(self) -> None:
-        """Start before the first."""
+        """Start before the first step."""
         self.begun = 0
         self._due = FIRST_STEP
         self._before: _Begin | None = None
@@ -57,11 +57,11 @@ class Summary:
         device_peak: Callable[[], int | None],
         is_comparing: Callable[[], bool],
     ) -> str | None:
-        """Note that a step begins at this time; return the line if it is due.
+        """Note that a step begins at this time; return the report if it is due.
 
-        `small_owned` tells how many bytes of the model's parameters count as small tensors,
-        `device_peak` how many bytes a GPU has had allocated at most, None where there is none.
-        `is_comparing` tells whether plans are compared, so that later steps may do something else.
+        `small_owned` returns how many bytes of the model's parameters count as small tensors.
+        `device_peak` returns the peak of bytes allocated on a GPU, None without one. `is_comparing`
+        returns whether plans are being compared, so that later steps may behave differently.
         """
         self.begun += 1
         if self.begun != self._due:
@@ -72,13 +72,13 @@ class Summary:
             self._due, self._before = 0, None
             line = _line(before, now, small_owned(), device_peak())
             return line if line is None or not is_comparing() else f"{line}; {_COMPARING}"
-        # None of them saved anything, as in a validation: look at the next.
+        # None of these steps saved anything, as in a validation: count the next ones.
         self._before, self._due = now, self.begun + COUNTED_STEPS
         return None
 
 
 def say(text: str) -> None:
-    """Log for people: on stderr where the script has set up no logging of its own."""
+    """Log a line for the user: on stderr if the script has not configured logging."""
     if log.hasHandlers():
         log.info(text)
     elif log.level <= logging.INFO:  # unset is the lowest
@@ -87,7 +87,7 @@ def say(text: str) -> None:
 
 
 def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> str | None:
-    """Return what the steps between the two did; None where that is not worth a line."""
+    """Return a report of the steps between the two; None if they saved too little."""
     steps = now.step - before.step
     small = (_small(now) - _small(before)) // steps
     stayed = (_stayed(now) - _stayed(before)) // steps - min(small, small_owned)
@@ -121,7 +121,7 @@ def _shown(seconds: float) -> str:
 
 
 def _stayed(begin: _Begin) -> int:
-    """Return the bytes of activations that stayed; what is stored besides is none."""
+    """Return the bytes of kept activations; the reasons in NO_ACTIVATIONS do not count."""
     staying = begin.staying
     skipped = sum(n for reason, n in staying.skipped_bytes.items() if reason not in NO_ACTIVATIONS)
     return skipped + sum(staying.kept_bytes.values())

@@ -1,9 +1,9 @@
-"""When a step saved and used its tensors, and when its threads waited: what a picture shows.
+"""When a step saved and used its tensors, and when its threads waited: the data of a figure.
 
-Times are the host's, as training threads saw them: on a GPU their work is done later. A step notes
-what it does as it goes, which costs it a fraction of a microsecond each time, so after the first
-steps only one in some is followed; sums are made where somebody asks. A block without end is not
-followed any further than MOST_MOMENTS.
+Times are the host's, as training threads measure them: on a GPU the work runs later. A step notes
+its actions as it runs. Each note costs a fraction of a microsecond, so after the first steps only
+one step in `EVERY` is traced. Sums are computed when they are read. An endless block is not traced
+beyond `MOST_MOMENTS`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ __all__ = [
 MOST_MOMENTS = 20_000
 
 FIRST_STEPS = 10
-"""That are all followed: a plan is learned in them."""
+"""First steps, which are all traced: a plan is learned in them."""
 
 EVERY = 50
-"""Of the later steps one in so many is."""
+"""Of the later steps, one in so many is traced."""
 
 Fate = Literal["stays", "offloaded", "replayed"]
-"""What becomes of a saved tensor: stays on the device, goes to the daemon, is recomputed."""
+"""The outcome of a saved tensor: kept on the device, offloaded, or recomputed."""
 
 FATES: tuple[Fate, ...] = ("stays", "offloaded", "replayed")
 
 
 class Moment(NamedTuple):
-    """Seconds since the step began, what has been saved and not used since by then, in bytes of
-    each fate, and the bytes that had arrived in the pool since the step began.
+    """Seconds since the step began, and byte counts at that time.
+
+    `stays`, `offloaded` and `replayed` are the bytes of each fate that are saved and not used yet.
+    `stored` is the bytes that have arrived in the pool since the step began.
     """
 
     seconds: float
@@ -52,8 +54,9 @@ class Moment(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """What a training thread did instead of computing: "store", "wait" or "replay"; in seconds
-    since the step began.
+    """A time in which a training thread did not compute, in seconds since the step began.
+
+    `kind` is "store", "wait" or "replay".
     """
 
     kind: str
@@ -63,36 +66,36 @@ class Pause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step in time."""
+    """One step over time."""
 
     moments: tuple[Moment, ...]
     pauses: tuple[Pause, ...]
 
 
 class Stored(Protocol):
-    """What tells how much has been stored."""
+    """An object that counts the stored bytes."""
 
     arrived_bytes: int
-    """In the pool, by now."""
+    """Bytes that have arrived in the pool so far."""
 
 
 class StepTrace:
-    """What one step has done so far. Any of its threads may note something."""
+    """The actions of one step so far. Any of its threads may note something."""
 
     __slots__ = ("_began", "_changes", "_of", "_pauses", "_stored", "_unused")
 
     def __init__(self, stored: Stored, of: Traces) -> None:
-        """Begin; `stored` tells how many bytes have arrived in the pool."""
+        """Begin; `stored` counts the bytes that have arrived in the pool."""
         self._stored = stored
         self._of: Traces | None = of
-        """Whose latest this is to be, once a backward pass has begun to use what was saved."""
+        """Where this becomes the latest trace once a backward pass uses a saved tensor."""
         self._began = perf_counter()
         self._changes: list[tuple[float, Fate, int, int]] = []
         self._pauses: list[Pause] = []
         self._unused: dict[int, tuple[Fate, int]] = {}
 
     def saved(self, key: int, fate: Fate, nbytes: int) -> None:
-        """Note that a tensor was saved; `key` stands for it as long as the step's graph lives."""
+        """Note that a tensor was saved; `key` identifies it as long as the step's graph lives."""
         if len(self._changes) < MOST_MOMENTS:
             self._unused[key] = fate, nbytes
             self._changes.append((perf_counter(), fate, nbytes, self._stored.arrived_bytes))
@@ -107,14 +110,14 @@ class StepTrace:
             self._changes.append((perf_counter(), known[0], -known[1], self._stored.arrived_bytes))
 
     def paused(self, kind: str, began: float) -> float:
-        """Note what a thread has done since `began`, by perf_counter; return the seconds."""
+        """Note an activity of a thread since `began`, by perf_counter; return the seconds."""
         ended = perf_counter()
         if len(self._pauses) < MOST_MOMENTS:
             self._pauses.append(Pause(kind, began - self._began, ended - self._began))
         return ended - began
 
     def timeline(self) -> Timeline:
-        """Return what has been noted so far."""
+        """Return the notes so far as a timeline."""
         changes = sorted(self._changes)  # threads append in any order
         before = changes[0][3] if changes else 0
         sums = dict.fromkeys(FATES, 0)
@@ -126,7 +129,7 @@ class StepTrace:
 
 
 class Untraced:
-    """Stands for the trace of a step that is not followed."""
+    """Replaces the trace of a step that is not traced."""
 
     __slots__ = ()
 
@@ -145,22 +148,22 @@ _UNTRACED = Untraced()
 
 
 class Traces:
-    """Which step of an Offload is shown: the last that was followed and used by a backward pass."""
+    """Selects the step of an Offload that is shown: the last traced one with a backward pass."""
 
     def __init__(self) -> None:
-        """Start without any."""
+        """Start without traces."""
         self.latest: StepTrace | None = None
         self._steps = 0
 
     def begin(self, stored: Stored, *, seldom: bool = False) -> StepTrace | Untraced:
-        """Return the next step's; `stored` tells how many bytes have arrived in the pool.
+        """Return the next step's trace; `stored` counts the bytes that have arrived in the pool.
 
-        A step whose saves are not told here is `seldom`: of those none is followed.
+        A step whose saves are not noted here is `seldom`: no such step is traced.
         """
         self._steps += 1
         is_followed = not seldom and (self._steps <= FIRST_STEPS or self._steps % EVERY == 0)
         return StepTrace(stored, self) if is_followed else _UNTRACED
 
     def timeline(self) -> Timeline | None:
-        """Return the latest in time; None before there was one."""
+        """Return the timeline of the latest trace; None before there is one."""
         return None if self.latest is None else self.latest.timeline()

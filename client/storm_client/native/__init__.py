@@ -1,7 +1,7 @@
-"""The native path: compiled code that follows steps whose plan is made, beside its Python twin.
+"""The native path: compiled code that follows planned steps, as a twin of the Python code.
 
-The module is built once for each torch and Python (`build.py`), by another process beside the first
-steps, and Python does everything until it is there, or where it cannot be built.
+`build.py` builds the module once for each installed torch and Python, in another process during
+the first steps. Python follows all steps until the module exists, or if it cannot be built.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from storm_client.native.configuring import configured
 __all__ = ["SWITCH", "Native", "module", "reason"]
 
 Native: TypeAlias = Any
-"""The compiled module; `_follow.pyi` says what it has."""
+"""The compiled module; `_follow.pyi` declares its contents."""
 
 SWITCH: Final = "STORMD_NATIVE"
-"""A variable: "off" has Python follow all steps; "on", or nothing, has compiled code do so."""
+"""An environment variable: if "off", Python follows all steps; if "on" or unset, compiled code."""
 
 LOOK_EVERY: Final = 32
-"""One in so many calls of `module` looks whether the module has been built by now."""
+"""During a build, one in this many calls of `module` checks whether the build has finished."""
 
 log = logging.getLogger("storm_client")
 
 
 class _Loader:
-    """What is known of the module in this process."""
+    """The state of the module in this process: absent, being built, loaded or given up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects all below
         self.module: Any = None
         self.reason = ""
-        """Why there is none; empty before anybody has asked, and while it is being built."""
+        """Why there is no module; empty before the first `look`, in a build, and once loaded."""
         self._path: Path | None = None
         self._builder: subprocess.Popen[bytes] | None = None
         self._calls = 0
 
     def look(self) -> None:
-        """Load the module if it is there, or have it built."""
+        """Load the module if it is built; otherwise start its build."""
         if self.module is not None or self.reason:
             return
         self._calls += 1
         if self._builder is not None and self._calls % LOOK_EVERY:
             return
         if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread does this already
         try:
             self._find()
         except (BuildError, OSError, ImportError) as error:
@@ -82,22 +82,22 @@ _loader = _Loader()
 
 
 def module() -> Native | None:
-    """Return the compiled module; None while it is being built, and where it cannot be."""
+    """Return the compiled module; None while it is being built, or if it cannot be built."""
     if _loader.module is None:
         _loader.look()
     return _loader.module
 
 
 def reason() -> str:
-    """Return why there is no module; empty where there is one, or may be soon."""
+    """Return why there is no module; empty if it is loaded, or may be soon."""
     return _loader.reason
 
 
 def _load(path: Path) -> Native:
-    """Load the module, which nobody but this user, or root, may have written.
+    """Load the module if only this user or root can have written it.
 
     Raises:
-        ImportError: somebody else could have, or it cannot be loaded.
+        ImportError: another user could have written it, or it cannot be loaded.
     """
     for one in (path, path.parent):
         status = one.stat()
@@ -112,7 +112,7 @@ def _load(path: Path) -> Native:
 
 
 def _start_building() -> subprocess.Popen[bytes]:
-    """Have another process build the module; it goes on if this one ends."""
+    """Start a process that builds the module; it continues if this process ends."""
     builder = Path(__file__).with_name("build.py")
     return subprocess.Popen(  # noqa: S603 - this Python and a file beside this one
         [sys.executable, str(builder), "--background"],

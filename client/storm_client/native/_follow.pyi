@@ -1,4 +1,4 @@
-"""What the compiled module has; its sources are beside this file."""
+"""The contents of the compiled module, whose sources are in this folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -10,19 +10,20 @@ from storm_client.eager.launches import Kernel, Launch, LaunchSink
 Leaving: TypeAlias = tuple[
     torch.UntypedStorage, torch.dtype, int, int, int, torch.Tensor | None, torch.Tensor | None
 ]
-"""Of a result that is to leave: its storage and dtype, its own bytes, the event of the script that
-it is, the version at which it was saved, what counts that and the tensor itself, while they live.
+"""A result to offload: its storage and dtype, its own bytes, the position of its event in the
+script, the version at which it was saved, the base that counts versions, and the tensor itself.
+The last two are None once freed.
 """
 
 Member: TypeAlias = tuple[int, int, int]
-"""Of a result that is to leave and that nobody else holds: the event of the script that it is, its
-own bytes, and those of its storage, 0 if it shares that with an earlier one."""
+"""A result to offload that nobody else holds: the position of its event in the script, its own
+bytes, and those of its storage, 0 if an earlier member shares the storage."""
 
 Unit: TypeAlias = tuple[torch.UntypedStorage, torch.dtype, list[Member]]
-"""What leaves as one range, and whose bytes that are."""
+"""Results that are offloaded as one range: the storage, its dtype, and the results in it."""
 
 class Kept:
-    """What autograd holds for a tensor that is kept on the device."""
+    """The handle that autograd holds for a tensor kept on the device."""
 
     @property
     def token(self) -> torch.Tensor | None: ...
@@ -33,27 +34,27 @@ class Kept:
     def leave(self, moved: Any, /) -> None: ...
 
 class Recomputed:
-    """What autograd holds for a tensor that is recomputed."""
+    """The handle that autograd holds for a recomputed tensor."""
 
 class Tallies:
-    """Counts of what became of saved tensors."""
+    """Counts of saved tensors by what was done with them."""
 
     def __init__(self) -> None: ...
     def add_row(self) -> int: ...
     def drain(self) -> tuple[list[tuple[int, int, int]], float]: ...
 
 class Owned:
-    """The storages of a list of tensors, none of which it keeps."""
+    """The storages of a list of tensors, which it does not keep alive."""
 
     def __init__(self, tensors: list[torch.Tensor], /) -> None: ...
 
 class Script:
-    """What a step that follows its plan calls and saves, in order."""
+    """The calls and saved tensors of a step that follows its plan, in order."""
 
     def __init__(self, events: list[Any], kept: list[tuple[int, int]], length: int, /) -> None: ...
 
 class CallLog:
-    """Notes which operators a step calls."""
+    """Records which operators a step calls."""
 
     def __init__(self, least: int, is_noted: bool, /) -> None: ...
     def watch(self) -> None: ...
@@ -78,7 +79,7 @@ class CallLog:
     def entries(self) -> list[tuple[int, str, str, Kernel | None, int, tuple[int, ...], str]]: ...
 
 class Draw:
-    """Random numbers that an operation has drawn."""
+    """The random numbers that an operation has drawn, as generator states."""
 
     def end(self) -> None: ...
     def again(
@@ -86,7 +87,7 @@ class Draw:
     ) -> Any: ...
 
 class Launches:
-    """Who is told of what a thread launches, and which memory is new."""
+    """Reports the kernels that a thread launches, and tracks which memory is new."""
 
     def __init__(self, listener: Callable[..., Any], sink: LaunchSink, /) -> None: ...
     def watch(self) -> None: ...
@@ -135,7 +136,7 @@ class Follower:
     def forget(self) -> None: ...
 
 def configure(*arguments: Any) -> None:
-    """Set what is asked of Python; see configuring.py."""
+    """Set the Python objects that the module uses; see configuring.py."""
 
 def told_settings() -> dict[str, int]: ...
 def note_draw(tensor: torch.Tensor, /) -> Draw | None: ...

@@ -1,7 +1,7 @@
-// PyTorch offers no way to try an allocation again: its observers of running out of memory are told
-// before it raises, and what it calls before that holds the allocator's lock, under which Python may
-// not run. So the allocator's own method is wrapped where all its callers find it, in the table of
-// its class's virtual methods. What wraps it holds no lock when the error comes by.
+// PyTorch offers no way to retry an allocation. It calls its out-of-memory observers only just
+// before it raises the error. Its earlier callbacks run with the allocator's lock held, under which
+// Python may not run. So this file wraps the allocator's own method where all callers find it: in
+// the virtual method table of its class. The wrapper holds no lock when it catches the error.
 #include "allocations.h"
 
 #include "locked.h"
@@ -22,25 +22,25 @@ namespace storm {
 namespace allocations {
 
 // A method that returns an object by hidden address has the calling convention of a function whose
-// first argument is the object it is called on.
+// first argument is the method's object.
 using Method = c10::DataPtr (c10::Allocator::*)(size_t);
 using Function = c10::DataPtr (*)(c10::Allocator*, size_t);
 
 constexpr int MOST_ATTEMPTS = 8;
 
 struct Watched {
-  std::atomic<Function>* place = nullptr;  // in the table of virtual methods
+  std::atomic<Function>* place = nullptr;  // in the virtual method table
   Function original = nullptr;
-  PyObject* relief = nullptr;  // held for as long as the process lives
+  PyObject* relief = nullptr;  // never released
 };
 
-Watched watched[2];  // one for each class of allocators: a GPU's, and a test's
-int count = 0;       // changed with the interpreter's lock held
+Watched watched[2];  // one for each allocator class: a GPU's, and a test's
+int count = 0;       // changed with the GIL held
 thread_local bool is_relieving = false;
 
 const char* const NOT_WATCHED = "an allocator is called that was not watched";
 
-// Returns how far into its table a virtual method lies, in entries; -1 where that is not known.
+// Returns the index of a virtual method in its table; -1 if it is unknown.
 ptrdiff_t entry_of(Method method) {
   struct {
     ptrdiff_t pointer, adjustment;
@@ -49,7 +49,7 @@ ptrdiff_t entry_of(Method method) {
   std::memcpy(&parts, &method, sizeof parts);
 #if defined(__x86_64__)  // the Itanium ABI: an odd pointer is an offset plus one
   return parts.pointer & 1 && !parts.adjustment ? (parts.pointer - 1) / sizeof(void*) : -1;
-#elif defined(__aarch64__)  // its variant: the adjustment is odd
+#elif defined(__aarch64__)  // its Arm variant: the adjustment is odd
   return parts.adjustment == 1 ? parts.pointer / sizeof(void*) : -1;
 #else
   return -1;
@@ -63,7 +63,7 @@ std::atomic<Function>* place_of(c10::Allocator* allocator) {
   return table + entry;
 }
 
-// Whether no thread may take the interpreter's lock any more.
+// Returns whether the interpreter is ending, so that no thread may take the GIL any more.
 bool is_ending() {
 #if PY_VERSION_HEX >= 0x030D0000
   return !Py_IsInitialized() || Py_IsFinalizing();
@@ -74,7 +74,8 @@ bool is_ending() {
 
 enum class Answer { RAISE, RETRY };
 
-// Lets an interrupt that came while Python made room reach the script, where it is looked for next.
+// Passes on an interrupt that came while Python freed memory: the script gets it at Python's next
+// check for signals. Reports any other error as unraisable.
 void pass_on_interrupt() {
   const bool is_interrupt = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
   if (is_interrupt) {
@@ -91,7 +92,7 @@ Answer ask(PyObject* relief, size_t nbytes, int attempt, c10::OutOfMemoryError& 
   Answer answer = Answer::RAISE;
   {
     const WithInterpreter held;
-    PyObject *kind, *value, *traceback;  // of an error that the caller is about to handle
+    PyObject *kind, *value, *traceback;  // of an error that the caller is handling
     PyErr_Fetch(&kind, &value, &traceback);
     Ref said = Ref::stolen(PyObject_CallFunction(relief, "ni", static_cast<Py_ssize_t>(nbytes), attempt));
     if (!said) {
@@ -131,7 +132,7 @@ c10::DataPtr allocate(c10::Allocator* self, size_t nbytes) {
   }
 }
 
-// Returns how the page of an address may be used, as mprotect takes it; -1 where that is not known.
+// Returns the access rights of the page at an address, as for mprotect; -1 if they are unknown.
 int access_to(const void* address) {
   std::ifstream maps("/proc/self/maps");
   const auto wanted = reinterpret_cast<uintptr_t>(address);
@@ -152,7 +153,7 @@ bool set_access(void* address, int access) {
   return mprotect(reinterpret_cast<void*>(begin), page, access) == 0;
 }
 
-// Puts a function into a table of virtual methods, which the loader has made read-only.
+// Stores a function in a virtual method table, which the loader may have made read-only.
 bool put(std::atomic<Function>* place, Function function) {
   const int access = access_to(place);
   if (access < 0) return false;
@@ -175,7 +176,7 @@ bool watch_allocations(c10::DeviceType type, PyObject* relief) {
   if (place == nullptr) return false;
   for (Watched& one : watched) {
     if (one.place == place) {
-      Py_INCREF(relief);  // and the former is not let go: a thread may be calling it
+      Py_INCREF(relief);  // the former one is not released: a thread may be calling it
       one.relief = relief;
       return true;
     }

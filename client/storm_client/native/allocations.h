@@ -1,14 +1,14 @@
-// Tries a failed allocation of device memory again, once Python has made room.
+// Retries a failed allocation of device memory after Python has freed memory.
 #pragma once
 
 #include "common.h"
 
 namespace storm {
 
-// Has the allocator of a device type ask `relief` when it has no memory left, by calling
-// relief(nbytes, attempt) in the thread that allocates: true has the allocation tried again, a
-// string is added to the error's message, anything else lets the error pass.
-// False where the allocator cannot be watched.
+// Makes the allocator of a device type call relief(nbytes, attempt) when it runs out of memory, in
+// the thread that allocates. If that returns True, the allocation is retried. A string is added to
+// the error's message. With any other result the error is raised as it is.
+// Returns false if the allocator cannot be watched.
 bool watch_allocations(c10::DeviceType type, PyObject* relief);
 
 }  // namespace storm

@@ -9,8 +9,8 @@ namespace binding {
 
 PyObject* parameter = nullptr;
 
-// At a multiple of which PyTorch's own memory begins. What lies otherwise, as NumPy's may, has its
-// first elements added by themselves, and a copy would not.
+// PyTorch's own memory starts at a multiple of this many bytes. Of memory with another alignment,
+// such as NumPy's, kernels may sum the first elements separately; of a copy they would not.
 constexpr uintptr_t ALIGNMENT = 64;
 
 bool lies_elsewhere(const at::Tensor& tensor) {
@@ -30,18 +30,18 @@ bool is_parameter(const at::Tensor& tensor, const Owned& owned) {
   return found;
 }
 
-// How an input that stays is held.
+// Returns how to hold a constant input, a small one or a parameter; none for any other input.
 std::optional<Source> constant(const at::Tensor& tensor, const Owned& owned, int64_t least) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Alias(tensor);
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   const bool is_small = nbytes < least;
   if (!is_small && !is_parameter(tensor, owned)) return {};
-  // What no operation made can be written to without being counted.
+  // If no operation made the memory, it can be written to without a version counting that.
   const bool copies = is_small && !is_result(tensor);
   return Alias(copies ? copied(tensor) : alias_of(tensor));
 }
 
-// How many of the inputs lie in an output's memory.
+// Returns how many of the inputs share an output's storage.
 size_t count_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs) {
   size_t found = 0;
   const auto* storage = storage_of(output.unsafeGetTensorImpl());
@@ -52,7 +52,7 @@ size_t count_in(const at::Tensor& output, const std::vector<c10::IValue>& inputs
   return found;
 }
 
-// The cast of an argument, where that is recomputed.
+// Returns autocast's cast of an argument as a source if the cast is recomputed; else none.
 std::optional<Source> recomputed_cast(const std::vector<Cast>& casts, const at::Tensor& argument,
                                         const Values& values) {
   for (const Cast& cast : casts) {
@@ -64,7 +64,7 @@ std::optional<Source> recomputed_cast(const std::vector<Cast>& casts, const at::
   return {};
 }
 
-// How an input is held that has been written over; none if that cannot be made again.
+// Returns how to hold an input that the call has overwritten; none if it cannot be recomputed.
 std::optional<Source> former_of(const Begun& begun, size_t place, const Call& call,
                                 const at::Tensor& input, const at::Tensor& output,
                                 const Values& values) {
@@ -79,7 +79,7 @@ std::optional<Source> former_of(const Begun& begun, size_t place, const Call& ca
   return before == nullptr ? std::nullopt : std::optional<Source>(Written(std::move(before), input));
 }
 
-// How an input is held that is the value of a number; none if it cannot be that.
+// Returns how to hold an input as the value with a number; none if it cannot be that value.
 std::optional<Source> source_of(const Script& script, int number, const Begun& begun,
                                 const at::Tensor& input, Values& values, const Owned& owned,
                                 int64_t least, std::vector<Unpacked>& unpacked) {
@@ -156,9 +156,9 @@ std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) con
   if (found == seen_.end()) return nullptr;
   const Seen& last = found->second;
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  const bool is_noted = last.version == version;  // what was made, besides
+  const bool is_noted = last.version == version;  // the output is noted already
   const Before before = is_noted ? last.before : Before{last.number, last.version, last.result};
-  const bool is_last = before.version + 1 == version;  // a call counts at least one
+  const bool is_last = before.version + 1 == version;  // each call adds at least one
   const bool is_it = is_last && before.number == number && before.result != nullptr;
   return is_it && before.result->has_recipe() ? before.result : nullptr;
 }
@@ -226,7 +226,7 @@ bool bind(const Script& script, const Call& call, Begun& begun, const at::Tensor
 
 namespace binding {
 
-// What dropout keeps: memory without content serves as its input.
+// Returns the recipe of dropout's mask: uninitialized memory serves as the input.
 std::optional<Recipe> of_layout(const Call& call, const Begun& begun, Circumstances circumstances) {
   const at::Tensor given = output_at(begun.inputs, 0);
   if (begun.draw == nullptr || !given.defined()) return {};
@@ -236,7 +236,7 @@ std::optional<Recipe> of_layout(const Call& call, const Begun& begun, Circumstan
   return Recipe(*call.op, begun.inputs, std::move(sources), circumstances, begun.draw);
 }
 
-// A copy of what was written over is the memory that this is made in anew.
+// Returns the recipe of a copy of an overwritten input: the memory in which that is recomputed.
 std::optional<Recipe> of_former(const Call& call, const Begun& begun, const Values& values,
                                 Circumstances circumstances) {
   static const auto alias = c10::Dispatcher::singleton().findSchemaOrThrow("aten::alias", "");

@@ -1,12 +1,12 @@
-"""Builds the module `_follow` of this folder against the installed torch, into a cache.
+"""Builds the module `_follow` from this folder against the installed torch, into a cache.
 
-    python -m storm_client.native            build it now, and say where it is, or why not
-    python -m storm_client.native --check    say whether it is there or can be built
+    python -m storm_client.native            build it now; print its path, or why that failed
+    python -m storm_client.native --check    print whether it exists or can be built
 
-Nothing but the standard library is imported, so that a training process can have this file run
-beside it without loading PyTorch twice. A module in the cache was loaded and tried once by another
-process: one that does not fit the installed torch never comes there. Processes that start together
-build it once.
+This file imports only the standard library, so that a training process can run it in a second
+process without loading PyTorch twice. A separate process loads and tests each module before it
+enters the cache, so a module that does not fit the installed torch never gets there. Processes that
+start at the same time build the module once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FOLDER = Path(__file__).resolve().parent
 NAME = "_follow"
 
 BUILD_SECONDS = 900.0
-"""After so many a compiler is given up; it takes half a minute of one processor."""
+"""Timeout for each command of a build; compiling takes half a minute on one processor."""
 
 FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-g0", "-DNDEBUG")
-"""PyTorch is built without its debug checks, which decide how large some of its classes are."""
+"""NDEBUG matches PyTorch's own build: with its debug checks some of its classes are larger."""
 
 _TRY = """
 import sys, torch, importlib.machinery as m, importlib.util as u
@@ -68,15 +68,15 @@ draw = follow.note_draw(w); drawn = torch.rand(4); draw.end(); after = torch.get
 assert torch.equal(draw.again(torch.rand, [4], {}), drawn)
 assert torch.equal(torch.get_rng_state(), after)
 """
-"""Tells whether the module at a path fits the installed torch."""
+"""Fails if the module at a given path does not fit the installed torch."""
 
 
 class BuildError(Exception):
-    """Why there is no module."""
+    """The module cannot be built; the message says why."""
 
 
 def module_path() -> Path:
-    """Return where the module is, or would be, for this Python, torch and these sources.
+    """Return the path of the module for this Python, torch and these sources; it may not exist yet.
 
     Raises:
         BuildError: torch is not installed.
@@ -85,7 +85,7 @@ def module_path() -> Path:
 
 
 def why_not(path: Path) -> str | None:
-    """Return why the module of that path could not be built; None if nobody has tried."""
+    """Return why building the module at that path failed; None if no failure is recorded."""
     try:
         return path.with_name("failed").read_text()
     except OSError:
@@ -93,10 +93,10 @@ def why_not(path: Path) -> str | None:
 
 
 def build() -> Path:
-    """Build the module unless it is there, and return its path. Another process may be at it.
+    """Build the module unless it exists, and return its path; wait if another process builds it.
 
     Raises:
-        BuildError: there is no compiler, or what it makes cannot be loaded. That is noted, for
+        BuildError: there is no compiler, or its output cannot be loaded. The reason is recorded for
             `why_not`; the next call tries again.
     """
     path = module_path()
@@ -132,7 +132,7 @@ def _compiler() -> str:
 
 
 def _flags(torch: Path) -> list[str]:
-    """Return how PyTorch's headers are compiled against; all files are one unit, for their sake."""
+    """Return the compiler flags; all files are one unit, so PyTorch's headers compile only once."""
     include = torch / "include"
     folders = (sysconfig.get_paths()["include"], include, include / "torch/csrc/api/include")
     return [*FLAGS, f"-I{FOLDER}", *(f"-isystem{folder}" for folder in folders)]
@@ -169,7 +169,7 @@ def _torch() -> Path:
 
 
 def _key() -> str:
-    """Name what the module depends on: sources, flags, Python, and the library of torch."""
+    """Return a hash of what the module depends on: sources, flags, Python, and torch's library."""
     digest = hashlib.sha256(repr((FLAGS, sys.implementation.cache_tag, sys.abiflags)).encode())
     library = _torch() / "lib" / "libtorch_python.so"
     try:
@@ -188,10 +188,10 @@ def _cache() -> Path:
 
 
 def check() -> str:
-    """Return where the module is, or by what it will be built.
+    """Return the path of the module, or a message that names the compiler that will build it.
 
     Raises:
-        BuildError: it cannot be built, or could not when that was tried.
+        BuildError: it cannot be built, or an earlier build failed.
     """
     path = module_path()
     if path.exists():
@@ -203,7 +203,7 @@ def check() -> str:
 
 
 def main() -> int:
-    """Build the module, or look for it, and print where it is, or why there is none."""
+    """Build the module, or check for it, and print its path, or why there is none."""
     parser = argparse.ArgumentParser(prog="python -m storm_client.native")
     parser.add_argument("--check", action="store_true", help="only say whether it is there")
     parser.add_argument("--background", action="store_true", help="leave processors to others")

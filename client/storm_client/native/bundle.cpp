@@ -17,7 +17,7 @@
 namespace storm {
 namespace bundles {
 
-constexpr size_t ALIGNMENT = 512;  // bytes; as a GPU's allocations begin
+constexpr size_t ALIGNMENT = 512;  // bytes; the alignment of GPU allocations
 
 struct Copy {
   const c10::Storage& from;
@@ -27,7 +27,7 @@ struct Copy {
   size_t nbytes;
 };
 
-// Has this thread's work on a device come behind that of a stream of it.
+// Puts this thread's work on a device into its default or its current stream.
 class OnStream {
  public:
   OnStream(c10::Device device, bool is_default) {
@@ -40,7 +40,7 @@ class OnStream {
   std::optional<c10::StreamGuard> guard_;
 };
 
-// Not by an operator, which would fill it where deterministic algorithms are asked for.
+// Allocates without an operator, which would fill the memory if deterministic algorithms are on.
 c10::Storage allocated(size_t nbytes, c10::Device device) {
   return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, c10::GetAllocator(device.type()),
                       /*resizable=*/true);
@@ -62,8 +62,8 @@ bool is_word(const Copy& copy) {
   return copy.nbytes % size == 0 && address % size == 0;
 }
 
-// As one kernel, of which nobody is told. Integers are moved by their bits; of words each thread
-// moves sixteen bytes at a time.
+// Copies with one kernel, which no observer sees. Copies of integers preserve all bits. With 32-bit
+// words each GPU thread moves sixteen bytes at a time.
 void copy_on_device(const std::vector<Copy>& copies) {
   const bool by_words = std::all_of(copies.begin(), copies.end(), is_word);
   const auto word = by_words ? at::kInt : at::kByte;
@@ -78,7 +78,7 @@ void copy_on_device(const std::vector<Copy>& copies) {
   at::_foreach_copy_(to, from);
 }
 
-// A CPU's operators would ask how many threads there are, which sets it.
+// On a CPU uses memcpy: operators would query the number of threads, which also sets it.
 void copy_all(const std::vector<Copy>& copies, c10::Device device) {
   if (copies.empty()) return;
   if (!device.is_cpu()) return copy_on_device(copies);
@@ -139,7 +139,7 @@ c10::Storage Bundle::take(size_t place, uint32_t& had, Load load) {
   return found;
 }
 
-// Has those of which tensors live be here, each in memory of its own, unless they are already.
+// Copies each storage that live tensors use into memory of its own, unless it is restored already.
 void Bundle::restore(const c10::Storage& source, uint64_t stream) {
   std::vector<std::pair<Part*, c10::Storage>> made;
   for (Part& part : parts_) {
@@ -160,7 +160,7 @@ void Bundle::restore(const c10::Storage& source, uint64_t stream) {
   }
 }
 
-// What was brought back in the order of a stream, if it is here still.
+// Returns the storage that was restored in the order of a stream, if it still exists.
 c10::Storage Bundle::Part::found(uint64_t on) const {
   if (stream != on || !latest) return {};
   if (storage) return storage;

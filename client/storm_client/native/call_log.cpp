@@ -11,32 +11,32 @@
 namespace storm {
 namespace call_log {
 
-// A tensor that a call was given. Both addresses are compared with those of tensors that live.
+// An input of a call. Both addresses are compared only with those of live tensors.
 struct Input {
   const at::TensorImpl* tensor = nullptr;
-  const c10::StorageImpl* storage = nullptr;  // none where it has no plain one
+  const c10::StorageImpl* storage = nullptr;  // null if it has no plain one
   bool is_small = false;
 };
 
-// One output of a call that is large and part of a graph, or, without a name, a saved tensor.
+// A large output of a call that is part of a graph; or a saved tensor, which has no name.
 struct Entry {
   std::string name;
   std::string overload;
-  Ref kernel;          // of a launch, which has neither
-  bool is_cast = false;  // inside of another call
+  Ref kernel;          // of a launch, which has no names
+  bool is_cast = false;  // inside another call
   uint32_t place = 0;  // among the call's outputs
-  int position = -1;  // of the event that it is in the step's script
-  const at::TensorImpl* output = nullptr;  // an address, looked at as long as the tensor lives
+  int position = -1;  // of its event in the step's script; -1 for none
+  const at::TensorImpl* output = nullptr;  // an address, used only while the tensor lives
   const c10::StorageImpl* storage = nullptr;
   std::vector<Input> inputs;
-  std::vector<int> arguments;  // of which of the function's arguments each input is one; or -1
-  int ordinal = 0;             // of its call, in the function of Python's
-  std::string inside;          // the name of the call that it is part of; empty for none
+  std::vector<int> arguments;  // for each input, the function's argument that it is; or -1
+  int ordinal = 0;             // of its call, in the Python function
+  std::string inside;          // the name of the outer call that it is part of; empty for none
 
   bool is_call() const { return !name.empty() || kernel; }
 };
 
-// What notes that a call keeps something besides what it returns.
+// Returns the entry for a byproduct: a tensor that a call saves and does not return.
 Entry kept_by(const Entry& call) {
   Entry entry;
   entry.name = call.name;
@@ -53,30 +53,30 @@ bool lies_in(const at::Tensor& tensor, const at::Tensor& other) {
 
 constexpr int NONE = -1;
 
-// A call that no function of Python's is heard of: inside of an operator, which copies by it what it was
-// given, of what a subclass of tensors does itself, or of an attention that is computed by such calls.
+// An operator call that is not visible as a Python function: a copy of an input inside another
+// operator, or a part of what a tensor subclass or an attention without a single kernel computes.
 struct Hidden {
   std::string name;
   std::vector<c10::IValue> inputs;
   at::Tensor made;
   bool is_of_attention = false;
-  std::shared_ptr<Draw> draw = nullptr;  // of one that draws random numbers, if that can be noted
-  std::vector<at::Tensor> kept = {};     // by one that draws: what was saved meanwhile
-  uint32_t version = 0;                  // of what was made, which the next may write over
-  int entry = NONE;                      // what notes it, and behind that what it has kept
+  std::shared_ptr<Draw> draw = nullptr;  // if it draws random numbers and that can be recorded
+  std::vector<at::Tensor> kept = {};     // if it draws: tensors saved meanwhile
+  uint32_t version = 0;                  // of its output, which the next call may overwrite
+  int entry = NONE;                      // the index of its entry; a byproduct's comes next
 };
 
 class Log : public Watcher {
  public:
   int64_t least = 0;
-  bool notes = false;  // whether entries are made; else what is hidden is all that is looked at
+  bool notes = false;  // whether entries are made; else only hidden calls are recorded
   std::vector<Hidden> hidden;
   std::vector<Entry> entries;
-  size_t begun = 0;  // entries before the present function of Python's began
+  size_t begun = 0;  // number of entries when the current Python function began
   int calls = 0;     // in that function
-  bool counts = false;  // whether it runs
-  bool is_opened = false;  // whether what is inside of its call was told instead
-  std::optional<Unwatched> untold;  // while what has been called is noted
+  bool counts = false;  // whether it is running
+  bool is_opened = false;  // whether the calls inside its attention were reported instead
+  std::optional<Unwatched> untold;  // while Python records what was called
 
   bool wants_copies(const char*) const override { return true; }
 
@@ -156,7 +156,7 @@ class Log : public Watcher {
     return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
   }
 
-  // Returns the place of the new entry; behind it is one for what the call has kept.
+  // Returns the index of the new entry. If the call `keeps` a byproduct, its entry comes next.
   int add(const std::optional<c10::OperatorName>& name, const at::Tensor& output, uint32_t place,
           Told told, bool keeps) {
     if (!name) return NONE;
@@ -177,15 +177,15 @@ class Log : public Watcher {
   }
 
   std::vector<c10::IValue> read_;
-  std::vector<Input> inputs_[3];  // of the calls that began last, by what they are
-  at::Tensor copied_;             // the last one's input, if that is a copy
-  at::Tensor cast_;               // the same of a cast
-  bool is_attention_ = false;     // whether the call that is no part of another is one
-  std::vector<Hidden> casts_;     // of its arguments, if it is
-  std::vector<c10::IValue> given_;  // the last one's, if no function of Python's is heard of it
+  std::vector<Input> inputs_[3];  // of the calls that began last, by `Told`
+  at::Tensor copied_;             // the input of the last call, if that is a copy
+  at::Tensor cast_;               // the same for a cast
+  bool is_attention_ = false;     // whether the outermost call is one
+  std::vector<Hidden> casts_;     // of its arguments, if so
+  std::vector<c10::IValue> given_;  // inputs of the last call, if it is hidden
   std::shared_ptr<Draw> draw_;    // of that call
-  std::vector<at::Tensor> kept_;  // what is saved while it draws
-  const char* name_ = "";         // of the call that is no part of another
+  std::vector<at::Tensor> kept_;  // tensors saved while it draws
+  const char* name_ = "";         // of the outermost call
 };
 
 struct LogObject {
@@ -215,7 +215,7 @@ void dealloc(PyObject* self) {
 PyObject* watch(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   log_of(self).watch();
-  Py_INCREF(self);  // until nobody is told any more
+  Py_INCREF(self);  // until `unwatch`
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -268,7 +268,7 @@ PyObject* saved(PyObject* self, PyObject* argument) {
   END_HANDLE_TH_ERRORS
 }
 
-// launched(a Launch of eager/launches.py): notes its large outputs; it is as a function of its own.
+// launched(a Launch of eager/launches.py): records its large outputs, as of a separate function.
 PyObject* launched(PyObject* self, PyObject* tuple) {
   HANDLE_TH_ERRORS
   PyObject *kernel, *tensors, *options, *made;
@@ -296,7 +296,7 @@ PyObject* launched(PyObject* self, PyObject* tuple) {
   END_HANDLE_TH_ERRORS
 }
 
-// Which of the arguments a call's input is, or lies in the memory of; -1 if none.
+// Returns which of the arguments a call's input is, or shares its storage with; -1 if none.
 int argument_of(const Input& input, PyObject* given) {
   int argument = -1;
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(given); ++at) {
@@ -308,22 +308,22 @@ int argument_of(const Input& input, PyObject* given) {
   return argument;
 }
 
-// Notes that an entry is the event at a position, made of some of the arguments that are given.
+// Notes that an entry is the event at a position, and which of the given arguments it reads.
 void assign(Entry& entry, PyObject* given, int position) {
   for (const auto& input : entry.inputs) entry.arguments.push_back(argument_of(input, given));
   entry.position = position;
 }
 
-// Whether a call was given nothing large but the function's arguments and views of them.
+// Returns whether a call's large inputs are all arguments of the function, or views of these.
 bool is_bound(const Entry& entry, PyObject* given) {
   return std::all_of(entry.inputs.begin(), entry.inputs.end(), [&](const Input& input) {
     return input.is_small || argument_of(input, given) >= 0;
   });
 }
 
-// made(output, arguments, position, entry): tells whether a single call has made all of what the
-// present function has, which may have looked at views and written down indices before. Of a hidden call
-// its entry is known.
+// made(output, arguments, position, entry): returns whether a single call made all of the current
+// function's output. Before that call the function may have taken views and written indices. For a
+// hidden call the entry is known.
 PyObject* made(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *made, *given;
@@ -335,7 +335,7 @@ PyObject* made(PyObject* self, PyObject* arguments) {
     assign(log.entries.at(entry), given, position);
     Py_RETURN_TRUE;
   }
-  for (size_t at = log.entries.size(); at-- > log.begun;) {  // what a call has returned of its own last
+  for (size_t at = log.entries.size(); at-- > log.begun;) {  // a call's own outputs come last
     auto& entry = log.entries[at];
     if (entry.output != output || !entry.is_call() || entry.is_cast || entry.position >= 0) continue;
     if (log.calls != 1 && (entry.ordinal != log.calls || !is_bound(entry, given))) continue;
@@ -346,8 +346,8 @@ PyObject* made(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// kept(arguments, position, entry): notes that the present function's call has kept that event, or the
-// hidden one of an entry; tells whether it was a single call, of which a result is known.
+// kept(arguments, position, entry): notes that the event is the byproduct of the current function's
+// call, or of an entry's hidden call. Returns whether there was a single call, with a known result.
 PyObject* kept(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* given;
@@ -367,7 +367,7 @@ PyObject* kept(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// cast(storage's address, source, position): tells whether it is known which call has made it.
+// cast(storage's address, source, position): returns whether the call that made it is known.
 PyObject* cast(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* given;
@@ -377,15 +377,15 @@ PyObject* cast(PyObject* self, PyObject* arguments) {
   auto& entries = log_of(self).entries;
   for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
     if (reinterpret_cast<uint64_t>(entry->storage) != address || entry->name != "aten::to") continue;
-    if (entry->position < 0) assign(*entry, given, position);  // else autocast has kept it
+    if (entry->position < 0) assign(*entry, given, position);  // else it is in autocast's cache
     Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
   END_HANDLE_TH_ERRORS
 }
 
-// An argument as Python has it; null where it is none of a tensor, a number or nothing. Types of elements
-// are numbers.
+// Returns an argument as a Python object; null if it is not a tensor, a number or None. A dtype is
+// a number.
 Ref argument(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) return expected(THPVariable_Wrap(value.toTensor()));
   if (value.isNone() || value.isTensor()) return Ref::borrowed(Py_None);
@@ -395,8 +395,8 @@ Ref argument(const c10::IValue& value) {
   return Ref();
 }
 
-// Returns the hidden calls since that was asked last, as tuples that eager/calls.py names. Calls that
-// were given lists are left out.
+// Returns the hidden calls since the last such request, as tuples: `HiddenCall` in eager/calls.py
+// names the fields. Leaves out calls with lists as arguments.
 PyObject* take_hidden(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   const std::vector<Hidden> hidden = std::exchange(log_of(self).hidden, {});
@@ -425,12 +425,12 @@ PyObject* take_hidden(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Tuples of position, name, overload, kernel or None, place, arguments and what it is part of.
+// Returns tuples of position, name, overload, kernel or None, place, arguments and outer call.
 PyObject* entries(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   Ref found = expected(PyList_New(0));
   for (const auto& entry : log_of(self).entries) {
-    if (entry.place == KEPT && entry.position < 0) continue;  // it was no byproduct
+    if (entry.place == KEPT && entry.position < 0) continue;  // there was no byproduct
     Ref arguments = expected(PyTuple_New(static_cast<Py_ssize_t>(entry.arguments.size())));
     for (size_t at = 0; at < entry.arguments.size(); ++at) {
       PyTuple_SET_ITEM(arguments.get(), at, expected(PyLong_FromLong(entry.arguments[at])).release());

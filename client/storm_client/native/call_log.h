@@ -1,6 +1,6 @@
-// Notes which operators a step calls, beside the recorder that is written in Python: by that a
-// step's script learns by which single call each of its values was made. And Python hears so what
-// calls copy of what they are given.
+// Records which operators a step calls, next to the recorder that is written in Python. From this
+// log a step's script learns which single call made each of its values. Python also learns from it
+// which inputs calls copy.
 #pragma once
 
 #include "common.h"

@@ -1,4 +1,4 @@
-// What all files of this module include, and how they hold objects of Python's.
+// Common includes of this module, and how it holds Python objects.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@
 
 namespace storm {
 
-// A reference to an object of Python's; the interpreter's lock is held wherever it is changed.
+// A reference to a Python object; it is changed only with the GIL held.
 class Ref {
  public:
   Ref() = default;
@@ -44,7 +44,7 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// Thrown where Python's error is set already.
+// Throws python_error unless `holds`; Python's error must be set already.
 inline void expect(bool holds) {
   if (!holds) throw python_error();
 }

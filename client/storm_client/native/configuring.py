@@ -1,4 +1,4 @@
-"""Tells the compiled module what it asks of Python."""
+"""Gives the compiled module the Python objects that it uses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def configured(follow: Any) -> Any:
-    """Return the module, which has been loaded just now.
+    """Configure the module, which was just loaded, and return it.
 
-    It asks Python only for settings that it cannot tell itself, as those of a later PyTorch.
+    It asks Python only for settings that it cannot read itself, such as those of a later PyTorch.
     """
     told = follow.told_settings()
     follow.configure(

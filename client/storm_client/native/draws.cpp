@@ -8,7 +8,7 @@
 namespace storm {
 namespace draws {
 
-// Protects the state that default generators have while something is drawn again.
+// Protects the states of the default generators while numbers are drawn again.
 std::recursive_mutex& lock() {
   static auto* lock = new std::recursive_mutex();
   return *lock;
@@ -125,8 +125,8 @@ DrawingAgain::DrawingAgain(const Draw& draw)
     generator_.set_state(draw.found_);
     return;
   }
-  // To set a state would have cuDNN's recurrent layers draw anew what they drop. To exchange it
-  // does not, and whoever replays a CUDA graph goes on counting in the one that it knows.
+  // Setting a state would make cuDNN's recurrent layers draw their dropout anew. Exchanging the
+  // state object does not, and a replayed CUDA graph continues to count in the object it knows.
   at::Generator found = generator_.clone();
   found.set_state(draw.found_);
   own_ = generator_.graphsafe_get_state();

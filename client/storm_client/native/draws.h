@@ -1,10 +1,10 @@
-// What an operation has drawn from the default generator of its device, so that it can draw that
-// again.
+// The random numbers that an operation has drawn from its device's default generator, recorded so
+// that the operation can draw them again.
 //
-// Operations like dropout are not given a generator. So the default one gets the state that it had,
-// and its own back behind them. Threads that draw from it meanwhile would draw other numbers, and
-// so would the operation: that shows in the state that it leaves. Both are read and set while
-// nobody can draw.
+// Operations like dropout take no generator. So the default one gets the state that it had then,
+// and afterwards its own state back. If other threads draw from it meanwhile, they and the
+// operation draw other numbers; the state after the operation shows that. States are read and set
+// with the generator's lock held, so that nobody can draw.
 #pragma once
 
 #include "locked.h"
@@ -15,11 +15,11 @@ namespace storm {
 
 class Draw {
  public:
-  // Notes the state that an operation on a tensor will find, before it runs. None where there is
-  // none to be noted, as while a CUDA graph is captured.
+  // Records the generator's state before an operation on a tensor runs. Returns null if there is no
+  // state to record, as during the capture of a CUDA graph.
   static std::shared_ptr<Draw> begin(const at::Tensor& tensor);
 
-  // Notes the state that it has left.
+  // Records the state after the operation.
   void end();
 
  private:
@@ -31,13 +31,13 @@ class Draw {
   at::Tensor left_;
 };
 
-// As long as one lives, its thread draws what was drawn before. Only one thread does at a time.
+// While an instance lives, its thread draws the recorded numbers again: one thread at a time.
 class DrawingAgain {
  public:
   explicit DrawingAgain(const Draw& draw);
   // Gives the generator its own state back.
   ~DrawingAgain();
-  // The same, and tells whether the numbers were those that were drawn before.
+  // Does the same, and returns whether the numbers were the recorded ones.
   bool end();
   DrawingAgain(const DrawingAgain&) = delete;
   DrawingAgain& operator=(const DrawingAgain&) = delete;
@@ -48,14 +48,14 @@ class DrawingAgain {
   Locked locked_;
   const Draw& draw_;
   at::Generator generator_;
-  at::Generator own_;     // on a GPU: holds what the generator has exchanged for another state
+  at::Generator own_;     // on a GPU: holds the generator's own state object
   at::Tensor own_state_;  // on a CPU
   bool is_put_back_ = false;
 };
 
 extern PyTypeObject DrawType;
 
-// A draw as Python has it; None where there is none.
+// Returns a draw as a Python object; None for null.
 PyObject* wrapped(std::shared_ptr<Draw> draw);
 
 // Draw::begin for Python: a Draw, or None.

@@ -1,4 +1,4 @@
-// How a step goes along its script: what it calls, where it begins and ends.
+// How a step advances along its script: its calls, its beginning and its end.
 #include "following.h"
 
 namespace storm {
@@ -62,7 +62,7 @@ void dealloc(PyObject* self) {
 
 // --- calls ------------------------------------------------------------------------------------
 
-// Notes what decides what a call makes.
+// Records what decides a call's output: its inputs and its random numbers.
 void note_begin(const Call& call, const at::RecordFunction& called, Begun& begun) {
   note_read(called, begun.inputs);
   if (!draws_numbers(call, begun.inputs)) return;
@@ -89,7 +89,7 @@ void Follower::begins(const at::RecordFunction& begun, Told told) {
       if (is_bound) note_begin(one.does == Does::RECOMPUTE ? one : last, begun, pending.begun);
       return;
     }
-    if (!one.is_cast && !one.is_copy) return;  // those of its arguments end before it does
+    if (!one.is_cast && !one.is_copy) return;  // these end before their call does
   }
 }
 
@@ -118,20 +118,20 @@ void Follower::ends(const at::RecordFunction& ended, Told told) {
   pending.begun.clear();
 }
 
-// Goes past what a call keeps if the script expects that; tells whether it can be recomputed.
+// Advances past a call's byproduct if the script expects one; returns false if that has no recipe.
 bool Follower::advance_byproduct(const Called& called, Begun& begun) {
   const Event& event = next();
   if (event.what != What::CALL) return true;
   const Call& expected = script->calls[event.call];
   if (expected.place != KEPT || !(expected.called() == called)) return true;
   ++at;
-  if (!byproduct.defined()) return true;  // it was handed over
+  if (!byproduct.defined()) return true;  // Python packed it
   Seen* seen = values.look_up(event, byproduct);
   return seen != nullptr && bind_byproduct(*script, expected, begun, byproduct, *seen, values, *owned,
                                            least, unpacked);
 }
 
-// Tells whether an output of a call is what the script expects, and does what becomes of it.
+// Returns whether the script expects an output of a call; if so, handles it and advances.
 bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun) {
   const Event& event = next();
   if (event.what != What::CALL) return false;
@@ -154,7 +154,7 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
   return true;
 }
 
-// launched(what a Launch of eager/launches.py has)
+// launched(the fields of a Launch of eager/launches.py)
 PyObject* launched(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
@@ -205,7 +205,7 @@ PyObject* watch(PyObject* self, PyObject*) {
   auto& follower = follower_of(self);
   if (follower.script->calls.empty()) Py_RETURN_NONE;
   follower.watch();
-  Py_INCREF(self);  // until nobody is told any more
+  Py_INCREF(self);  // until `unwatch`
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -235,8 +235,8 @@ PyObject* leave(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// (an example of what may be kept for now, of the same device; how many bytes of it; whether they are
-// sent from where they lie)
+// together(a tensor on the device of those that may wait, the most bytes that may wait, whether
+// they are sent in place)
 PyObject* together(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* example;
@@ -272,7 +272,7 @@ PyObject* end(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// (bytes of what was saved, a list of values with their bytes where those are more than planned)
+// Returns the bytes of saved tensors, and a list of (value, bytes) for values larger than planned.
 PyObject* get_sizes(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   const auto& follower = follower_of(self);
@@ -287,7 +287,7 @@ PyObject* get_sizes(PyObject* self, void*) {
 
 PyObject* get_walks(PyObject* self, void*) { return PyBool_FromLong(follower_of(self).walks); }
 
-// The object whose method looks at what is handed over: that of the step.
+// Returns the object whose method packs what is handed over: the hooks of the step.
 PyObject* get_owner(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   PyObject* hook = follower_of(self).hooks[PACK];

@@ -1,4 +1,4 @@
-// The saved-tensor hooks of one step that follows a script: Follower, a type of Python's.
+// Follower, a Python type: the saved-tensor hooks of one step that follows a script.
 #pragma once
 
 #include "owned.h"
@@ -9,7 +9,7 @@ namespace storm {
 
 extern PyTypeObject FollowerType;
 
-// Sets what tells whether a CUDA graph is being captured, None where there is no CUDA.
+// Sets the function that returns whether a CUDA graph is being captured; None without CUDA.
 void set_is_capturing(PyObject* function);
 
 }  // namespace storm

@@ -1,5 +1,5 @@
-// A step that follows a script: what it is to do, and what it has done so far. `follower.cpp` goes along
-// the script, `packing.cpp` decides what becomes of what is saved.
+// A step that follows a script: its expected events and its state so far. `follower.cpp` advances
+// along the script; `packing.cpp` packs the saved tensors.
 #pragma once
 
 #include "binding.h"
@@ -13,45 +13,45 @@
 namespace storm {
 namespace follower {
 
-extern PyObject* is_capturing;  // of torch._C; None where there is no CUDA
+extern PyObject* is_capturing;  // of torch._C; None without CUDA
 
-// Calls of the step's Python, by what they are for.
+// The step's Python functions that this module calls, with arguments and, after a colon, results.
 enum Hook {
-  PACK,            // a tensor, and the position to look at it at: its handle
-  PACK_EXPECTED,   // a tensor that the event at a position expects: its handle
-  PACK_TRIED,      // the same of one that is recomputed besides, by what is given, and compared
-  UNPACK,          // what those return: the tensor
-  LEAVE,           // a list of what was kept for now: nothing; it has left, or stays
-  LEAVE_UNSHARED,  // storages, dtypes, and what lies in them: a list of what LOAD is given, or None
-  LOAD,            // what LEAVE has given one of those, or LEAVE_UNSHARED returned: the storage
-  PACK_INPUT,      // a tensor that others are made from, and its number: what BRING is given
-  BRING,           // that: the tensor
-  MADE,            // a value's number, and a large tensor that has been made: whether Python packs it
-  LEAVE_MADE,      // the same of what may leave at once: what LOAD is given, None if it does not
-  ASKED,           // called once, when the backward pass asks for something
+  PACK,            // a tensor, the position of the next event: its handle
+  PACK_EXPECTED,   // a tensor, the position of the event that expects it: its handle
+  PACK_TRIED,      // the same, and a Recomputed to be compared with the tensor: its handle
+  UNPACK,          // a handle that those returned: the tensor
+  LEAVE,           // a list of waiting Kept: nothing; each is offloaded or stays kept
+  LEAVE_UNSHARED,  // a list of Unit: a list of uses for LOAD, or None if all stay kept
+  LOAD,            // a use that one of the LEAVE hooks made: the storage
+  PACK_INPUT,      // a recipe's input, its value's number: a handle for BRING
+  BRING,           // such a handle: the tensor
+  MADE,            // a value's number, a large tensor just made: whether Python packs it
+  LEAVE_MADE,      // the same, for one that may be offloaded at once: a use for LOAD, or None
+  ASKED,           // called once, when the backward pass first unpacks a tensor
   HOOKS,
 };
 
-// A large result that left as it was made, though somebody may hold it: what is saved of it as long as
-// it has not changed has left with it.
+// A large result that was offloaded as soon as it was made, though others may hold it. Tensors that
+// are saved of it share these bytes as long as the result has not changed.
 struct Left {
-  WeakStorage storage;  // keeps its address from being used again
+  WeakStorage storage;  // keeps its address from being reused
   WeakTensor base;
   uint32_t version;
-  std::shared_ptr<Bundle> unsaved;  // until something is saved of it; then that alone keeps it
+  std::shared_ptr<Bundle> unsaved;  // until a tensor is saved of it; then that alone owns it
   std::weak_ptr<Bundle> bundle;
 };
 
-// A call that is under way, as far as the script looks at it.
+// A call in progress, as far as the script needs it.
 struct Pending {
   bool is_looked_at = false;
-  Begun begun;  // if the call that is expected next is to be made again
+  Begun begun;  // if the call that is expected next is to be recomputed
 };
 
-// Hooks of one step. What they do not expect they hand over to Python, where the step goes on from
-// the same event, or leaves the script for good.
+// Hooks of one step. They hand unexpected tensors over to Python, after which the step continues
+// from the same event, or leaves the script for good.
 struct Follower : public Watcher {
-  PyObject* self = nullptr;  // whose part this is
+  PyObject* self = nullptr;  // the object that contains this
   PyObject* script_object = nullptr;
   PyObject* tallies_object = nullptr;
   PyObject* owned_object = nullptr;
@@ -60,18 +60,18 @@ struct Follower : public Watcher {
   const Script* script = nullptr;
   Tallies* tallies = nullptr;
   const Owned* owned = nullptr;
-  int64_t least = 0;   // bytes: what has fewer is kept
-  uint32_t at = 0;     // in the script
-  bool walks = true;   // along the script, until something else happens
-  bool parted = false;  // a call was not the one that was expected; Python does not know yet
-  int64_t handed_over = 0;  // bytes of what was saved, as far as Python has not looked at it
-  std::vector<std::pair<int, int64_t>> larger;  // values of more bytes than the plan knows
+  int64_t least = 0;   // bytes: smaller tensors are kept
+  uint32_t at = 0;     // index of the next event in the script
+  bool walks = true;   // whether the step still follows the script
+  bool parted = false;  // a call was not the expected one; Python does not know yet
+  int64_t handed_over = 0;  // bytes of saved tensors, except those packed by PACK
+  std::vector<std::pair<int, int64_t>> larger;  // values with more bytes than the plan knows
   uint32_t small_row = 0;
   uint32_t parameter_row = 0;
 
-  Pending pending[3];  // the calls that began last, by what they are
-  const c10::StorageImpl* copied = nullptr;  // in which lies what is copied, if that is a storage
-  at::Tensor byproduct;  // of the call, once that is saved
+  Pending pending[3];  // the calls that began last, by `Told`
+  const c10::StorageImpl* copied = nullptr;  // the storage that is copied, if there is one
+  at::Tensor byproduct;  // of the call, once it is saved
   std::vector<Unpacked> unpacked;
   Leaving leaving;
   std::unordered_map<const c10::StorageImpl*, Left> left;
@@ -92,7 +92,7 @@ struct Follower : public Watcher {
   }
   bool advance_byproduct(const Called& called, Begun& begun);
   bool advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun);
-  // Whether an output is among those that scripts tell of.
+  // Returns whether an output is large enough for scripts.
   bool is_large(const at::TensorImpl* impl) const {
     return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
   }
@@ -107,14 +107,14 @@ inline Follower& follower_of(PyObject* self) {
   return reinterpret_cast<FollowerObject*>(self)->follower;
 }
 
-// Has Python send what was kept for now, or as much of it as is best sent now. What an error leaves
-// is kept.
+// Offloads the waiting tensors through Python, or those that are due now. Tensors that are not
+// offloaded because of an error stay kept.
 void send_kept(Follower& follower, Which which = Which::ALL);
 
-// Has what recipes rest on be held as what is saved, and what has been made noted.
+// Packs the inputs of recipes like saved tensors, and handles large tensors that were just made.
 void pack_inputs(Follower& follower);
 
-// Methods of Python's.
+// Methods of the Python type.
 PyObject* pack(PyObject* self, PyObject* object);
 PyObject* recompute_tried(PyObject* self, PyObject* packed);
 PyObject* unpack(PyObject* self, PyObject* packed);

@@ -10,14 +10,14 @@ namespace storm {
 namespace kept {
 
 struct Kept {
-  at::Tensor token;  // keeps the memory; undefined once that has been moved
+  at::Tensor token;  // holds the memory; undefined once that was moved or offloaded
   SavedVersion version;
-  bool is_alias;  // a leaf is its own token, and found with whatever data it is given
-  PyObject* moved = nullptr;  // what its step is to be given instead, once there is no token
-  std::optional<WeakTensor> base;  // of one that is to leave: whose version counter it has
-  int position = -1;  // the event of the script that it is, if it is to leave
-  std::optional<View> form;  // of one that has left
-  std::shared_ptr<Bundle> bundle;  // which it has left in, at a place, if not by itself
+  bool is_alias;  // a leaf is its own token, and is returned with any data it was given since
+  PyObject* moved = nullptr;  // what the step unpacks instead, once there is no token
+  std::optional<WeakTensor> base;  // if to be offloaded: the tensor whose version counter it has
+  int position = -1;  // of its event in the script, if it is to be offloaded
+  std::optional<View> form;  // its layout, if it was offloaded
+  std::shared_ptr<Bundle> bundle;  // in which it was offloaded, at `place`, if not alone
   size_t place = 0;
   uint32_t had = 0;  // see Bundle
 };
@@ -25,11 +25,11 @@ struct Kept {
 struct KeptObject {
   PyObject_HEAD
   Kept kept;
-  KeptObject* earlier;  // of all that live, in the order in which they were kept
+  KeptObject* earlier;  // of all that exist, in the order in which they were kept
   KeptObject* later;
 };
 
-KeptObject* first = nullptr;  // the interpreter's lock protects the list
+KeptObject* first = nullptr;  // the GIL protects the list
 KeptObject* last = nullptr;
 
 void link(KeptObject* self) {
@@ -44,7 +44,7 @@ void unlink(KeptObject* self) {
   (self->later == nullptr ? last : self->later->earlier) = self->earlier;
 }
 
-// The tensor, or None where it is gone.
+// Returns the tensor, or None if it was freed.
 PyObject* wrapped(const WeakTensor& weak) {
   auto impl = weak.lock();
   return impl ? THPVariable_Wrap(at::Tensor(std::move(impl))) : Py_NewRef(Py_None);
@@ -61,7 +61,7 @@ void dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-// The tensor that has left, in bytes that `load` returns.
+// Returns the offloaded tensor, over bytes that `load` returns.
 at::Tensor restored(Kept& kept, Load load) {
   at::Tensor tensor;
   if (kept.bundle != nullptr) {
@@ -85,17 +85,17 @@ PyObject* get_token(PyObject* self, void*) {
 
 PyObject* get_is_alias(PyObject* self, void*) { return PyBool_FromLong(kept_of(self).is_alias); }
 
-// Lets the memory go: what unpacks `moved` has the bytes from now on.
+// Releases the memory: from now on the tensor is unpacked from `moved`.
 PyObject* move(PyObject* self, PyObject* moved) {
   auto& kept = kept_of(self);
-  at::Tensor token = std::move(kept.token);  // let go at the end: Python may run then
+  at::Tensor token = std::move(kept.token);  // released at the end: Python may run then
   kept.token = at::Tensor();
   Py_XSETREF(kept.moved, Py_NewRef(moved));
   Py_RETURN_NONE;
 }
 
-// (storage, dtype, bytes, position, version, base or None, tensor or None) of one that is to leave;
-// None where it has been moved already.
+// Returns (storage, dtype, bytes, position, version, base or None, tensor or None) of a tensor to
+// offload; None if it was moved already.
 PyObject* describe(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   const auto& kept = kept_of(self);
@@ -110,7 +110,7 @@ PyObject* describe(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Lets the memory go, which `moved` is the way back to: the step makes the tensor of what it gets.
+// Releases the memory: the step restores the bytes of `moved`, and makes the tensor of them.
 PyObject* leave(PyObject* self, PyObject* moved) {
   HANDLE_TH_ERRORS
   auto& kept = kept_of(self);
@@ -151,8 +151,8 @@ PyTypeObject kept_type() {
 PyTypeObject KeptType = kept::kept_type();
 
 PyObject* keep(const at::Tensor& tensor) {
-  // An output must not be its own token: it would hold itself, by way of the operation that it
-  // keeps alive, and never be freed.
+  // An output must not be its own token: it would hold itself through the operation that it keeps
+  // alive, and would never be freed.
   const bool is_alias = static_cast<bool>(tensor.grad_fn());
   kept::Kept kept{is_alias ? alias_of(tensor) : tensor, SavedVersion(tensor), is_alias};
   auto* self = reinterpret_cast<kept::KeptObject*>(KeptType.tp_alloc(&KeptType, 0));

@@ -1,8 +1,8 @@
-// New is memory that an operator such as `empty` has allocated while this was on, that is no part of
-// another operator's work, and that no operator or launch has written to since. To know that all
-// calls of the thread are looked at by name, in the few steps and blocks that ask for it.
+// Memory is new if an operator such as `empty` has allocated it while this was on, outside other
+// operators, and no operator or launch has written to it since. To know that, this checks all calls
+// of the thread by name, in the few steps and blocks that ask for it.
 //
-// What is told of a launch is put together here: in Python that took the training thread longer than
+// The report of a launch is made here, because in Python that took the training thread longer than
 // the launch.
 #include "launches.h"
 
@@ -25,7 +25,7 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 struct Launches {
   PyObject* listener = nullptr;
   PyObject* sink = nullptr;
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> fresh;  // whose addresses are not reused
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> fresh;  // pins their addresses
 };
 
 struct LaunchesObject {
@@ -36,14 +36,14 @@ struct LaunchesObject {
 struct Thread {
   std::vector<LaunchesObject*> on;  // the innermost last; each is held
   at::CallbackHandle handle = 0;
-  int operators = 0;  // that are under way, in one another
+  int operators = 0;  // nested ones in progress
 };
 
 thread_local Thread thread;
 
 Launches& of(PyObject* self) { return reinterpret_cast<LaunchesObject*>(self)->launches; }
 
-// Custom functions are told as well, by the names of their classes.
+// Custom functions are reported, too, by the names of their classes.
 bool is_operator(const at::RecordFunction& call) { return std::strchr(call.name(), ':') != nullptr; }
 
 bool allocates(const at::RecordFunction& call) {
@@ -60,7 +60,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
 
 void end(const at::RecordFunction& call, at::ObserverContext*) {
   if (!is_operator(call)) return;
-  if (thread.operators > 0) --thread.operators;  // a call may have begun before anybody looked
+  if (thread.operators > 0) --thread.operators;  // a call may have begun before `watch`
   if (thread.operators > 0 || !allocates(call)) return;
   for (const auto& output : call.outputs()) {
     if (!output.isTensor() || !is_ordinary(output.toTensor().unsafeGetTensorImpl())) continue;
@@ -128,14 +128,15 @@ PyObject* unwatch(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Whether its elements are all the memory that its storage has.
+// Returns whether the tensor covers all of its storage.
 bool is_whole(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   return is_ordinary(impl) && tensor.storage_offset() == 0 && tensor.is_non_overlapping_and_dense() &&
          nbytes_of(impl) == static_cast<int64_t>(storage_of(impl)->nbytes());
 }
 
-// Whether its memory is new, and nobody has counted a change. From now on it is not.
+// Returns whether the tensor covers new memory, at version 0, and requires no gradient. The memory
+// is not new from now on.
 bool take(Launches& launches, const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   if (!tensor.has_storage() || launches.fresh.erase(storage_of(impl)) == 0) return false;
@@ -161,7 +162,7 @@ Ref layout_of(const at::Tensor& tensor) {
   return expected(PyTuple_Pack(4, sizes.get(), strides.get(), dtype, device.get()));
 }
 
-// Three numbers, as a kernel is launched with.
+// Returns the three numbers of the grid with which a kernel is launched.
 Ref size_of(PyObject* grid) {
   Ref given = expected(PySequence_Tuple(grid)), size = expected(PyTuple_New(3));
   for (Py_ssize_t at = 0; at < 3; ++at) {
@@ -172,7 +173,7 @@ Ref size_of(PyObject* grid) {
   return size;
 }
 
-// The tensor that an object is or, as what Triton's `reinterpret` returns, wraps; null for others.
+// Returns the tensor that an object is, or wraps as Triton's `reinterpret` does; null for others.
 Ref memory_of(PyObject* object) {
   if (THPVariable_Check(object)) return Ref::borrowed(object);
   Ref base = Ref::stolen(PyObject_GetAttrString(object, "base"));
@@ -180,7 +181,7 @@ Ref memory_of(PyObject* object) {
   return base && THPVariable_Check(base.get()) ? std::move(base) : Ref();
 }
 
-// Calls `visit` with each argument whose place an attribute of a kernel names.
+// Calls `visit` with each argument whose place is in the attribute `which` of a kernel.
 template <typename Visit>
 void for_each_argument(PyObject* kernel, const char* which, const Ref& values, const Visit& visit) {
   Ref places = expected(PyObject_GetAttrString(kernel, which));
@@ -196,7 +197,7 @@ bool is_number(PyObject* one) {
   return PyBool_Check(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one);
 }
 
-// What a kernel is called with besides tensors to make the same again.
+// Returns the arguments besides tensors with which a kernel computes the same again.
 Ref options_of(PyObject* grid, const Ref& numbers, const Ref& layouts) {
   Ref size = size_of(grid);
   Ref fixed = expected(PyList_AsTuple(numbers.get())), lies = expected(PyList_AsTuple(layouts.get()));
@@ -209,8 +210,8 @@ void call(PyObject* sink, const char* method, const Ref& arguments) {
   expected(PyObject_Call(bound.get(), arguments.get(), nullptr));
 }
 
-// tell(a Kernel of eager/launches.py, its arguments by name, the grid): tells the sink of a launch, as
-// of an operation, or of what it has overwritten.
+// tell(a Kernel of eager/launches.py, its arguments by name, the grid): reports a launch to the
+// sink, as an operation, or else the tensors that it has overwritten.
 PyObject* tell(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *kernel, *bound, *grid;

@@ -1,4 +1,4 @@
-// What a thread launches of Triton's kernels: who is told of it, and which memory is new.
+// A thread's launches of Triton kernels: who is told of them, and which memory is new.
 #pragma once
 
 #include "common.h"
@@ -7,10 +7,10 @@ namespace storm {
 
 extern PyTypeObject LaunchesType;
 
-// What the innermost `Launches` of this thread was made with; None where there is none.
+// Returns the listener of this thread's innermost `Launches`; None if there is none.
 PyObject* launch_listener();
 
-// Whether this thread's calls are looked at for new memory; those inside of others need not be told.
+// Returns whether this thread's calls are checked for new memory, which needs no inner calls.
 bool looks_for_new_memory();
 
 }  // namespace storm

@@ -15,7 +15,7 @@
 namespace storm {
 namespace {
 
-// Whether it may be NumPy's, DLPack's or another process's memory; see `_is_foreign` in policy.py.
+// Returns whether NumPy, DLPack or another process may share it; see `_is_foreign` in policy.py.
 bool is_foreign(const c10::StorageImpl& storage) {
   if (!storage.resizable()) return true;
   const auto deleter = c10::GetAllocator(storage.device_type())->raw_deleter();
@@ -23,14 +23,14 @@ bool is_foreign(const c10::StorageImpl& storage) {
          storage.data_ptr().get_deleter() != deleter;
 }
 
-// What leaves as one range.
+// Results that are offloaded as one range.
 struct Unit {
   Group group;
   c10::Device device;
   Ref dtype;
   Ref members = expected(PyList_New(0));
   std::vector<c10::Storage> storages;
-  std::vector<size_t> places;  // by tensor, in the copies of the storages
+  std::vector<size_t> places;  // by tensor, the index of its storage
   std::shared_ptr<Bundle> bundle;
 };
 
@@ -69,7 +69,7 @@ bool Leaving::can_wait(const at::Tensor& tensor) const {
   const auto device = tensor.device();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   if (device_ != device || nbytes < least_ || (nbytes > most_ && !is_large(nbytes))) return false;
-  // What is kept has to be an alias, and its base a result, whose changes are counted.
+  // The token has to be an alias, and its base a result, whose changes are counted.
   if (!tensor.grad_fn() || !is_result(tensor) || c10::isQIntType(tensor.scalar_type())) {
     return false;
   }
@@ -126,8 +126,8 @@ Group Leaving::take(const c10::StorageImpl* storage) {
   return taken;
 }
 
-// Whether nothing but those that wait holds a storage, so that nobody can write to it or find it:
-// `is_unshared` of snapshots.py.
+// Returns whether only waiting tensors hold a storage, so that nobody else can write to it or find
+// it: see `is_unshared` of saved/snapshots.py.
 bool Leaving::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {
   const at::Tensor& token = token_of(one.kept.get());
   if (!token.defined()) return false;
@@ -152,7 +152,7 @@ Due Leaving::due(Which which, bool capture) {
   std::vector<bool> unshared;
   for (const auto& one : waiting) unshared.push_back(!capture && is_unshared(one, waiting));
   Due due;
-  // What is too large to be copied goes with what lies in the same storage.
+  // Tensors too large to be copied are grouped only with others in the same storage.
   std::map<std::pair<c10::ScalarType, const c10::StorageImpl*>, std::vector<Waiting>> groups;
   const auto put_off = [&](Waiting&& one) {
     if (all || (one.is_late && !one.is_large())) {

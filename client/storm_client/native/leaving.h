@@ -1,5 +1,5 @@
-// What a step has saved, is to leave, and is kept until there are several: to enter Python with cold
-// caches takes several times as long as what is done there for one tensor more.
+// Saved tensors of a step that are to be offloaded, and wait until there are several. Entering
+// Python with cold caches takes several times as long as the work there for one more tensor.
 #pragma once
 
 #include "common.h"
@@ -10,60 +10,61 @@ namespace storm {
 
 using Group = std::vector<Ref>;
 
-// What is to leave now.
+// The tensors to offload now.
 struct Due {
-  std::vector<Group> unshared;  // nobody else holds them; those of each are copied into one storage
+  std::vector<Group> unshared;  // nobody else holds them; each group is copied into one storage
   Group others;
 };
 
-// What of all that waits.
+// Which of the waiting tensors to offload.
 enum class Which : uint8_t { ALL, BATCH, LARGE };
 
 class Leaving {
  public:
-  // Has results on a device wait from now on, of `least` bytes or more, up to `most` bytes, which are
-  // sent `in_place`, or by the thread's own copies.
+  // Lets results on a device wait from now on: those of at least `least` bytes, up to `most` bytes
+  // in all. They are sent `in_place`, or copied by the training thread.
   void begin(c10::Device device, int64_t least, int64_t most, bool in_place);
 
-  // Whether a storage of so many bytes is best sent as it was made; see LARGE_BYTES of recording.py.
+  // Returns whether a storage of so many bytes should be sent as soon as it is made; see
+  // LARGE_BYTES of eager/early_reads.py.
   static bool is_large(int64_t nbytes) { return nbytes >= LARGE; }
 
-  // Whether a tensor may wait: Python then finds all as it would have found it now. A large one waits
-  // for the time when nobody else holds it, and for no others.
+  // Returns whether a tensor may wait: Python later finds the same state as it would now. A large
+  // one waits until nobody else holds it, and not for other tensors.
   bool can_wait(const at::Tensor& tensor) const;
 
   bool is_empty() const { return waiting_.empty(); }
 
-  // Whether something has to leave before so many bytes more may wait.
+  // Returns whether waiting tensors have to be offloaded before `more` bytes may wait.
   bool is_full(int64_t more) const;
 
-  // Whether nobody else holds one of the large that wait.
+  // Returns whether a large tensor waits that nobody else holds.
   bool has_unshared_large() const;
 
-  // Whether something waits that lies in a storage.
+  // Returns whether a tensor waits that lies in a storage.
   bool has(const c10::StorageImpl* storage) const;
 
   void add(PyObject* kept, int64_t nbytes);
 
-  // Returns what is to leave, and keeps it no longer. What somebody else holds, or could be copied with
-  // others of its type, and there is none, waits once for the next time, unless ALL is to leave; what is
-  // large waits for as long as somebody holds it. Where there is a `capture` nothing counts as unshared:
-  // no copies can be made.
+  // Returns the tensors to offload, and holds them no longer. Unless ALL are to be offloaded, a
+  // tensor waits once more if somebody else holds it, or if it could be copied with others of its
+  // dtype but none waits. A large tensor waits as long as somebody else holds it. During a CUDA
+  // graph `capture` nothing counts as unshared: no copies can be made.
   Due due(Which which, bool capture);
 
-  // Returns what waits that lies in a storage, and keeps it no longer.
+  // Returns the waiting tensors that lie in a storage, and holds them no longer.
   Group take(const c10::StorageImpl* storage);
 
-  // That of what waits, if something does.
+  // Returns the device of the waiting tensors, if there are any.
   c10::Device device() const { return *device_; }
 
-  // Keeps nothing any longer.
+  // Drops all waiting tensors.
   void clear() { take(); }
 
  private:
   static constexpr size_t MOST = 16;
   static constexpr int64_t LARGE = 16 << 20;
-  // Of each that is copied: more bytes take longer than what is done for one tensor takes the thread.
+  // Of each tensor that is copied: copying more takes longer than the thread's work for one tensor.
   static constexpr int64_t MOST_COPIED = 4 << 20;
 
   struct Waiting {
@@ -83,18 +84,18 @@ class Leaving {
   int64_t nbytes_ = 0;  // of those
   int64_t least_ = 0;
   int64_t most_ = 0;
-  int64_t most_copied_ = 0;  // of each
+  int64_t most_copied_ = 0;  // of each copied tensor
   std::optional<c10::Device> device_;
 };
 
-// Given a list of storages, each with its dtype and a list of the tensors in it: of each its event, its
-// bytes, and those of its storage, 0 if an earlier one lies there. Returns what is the way back to the
-// bytes of each, or None if all stay.
+// Takes a list of storages, each with its dtype and a list of the tensors in it: for each tensor
+// its event, its bytes, and the bytes of its storage, 0 if an earlier tensor shares that. Returns
+// what restores each storage, or None if all stay kept.
 using Send = c10::function_ref<Ref(PyObject*)>;
 
-// Sends what nobody else holds: what is alone in its group from where it lies, other groups as copies in
-// one storage each. What has not left is kept; where there is no memory for copies, it is added to
-// `others`.
+// Sends tensors that nobody else holds. A group with a single storage is sent in place; other
+// groups are copied into one storage each. Tensors that are not offloaded stay kept. If there is no
+// memory for copies, they are added to `others`.
 void leave_unshared(std::vector<Group> groups, Group& others, Send send);
 
 }  // namespace storm

@@ -1,4 +1,4 @@
-// Giving up the interpreter's lock while something is waited for; taking it where Python is called.
+// Releases the GIL during waits, and takes it where Python is called.
 #pragma once
 
 #include "common.h"
@@ -7,7 +7,7 @@
 
 namespace storm {
 
-// Gives it up for as long as this lives: whoever ends a wait may need it.
+// Releases the GIL while an instance lives: the thread that ends a wait may need it.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() : state_(PyEval_SaveThread()) {}
@@ -19,7 +19,7 @@ class WithoutInterpreter {
   PyThreadState* state_;
 };
 
-// Holds it for as long as this lives, whether or not the thread has it already.
+// Holds the GIL while an instance lives, whether or not the thread has it already.
 class WithInterpreter {
  public:
   WithInterpreter() : state_(PyGILState_Ensure()) {}
@@ -31,8 +31,8 @@ class WithInterpreter {
   PyGILState_STATE state_;
 };
 
-// Holds a lock. Nobody waits for that with the interpreter's lock held, which whoever has it may
-// need to go on.
+// Holds a lock. A thread that waits for it releases the GIL, which the lock's owner may need to
+// continue.
 class Locked {
  public:
   explicit Locked(std::recursive_mutex& lock) : lock_(lock) {

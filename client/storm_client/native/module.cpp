@@ -1,4 +1,4 @@
-// The module storm_client.native._follow: its types, and what it is told of Python's.
+// The module storm_client.native._follow: its types and functions.
 #include "allocations.h"
 #include "binding.h"
 #include "call_log.h"

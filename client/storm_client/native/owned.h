@@ -11,12 +11,12 @@ class Owned {
  public:
   void add(const at::Tensor& tensor);
 
-  // Whether a parameter or buffer that lay in this storage when it was looked at still does.
+  // Returns whether a parameter or buffer that lay in this storage when it was added still does.
   bool has(const c10::StorageImpl* storage) const;
 
  private:
-  // The weak references keep addresses of tensors from being used again, not those of storages: so
-  // it is asked where the tensor lies now.
+  // The weak references keep addresses of tensors from being reused, but not those of storages. So
+  // `has` checks in which storage the tensor lies now.
   std::unordered_map<const c10::StorageImpl*, WeakTensor> tensors_;
 };
 

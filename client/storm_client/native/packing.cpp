@@ -1,5 +1,5 @@
-// The saved-tensor hooks of a step that follows a script: what autograd is to hold instead of a tensor,
-// and the tensor again.
+// The saved-tensor hooks of a step that follows a script: `pack` returns the handle that autograd
+// holds instead of a tensor, and `unpack` returns the tensor.
 #include "following.h"
 #include "recomputed.h"
 
@@ -11,12 +11,12 @@ namespace follower {
 
 Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr,
         PyObject* third = nullptr) {
-  Ref hook = Ref::borrowed(follower.hooks[which]);  // which may be dropped meanwhile
+  Ref hook = Ref::borrowed(follower.hooks[which]);  // the follower may drop it meanwhile
   if (!hook) {
     PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
     throw python_error();
   }
-  Unwatched untold;  // what Python does then is no part of the step
+  Unwatched untold;  // Python's own calls are no part of the step
   PyObject* arguments[] = {first, second, third};
   const size_t count = (first != nullptr) + (second != nullptr) + (third != nullptr);
   return expected(PyObject_Vectorcall(hook.get(), arguments, count, nullptr));
@@ -42,7 +42,7 @@ void send_kept(Follower& follower, Which which) {
   ask(follower, LEAVE, list.get());
 }
 
-// Whether Python would find a tensor's storage saved already, if what waits had left.
+// Returns whether Python might find a tensor to be a duplicate, if the waiting ones were offloaded.
 bool waits(const Follower& follower, PyObject* tensor) {
   if (follower.leaving.is_empty()) return false;
   if (!THPVariable_Check(tensor)) return true;
@@ -56,7 +56,8 @@ bool can_wait(const Follower& follower, const at::Tensor& tensor) {
          !follower.owned->has(storage) && follower.by_python.count(storage) == 0;
 }
 
-// Holds a tensor of a result that has left already; null where none has, or it has changed since.
+// Returns a handle that shares the bytes of a `Left`; null if there is none, or it has changed
+// since.
 Ref held_with_left(Follower& follower, const at::Tensor& tensor, uint32_t row) {
   const auto found = follower.left.find(storage_of(tensor.unsafeGetTensorImpl()));
   if (found == follower.left.end()) return {};
@@ -76,7 +77,7 @@ Ref held_with_left(Follower& follower, const at::Tensor& tensor, uint32_t row) {
   return kept;
 }
 
-// Keeps a tensor until there are others to leave with it.
+// Keeps a tensor until it is offloaded with others.
 Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   if (follower.leaving.is_full(nbytes)) send_kept(follower, Which::BATCH);
@@ -85,7 +86,7 @@ Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) 
   return kept;
 }
 
-// Returns what holds an input of a recipe.
+// Returns the handle of a recipe's input.
 Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
   const auto& script = *follower.script;
   const auto saved = script.saved.find(number);
@@ -99,7 +100,8 @@ Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
   return ask(follower, PACK_INPUT, wrapped.get(), of.get());
 }
 
-// Whether a large result may leave now: all that it is read for as it is.
+// Returns whether a large result may be offloaded now: if it is no view, all of its storage, and
+// may wait.
 bool may_leave(const Follower& follower, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return is_ordinary(const_cast<at::TensorImpl*>(impl)) && &base_of(tensor) == &tensor &&
@@ -107,7 +109,7 @@ bool may_leave(const Follower& follower, const at::Tensor& tensor) {
          can_wait(follower, tensor);
 }
 
-// Has a large result leave that has been made, or Python note that it was.
+// Offloads a large result that was just made, or reports it to Python.
 void note_made(Follower& follower, const at::Tensor& tensor, int number) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
   Ref wrapped = expected(THPVariable_Wrap(tensor));
@@ -145,8 +147,8 @@ void pack_inputs(Follower& follower) {
   }
 }
 
-// Has Python do what becomes of a tensor, which tells by `go_on` or `leave` how the step goes on.
-// A negative position has it leave the script there.
+// Lets Python pack a tensor. Python calls `go_on` or `leave` to say how the step continues. If
+// `leaves`, it gets a negative position, so that the step leaves the script there.
 Ref hand_over(Follower& follower, PyObject* tensor, bool leaves) {
   if (leaves || !follower.walks || waits(follower, tensor)) send_kept(follower);
   const long at = follower.next().position;
@@ -160,7 +162,7 @@ Ref stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
   return kept;
 }
 
-// Goes on behind the next event, which is a tensor that is saved.
+// Advances past the next event, which is a saved tensor.
 void go_past(Follower& follower, int64_t nbytes) {
   const Event& event = follower.next();
   follower.handed_over += nbytes;
@@ -173,7 +175,7 @@ Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen) {
   return Ref::stolen(recomputed(seen.result, tensor));
 }
 
-// What becomes of a result, or an alias of one, that the next event expects.
+// Packs a result, or an alias of one, that the next event expects.
 Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const Event& event = follower.next();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
@@ -208,13 +210,13 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   return ask(follower, PACK_EXPECTED, object, position.get());
 }
 
-// Whether a tensor has the value now that the next event expects.
+// Returns whether a tensor now has the value that the next event expects.
 bool is_known(Follower& follower, const at::Tensor& tensor) {
   Locked locked(follower.lock);
   return !follower.next().is_new && follower.values.look_up(follower.next(), tensor) != nullptr;
 }
 
-// Whether a tensor is a parameter or a view of one.
+// Returns whether a tensor is a parameter or a view of one.
 bool is_of_parameter(PyObject* object, const at::Tensor& tensor) {
   const auto is_one = [](PyObject* one) {
     return reinterpret_cast<PyObject*>(Py_TYPE(one)) == parameter_type();
@@ -224,10 +226,10 @@ bool is_of_parameter(PyObject* object, const at::Tensor& tensor) {
   return is_one(expected(THPVariable_Wrap(base)).get());
 }
 
-// Whether the graph holds a tensor for another reason than to add up its gradient.
+// Returns false for a leaf that the graph holds to accumulate its gradient.
 bool is_no_leaf(const at::Tensor& tensor) { return !tensor.requires_grad() || tensor.grad_fn(); }
 
-// The order of questions is that of `StepHooks._pack` and `Policy.decide`.
+// The checks have the order of those in `StepHooks._pack` and `Policy.decide`.
 Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto* storage = storage_of(impl);
@@ -247,14 +249,14 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
     return stay(follower, tensor, follower.parameter_row);
   }
   if (stored < follower.least && is_no_leaf(tensor) && !c10::isQIntType(tensor.scalar_type())) {
-    return stay(follower, tensor, follower.small_row);  // a view of what is small
+    return stay(follower, tensor, follower.small_row);  // a view of a small tensor
   }
   if (fits && event.what == What::KEEP && !event.matters && stored <= event.most &&
       !tensor.requires_grad()) {
     go_past(follower, stored);
     return stay(follower, tensor, event.row);
   }
-  // An alias that is no result itself, of one that the step knows: Python does not know it.
+  // An alias of a result that the step knows, but no result itself: Python would not recognize it.
   if (fits && event.matters && is_known(follower, tensor)) {
     return pack_result(follower, object, tensor);
   }
@@ -291,7 +293,7 @@ at::Tensor recompute(Follower& follower, PyObject* packed) {
   return tensor;
 }
 
-// Returns what the recipe of a Recomputed makes, to be compared; None where it has none.
+// Returns the output of a Recomputed's recipe, for a comparison; None if it has no recipe.
 PyObject* recompute_tried(PyObject* self, PyObject* packed) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
@@ -328,7 +330,7 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
     return ask(follower, UNPACK, held.get()).release();
   }
   if (type != &KeptType && type != &RecomputedType) return ask(follower, UNPACK, packed).release();
-  c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
+  c10::InferenceMode guard(false);  // PyTorch sets the version of the returned tensor
   const bool is_kept = type == &KeptType;
   return THPVariable_Wrap(is_kept ? unpack_kept(packed) : recompute(follower, packed));
   END_HANDLE_TH_ERRORS

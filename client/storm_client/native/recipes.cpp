@@ -29,9 +29,9 @@ Ref shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
-// Has operators of this thread cast what they are given, or not, as they did in other
-// circumstances. That is set, not entered: who leaves the outermost `torch.autocast` of a thread
-// drops the casts that autocast has kept for all threads.
+// Sets autocast for the operators of this thread as it was when the recipe was made. This does not
+// enter `torch.autocast`: leaving the outermost one of a thread clears autocast's cache for all
+// threads.
 class Autocasting {
  public:
   Autocasting(c10::DeviceType device, std::optional<c10::ScalarType> dtype)
@@ -62,7 +62,7 @@ class Autocasting {
   bool differs_;
 };
 
-// Has no hooks see what is saved, and nobody go back through that graph.
+// Hides saved tensors from all hooks: no backward pass goes through this graph.
 class WithoutHooks {
  public:
   explicit WithoutHooks(bool records) {
@@ -90,8 +90,8 @@ PyObject* catch_saved(PyObject*, PyObject* tensor) {
 
 PyMethodDef CATCH = {"catch", catch_saved, METH_O, "Note a tensor that autograd saves."};
 
-// While one lives, what autograd is to save in this thread is only noted. The interpreter's lock is
-// held where one is made.
+// While an instance lives, tensors that autograd saves in this thread are only recorded. Construct
+// it with the GIL held.
 class Catching {
  public:
   Catching() : before_(at::SavedTensorDefaultHooks::get_tls_state()) {
@@ -111,7 +111,8 @@ class Catching {
   Catching(const Catching&) = delete;
   Catching& operator=(const Catching&) = delete;
 
-  // The one that lies neither in what was given nor in what was made; undefined if it is not one.
+  // Returns the saved tensor that shares no storage with the input or the output; undefined unless
+  // there is exactly one.
   at::Tensor kept(const at::Tensor& given, const at::Tensor& made) const {
     at::Tensor found;
     int count = 0;
@@ -179,7 +180,7 @@ at::Tensor copied(const at::Tensor& tensor) {
   Unwatched untold;
   at::NoGradGuard nothing_recorded;
   at::Tensor copy = at::empty({nbytes}, options);
-  if (tensor.is_cpu()) {  // in this thread alone, whose count of threads would be another after it
+  if (tensor.is_cpu()) {  // not by an operator, which would change this thread's count of threads
     std::memcpy(copy.mutable_data_ptr(), tensor.storage().data(), nbytes);
   } else {
     auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(tensor.storage()), copy.key_set(),
@@ -459,7 +460,7 @@ void Result::expect_use() {
 }
 
 at::Tensor Result::viewed(const View& view, Bringing& bring) {
-  // Its own memory is what PyTorch would read, whatever has been written to it.
+  // PyTorch would read the original memory, whatever was written to it.
   auto origin = origin_.lock();
   if (origin && origin->nbytes() == nbytes_) {
     asked({}, 0);

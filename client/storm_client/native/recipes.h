@@ -1,5 +1,5 @@
-// How a value is recomputed: the operator that has made it, called again on the same inputs. What
-// eager/recompute.py does for functions of Python's, with the same rules and errors.
+// How a value is recomputed: by calling the operator that made it again on the same inputs. For
+// Python functions eager/recompute.py does this, with the same rules and errors.
 #pragma once
 
 #include "draws.h"
@@ -15,18 +15,18 @@ namespace storm {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Raises ActivationLost: `what` names the reason in eager/recompute.py, which writes the text.
+// Raises ActivationLost: `what` names the reason in eager/sources.py, which writes the message.
 [[noreturn]] void raise_lost(const char* what, PyObject* details);
 [[noreturn]] void raise_lost(const char* what);
 
-// Sets what returns the error for a reason and its details.
+// Sets the Python function that returns the error for a reason and its details.
 void set_lost_error(PyObject* function);
 
-// How a tensor lies in its storage.
+// The layout of a tensor in its storage.
 struct View {
   explicit View(const at::Tensor& tensor);
   bool describes(const at::Tensor& tensor) const;
-  // The tensor over a storage that holds the bytes again, with a version counter of its own.
+  // Returns the tensor over a storage that holds its bytes, with a version counter of its own.
   at::Tensor over(c10::Storage storage) const;
 
   c10::DispatchKeySet keys;
@@ -36,28 +36,28 @@ struct View {
   int64_t offset;  // in elements
 };
 
-// A copy with the same strides in a storage of its own, at the same offset: how a tensor lies in
-// memory may decide in which order an operator adds its elements.
+// Returns a copy with the same strides and offset in a storage of its own: the layout in memory may
+// decide in which order an operator sums the elements.
 at::Tensor copied(const at::Tensor& tensor);
 
 class Result;
 
-// Returns inputs that were packed, and counts the seconds that this takes.
+// Returns packed inputs, and measures the seconds that this takes.
 struct Bringing {
   Bringing(PyObject* bring, PyObject* load)
       : function(Ref::borrowed(bring)), load(Ref::borrowed(load)) {}
 
-  Ref function;  // returns what Python has packed
-  Ref load;      // returns the storage of what was kept for now and has left
+  Ref function;  // unpacks what Python has packed
+  Ref load;      // returns the storage of a tensor that waited and was offloaded
   double seconds = 0.0;
 
   at::Tensor tensor(PyObject* packed);
 };
 
-// How an input of a recipe is held: as one of these, of which each gives the tensor as it was.
-// All raise RuntimeError, StormError: it cannot be had.
+// The ways to hold an input of a recipe. Each returns the tensor as it was.
+// All raise RuntimeError or StormError if they cannot return it.
 
-// What stays: a parameter, or something small.
+// A constant input, kept on the device: a parameter or a small tensor.
 class Alias {
  public:
   explicit Alias(at::Tensor held);
@@ -69,17 +69,17 @@ class Alias {
   size_t nbytes_;
 };
 
-// Whether the memory of a value has got other bytes, which no version counts.
+// Whether the memory of a value was overwritten without a version counting that.
 using Overwritten = std::shared_ptr<bool>;
 
-// What was kept, or what Python has packed for it since. All recipes of a step share it.
+// A kept tensor, or the handle that replaced it since. All recipes of a step share it.
 class Packed {
  public:
   // `is_overwritten` is null for a copy.
   Packed(const at::Tensor& tensor, Overwritten is_overwritten);
   ~Packed();
   at::Tensor tensor(Bringing& bring);
-  // Has it be held by what Python has packed, or by what is kept until it leaves.
+  // Replaces the tensor by a handle: one from Python, or a Kept that waits to be offloaded.
   void is_packed(PyObject* handle);
 
  private:
@@ -98,7 +98,7 @@ class Shared {
   std::shared_ptr<Packed> packed_;
 };
 
-// A view of what no operation made: of the copy that was packed in its stead.
+// A view of a tensor that no operation made: of the copy that was packed instead.
 class Copied {
  public:
   Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor);
@@ -109,7 +109,7 @@ class Copied {
   View view_;
 };
 
-// A view of what another recipe makes, at a version.
+// A view of another recipe's output, at a version.
 class Made {
  public:
   Made(std::shared_ptr<Result> result, const at::Tensor& tensor);
@@ -121,10 +121,10 @@ class Made {
   SavedVersion version_;
 };
 
-// Memory in which a tensor would lie as one did, of which nothing else is asked.
+// Uninitialized memory with the layout of a tensor whose content does not matter.
 class Blank {
  public:
-  // Memory of PyTorch's own begins at multiples of `alignment` bytes.
+  // PyTorch's own memory starts at multiples of `alignment` bytes.
   Blank(const at::Tensor& tensor, size_t alignment);
   at::Tensor tensor(Bringing& bring);
 
@@ -134,7 +134,7 @@ class Blank {
   int64_t nbytes_;
 };
 
-// What another recipe makes, for an operation that writes to it: the memory is nobody else's.
+// Another recipe's output, for an operation that overwrites it: in memory that nobody else uses.
 class Written {
  public:
   Written(std::shared_ptr<Result> result, const at::Tensor& tensor);
@@ -147,26 +147,26 @@ class Written {
 
 using Source = std::variant<Alias, Shared, Copied, Made, Blank, Written>;
 
-// What decides how a call's result is computed besides its arguments.
+// The circumstances, besides its arguments, that decide how a call's result is computed.
 struct Circumstances {
   c10::DeviceType device;
-  std::optional<c10::ScalarType> autocast;  // to which dtype, where that is on
+  std::optional<c10::ScalarType> autocast;  // its dtype, if it is on
   Settings settings;
   bool is_simple;
-  bool records;  // whether it may have chosen its kernels by what needs a gradient
+  bool records;  // whether the call may choose kernels by which inputs require gradients
 
-  // The present ones; none where they cannot be told.
+  // Returns the current ones; none if they cannot be read.
   static std::optional<Circumstances> present(c10::DeviceType device, bool is_simple);
 };
 
-// A launch of a kernel, as eager/launches.py tells it: a function of the tensors that it has read.
+// A launch of a kernel, as in eager/launches.py: a function of the tensors that it has read.
 class Launch {
  public:
   Launch(PyObject* kernel, PyObject* options);
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
-  // Runs it again; returns its outputs. The interpreter's lock is held.
+  // Launches it again and returns its outputs. The caller holds the GIL.
   std::vector<at::Tensor> run(const std::vector<c10::IValue>& tensors) const;
 
  private:
@@ -178,59 +178,60 @@ using Operation = std::variant<c10::OperatorHandle, std::shared_ptr<Launch>>;
 
 class Recipe {
  public:
-  // `sources` stand for the tensors among the inputs of a call of `operation`, those of lists one by
-  // one. `draw` is none where the call has drawn no random numbers.
+  // `sources` replace the tensors among the inputs of a call of `operation`, including each tensor
+  // of a list. `draw` is null if the call has drawn no random numbers.
   Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs, std::vector<Source> sources,
          Circumstances circumstances, std::shared_ptr<Draw> draw);
-  // The output at a place, or what the call keeps, as no part of any graph. Other results of a launch
-  // are offered its other outputs. The interpreter's lock is given up meanwhile, but for a launch.
+  // Returns the output at a place, or the byproduct if that is KEPT, as no part of any graph. The
+  // other outputs of a launch are offered to their results. Releases the GIL meanwhile, except for
+  // a launch.
   at::Tensor run(size_t place, Bringing& bring);
   void makes(std::weak_ptr<Result> result, size_t place) { results_.emplace_back(std::move(result), place); }
 
  private:
   struct Input {
-    c10::IValue value;  // where it is no tensor and has none
+    c10::IValue value;  // if it neither is a tensor nor contains one
     enum { VALUE, TENSOR, LIST, OPTIONAL_LIST } is = VALUE;
-    std::vector<bool> has;  // of a list, where it has a tensor
+    std::vector<bool> has;  // for a list, where it has a tensor
   };
 
   std::vector<c10::IValue> filled(Bringing& bring);
   at::Tensor run(const Launch& launch, const std::vector<c10::IValue>& tensors, size_t place);
-  // What a call of an operator keeps.
+  // Calls an operator and returns its byproduct.
   at::Tensor kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
-  // Calls an operator; tells whether it has drawn the same random numbers.
+  // Calls an operator; returns whether it has drawn the same random numbers.
   bool call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
 
   Operation operation_;
   std::vector<Input> inputs_;
-  std::vector<bool> requires_grad_;  // by source, where what needs a gradient decides
+  std::vector<bool> requires_grad_;  // by source, if `Circumstances::records`
   std::vector<Source> sources_;
   Circumstances circumstances_;
   std::shared_ptr<Draw> draw_;
   std::vector<std::pair<std::weak_ptr<Result>, size_t>> results_;
 };
 
-// One storage that a recipe makes. The lock of its step protects it.
+// A storage that a recipe recomputes. The lock of its step protects it.
 class Result : public std::enable_shared_from_this<Result> {
  public:
   explicit Result(const at::Tensor& tensor);
-  // One of which no recipe is known: the tensor is held.
+  // Returns a result without a known recipe, which holds the tensor.
   static std::shared_ptr<Result> held(const at::Tensor& tensor);
 
   bool has_recipe() const { return recipe_ != nullptr; }
   void made_by(std::shared_ptr<Recipe> recipe, size_t place);
   void expect_use();
-  // Its own memory has got other bytes, which no version counts.
+  // Notes an overwrite of the original memory that no version counts.
   void overwritten() { is_overwritten_ = true; }
   bool is_overwritten() const { return is_overwritten_; }
-  // A view of its memory: its own while somebody holds that, else what is made anew.
+  // Returns a view of the original memory while somebody holds that, else of a recomputed storage.
   at::Tensor viewed(const View& view, Bringing& bring);
   at::Tensor viewed_anew(const View& view, Bringing& bring);
-  // The same for one who writes to it: in memory that nobody else has.
+  // Returns a view of recomputed memory that nobody else has, for an operation that writes to it.
   at::Tensor viewed_for_writing(const View& view, Bringing& bring);
-  // Remembers what was made with another result, if somebody will ask for it.
+  // Keeps an output that was recomputed with another result, if a use is still expected.
   void offered(const at::Tensor& made);
-  // Notes who has been handed the memory, and may change it under that version's counter.
+  // Notes that the memory was returned to a user, who may modify it and count that in `counter`.
   void given(const c10::VariableVersion& counter);
 
  private:

@@ -1,4 +1,4 @@
-// What autograd holds for a tensor that is recomputed: Replayed of eager/recompute.py.
+// The handle that autograd holds for a recomputed tensor: Replayed of eager/recompute.py.
 #pragma once
 
 #include "recipes.h"
@@ -7,15 +7,16 @@ namespace storm {
 
 extern PyTypeObject RecomputedType;
 
-// Stands for `tensor`, a view of what a result makes, at its present version.
+// Returns a handle for `tensor`, a view of a result, at its current version.
 PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor);
 
-// Returns the tensor, which counts its changes with the saved one. The lock of the step is held.
-// Raises RuntimeError where it was changed in place since; ActivationLost, DaemonLost.
+// Returns the tensor, which shares the saved one's version counter. The caller holds the step's
+// lock, and has checked the saved version. Raises RuntimeError if an input was modified in place
+// since; ActivationLost, DaemonLost.
 at::Tensor unpack_recomputed(PyObject* self, Bringing& bring);
 
-// Returns what its recipe makes, whatever has become of its memory; an undefined tensor where it
-// has none. The lock of the step is held. Raises ActivationLost, DaemonLost.
+// Returns the output of its recipe, even if its original memory still exists; an undefined tensor
+// if it has no recipe. The caller holds the step's lock. Raises ActivationLost, DaemonLost.
 at::Tensor make_recomputed(PyObject* self, Bringing& bring);
 
 const SavedVersion& version_of_recomputed(PyObject* self);

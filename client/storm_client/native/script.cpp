@@ -12,8 +12,8 @@ struct ScriptObject {
 
 Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
-// (name, overload, kernel or None, place, name of what it is part of, does, dtype or None, is simple,
-// may draw, leaves, overwrites, on what it depends if it is a byproduct, numbers of inputs)
+// (name, overload, kernel or None, place, name of the outer call, does, dtype or None, is simple,
+// may draw, leaves, overwrites, what it depends on if it is a byproduct, numbers of inputs)
 Call call_of(PyObject* tuple, Script& script) {
   const char *name, *overload, *inside;
   PyObject *kernel, *dtype, *inputs;
@@ -78,7 +78,7 @@ Event event_of(PyObject* tuple, Script& script) {
   return event;
 }
 
-// Script(events, values that are kept and up to how many bytes, length)
+// Script(events, kept values with their most bytes, length)
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *events, *kept;

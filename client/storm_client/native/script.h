@@ -1,4 +1,5 @@
-// What a step that follows its plan calls and saves, in order: the events of a step signature, compiled.
+// The calls and saves of a step that follows its plan, in order: a step signature's events,
+// compiled.
 #pragma once
 
 #include "common.h"
@@ -16,20 +17,20 @@ namespace storm {
 
 enum class What : uint8_t {
   KEEP,       // a saved tensor that is kept on the device
-  PYTHON,     // a saved tensor that Python looks at
+  PYTHON,     // a saved tensor that Python offloads
   RECOMPUTE,  // a saved tensor that is recomputed
   CALL,       // one output of a call of an operator
   END,
 };
 
-// What is done with an output.
+// What to do with an output.
 enum class Does : uint8_t {
-  COUNT,      // nothing: it stands between those with which something is done
-  LOOK_UP,    // it is noted which value of the step it is, since others are made from that
-  RECOMPUTE,  // besides, a recipe is made of it
+  COUNT,      // nothing: it only has its place between the other outputs
+  LOOK_UP,    // note which value of the step it is, since others are recomputed from it
+  RECOMPUTE,  // the same, and make its recipe
 };
 
-// What has run, as far as scripts tell it from others: an operator, or a kernel that was launched.
+// Identifies what has run, as far as scripts distinguish it: an operator, or a launched kernel.
 struct Called {
   const char* name = nullptr;
   const char* overload = nullptr;
@@ -42,16 +43,16 @@ struct Called {
 
 // What a byproduct depends on, as in eager/byproducts.py.
 enum class Depends : uint8_t {
-  ARGUMENTS,  // it is none
-  LAYOUT,     // how the first argument lies in memory, and what is drawn
-  VALUES,     // the arguments
-  FORMER,     // what the first argument was before it was written over
+  ARGUMENTS,  // the output is no byproduct
+  LAYOUT,     // the memory layout of the first argument, and the random numbers
+  VALUES,     // the values of the arguments
+  FORMER,     // the value of the first argument before it was overwritten
 };
 
 struct Call {
   std::optional<c10::OperatorHandle> op;
-  Ref kernel;  // instead, of a launch; eager/launches.py
-  // Their addresses name an operator as long as it is registered.
+  Ref kernel;  // instead of `op`, for a launch; see eager/launches.py
+  // Their addresses identify an operator as long as it is registered.
   const char* name = nullptr;
   const char* overload = nullptr;
   uint32_t place = 0;  // among the outputs
@@ -60,24 +61,24 @@ struct Call {
   bool is_simple = true;      // neither product nor attention: a GPU has one kernel for it
   bool is_convolution = false;
   bool is_cast = false;
-  bool is_copy = false;       // made by another call, of what that was given
+  bool is_copy = false;       // made inside another call, of that call's input
   bool may_draw = false;      // random numbers
-  int dropout = -1;           // which of its inputs says how much is dropped, if one does
-  bool leaves = false;        // its output may leave as it was made
+  int dropout = -1;           // which of its inputs is the dropout probability; -1 if none
+  bool leaves = false;        // its output may be offloaded as soon as it is made
   bool overwrites = false;    // its output is its first input, a value that is recomputed
   Depends depends = Depends::ARGUMENTS;
-  std::vector<int> inputs;    // which values its tensors are; CONSTANT for those that stay
+  std::vector<int> inputs;    // the numbers of its input values; CONSTANT for constant inputs
 
   Called called() const { return {name, overload, kernel.get()}; }
 };
 
 constexpr int CONSTANT = -1;
 
-// Stands in the place of an output for a call's byproduct: what it has autograd keep, and neither
-// reads nor returns; see eager/byproducts.py.
+// The `place` of a call's byproduct: a tensor that the call lets autograd keep, and neither reads
+// nor returns; see eager/byproducts.py.
 constexpr uint32_t KEPT = UINT32_MAX;
 
-// At which sizes a value was recomputed and compared: see eager/proofs.py.
+// The sizes at which a value was recomputed and compared; see eager/proofs.py.
 struct Sizes {
   static constexpr size_t ENOUGH = 3;
   c10::SmallVector<int64_t, ENOUGH> bytes;  // ascending
@@ -91,30 +92,30 @@ struct Sizes {
 struct Event {
   What what = What::END;
   int64_t most = 0;        // bytes of a saved tensor's storage that the plan was made for
-  Sizes proved;            // of one that is recomputed
+  Sizes proved;            // of a recomputed tensor
   uint32_t row = 0;        // of the tallies
-  int32_t position = 0;    // among all events of the signature, of which some are no events here
+  int32_t position = 0;    // among all events of the signature, of which a script has only some
   int32_t number = -1;     // of its value in the step
   bool matters = false;    // whether the value is recomputed, or another one from it
-  bool is_new = false;     // whether no event before is of this value
-  bool is_byproduct = false;  // of a saved tensor: whether it is one of a call
-  uint32_t call = 0;       // of those of the script
+  bool is_new = false;     // whether no earlier event has this value
+  bool is_byproduct = false;  // of a saved tensor: whether it is a byproduct of a call
+  uint32_t call = 0;       // index in the calls of the script
 };
 
 struct Script {
   std::vector<Event> events;       // END is the last
   std::vector<Call> calls;
-  std::vector<uint32_t> next;      // by position among all events, the first event here from there
-  std::vector<uint32_t> next_call; // by event, the call that is next, the number of calls if none is
+  std::vector<uint32_t> next;      // by signature position, the first event here from there on
+  std::vector<uint32_t> next_call; // by event, the next call; the number of calls if there is none
   std::unordered_set<const char*> names;  // of the operators of calls
   std::unordered_set<PyObject*> kernels;  // of those that are launches
-  std::set<std::string, std::less<>> copying;  // operators that make copies
-  std::unordered_map<int, int64_t> kept;  // values that are kept, also as inputs, up to so many bytes
+  std::set<std::string, std::less<>> copying;  // operators inside which copies are expected
+  std::unordered_map<int, int64_t> kept;  // by kept value, also as an input: its most bytes
   bool keeps(int number, int64_t nbytes) const {
     const auto found = kept.find(number);
     return found != kept.end() && nbytes <= found->second;
   }
-  std::unordered_map<int, int> saved;  // by number of a value, where it is saved first
+  std::unordered_map<int, int> saved;  // by number of a value, the position of its first save
 };
 
 extern PyTypeObject ScriptType;

@@ -13,26 +13,26 @@
 namespace storm {
 namespace settings {
 
-PyObject* getters = nullptr;     // a tuple of pairs
-PyObject* tunes = nullptr;       // None where kernels are never chosen by measuring
-PyObject* names = nullptr;       // the set that PyTorch keeps
-PyObject* overridden = nullptr;  // a function of Python's
+PyObject* getters = nullptr;     // a tuple of pairs: function, arguments
+PyObject* tunes = nullptr;       // None if kernels are never chosen by measuring
+PyObject* names = nullptr;       // PyTorch's own set
+PyObject* overridden = nullptr;  // a Python function
 int (*omp_threads)() = nullptr;
 
-Py_ssize_t looked_at = -1;  // names, when overridden operators were looked for
+Py_ssize_t looked_at = -1;  // number of names at the last search for overridden operators
 int overridden_number = -1;
 
-// --- what the process has set, without Python -------------------------------------------------
+// --- settings of the process, without Python --------------------------------------------------
 
 using Get = int64_t (*)(at::Context&);
 
-// What tells a setting, by the name of torch._C's function that tells the same.
+// A getter of a setting, with the name of the torch._C function that returns the same setting.
 struct Told {
   const char* name;
   Get get;
 };
 
-// Adds what tells a setting, where this PyTorch has that.
+// Adds a getter of a setting, if this PyTorch has the setting.
 template <typename Getter>
 void add(std::vector<Told>& told, const char* name, Getter get) {
   if constexpr (std::is_invocable_v<Getter, at::Context&>) told.push_back({name, get});
@@ -43,8 +43,8 @@ void add(std::vector<Told>& told, const char* name, Getter get) {
     return static_cast<int64_t>(context.call);                                \
   })
 
-// In which precision float32 is computed, by whom and for what. A template: PyTorch has had names
-// for these in text, too, and then Python is asked.
+// Adds the precision of float32 for each backend and kind of operator. This is a template because
+// some versions of PyTorch name these by strings; then the setting is read from Python.
 template <typename By, typename Kind, typename Found>
 void add_precisions(std::vector<Told>& told, Found (at::Context::*)(By, Kind) const) {
   if constexpr (std::is_enum_v<By> && std::is_enum_v<Kind>) {
@@ -111,10 +111,10 @@ const std::vector<Told>& told() {
   return *all;
 }
 
-// --- numbers for what was seen ----------------------------------------------------------------
+// --- numbers for values that were seen --------------------------------------------------------
 
-// Numbers for objects that were seen: equal ones have equal numbers. Never destroyed: what it holds
-// may not be let go of once the interpreter has ended.
+// Returns a number for an object: equal objects have equal numbers. The table is never destroyed:
+// its objects may not be released once the interpreter has ended.
 int number_of(PyObject* value) {
   static auto* seen = new std::vector<Ref>();
   for (size_t at = 0; at < seen->size(); ++at) {
@@ -126,8 +126,8 @@ int number_of(PyObject* value) {
   return static_cast<int>(seen->size()) - 1;
 }
 
-// The same for the values of all settings, without the interpreter's lock. A thread mostly sees
-// those that it has seen last.
+// Returns a number for the values of all settings, without the GIL. A thread mostly sees the same
+// values as the last time.
 int number_of(const std::vector<int64_t>& values) {
   static std::mutex lock;
   static auto* numbers = new std::map<std::vector<int64_t>, int>();
@@ -139,8 +139,8 @@ int number_of(const std::vector<int64_t>& values) {
   return latest.second;
 }
 
-// Adds what Python tells, by functions that are written in C, between which no signal is looked
-// for. Tells whether all can be told, and no kernels are chosen by measuring.
+// Adds the settings that Python reads, by functions written in C, between which Python does not
+// check for signals. Returns whether all can be read, and no kernels are chosen by measuring.
 bool add_from_python(std::vector<int64_t>& values) {
   const auto count = PyTuple_GET_SIZE(getters);
   if (count == 0 && tunes == Py_None) return true;
@@ -160,7 +160,7 @@ bool add_from_python(std::vector<int64_t>& values) {
   return true;
 }
 
-// A negative number where settings cannot be told, or kernels are chosen by measuring.
+// Returns a number for the settings; negative if some cannot be read or kernels are measured.
 int present_deciding() {
   thread_local std::vector<int64_t> values;
   values.clear();
@@ -168,7 +168,7 @@ int present_deciding() {
   return add_from_python(values) ? number_of(values) : -1;
 }
 
-// What is as small as a normal number can be, halved: zero in a thread that has no smaller ones.
+// Returns whether the smallest normal number, halved, is zero in this thread.
 bool flushes_denormals() {
   volatile double smallest = 2.2250738585072014e-308;
   return smallest * 0.5 == 0.0;

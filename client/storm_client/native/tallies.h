@@ -1,4 +1,4 @@
-// Counts of what became of saved tensors, kept here until somebody reads them.
+// Counts of saved tensors by what was done with them, kept here until they are drained.
 #pragma once
 
 #include "common.h"
@@ -10,7 +10,7 @@ struct Tallies {
     int64_t count = 0;
     int64_t nbytes = 0;
   };
-  std::vector<Row> rows;    // of which one stands for what: its user knows
+  std::vector<Row> rows;    // their user knows what each stands for
   double replay_seconds = 0.0;
 
   void add(uint32_t row, int64_t nbytes) {

@@ -8,8 +8,8 @@ namespace {
 
 using c10::DispatchKey;
 
-// The keys of dense tensors in memory of a CPU or of CUDA. Whatever has another is looked at in
-// Python.
+// The dispatch keys of dense tensors in CPU or CUDA memory. Tensors with any other key are handled
+// in Python.
 const c10::DispatchKeySet ORDINARY =
     c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
                          DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,

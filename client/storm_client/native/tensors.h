@@ -1,24 +1,25 @@
-// Questions about a tensor, answered as storm_client/policy.py and saved/snapshots.py answer them.
+// Properties of a tensor, determined as in storm_client/policy.py and saved/snapshots.py.
 #pragma once
 
 #include "common.h"
 
 namespace storm {
 
-// Whether its bytes are its storage's bytes and mean what a plain strided tensor's mean. A
-// subclass's, a sparse, nested, quantized, wrapped or inference tensor's may not.
+// Returns whether a tensor's bytes are its storage's, and mean the same as a plain strided
+// tensor's. Those of a subclass, or of a sparse, nested, quantized, wrapped or inference tensor may
+// not.
 bool is_ordinary(at::TensorImpl* impl);
 
-// Whether an operation made its memory: then its changes are counted.
+// Returns whether an operation made the tensor's memory: then versions count its changes.
 bool is_result(const at::Tensor& tensor);
 
 bool is_view(const at::Tensor& tensor);
 
-// Whether what an operator has just made is part of a graph, or may come to be: a custom function's
-// `forward` runs, and autograd alone switches both modes off for that.
+// Returns whether an operator's new output is part of a graph, or may become so because a custom
+// function's `forward` runs: only there forward-gradient mode and inference mode are both off.
 bool is_in_graph(const at::Tensor& output);
 
-// The tensor of which one is a view, or itself.
+// Returns the base of a view; of any other tensor, itself.
 const at::Tensor& base_of(const at::Tensor& tensor);
 
 inline c10::StorageImpl* storage_of(const at::TensorImpl* impl) {
@@ -29,17 +30,17 @@ inline int64_t nbytes_of(const at::TensorImpl* impl) {
   return impl->numel() * static_cast<int64_t>(impl->itemsize());
 }
 
-// Which stream of a device this thread's work goes to.
+// Returns the id of this thread's current stream on a device; 0 on a CPU.
 uint64_t stream_of(c10::Device device);
 
-// What has Python see what operators are called with, under its modes.
+// The dispatch keys by which Python's modes see operator calls.
 const c10::DispatchKeySet MODES_OF_PYTHON({c10::DispatchKey::Python,
                                            c10::DispatchKey::PythonTLSSnapshot});
 
-// An alias that shares the version counter and is part of no graph.
+// Returns an alias that shares the version counter and is part of no graph.
 at::Tensor alias_of(const at::Tensor& tensor);
 
-// The same with a counter that is given.
+// Returns such an alias with the given counter.
 at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& counter);
 
 }  // namespace storm

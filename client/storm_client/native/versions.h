@@ -1,4 +1,4 @@
-// PyTorch's check that a saved tensor was not changed in place, as saved/versions.py makes it.
+// PyTorch's check that a saved tensor was not modified in place, as in saved/versions.py.
 #pragma once
 
 #include "common.h"
@@ -9,15 +9,15 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 
 class SavedVersion {
  public:
-  // Notes the present version of `tensor`, an ordinary one.
+  // Records the current version of `tensor`, which must be ordinary.
   explicit SavedVersion(const at::Tensor& tensor);
 
   bool is_unchanged() const { return counter_.current_version() == expected_; }
 
-  // Raises PyTorch's RuntimeError where the tensor has been changed in place since.
+  // Raises PyTorch's RuntimeError if the tensor has been modified in place since.
   void check() const;
 
-  // The tensor if it has been given other data since, where PyTorch would use those; else an
+  // Returns the tensor if it has been given other data since and PyTorch would use them; else an
   // undefined one. PyTorch would not for an operation's own output, which it holds as it was.
   at::Tensor replaced() const;
 
@@ -32,8 +32,8 @@ class SavedVersion {
   c10::VariableVersion counter_;
   uint32_t expected_;
   WeakTensor saved_;
-  const c10::StorageImpl* storage_;  // an address: whoever holds this keeps it from being reused
-  // For the message.
+  const c10::StorageImpl* storage_;  // an address, which the owner of this keeps from being reused
+  // For the error message.
   std::string producer_;  // the operation's name, empty where there is none
   uint32_t output_ = 0;
   c10::ScalarType dtype_;
@@ -41,7 +41,7 @@ class SavedVersion {
   c10::SmallVector<int64_t, 5> shape_;
 };
 
-// Sets what returns the error for a tensor that was changed in place; see saved/versions.py.
+// Sets the Python function that returns the error for such a change; see saved/versions.py.
 void set_changed_error(PyObject* function);
 
 }  // namespace storm

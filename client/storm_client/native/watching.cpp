@@ -13,40 +13,40 @@
 namespace storm {
 namespace {
 
-// The outermost call that is under way, and how deep in it the present one is.
+// The outermost call in progress, and the depth of the current call inside it.
 struct Outermost {
-  int depth = 0;        // of calls in calls
-  int casts = 0;        // for which devices autocast may cast what it is given
-  bool copies = false;  // whether somebody wants to know what it copies of that
-  bool copies_casts = false;  // whether that may be copies of what autocast has made of it
-  int inside = 0;       // how many calls the present one has made of which nothing is told
+  int depth = 0;        // of nested calls
+  int casts = 0;        // for which devices autocast may cast its inputs
+  bool copies = false;  // whether a watcher wants to know which inputs it copies
+  bool copies_casts = false;  // whether those may be copies of autocast's casts
+  int inside = 0;       // number of unreported calls inside the current one
   bool is_attention = false;
   bool is_told = false;       // whether watchers know that it has begun
-  bool is_forgotten = false;  // whether what is inside of it was told instead
+  bool is_forgotten = false;  // whether the calls inside it were reported instead
 
-  // How deep calls are whose casts are told.
+  // Returns the greatest depth at which casts are reported.
   int casting() const { return casts ? 2 : 1; }
 
-  // How deep those are of whose inside nothing is told: an attention's are told if they are opened.
+  // Returns the depth below which only copies are reported. In an attention it is one deeper: calls
+  // there may be `Opened`.
   int lowest() const { return casting() + is_attention; }
 };
 
 struct Watched : Outermost {
   std::vector<Watcher*> watchers;
   at::CallbackHandle handle = 0;
-  int unwatched = 0;  // how many `Unwatched` live
-  int of_subclasses = 0;  // how many calls are under way that subclasses of tensors do themselves
-  int of_attentions = 0;  // how many are that are `Opened`
-  std::unordered_set<const char*> nesting;  // the names of calls that make several
+  int unwatched = 0;  // number of `Unwatched` instances
+  int of_subclasses = 0;  // number of calls in progress that tensor subclasses handle
+  int of_attentions = 0;  // number of attentions in progress that are `Opened`
+  std::unordered_set<const char*> nesting;  // the names of calls that make several others
 
   Outermost& outermost() { return *this; }
 };
 
 thread_local Watched watched;
 
-// Half of what a call takes longer that is told, is spent on taking its arguments and results
-// apart. So as long as one lives, PyTorch tells nobody of calls: to have it do so, and not, takes
-// as long as two calls.
+// Half of the overhead of a reported call is spent on unpacking its arguments and results. So while
+// an instance lives, PyTorch reports no calls. Switching reports off and on costs as much as two.
 class Silence : public at::ObserverContext {
  public:
   Silence() { at::enableRecordFunction(false); }
@@ -55,7 +55,7 @@ class Silence : public at::ObserverContext {
   Silence& operator=(const Silence&) = delete;
 };
 
-// A call that is passed over: what is inside of it is told as if it were not there.
+// A call that is passed over: the calls inside it are reported as if it were not there.
 class PassedOver : public at::ObserverContext {
  public:
   explicit PassedOver(bool is_of_subclass) : is_of_subclass_(is_of_subclass) {
@@ -69,7 +69,7 @@ class PassedOver : public at::ObserverContext {
   bool is_of_subclass_;
 };
 
-// An attention that is computed by other calls: each of those is an outermost one.
+// An attention that is computed by other calls: each of these counts as an outermost one.
 class Opened : public PassedOver {
  public:
   Opened() : PassedOver(false), around_(watched.outermost()) {
@@ -89,10 +89,10 @@ class Opened : public PassedOver {
   Outermost around_;
 };
 
-// None is a custom function, whose name is that of its class.
+// Returns false for a custom function, whose name is that of its class.
 bool is_of_operator(const at::RecordFunction& call) { return std::strchr(call.name(), ':') != nullptr; }
 
-// Whether a subclass of tensors does the call by its `__torch_dispatch__`, in operators of its own.
+// Returns whether a tensor subclass handles the call in `__torch_dispatch__`, by other operators.
 bool is_of_subclass(const at::RecordFunction& call) {
   const auto inputs = call.inputs();
   return std::any_of(inputs.begin(), inputs.end(), [](const c10::IValue& one) {
@@ -107,21 +107,21 @@ bool is_named(const at::RecordFunction& call, const char* name) {
 
 constexpr int SEVERAL = 3;
 
-// Whether nobody but this module is told of this thread's calls, as a profiler would be.
+// Returns whether only this module observes this thread's calls, and no profiler, for example.
 bool are_alone() {
   const size_t own = looks_for_new_memory() ? 2 : 1;
   return at::get_record_function_tls_().sorted_tls_callbacks_.size() == own &&
          !at::hasGlobalCallbacks();
 }
 
-// For which devices autocast is on, a bit each.
+// Returns for which devices autocast is on, one bit each.
 int autocasting() {
   return at::autocast::is_autocast_enabled(at::kCUDA) |
          at::autocast::is_autocast_enabled(at::kCPU) << 1;
 }
 
-// Whether a call computes an attention by others. Where those would cast what they are given nothing
-// of it is told.
+// Returns whether a call computes an attention by other calls that are to be reported. They are not
+// if autocast would cast their inputs.
 bool is_opened(const at::RecordFunction& call) {
   const bool is_outermost =
       watched.depth == 0 || (watched.is_attention && watched.depth <= watched.casting());
@@ -129,7 +129,7 @@ bool is_opened(const at::RecordFunction& call) {
          autocasting() == 0;
 }
 
-// Of the calls inside of others, those by which autocast casts an argument, or the operator something.
+// Returns whether an inner call is a cast: of an argument by autocast, or by the operator itself.
 bool is_cast(const at::RecordFunction& call) {
   return is_named(call, "aten::to") && std::strcmp(call.overload_name(), "dtype") == 0;
 }
@@ -139,7 +139,8 @@ bool want_copies(const char* name) {
                      [&](const Watcher* one) { return one->wants_copies(name); });
 }
 
-// A script's mode may have calls return anything; what a node of a backward pass calls is no event.
+// Reports no calls under the user's dispatch modes, which may return anything, nor calls of
+// backward nodes, which are no events.
 std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
   std::optional<Told> told;
   if (depth == 1) {
@@ -182,7 +183,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
 void end(const at::RecordFunction& call, at::ObserverContext* context) {
   if (dynamic_cast<PassedOver*>(context) != nullptr) return;
   const int depth = watched.depth;
-  if (depth == 0) return;  // it had begun before anybody watched
+  if (depth == 0) return;  // it began before `watch`
   --watched.depth;
   if (depth == watched.lowest() && watched.inside >= SEVERAL) watched.nesting.insert(call.name());
   if (const auto told = told_of(call, depth)) {

@@ -1,10 +1,10 @@
-// Watches the operators that a thread calls, by PyTorch's RecordFunction: arguments and results,
-// before any of Python's modes and behind all of its functions.
+// Reports the operators that a thread calls, by PyTorch's RecordFunction, with arguments and
+// results: below Python's torch functions, and above its dispatch modes.
 //
-// Only calls that are no part of another are told, and of what is inside of those the casts, under
-// autocast, and what is reshaped or cast for kernels of products. Custom functions are passed over, and so
-// is what subclasses of tensors do themselves, and an attention that no kernel computes as a whole: the
-// calls inside of those are told. Nothing here runs Python code or needs the interpreter's lock.
+// Only outermost calls are reported, and inside them the casts under autocast, and the reshapes and
+// casts for kernels of products. Some calls are passed over, and the calls inside them are
+// reported: custom functions, calls that tensor subclasses handle, and an attention that no single
+// kernel computes. Nothing here runs Python code or needs the GIL.
 #pragma once
 
 #include "common.h"
@@ -13,48 +13,48 @@
 
 namespace storm {
 
-// What is told of a call.
+// The kind of a reported call.
 enum class Told : uint8_t {
-  CALL,  // it is no part of another
-  CAST,  // autocast casts what such a call was given
-  COPY,  // such a call reshapes what it was given, a copy, or a view; or autocast casts it further inside
+  CALL,  // an outermost call
+  CAST,  // a cast inside such a call: of an input by autocast, or by the operator itself
+  COPY,  // such a call's reshape of an input (a copy or a view), or autocast's cast further inside
 };
 
 class Watcher {
  public:
   virtual ~Watcher() = default;
 
-  // A call begins; its inputs can be looked at now only.
+  // Called when a call begins; its inputs can only be read now.
   virtual void begins(const at::RecordFunction& call, Told told) = 0;
 
-  // The call that began last, and has not ended, has ended: by an exception if it has no outputs.
+  // Called when the latest unfinished call ends: by an exception if it has no outputs.
   virtual void ends(const at::RecordFunction& call, Told told) = 0;
 
-  // The call that began last was an attention, and is told no more: what follows is inside of it.
+  // The latest call was an attention, and is reported no further: next come the calls inside it.
   virtual void forgets() = 0;
 
-  // Whether it is to be told of copies inside of calls of an operator. That takes them longer.
+  // Returns whether to report copies inside calls of an operator. That makes these calls slower.
   virtual bool wants_copies(const char* name) const = 0;
 
-  // Have the calls of this thread be told from now on, and not any more; tells whether they were.
+  // Start and stop reports of this thread's calls; `unwatch` returns whether they were on.
   void watch();
   bool unwatch();
 };
 
-// Whether the call that is being told is part of what a subclass of tensors does itself.
+// Returns whether the reported call is part of a call that a tensor subclass handles.
 bool is_in_subclass();
 
-// Whether it is part of an attention that is computed by such calls. Autocast is off there.
+// Returns whether it is part of an attention that is computed by such calls. Autocast is off there.
 bool is_in_attention();
 
-// Whether it is autocast that makes the cast which is being told, of an argument of the call; else the
-// operator makes it. Autocast is off in what it calls itself.
+// Returns whether autocast makes the reported cast, of an argument of the call; else the operator
+// makes it. Autocast is off in its own calls.
 bool casts_argument();
 
-// How many look at what this thread calls.
+// Returns the number of watchers of this thread.
 size_t watchers();
 
-// While one lives, what this thread calls is told nobody.
+// While an instance lives, this thread's calls are not reported.
 class Unwatched {
  public:
   Unwatched();
@@ -63,15 +63,15 @@ class Unwatched {
   Unwatched& operator=(const Unwatched&) = delete;
 };
 
-// Sets `inputs` to those that a call reads. A norm only writes to its running statistics while it
-// trains: in their place is nothing.
+// Sets `inputs` to those that a call reads. A norm in training only writes its running statistics,
+// so they are replaced by None.
 void note_read(const at::RecordFunction& call, std::vector<c10::IValue>& inputs);
 
-// The tensor at a place among the outputs of a call, those of lists one by one; undefined if there
-// is none.
+// Returns the tensor at a place among a call's outputs, counting each one of a list; else
+// undefined.
 at::Tensor output_at(c10::ArrayRef<c10::IValue> outputs, size_t place);
 
-// Calls `visit` with each defined tensor among values, those of lists one by one.
+// Calls `visit` with each defined tensor among values, including each one of a list.
 template <typename Visit>
 void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
   for (const auto& value : values) {

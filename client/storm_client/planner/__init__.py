@@ -1,4 +1,4 @@
-"""What becomes of each saved tensor, in which order they come back, and what memory that takes."""
+"""Decides for each saved tensor: keep, offload or replay. Also the restore order and the memory."""
 
 from storm_client.planner.decisions import (
     OFFLOAD,

@@ -1,21 +1,23 @@
-"""Has ranks that train one model follow the same plan, from the same step on.
+"""Makes ranks that train one model follow the same plan, from the same step on.
 
 In each layer of a data-parallel model all ranks wait for the slowest. So ranks whose steps have the
 same signature form a group, and its lowest rank, the leader, makes the plans of all:
 
-1. Each rank writes the digest of its step signature. The lowest rank of those with the same one
+1. Each rank writes the digest of its step signature. The lowest of the ranks with equal digests
    claims to lead them.
-2. In a round each rank reports its figures. The leader makes a plan of the slowest ones, and writes
-   it with the step from which on it is followed.
-3. A rank that learns something new calls for the next round. The others look for a call now and
-   then.
+2. In a round, each rank reports its figures. The leader makes a plan from the slowest figures. It
+   writes the plan and the first step that follows it.
+3. A rank that learns something new calls for the next round. The others look for a call at
+   intervals.
 
-A rank that sees a decision too late does not follow it, and calls for another, which leaves more
-time. Whoever waits past a deadline writes that the group has ended: then each plans for itself.
-A rank that joins late follows a decision as soon as it sees it: it cannot know the others' steps.
+A rank that sees a decision too late does not follow it, and calls for another one with more time.
+A rank that waits past a deadline writes that the group has ended: then each rank plans alone. A
+rank that joins late follows a decision as soon as it sees the decision: it cannot know the others'
+step count.
 
-This is a state machine without a store, clock or plan. It says which keys of a store it asks for,
-and is told what was found. All keys but `latest` are written once, or always with the same value.
+This is a state machine without a store, clock or plan. It returns the keys to look for in a store,
+and its caller passes the values found. All keys but `latest` are written once, or always with the
+same value.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from typing import Final, NamedTuple, TypeAlias
 __all__ = ["Agreement", "Alone", "Deciding", "Limits", "Moment", "Put", "Query", "Reporting"]
 
 MARGIN: Final = 2
-"""Steps from the latest that a rank has reported to the first that follows a decision."""
+"""Steps from the latest step that a rank has reported to the first that follows a decision."""
 
 MOST_MARGIN: Final = 32
-"""It doubles with each decision that a rank has seen too late, up to this."""
+"""The margin doubles with each decision that a rank has seen too late, up to this limit."""
 
 NEAR: Final = 8
-"""Steps after a decision for which each looks for a call; only every `RARELY`th does later."""
+"""Steps after a decision in which each looks for a call; later only every `RARELY`th does."""
 
 RARELY: Final = 16
 
 
 class Limits(NamedTuple):
-    """How long a rank waits for others. Both steps and seconds have to pass."""
+    """How long a rank waits for others. Both the steps and the seconds have to pass."""
 
     seconds: float = 10.0
     steps: int = 40
@@ -51,14 +53,14 @@ class Limits(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When something happens, by this rank's steps of any signature and by its clock."""
+    """A point in time: this rank's count of steps of any signature, and its clock."""
 
     step: int
     seconds: float
 
 
 class Put(NamedTuple):
-    """A value to be written."""
+    """A value to be written to the store."""
 
     key: str
     value: str
@@ -67,20 +69,20 @@ class Put(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Keys to look for: nothing is found unless all that are `needed` have a value."""
+    """Keys to look for: the query fails unless all `needed` keys have a value."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    """Of which those are read that have one."""
+    """Keys that are also read if they have a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forming:
-    """It is not known yet which ranks run the same steps."""
+    """The ranks that run the same steps are not known yet."""
 
     since: Moment
     is_known: bool = False
-    """Whether only the leader's claim is missing."""
+    """Whether they are known, and only the leader's claim is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,16 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Figures of this rank are to be reported."""
+    """The rank has to report its figures."""
 
     round: int
     has_missed: bool = False
-    """Whether the decision before was seen too late."""
+    """Whether it saw the previous decision too late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The leader's decision is missing."""
+    """The rank waits for the leader's decision."""
 
     round: int
     since: Moment
@@ -109,7 +111,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Other ranks' reports are missing; this rank leads."""
+    """The rank leads, and waits for other ranks' reports."""
 
     round: int
     since: Moment
@@ -122,12 +124,12 @@ class Deciding:
     round: int
     reports: tuple[str, ...]
     last_step: int
-    """The latest step that one of them had reached."""
+    """The latest step that any of the ranks had reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision is known, and is followed once this rank has come to its step."""
+    """A decision is known. This rank follows it when it reaches the decision's step."""
 
     round: int
     step: int
@@ -136,19 +138,19 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """The latest decision is followed."""
+    """The rank follows the latest decision."""
 
     round: int
     step: int
-    """At which that began."""
+    """The first step that followed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Others have no say any more in what this rank plans."""
+    """The rank plans without the others from now on."""
 
     reason: str
-    """For the user; empty where there is nothing to tell, as no other rank runs such steps."""
+    """For the user; empty if there is nothing to report, as when no other rank runs such steps."""
 
 
 Phase: TypeAlias = (
@@ -157,9 +159,9 @@ Phase: TypeAlias = (
 
 
 class Agreement:
-    """One rank's part in it, for one step signature.
+    """One rank's part in the agreement, for one step signature.
 
-    A step is counted per signature: ranks that train together have ended as many of them.
+    Steps are counted per signature: ranks that train together have completed the same number.
     """
 
     def __init__(
@@ -172,9 +174,9 @@ class Agreement:
         now: Moment,
         limits: Limits | None = None,
     ) -> None:
-        """Begin as `rank` of `world`, whose step signature has a `digest`.
+        """Begin as `rank` of `world`, whose step signature has the digest `digest`.
 
-        `prefix` is of all keys; ranks that may run the same steps have the same one.
+        All keys begin with `prefix`. Ranks that may run the same steps have the same prefix.
         """
         self.rank = rank
         self._world = world
@@ -183,20 +185,20 @@ class Agreement:
         self._firsts = tuple(f"{prefix}/first/{other}" for other in range(world))
         self._group = f"{prefix}/{digest}"
         self.members: tuple[int, ...] = ()
-        """The ranks that the group was formed with, in order; empty until it is."""
+        """The ranks of the group, in order; empty until the group is formed."""
         self._leader = -1
         self._absent: tuple[int, ...] = ()
-        """Ranks of which nothing was known when it was formed."""
+        """Ranks that had not shown their digest when the group was formed."""
         self._margin = MARGIN
         self.phase: Phase = Forming(now)
-        """Changes by one assignment, so that an interrupt leaves the one before."""
+        """Changes by one assignment, so that an interrupt leaves the previous phase."""
         self.outbox: deque[Put] = deque([Put(self._firsts[rank], digest)])
-        """To be written, each removed once it was."""
+        """Values to be written; each is removed once it was written."""
 
-    # --- what whoever has the store asks ---------------------------------------------------------
+        # --- called by the owner of the store ----------------------------------------------------
 
     def tick(self, now: Moment) -> None:
-        """Have this rank go on alone where it has waited past its deadline."""
+        """Let this rank go on alone if it has waited past its deadline."""
         phase = self.phase
         if isinstance(phase, Forming):
             if phase.is_known and self._is_overdue(phase.since, now, self._limits.steps):
@@ -208,7 +210,7 @@ class Agreement:
             self.part(f"{missing} did not come within {self._limits.seconds:g} s")
 
     def asks(self, step: int, now: Moment) -> list[Query]:
-        """Return what to look for, in this order until something is found; mostly nothing."""
+        """Return queries, to be tried in this order until one succeeds; mostly none."""
         phase = self.phase
         over = Query((self._key("over"),))
         match phase:
@@ -227,7 +229,7 @@ class Agreement:
         return []
 
     def found(self, values: Mapping[str, str], step: int, now: Moment) -> None:
-        """Go on with what a query has found."""
+        """Continue with the values that a query has found."""
         phase = self.phase
         if self._key("over") in values:
             self.phase = Alone(f"rank {values[self._key('over')]}")
@@ -247,7 +249,7 @@ class Agreement:
                 self.phase = Reporting(phase.round + 1)
 
     def report(self, figures: str, step: int, now: Moment) -> None:
-        """Report this rank's figures; for the phase `Reporting`."""
+        """Report this rank's figures; in the phase `Reporting`."""
         phase = self.phase
         assert isinstance(phase, Reporting)
         said = {
@@ -261,7 +263,7 @@ class Agreement:
         self.phase = following(phase.round, now)
 
     def decide(self, choice: str, step: int) -> None:
-        """Decide what all follow; for the phase `Deciding`."""
+        """Publish the choice that all ranks follow; in the phase `Deciding`."""
         phase = self.phase
         assert isinstance(phase, Deciding)
         first = max(phase.last_step, step) + self._margin
@@ -271,9 +273,9 @@ class Agreement:
         self.phase = Decided(phase.round, first, choice)
 
     def due(self, step: int) -> str | None:
-        """Return what this step is the first to follow; None where nothing changes.
+        """Return the choice that this step is the first to follow; None if nothing changes.
 
-        `follow` says that it does.
+        The caller confirms with `follow`.
         """
         phase = self.phase
         if not isinstance(phase, Decided) or (self._is_aligned and step < phase.step):
@@ -284,13 +286,13 @@ class Agreement:
         return phase.choice
 
     def follow(self, step: int) -> None:
-        """Note that the decision that was due is followed."""
+        """Note that this rank follows the decision that was due."""
         phase = self.phase
         assert isinstance(phase, Decided)
         self.phase = Following(phase.round, step)
 
     def call(self) -> bool:
-        """Have a round begin, since something was learned; tell whether it does."""
+        """Begin a round, since this rank learned something new; return whether a round begins."""
         phase = self.phase
         if not isinstance(phase, Following):
             return False
@@ -298,7 +300,7 @@ class Agreement:
         return True
 
     def part(self, reason: str) -> None:
-        """Go on alone, and have the others of the group do so, too."""
+        """Go on alone, and make the other ranks of the group do so, too."""
         self.outbox.append(Put(self._key("over"), f"{self.rank}: {reason}", is_claim=True))
         at = getattr(self.phase, "round", None)
         if at is not None:
@@ -306,7 +308,7 @@ class Agreement:
         self.phase = Alone(reason)
 
     def fail(self, reason: str) -> None:
-        """Go on alone without a word to the others: the store has failed."""
+        """Go on alone without informing the others: the store has failed."""
         self.outbox.clear()
         self.phase = Alone(reason)
 
@@ -316,7 +318,7 @@ class Agreement:
         return self.rank == self._leader
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError where the state makes no sense."""
+        """Raise AssertionError if the state is inconsistent."""
         led = isinstance(self.phase, Gathering | Deciding)
         assert not led or (self.leads and self.rank in self.members)
         assert not isinstance(self.phase, Forming) or not self.members

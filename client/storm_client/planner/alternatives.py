@@ -1,4 +1,4 @@
-"""Makes the plan of one alternative: the choice by prediction, or one that differs from it."""
+"""Makes the plan of one alternative: the predicted choice, or one that differs from it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def choose_alternative(
     *,
     room: int | None,
 ) -> Choice:
-    """Return what becomes of each value by a plan.
+    """Return the decisions of an alternative's plan.
 
-    `room` is how many bytes may stay, None where as few as possible are to.
+    `room` is the number of bytes that may be kept; None means as few as possible.
     """
     window = problem.forward_seconds
     asked = problem
@@ -48,9 +48,10 @@ def choose_alternative(
 
 
 def staying_bytes(problem: Problem, choice: Choice) -> int:
-    """Return how much of what a step saves stays on the device by a choice.
+    """Return the bytes of saved values that a choice keeps on the device.
 
-    That is no more than checkpointing each block would keep, where the step is never fuller so.
+    Return at most the bytes that checkpointing each block would keep if the step's peak with this
+    choice is not above that with its blocks checkpointed.
     """
     decided = zip(problem.values, choice.decisions, strict=True)
     staying = sum(

@@ -1,9 +1,9 @@
-"""What checkpointing each block of a model would keep: the measure of how little may stay.
+"""Finds what checkpointing each block of a model would keep: the reference for a plan's memory.
 
-A block is a layer with a number, as "model.layers.3", and what checkpointing keeps of it is what it
-is given: the last that the one before has made. Blocks may lie in one another, as those of the
-stages of an image model: the inner ones count where each is given what the one before it has made,
-and less memory is taken so. Everything here is pure.
+A block is a layer with a number, as "model.layers.3". Checkpointing keeps the block's input: the
+last value that the block before makes. Blocks may be nested, as in the stages of an image model.
+The inner ones are used if the input of each is made by the one before it, and if they need less
+memory. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final, Protocol
 __all__ = ["block_ends"]
 
 LEAST_MADE: Final = 4
-"""Values of a block: a list of single functions is none of blocks."""
+"""Fewest values of a block: a list of single functions does not consist of blocks."""
 
 FEWEST: Final = 2
-"""Blocks of one list, from which on they are taken to be what somebody would checkpoint."""
+"""Fewest blocks of one list that a user would probably checkpoint."""
 
 
 class Made(Protocol):
-    """What is looked at of a value: where it was made, and from what."""
+    """The properties of a value that are used here: where it was made, and from what."""
 
     nbytes: int
     is_expensive: bool
@@ -41,10 +41,10 @@ class Made(Protocol):
 
 
 def block_ends(values: Sequence[Made]) -> frozenset[int]:
-    """Return the numbers of what is kept of the blocks of a step; none where there are no blocks.
+    """Return the numbers of the values that checkpointing keeps; none where there are no blocks.
 
-    `values` are those of the step, in their order. Where a block ends with a norm of what is saved
-    anyway, it is that: the norm is recomputed sooner than offloaded.
+    `values` are those of the step, in order. If a block ends with a norm of a value that is saved
+    anyway, the result has this value instead: the norm is recomputed rather than offloaded.
     """
     around = [list(_numbered(value.path)) for value in values]
     outer = [names[0] if names else "" for names in around]
@@ -64,7 +64,7 @@ def block_ends(values: Sequence[Made]) -> frozenset[int]:
 
 
 def _numbered(path: str) -> Iterator[str]:
-    """Yield the names of the layers with numbers that a module lies in, the outermost first."""
+    """Yield the names of the numbered layers that contain a module, the outermost first."""
     parts = path.split(".")
     for prefix, part in zip(accumulate(parts, "{}.{}".format), parts, strict=True):
         if part.isdecimal():
@@ -72,7 +72,7 @@ def _numbered(path: str) -> Iterator[str]:
 
 
 def _lasts(names: Sequence[str]) -> dict[str, int]:
-    """Return the last value of each block, by name; of each value there is its block's, or ""."""
+    """Return each block's last value, by name; `names` has each value's block, or "" for none."""
     made = Counter(names)
     last = {name: n for n, name in enumerate(names) if name and made[name] >= LEAST_MADE}
     lists = Counter(name.rpartition(".")[0] for name in last)
@@ -82,9 +82,9 @@ def _lasts(names: Sequence[str]) -> dict[str, int]:
 def _chained(
     block: str, values: Sequence[Made], outer: Sequence[str], inner: Sequence[str]
 ) -> dict[str, int]:
-    """Return the last values of the blocks inside of one; none unless each goes on from another's.
+    """Return the last values of a block's inner blocks; none unless each continues the one before.
 
-    The experts of a layer do not, nor do halves of which one reads what others have made before.
+    The experts of a layer do not, nor do halves of which one reads earlier values of others.
     """
     numbers = [n for n, name in enumerate(outer) if name == block]
     begin = numbers[0]
@@ -102,7 +102,7 @@ def _chained(
 
 
 def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[Made]) -> int:
-    """Return the bytes that blocks keep, and what the largest of them saves."""
+    """Return the bytes that blocks keep, plus the saved bytes of the largest block."""
     saved: Counter[str] = Counter()
     for name, value in zip(names, values, strict=True):
         saved[name] += value.nbytes * value.is_saved
@@ -111,7 +111,7 @@ def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[Made]) 
 
 
 def _made_from(number: int, values: Sequence[Made], names: Sequence[str]) -> int:
-    """Return what a value is made from by cheap operations of one saved input each, or itself."""
+    """Return the saved value that a value is made from by cheap one-input operations, or itself."""
     while True:
         value = values[number]
         inputs = {n for n in value.inputs if n >= 0}

@@ -1,4 +1,4 @@
-"""The decision for a saved tensor: keep, offload or replay. A closed type, made in one place."""
+"""The decision for a saved tensor: keep, offload or replay. A closed type, defined here only."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ __all__ = ["LAST", "NO_ACTIVATIONS", "OFFLOAD", "REPLAY", "Decision", "Keep", "O
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The tensor is kept on the device by autograd, for the `reason` that statistics name."""
+    """Autograd keeps the tensor on the device; statistics name the `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The tensor is offloaded as soon as nobody else can write to it."""
+    """The tensor is offloaded as soon as nothing else can modify it in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The tensor is freed, and recomputed by the operation that has made it."""
+    """The tensor is freed, and recomputed by the operation that made it."""
 
 
 Decision: TypeAlias = Keep | Offload | Replay
 
 NO_ACTIVATIONS = frozenset({"parameter", "leaf", "zero", "meta"})
-"""Reasons of what takes no memory of its own besides the model's and the batch's."""
+"""Keep reasons of tensors that take no memory beyond that of the model and the batch."""
 
 OFFLOAD, REPLAY = Offload(), Replay()
 LAST = Keep("last")
-"""Of what is asked for before the link would have offloaded it."""
+"""For values that the backward pass needs before the link would have offloaded them."""

@@ -1,8 +1,8 @@
-"""Which of its choices each group of values takes, by a budget and a link that all groups share.
+"""Selects a choice for each group of values, under a budget and a link that all groups share.
 
-To begin with all groups choose by the same prices, so that they keep a little more or less than the
-budget allows. Where groups are alike that is far from the best: all of them change at one price.
-So one or two groups at a time change their choices as long as that spares time.
+At first, all groups choose by the same prices, so that they keep a little more or less than the
+budget allows. If groups are identical, that is far from the best: all of them switch at the same
+price. So one or two groups at a time change their choices, as long as that saves time.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["choices"]
 
 MOST_CHANGES: Final = 500
-"""Changes of one group that are looked at in twos; of more each is looked at alone."""
+"""Changes that are tried in pairs; if there are more, each is tried alone."""
 
 LEAST_GAIN: Final = 1e-9
-"""Seconds: a change that spares less is none."""
+"""Seconds: a change that saves less is ignored."""
 
 
 def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[Part]]:
-    """Yield what may become of groups of a step's values that may keep `room` bytes in all.
+    """Yield choices for all groups of a step's values that keep at most `room` bytes together.
 
-    Each list has one part for each group, with the numbers of its values. Of groups that are alike
-    the last keep most: they are asked for first.
+    Each list has one `Part` for each group, with the numbers of its values. Of identical groups the
+    last keep most: their values are needed first.
     """
     spared = priced.window + priced.problem.last_bytes * priced.machine.link
     for one in alike:
@@ -51,9 +51,9 @@ def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[
 
 
 def _by_prices(alike: Sequence[Alike], share: float, room: int) -> Iterator[list[Counter[Part]]]:
-    """Yield what all groups choose where a byte on the link costs a share of its time.
+    """Yield what all groups choose at a given `share` of the link's price.
 
-    A kept one costs so much that they keep hardly less than `room`, and then hardly more.
+    The price of a kept byte is set so that they keep just less than `room`, and then just more.
     """
 
     def at(price: float) -> tuple[list[Counter[Part]], int, float]:
@@ -75,7 +75,7 @@ def _by_prices(alike: Sequence[Alike], share: float, room: int) -> Iterator[list
 
 
 def _sum(alike: Sequence[Alike], taken: Sequence[Counter[Part]]) -> Costs:
-    """Return what the choices of all groups take."""
+    """Return the total costs of all groups' choices."""
     found = [
         [count * cost for cost in one.choices.costs[part]]
         for one, counts in zip(alike, taken, strict=True)
@@ -85,16 +85,16 @@ def _sum(alike: Sequence[Alike], taken: Sequence[Counter[Part]]) -> Costs:
 
 
 class _Change(NamedTuple):
-    """One group's change from a choice to another, or none at all."""
+    """A change of one group from one choice to another, or no change."""
 
     which: int = -1
-    """Of the groups that are alike."""
+    """Index of the set of identical groups."""
     part: Part | None = None
     other: Part | None = None
     groups: int = 2
-    """How many could change so."""
+    """How many groups could make this change."""
     more: Costs = Costs(0, 0.0, 0.0)
-    """What the other choice takes more."""
+    """Additional costs of the other choice."""
 
 
 @dataclass
@@ -103,28 +103,28 @@ class _Taken:
 
     alike: Sequence[Alike]
     counts: Sequence[Counter[Part]]
-    """How often each is taken, of groups that are alike."""
+    """How many groups take each choice, for each set of identical groups."""
     room: int
-    """Bytes that all may keep together."""
+    """Bytes that all groups may keep together."""
     spared: float
     """Seconds of the link that cost nothing."""
 
     def parts(self) -> Iterator[Part]:
-        """Yield the choice of each group, by its numbers."""
+        """Yield the choice of each group, with the numbers of its values."""
         for one, counts in zip(self.alike, self.counts, strict=True):
             parts = sorted(counts.elements(), key=lambda part: one.choices.costs[part].kept_bytes)
             for part, numbers in zip(parts, one.groups, strict=True):
                 yield part.of(numbers)
 
     def fit(self) -> None:
-        """Have less be kept where it is too much, first what takes least for its bytes."""
+        """Keep less while it is too much; first make the change that costs least per freed byte."""
         while (now := _sum(self.alike, self.counts)).kept_bytes > self.room:
             fewer = [change for change in self._changes() if change.more.kept_bytes < 0]
             prices = [self._seconds(change.more, now) / -change.more.kept_bytes for change in fewer]
             self._make(fewer[prices.index(min(prices))])
 
     def improve(self) -> bool:
-        """Make that change of one or two groups that spares most; tell whether there is one."""
+        """Make the change of one or two groups that saves most; return whether there is one."""
         now = _sum(self.alike, self.counts)
         changes = [_Change(), *self._changes()]
         firsts = np.array([change.more for change in changes])
@@ -141,7 +141,7 @@ class _Taken:
         return True
 
     def _seconds(self, more: Costs, now: Costs) -> float:
-        """Return what a step takes longer where choices take more than now."""
+        """Return the seconds that `more` costs add to a step that has the costs `now`."""
         later = self._late(now.link_seconds + more.link_seconds) - self._late(now.link_seconds)
         return more.seconds + later
 
@@ -163,7 +163,7 @@ class _Taken:
 
 
 def _clash(changes: Sequence[_Change]) -> npt.NDArray[np.bool_]:
-    """Tell of each two changes whether they are of one group, since no other is like it."""
+    """Return for each two changes whether both are of the same single group."""
     numbers: dict[tuple[int, Part | None], int] = {}
     origins = np.array([numbers.setdefault((c.which, c.part), len(numbers)) for c in changes])
     is_only_one = np.array([change.groups < 2 for change in changes])

@@ -1,8 +1,8 @@
-"""Keeps as much of a step as lies below what checkpointing its blocks takes at its fullest moment.
+"""Keeps as many values as fit under the peak memory of the same step with its blocks checkpointed.
 
-A kept value lies there from its making to its first use, so each moment of the backward pass has
-its own room: the last blocks are gone when gradients of parameters fill it. What is in flight has
-its part of that room.
+A kept value occupies memory from its making to its first use. So the free bytes differ at each
+moment of the backward pass: when gradients of parameters fill memory, the last blocks are freed
+already. Bytes in flight use a part of these free bytes, here called room.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -30,20 +30,21 @@ from storm_client.planner.timeline import (
 __all__ = ["choose_below_checkpointing", "is_below_checkpointing", "room_below_checkpointing"]
 
 TRIES: Final = 4
-"""Budgets that are looked at, of which each is less by what the one before it lacked."""
+"""Budgets that are tried. Each is lower than the one before by the bytes that were lacking."""
 
 LOSS_COPIES: Final = 7
-"""Times the bytes of logits in half precision that a loss takes for them in single precision: twice
-as many for themselves, their softmax and its gradient, and once for the gradient of the logits."""
+"""Memory of a loss for half-precision logits, as a multiple of their bytes. In single precision the
+logits, their softmax and its gradient take two each; the gradient of the logits takes one."""
 
 
 def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
-    """Return a choice that keeps what pays most, so much that the step is as full as checkpointed.
+    """Return a choice that keeps what pays most, up to the peak of the checkpointed step.
 
-    It keeps as many bytes as checkpointing its blocks in any case, less what devices have lacked,
-    and no more if it is not known what there is at each moment. If it is, there are two starting
-    points: as many bytes of what pays most, and what checkpointing itself keeps, which puts next to
-    nothing on the link. Of what comes of them the faster counts that is never fuller.
+    It keeps as many bytes as checkpointing the blocks does, less what devices were short of. It
+    keeps no more if the memory in use at each moment is unknown. Otherwise there are two starting
+    points: the values of that many bytes that pay most, and those that checkpointing keeps, which
+    offloads next to nothing. Both are extended; the faster result below the checkpointed peak is
+    returned.
     """
     solver = Solver(problem, machine)
     best = solver.choose(max(0, problem.checkpointed_bytes - problem.lacked_bytes))
@@ -59,7 +60,7 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
 
 
 def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
-    """Return a choice that goes on from the `best` by bytes to what there is room for."""
+    """Return a choice that extends `best`, the best for its bytes, to the room there is."""
     room = _room(problem, best, most)
     allowed, budget = _at_least(room), best.kept_bytes + room[-1]
     for _ in range(TRIES):
@@ -75,30 +76,31 @@ def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> 
 
 
 def _at_least(room: Sequence[int]) -> list[int]:
-    """Return how much room a choice has to leave that goes on from one with so much.
+    """Return the room that a choice must leave if it extends one that leaves `room`.
 
-    What is fuller as it is may stay so, and does not keep others from what there is room for.
+    Where the latter exceeds the peak, the extended choice may exceed it equally. So values that fit
+    at other moments can still be kept.
     """
     return [min(0, nbytes) for nbytes in room]
 
 
 def is_below_checkpointing(problem: Problem, choice: Choice) -> bool:
-    """Tell whether a step is known to be never fuller than with its blocks checkpointed."""
+    """Return whether a step is known never to exceed its peak with its blocks checkpointed."""
     return _is_known(problem) and min(room_below_checkpointing(problem, choice)) >= 0
 
 
 def room_below_checkpointing(problem: Problem, choice: Choice) -> list[int]:
-    """Return how many bytes more there may be at each moment to be never fuller than that."""
+    """Return how many more bytes fit at each moment under the checkpointed step's peak."""
     return _room(problem, choice, checkpointed(problem))
 
 
 def _is_known(problem: Problem) -> bool:
-    """Tell whether it is known what there is at each moment."""
+    """Return whether the memory in use at each moment is known."""
     return bool(problem.block_ends and problem.recomputes and problem.used_between)
 
 
 def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
-    """Return how many bytes more may be kept at each moment, to be never fuller than `most`."""
+    """Return how many more bytes may be kept at each moment under the peak of `most`."""
     room = planned(problem, choice.decisions).room_below(most)
     room[-1] -= _outside_bytes(problem)
     taken = (nbytes + problem.lacked_bytes for nbytes in _in_flight(problem, choice))
@@ -106,7 +108,7 @@ def _room(problem: Problem, choice: Choice, most: Timeline) -> list[int]:
 
 
 def _in_flight(problem: Problem, choice: Choice) -> list[int]:
-    """Return how much is in flight at the most at each moment: of what has not come back yet."""
+    """Return the most bytes in flight at each moment: offloaded values not restored yet."""
     coming, stored = [0] * (len(problem.values) + 2), _stored(problem, choice)
     for value in stored:
         first, _ = problem.used_between.get(value.number, (value.number, value.number))
@@ -116,13 +118,13 @@ def _in_flight(problem: Problem, choice: Choice) -> list[int]:
 
 
 def _stored(problem: Problem, choice: Choice) -> list[Value]:
-    """Return what a choice offloads."""
+    """Return the values that a choice offloads."""
     decided = zip(problem.values, choice.decisions, choice.costs, strict=True)
     return [value for value, one, cost in decided if cost and isinstance(one, Offload)]
 
 
 def _in_flight_anyway(problem: Problem, choice: Choice) -> list[int]:
-    """Return what is offloaded where all of it may be in flight at once, which frees nothing."""
+    """Return the offloaded values if all may be in flight at once, which frees nothing."""
     stored = _stored(problem, choice)
     sizes = [value.nbytes for value in stored]
     if sum(sizes) > in_flight_bytes(sizes):
@@ -131,16 +133,16 @@ def _in_flight_anyway(problem: Problem, choice: Choice) -> list[int]:
 
 
 def _outside_bytes(problem: Problem) -> int:
-    """Return what a loss outside of the block may take: of a result that nothing inside needs."""
+    """Return the bytes of a loss outside of the block, which reads the last result if not saved."""
     made = [value for value in problem.values if not value.is_given]
     return 0 if not made or made[-1].is_saved else LOSS_COPIES * made[-1].nbytes
 
 
 def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: Timeline) -> Choice:
-    """Return a choice that keeps besides what there is room for until it is used.
+    """Return a choice that also keeps values for which there is room until they are used.
 
-    With that less is recomputed or in flight, so the others may be chosen anew, as long as that
-    spares time.
+    Then less is recomputed or in flight. So the other decisions are made anew, as long as that
+    saves time.
     """
     allowed = _at_least(_room(problem, choice, most))
     while True:
@@ -156,9 +158,9 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
 def _filled(
     solver: Solver, problem: Problem, choice: Choice, most: Timeline, allowed: Sequence[int]
 ) -> Choice:
-    """Return a choice that keeps besides what there is room for, and decides alike of all others.
+    """Return a choice that also keeps values that fit, with all other decisions unchanged.
 
-    It leaves as much room as is `allowed`.
+    It leaves at least the `allowed` room.
     """
     room = _room(problem, choice, most)
     more = _fitting(problem, choice, room)
@@ -176,11 +178,11 @@ def _filled(
 
 
 def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> list[int]:
-    """Return what fits of what is not kept, first what costs most for its bytes.
+    """Return the values that fit, of those not kept: those that cost most per byte come first.
 
-    Before that comes what is used first where there is too little room: if it stays, nothing is
-    recomputed for it there. What is asked for anyway, for others to be recomputed from, lies there
-    from then on, kept or not.
+    Values whose first use is at a moment with negative room precede them: if such a value is kept,
+    nothing is recomputed for it at that moment. A value that others are recomputed from is in
+    memory from then on, kept or not.
     """
     left, found = list(room), []
     asked, used = asked_between(problem, choice.decisions), problem.used_between

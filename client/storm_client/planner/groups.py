@@ -1,8 +1,9 @@
-"""Groups of values whose choices do not depend on each other's, and the choices of each group.
+"""Groups of values whose decisions do not depend on each other, and the choices of each group.
 
-A value and what it may be recomputed from are of one group, unless that is there in any case. So
-what blocks are given, which is not recomputed, parts one block from the next. Prices of a byte that
-is kept and of one on the link give each group some choices, of which `exchange.py` takes one.
+A value and the inputs that it may be recomputed from are in one group, unless the inputs are
+present in any case. So the inputs of blocks, which are not recomputed, separate one block from the
+next. Prices of a kept byte and of a byte on the link give each group several choices; `exchange.py`
+selects one of them.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -20,48 +21,49 @@ from storm_client.planner.prices import Priced
 __all__ = ["LINK_SHARES", "Alike", "Choices", "Costs", "Part", "alike_groups"]
 
 MOST_IN_A_ROW: Final = 16
-"""Operations in a row that recompute a value from what is held: all that is recomputed for it may
-be there at once."""
+"""Most operations in a row that recompute a value from a held one: all values recomputed for it may
+be in memory at once."""
 
 MOST_IN_BLOCK: Final = 48
-"""The same where blocks are known: no more is there at once than if they were checkpointed."""
+"""The same if blocks are known: no more is in memory at once than with the blocks checkpointed."""
 
 LINK_SHARES: Final = (0.0, 1 / 16, 1 / 4, 1.0)
-"""Prices of a byte on the link that are tried, as shares of its whole time."""
+"""Prices of a byte on the link that are tried, as shares of its full link time."""
 
 DEPTH: Final = 3
-"""How often prices of a kept byte are looked for between two that are known, for each of these."""
+"""Recursion depth of the search for prices of a kept byte between two known ones, for each
+share."""
 
 MANY_NODES: Final = 500
-"""Of one group, from which on it is looked once between two: a cut takes longer then."""
+"""Nodes of a group from which on this depth is one: a cut takes longer then."""
 
 TILT: Final = 0.02
-"""By what share of it a price rises or falls from the first value of a group to the last."""
+"""Share by which a price rises or falls from the first value of a group to the last."""
 
 
 class Part(NamedTuple):
-    """What becomes of the values of one group; the others of it are not needed."""
+    """The decisions for the values of one group; its values in none of the sets are not needed."""
 
     kept: frozenset[int]
     stored: frozenset[int]
     recomputed: frozenset[int]
 
     def of(self, numbers: Sequence[int]) -> Part:
-        """Return the same of a group whose places have these numbers."""
+        """Return the same decisions for a group whose places have these numbers."""
         return Part(*(frozenset(numbers[place] for place in places) for places in self))
 
 
 class Costs(NamedTuple):
-    """What a choice takes."""
+    """The costs of a choice."""
 
     kept_bytes: int
     link_seconds: float
     """One way."""
     seconds: float
-    """Of everything else: encoding, decoding, recomputing and the training thread."""
+    """All other costs: encoding, decoding, recomputing and the training thread."""
 
     def less(self, other: Costs) -> Costs:
-        """Return what it takes more than another."""
+        """Return how much more this costs than another."""
         return Costs(
             self.kept_bytes - other.kept_bytes,
             self.link_seconds - other.link_seconds,
@@ -71,17 +73,17 @@ class Costs(NamedTuple):
 
 @dataclass
 class Choices:
-    """What may become of a group of values."""
+    """The possible choices for a group of values."""
 
     nodes: tuple[Node, ...]
     """The values, in the order in which they are made."""
     costs: dict[Part, Costs] = field(default_factory=dict)
-    """The choices that are known, by places among the nodes."""
+    """The known choices with their costs, by places among the nodes."""
     _has_kept: bool = False
-    """Whether choices are among them that keep something."""
+    """Whether choices that keep something were searched."""
 
     def look(self, priced: Priced, *, keeps: bool) -> None:
-        """Find what is best at several prices; nothing is kept unless it `keeps` something."""
+        """Find the best choices at several prices; without `keeps` none of them keeps anything."""
         if self._has_kept or (self.costs and not keeps):
             return
         self._has_kept = keeps
@@ -94,7 +96,7 @@ class Choices:
         self._look_for_shares(priced, most, least, depth)
 
     def at(self, share: float, price: float) -> Part:
-        """Return the best known choice where a kept byte costs `price`, and the link a share."""
+        """Return the best known choice for a `price` of a kept byte and a `share` of link time."""
 
         def cost(part: Part) -> float:
             costs = self.costs[part]
@@ -106,7 +108,7 @@ class Choices:
     def _look_between(
         self, priced: Priced, share: float, fewer: Part, more: Part, depth: int
     ) -> None:
-        """Find choices that keep more than one and less than another, where they cost least."""
+        """Find the best choices that keep more than `fewer` and less than `more`."""
         little, much = self.costs[fewer], self.costs[more]
         nbytes = much.kept_bytes - little.kept_bytes
         if not depth or nbytes <= 0:
@@ -119,7 +121,7 @@ class Choices:
             self._look_between(priced, share, between, more, depth - 1)
 
     def _look_for_shares(self, priced: Priced, more: Part, less: Part, depth: int) -> None:
-        """Find choices that use the link less than one and more than another."""
+        """Find choices that use the link less than `more` and more than `less`."""
         much, little = self.costs[more], self.costs[less]
         link = much.link_seconds - little.link_seconds
         if not depth or link <= 0.0:
@@ -130,10 +132,10 @@ class Choices:
             self._look_for_shares(priced, between, less, depth - 1)
 
     def _cut(self, priced: Priced, share: float, price: float) -> Part:
-        """Return the best choice where a kept byte costs `price`, and the link's time a share.
+        """Return the best choice if a kept byte costs `price` and link time counts by `share`.
 
-        Operations of one kind take alike for their bytes, and would be decided alike. So that some
-        of them are and some are not, prices differ a little from place to place.
+        Equal operations cost the same per byte, and would all get the same decision. Prices differ
+        a little from place to place, so that their decisions can differ.
         """
         machine = priced.machine
         rate = machine.codec + share * machine.link
@@ -168,17 +170,17 @@ class Alike(NamedTuple):
     """Groups that have the same values in the same places."""
 
     choices: Choices
-    """For one of them."""
+    """For one of the groups."""
     groups: list[list[int]]
-    """The numbers of each one's values, in their order."""
+    """The numbers of each group's values, in order."""
 
 
 def alike_groups(
     priced: Priced, there: Set[int], known: dict[tuple[Node, ...], Choices]
 ) -> list[Alike]:
-    """Return the groups that a step's values fall into, those together that are alike.
+    """Return the groups of a step's values, with identical ones together.
 
-    What is `there` in any case is of none. What was `known` of such groups stays so.
+    Values that are `there` in any case belong to no group. Choices that are `known` are reused.
     """
     sources = _sources(priced, there)
     found: dict[tuple[Node, ...], list[list[int]]] = {}
@@ -200,9 +202,9 @@ def alike_groups(
 
 
 def _sources(priced: Priced, there: Set[int]) -> dict[int, tuple[int, ...] | None]:
-    """Return what each value is recomputed from that is not there anyway; None if it never is.
+    """Return each value's inputs that are not present anyway; None if it is never recomputed.
 
-    Values that nothing saved is made from are not among them.
+    Values that no saved value is recomputed from are left out.
     """
     found: dict[int, tuple[int, ...] | None] = {}
     waiting = [number for number in priced.saved if number not in there]
@@ -226,9 +228,9 @@ def _is_there(number: int, priced: Priced, there: Set[int]) -> bool:
 
 
 def _connected(sources: dict[int, tuple[int, ...] | None]) -> list[list[int]]:
-    """Return the values that are connected by what they are made from, each group in its order.
+    """Return the values that are connected by their inputs, each group in order.
 
-    What would be made from itself is never recomputed from here on.
+    A value that would be recomputed from itself is set to never be recomputed, in `sources`.
     """
     ordered = _in_order(sources)
     leaders = {number: number for number in sources}
@@ -248,9 +250,9 @@ def _connected(sources: dict[int, tuple[int, ...] | None]) -> list[list[int]]:
 
 
 def _in_order(sources: dict[int, tuple[int, ...] | None]) -> Iterable[int]:
-    """Return the values, each behind what it is made from, which mostly has a lower number.
+    """Return the values, each after its inputs, which mostly have lower numbers.
 
-    What would be made from itself is never recomputed.
+    A value that would be recomputed from itself is set to never be recomputed, in `sources`.
     """
     done: dict[int, None] = {}
     begun: set[int] = set()

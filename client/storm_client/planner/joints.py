@@ -1,12 +1,12 @@
-"""Finds the blocks of a step by what is made from what, where no layer's name tells them.
+"""Finds the blocks of a step by its data flow, where no layer's name shows them.
 
-A joint is a value that all that follows is made from, if anything of what came before. A chain of
-blocks has joints between them, and one with residuals others inside, as between attention and what
-follows it. What repeats is a block: joints part a step into segments, of which some in a row run
-the same operations as those behind them.
+A joint is a value that everything later is made from, as far as it uses earlier values at all.
+Blocks in a chain have joints between them. Blocks with residuals also have joints inside, as
+between attention and what follows it. Blocks are found by repetition: joints divide a step into
+segments, and segments in a row that run the same operations as the following ones form a block.
 
-What many operations read is given to many blocks, as what an encoder has made: it parts nothing.
-Everything here is pure: no tensor, device or clock.
+A value with many readers is an input of many blocks, as an encoder's output is: it separates
+nothing. Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from storm_client.planner.blocks import LEAST_MADE
 __all__ = ["repeated_ends"]
 
 MANY_READERS: Final = 6
-"""Operations: what more read is given to many blocks."""
+"""Reading operations: a value with more of them is an input of many blocks."""
 
 MOST_SEGMENTS: Final = 8
-"""Of one block."""
+"""Most segments of one block."""
 
 
 class Made(Protocol):
-    """What is looked at of a value: what has made it, and from what."""
+    """The properties of a value that are used here: which operation made it, and from what."""
 
     operation: str
     nbytes: int
@@ -40,11 +40,11 @@ class Made(Protocol):
 
 
 def repeated_ends(values: Sequence[Made]) -> frozenset[int]:
-    """Return the numbers of what blocks end with that repeat; none where nothing does.
+    """Return the numbers of the values that repeated blocks end with; none if nothing repeats.
 
-    `values` are those of the step, in their order. Of a block's segments that is the last whose
-    joints have the fewest bytes, and are saved anyway. Where blocks are parted as it is, since
-    nothing is recomputed from what comes before, there are none.
+    `values` are those of the step, in order. A block ends at the segment whose joints have the
+    fewest bytes; of equal ones, at one whose joints are saved anyway. If the blocks are separated
+    in any case, since nothing later is made from earlier values, there are none.
     """
     joints, breaks = _joints(values)
     segments = [
@@ -66,7 +66,7 @@ def repeated_ends(values: Sequence[Made]) -> frozenset[int]:
 
 
 def _lightest(values: Sequence[Made], joints: Sequence[int], length: int) -> Sequence[int]:
-    """Return one of so many joints each time, always the same in its block."""
+    """Return one joint of each block, always at the same place in the block."""
 
     def order(numbers: Sequence[int]) -> tuple[float, float]:
         count = max(len(numbers), 1)
@@ -77,7 +77,7 @@ def _lightest(values: Sequence[Made], joints: Sequence[int], length: int) -> Seq
 
 
 def _joints(values: Sequence[Made]) -> tuple[list[int], set[int]]:
-    """Return the joints of a step, in their order, and behind which values nothing is read."""
+    """Return a step's joints in order, and the values after which no earlier value is read."""
     counts = Counter(source for value in values for source in set(value.inputs) if source >= 0)
     last_reader = {source: n for n, value in enumerate(values) for source in value.inputs}
     found, breaks, reached = list[int](), set[int](), -1
@@ -94,7 +94,7 @@ def _joints(values: Sequence[Made]) -> tuple[list[int], set[int]]:
 
 
 def _repeating(segments: Sequence[tuple[str, ...]], at: int, length: int) -> int:
-    """Return how many segments from one on repeat those `length` before; 0 for too few values."""
+    """Return how many segments from `at` on a repeated block covers; 0 if it has too few values."""
     block = segments[at : at + length]
     end = at + length
     while end < len(segments) and segments[end] == segments[end - length]:

@@ -1,8 +1,8 @@
-"""Notices that a link has become faster or slower than a plan was made for.
+"""Notices that a link has become faster or slower than the plan assumed.
 
-Other GPUs of the node take bandwidth from a link that they share with its device, and leave it
-again. How much that is the daemon's copies show. A plan is made anew only for a change that lasts
-and matters: to compare plans again costs steps that follow worse ones.
+Other GPUs of the node use bandwidth of a link that they share with the device, at times. The
+daemon's copies show how much. A new plan is made only for a change that lasts and matters: to
+compare plans again costs steps that follow worse plans.
 
 Pure: no daemon, clock or plan.
 """
@@ -14,23 +14,24 @@ from typing import Final
 __all__ = ["LinkWatch", "has_changed"]
 
 CHANGED: Final = 1.25
-"""Times as fast, or as slow: what differs by less moves few values of a plan."""
+"""Factor, faster or slower. A smaller change of the link changes few decisions of a plan."""
 
 FIRST_STEPS: Final = 8
-"""Between two looks at the link, and by a plan before it is made anew for that. Each time doubles
-the latter, so that a link that never comes to rest does not have plans be compared for ever."""
+"""Steps between two checks of the link, and the least steps of a plan before a link change replaces
+it. Each replacement doubles the latter, so that an unsteady link does not restart the comparison
+of plans forever."""
 
 MOST_STEPS: Final = 1024
-"""Then comparing plans takes at most one step of 25."""
+"""Upper bound of that doubling. Then comparing plans takes at most one step of 25."""
 
 
 def has_changed(before: float, now: float) -> bool:
-    """Tell whether a link is another, that takes `now` seconds a byte, and took `before`."""
+    """Return whether a link has changed; `before` and `now` are seconds a byte."""
     return max(before, now) > CHANGED * min(before, now)
 
 
 class LinkWatch:
-    """What the plan of one step signature takes its link for, and for how long."""
+    """The link speed that the plan of one step signature assumes, and since how many steps."""
 
     def __init__(self) -> None:
         """Begin without a plan."""
@@ -39,19 +40,19 @@ class LinkWatch:
         self._least_steps = FIRST_STEPS
 
     def planned(self, link: float) -> None:
-        """Note that a plan is made for a link that takes so many seconds a byte."""
+        """Note that a plan is made for a link of `link` seconds a byte."""
         self._planned = link
 
     def is_due(self) -> bool:
-        """Count a step that follows the plan; tell whether to look at the link."""
+        """Count a step that follows the plan; return whether to check the link."""
         self._steps += 1
         is_late = self._planned is not None and self._steps >= self._least_steps
         return is_late and self._steps % FIRST_STEPS == 0
 
     def calls(self, link: float, *, is_used: bool) -> bool:
-        """Tell whether another plan is to be made for a link that has been looked at.
+        """Return whether the link, just checked, calls for another plan.
 
-        A plan that sends nothing is not made anew for a link that has become slower.
+        A plan that offloads nothing is not replaced because the link has become slower.
         """
         assert self._planned is not None
         if not has_changed(self._planned, link) or not (is_used or link < self._planned):

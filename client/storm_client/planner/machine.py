@@ -1,9 +1,9 @@
-"""What a machine can do: the figures that every plan is made from, for hooks and graphs alike.
+"""Performance figures of a machine. Every plan, of hooks and of graphs, is based on them.
 
-The planner compares three ways to have a saved tensor in the backward pass: keep it, offload and
-restore it, or recompute it. All of what that comparison knows of the hardware stands here, so that
-there is one place to measure it into. No figure decides what a tensor's bits are: a wrong one costs
-time alone.
+The planner compares three ways to provide a saved tensor in the backward pass: keep it, offload and
+restore it, or recompute it. All hardware figures of that comparison are in this file, so that there
+is one place to enter measurements. No figure affects the bits of a tensor: a wrong one costs only
+time.
 """
 
 from __future__ import annotations
@@ -25,76 +25,79 @@ class Machine:
 
     # --- offload and restore ---
     link: float
-    """Seconds a byte on the link, one way, for what is not compressed."""
+    """Seconds per uncompressed byte on the link, one way."""
     codec: float
-    """Seconds a byte that the processor that trains loses to encoding and decoding together."""
+    """Seconds of the training device for encoding and decoding one byte, both together."""
     hides: bool
-    """Whether the link works while the device computes."""
+    """Whether transfers on the link overlap with computation."""
     fetch_latency: float
-    """Seconds of a fetch that are not the link's: the daemon looks for it, decodes and answers."""
+    """Seconds of a fetch beyond the link time: the daemon looks the tensor up, decodes and
+    answers."""
     longest_beside: float
-    """Seconds of one kernel through which the link has work: large products and attention leave
-    the codec no room, and it gets in where one ends and the next begins."""
+    """Longest kernel, in seconds, during which the link still has data to transfer. Large products
+    and attention occupy the device fully, so the codec's kernels run only between two of them."""
 
     # --- the training thread ---
     thread_store: float
-    """Seconds for a tensor that hooks offload, both passes together; as measured, once it was."""
+    """Seconds to offload one tensor by hooks, both passes together; the measured time once
+    known."""
     graph_store: float
-    """Seconds for a tensor that a compiled graph offloads, as far as nothing hides them."""
+    """Seconds to offload one tensor by a compiled graph, as far as nothing hides them."""
     thread_recompute: float
-    """Seconds that recomputing one operation takes at the least."""
+    """Least seconds for recomputing one operation."""
 
     # --- computing ---
     unmeasured: float
-    """Seconds for a byte of the result of an operation whose time is not known."""
+    """Seconds per byte of the result, for an operation that was not measured."""
     unmeasured_expensive: float
-    """The same of products and attention; infinity where only measured ones are recomputed."""
+    """The same for products and attention; infinity if only measured ones are recomputed."""
     half_flops: float
-    """Floating-point operations a second in products of half precision."""
+    """Floating-point operations a second in half-precision products."""
     single_flops: float
-    """The same of single precision, rounded nowhere."""
+    """The same in single-precision products without rounding."""
     rounded_share: float
-    """Of `half_flops`, what products of single precision reach that may be rounded (TF32)."""
+    """Share of `half_flops` that single-precision products reach if rounding (TF32) is allowed."""
     bandwidth: float
     """Bytes of memory traffic a second."""
 
     measured: frozenset[str] = frozenset()
-    """Names of the figures that were measured here; the others are of the machine beside them."""
+    """Names of the figures that were measured on this machine; the others are defaults."""
 
     def compressing(self, ratio: float) -> Machine:
-        """Return the figures where what crosses the link is compressed by `ratio`."""
+        """Return the figures for data that is compressed by `ratio` on the link."""
         return replace(self, link=self.link / ratio)
 
     def with_link(self, figures: LinkFigures) -> Machine:
-        """Return the figures where a daemon's copies were timed, or are limited."""
+        """Return the figures with the link time that the daemon measured or limits."""
         names = self.measured | {"link"} if figures.link else self.measured
         return replace(self, link=self.link_by(figures), measured=names)
 
     def with_thread_store(self, seconds: float | None) -> Machine:
-        """Return the figures with what hooks were measured to take for a tensor; None: not yet."""
+        """Return the figures with the measured hook time per tensor; None: not measured yet."""
         if seconds is None:
             return self
         return replace(self, thread_store=seconds, measured=self.measured | {"thread"})
 
     def link_by(self, figures: LinkFigures) -> float:
-        """Return `link` as a daemon says it: the slowest of what the bytes pass."""
+        """Return seconds per byte on the link: the slowest of copies, limit and disk."""
         return max(figures.link or self.link, figures.limit, figures.disk)
 
 
 class LinkFigures(NamedTuple):
-    """What a daemon says of a device's link, in seconds a byte; 0.0 for what it does not know."""
+    """A device's link as the daemon reports it, in seconds a byte; 0.0 if not known."""
 
     link: float = 0.0
-    """Of what copies of late had of it, in the slower direction, whoever else copied."""
+    """Speed of the session's latest copies in the slower direction, while others may have
+    copied."""
     limit: float = 0.0
-    """What the daemon was told to take at the least."""
+    """Least time that the daemon's settings allow."""
     disk: float = 0.0
-    """For which its tier on disk is busy for each byte that comes to the pool, or leaves it. It
-    moves them beside the link."""
+    """Busy time of the daemon's disk tier for each byte that enters or leaves the pool. The disk
+    transfers overlap with the link."""
 
     @classmethod
     def of(cls, speeds: Pong) -> LinkFigures:
-        """Return what an answer to Ping says."""
+        """Return the figures that an answer to Ping reports."""
         return cls(*(1 / one if one else 0.0 for one in (speeds.link, speeds.limit, speeds.disk)))
 
 
@@ -106,18 +109,18 @@ CUDA = Machine(
     hides=True,
     # One H200: chosen for compiled graphs, not measured by itself.
     fetch_latency=1e-3,
-    # One H200: a session's scratch holds three of the largest chunks, which cross in that time.
+    # One H200: a session's scratch holds three of the largest chunks; the link needs 4 ms for them.
     longest_beside=4e-3,
-    # One H200, 16 Xeon cores, PyTorch 2.11. Counts until it was measured, as `unmeasured` does.
+    # One H200, 16 Xeon cores, PyTorch 2.11. Used until it is measured, as `unmeasured` is.
     thread_store=1.5e-4,
     # A compiled graph's thread runs ahead of the device, which hides most of `thread_store`.
     graph_store=2e-5,
-    # Taken for the launch of a kernel from Python; not measured.
+    # Assumed: the launch of a kernel from Python; not measured.
     thread_recompute=2.5e-5,
-    # Taken for elementwise kernels, which read and write once; not measured.
+    # Assumed: elementwise kernels, which read and write once; not measured.
     unmeasured=5e-13,
     unmeasured_expensive=math.inf,
-    # One H200: large products, and several elementwise operations fused.
+    # One H200: large products, and several fused elementwise operations.
     half_flops=6.5e14,
     single_flops=5e13,
     rounded_share=0.5,
@@ -126,7 +129,7 @@ CUDA = Machine(
 """A data-centre GPU on PCIe 5."""
 
 CPU = Machine(
-    # Orders of magnitude: the cores that train also copy and encode, so nothing hides.
+    # Orders of magnitude: the training cores also copy and encode, so nothing overlaps.
     link=1 / 1.5e9,
     codec=1 / 1.5e9,
     hides=False,
@@ -135,7 +138,7 @@ CPU = Machine(
     thread_store=1.5e-4,
     graph_store=1.5e-4,
     thread_recompute=2e-5,
-    # Orders of magnitude: what else runs on the cores would decide a measurement.
+    # Orders of magnitude: other work on the cores would dominate a measurement.
     unmeasured=1 / 5e9,
     unmeasured_expensive=math.inf,
     half_flops=5e10,
@@ -146,14 +149,14 @@ CPU = Machine(
 """A host without a GPU, for the cpu lane."""
 
 _RATIOS = {torch.bfloat16: 1.41, torch.float16: 1.12, torch.float32: 1.17, torch.bool: 8.0}
-"""By how much `ancf` compresses what models save; dense values of each dtype."""
+"""Compression ratio of `ancf` for dense saved values, by dtype."""
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Return the figures for tensors of `device`."""
+    """Return the figures for tensors on `device`."""
     return CUDA if device.type == "cuda" else CPU
 
 
 def expected_ratio(dtype: torch.dtype, codec: str) -> float:
-    """Return by how much `codec` probably compresses values of a dtype; 1.0 is not at all."""
+    """Return the expected compression ratio of `codec` for a dtype; 1.0 means no compression."""
     return 1.0 if codec == "none" else _RATIOS.get(dtype, 1.0)

@@ -1,9 +1,10 @@
-"""Which values are recomputed and which held at the least cost, where holding each has a price.
+"""Decides which values are recomputed and which held, at the least cost, given a price for each.
 
-A value that is needed is held at its price, or recomputed for its operation's, and what is
-recomputed needs all that it is made from. To recompute one is a project that earns its price less
-its operation's and needs other values; the projects that earn most together are those on the source
-side of a minimum cut (J.-C. Picard, Maximal closure of a graph, 1976). So the choice is the best.
+A needed value is held at its price, or recomputed in the time of its operation. A recomputed value
+needs all of its inputs. Recomputing a value is a project: it earns the value's price less the
+operation's time, and needs other values. The projects that earn most together are those on the
+source side of a minimum cut (J.-C. Picard, Maximal closure of a graph, 1976). So the result is
+optimal.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -19,33 +20,33 @@ __all__ = ["Held", "Node", "cheapest"]
 
 _SOURCE, _SINK = 0, 1
 _NOTHING = 1e-15
-"""Seconds below which a difference is one of rounding."""
+"""Seconds: a smaller difference is a rounding error."""
 
 
 class Node(NamedTuple):
-    """A value, and what it takes to have it."""
+    """A value, and its costs."""
 
     nbytes: int
     is_needed: bool
-    """Whether it is asked for in any case; others only if what is recomputed is made from them."""
+    """Whether it is needed in any case; others are needed only as inputs of recomputed values."""
     seconds: float
-    """Of its operation; infinity where it cannot be recomputed."""
+    """Time of its operation; infinity if it cannot be recomputed."""
     sources: tuple[int, ...]
-    """What it is made from, as places among the nodes, each before its own."""
+    """Its inputs, as places among the nodes; each is before its own place."""
 
 
 class Held(NamedTuple):
-    """What is there of some nodes, as places among them; the others are not needed."""
+    """The recomputed and the held ones of some nodes, by place; the others are not needed."""
 
     recomputed: frozenset[int]
     held: frozenset[int]
 
 
 def cheapest(nodes: Sequence[Node], prices: Sequence[float], most_in_a_row: int) -> Held:
-    """Return the cheapest way to have what is needed, where to hold a node costs its price.
+    """Return the cheapest way to provide all needed nodes, if holding a node costs its price.
 
-    No node is recomputed by more operations in a row than `most_in_a_row`: one that would be is
-    held where it is needed, and the rest chosen anew.
+    No node is recomputed by more than `most_in_a_row` operations in a row. If one would be, a node
+    of its chain is held where it is needed, and the rest is chosen anew.
     """
     fixed: set[int] = set()
     while True:
@@ -77,7 +78,7 @@ def _cheapest(nodes: Sequence[Node], prices: Sequence[float], fixed: set[int]) -
 def _earning(
     nodes: Sequence[Node], prices: Sequence[float], needing: Mapping[int, Iterable[int]]
 ) -> set[int]:
-    """Return which projects earn most together, of those that need others to be had at a price."""
+    """Return the projects that earn most together; each needs others that have to be paid for."""
     made = {place: vertex for vertex, place in enumerate(needing, 2)}
     bought = set().union(*needing.values())
     had = {place: vertex for vertex, place in enumerate(sorted(bought), 2 + len(made))}
@@ -93,7 +94,7 @@ def _earning(
 
 
 def _too_long(nodes: Sequence[Node], recomputed: frozenset[int], most: int) -> list[list[int]]:
-    """Return the latter halves of chains that are as long as is allowed, and go on."""
+    """Return the latter halves of chains that reach the allowed length and continue."""
     chains: list[list[int]] = []
     lengths: dict[int, int] = {}
     before: dict[int, int] = {}
@@ -112,17 +113,17 @@ def _too_long(nodes: Sequence[Node], recomputed: frozenset[int], most: int) -> l
 
 @dataclass
 class _Network:
-    """Vertices and what may flow between them; E. A. Dinic's algorithm of 1970."""
+    """Vertices and the flow between them; E. A. Dinic's algorithm of 1970."""
 
     count: int
     _heads: list[int] = field(default_factory=list)
     _left: list[float] = field(default_factory=list)
-    """What may still flow by each edge; the edge back to it has the next number, or that before."""
+    """Remaining capacity of each edge. The reverse edge has the next number, or the one before."""
     _edges: list[list[int]] = field(default_factory=list)
-    """Those that leave each vertex."""
+    """Numbers of the edges that leave each vertex."""
 
     def __post_init__(self) -> None:
-        """Have no edges yet."""
+        """Begin without edges."""
         self._edges = [[] for _ in range(self.count)]
 
     def join(self, tail: int, head: int, capacity: float) -> None:
@@ -132,7 +133,7 @@ class _Network:
             self._left.append(most)
 
     def cut(self) -> set[int]:
-        """Return the source's side of the minimum cut that has most on the sink's."""
+        """Return the source's side of the minimum cut, the smallest if there are several."""
         while True:
             levels = self._levels()
             if _SINK not in levels:
@@ -142,7 +143,7 @@ class _Network:
                 pass
 
     def _levels(self) -> dict[int, int]:
-        """Return how far from the source each vertex is that something can still flow to."""
+        """Return the distance from the source of each vertex that more flow can reach."""
         levels, reached = {_SOURCE: 0}, [_SOURCE]
         for vertex in reached:
             for edge in self._edges[vertex]:
@@ -153,9 +154,9 @@ class _Network:
         return levels
 
     def _send(self, levels: dict[int, int], following: list[int]) -> bool:
-        """Send what one path can carry; tell whether there was one.
+        """Send as much flow as one path can carry; return whether there was one.
 
-        `following` says for each vertex which of its edges led nowhere by now.
+        `following` has for each vertex the number of its edges that are known to lead nowhere.
         """
         path: list[int] = []
         vertex = _SOURCE

@@ -1,8 +1,8 @@
-"""In which order the saved tensors of a step are asked for.
+"""The order in which the saved tensors of a step are needed.
 
-A step is planned from what the last step of its signature did: the order in which its tensors were
-asked for, and which of them were asked for at once. A plan only decides what is sent and what is
-fetched early, never what is returned; a wrong one costs time alone.
+A step is planned from the last step of its signature: from the order in which its tensors were
+unpacked, and which of them were needed at once. Such a plan only decides which tensors are sent and
+which are prefetched, never which bits are returned: a wrong one costs only time.
 
 Everything here is pure: no lane, connection or clock.
 """
@@ -21,38 +21,39 @@ from storm_client.saved.versions import SavedVersion, View
 __all__ = ["OrderHistory", "Step"]
 
 LOOK_AGAIN = 32
-"""After so many tensors all that is in sight is looked at again: what was here may have left."""
+"""After so many tensors, all in sight are checked again: the device's copies may be gone."""
 
 KNOWN_STEPS = 8
-"""Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
+"""Step signatures remembered (training, validation, several threads) before the oldest is
+dropped."""
 
 LOOKAHEAD = 64
-"""Handles looked at in one go; more than fit into a staging area, less than a step has."""
+"""Handles considered at a time; more than fit into a staging area, fewer than a step has."""
 
 LOOK_EVERY = 16
-"""Where all in sight has been looked at, so many come in sight before the next look: what a look
-costs, and what asks for it costs the daemon, is mostly the same for one and for several."""
+"""After all in sight were checked, so many are unpacked before the next check. A check, and the
+request that it sends to the daemon, cost about the same for one tensor as for several."""
 
 PASS_HANDLES = 4096
-"""Packed before another pass begins, though nothing has been asked for."""
+"""Handles packed before another pass begins, even if none was unpacked."""
 
 
 class OrderHistory:
-    """The order of the last step of each signature: those of one pack as many tensors.
+    """The order of the last step of each signature, which here is the number of packed tensors.
 
-    Their sizes may differ, as the lengths of batches do. Steps of several threads may share one.
+    Sizes may differ, as the lengths of batches do. Steps of several threads may share a signature.
     """
 
     def __init__(self) -> None:
-        """Start without experience."""
+        """Start without history."""
         self._lock = threading.Lock()  # protects the orders
         self._orders: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
-        """By how many they are, the sizes of the last step's and the order."""
+        """By number of tensors: the sizes of the last step, and its order."""
 
     def replace(self, sizes: list[int], order: list[int]) -> list[int]:
-        """Return the last step's order, empty for a new signature; `order` takes its place.
+        """Return the last step's order, empty for a new signature; `order` replaces it.
 
-        `order` may still grow: the step that it describes is under way.
+        `order` may still grow: its step is still running.
         """
         with self._lock:
             _, known = self._orders.pop(len(sizes), ([], []))
@@ -62,10 +63,10 @@ class OrderHistory:
         return known
 
     def soon(self) -> dict[int, float]:
-        """Return what the last step needed at once: by number the size, as a part of the first's.
+        """Return the tensors that the last step needed at once, with sizes relative to the first's.
 
-        Between such a tensor's packing and unpacking less than twice its own bytes of others came
-        by, so it would have been asked back before it had crossed the link both ways.
+        While such a tensor was packed, fewer than twice its bytes of others were packed or
+        unpacked. So it would have been needed before it could cross the link both ways.
         """
         with self._lock:
             if not self._orders:
@@ -76,7 +77,7 @@ class OrderHistory:
         found, unpacked = {}, 0
         for number in order:
             if number >= len(sizes):
-                break  # another thread's step has gone on packing, and is now of another signature
+                break  # another thread's step has packed more, and now has another signature
             if unpacked >= 2 * largest:
                 break
             if packed_after[number] + unpacked < 2 * sizes[number]:
@@ -86,20 +87,20 @@ class OrderHistory:
 
 
 class StepPlan:
-    """One step: what was packed, and what is expected to be unpacked next."""
+    """One step: the packed tensors, and the order in which they will probably be unpacked."""
 
     def __init__(self, history: OrderHistory) -> None:
-        """Begin a step of the Offload that `history` belongs to."""
+        """Begin a step of the Offload that owns `history`."""
         self._history = history
         self._soon: dict[int, float] | None = None
-        """What the step before needed at once; None until somebody has asked."""
+        """Tensors that the step before needed at once; None before the first query."""
         self._sizes: list[int] = []
         self._actual: list[int] = []
         self._asked: set[int] = set()
         self._expected: list[int] = []
         self._position: dict[int, int] = {}
         self._next = 0
-        self._seen_to = 0  # how far the expected order has been looked at
+        self._seen_to = 0  # how far the expected order has been checked
 
     def packed(self, nbytes: int) -> int:
         """Note that a tensor of `nbytes` was packed; return its number."""
@@ -107,9 +108,9 @@ class StepPlan:
         return len(self._sizes) - 1
 
     def needed_at_once(self, nbytes: int) -> bool:
-        """Tell whether a tensor of `nbytes` that is packed next was needed at once last time.
+        """Return whether the tensor of `nbytes` that is packed next was needed at once last time.
 
-        It is the same one if it is as large beside the first: so it is for batches of any length.
+        It is the same tensor if its size relative to the first is equal, for batches of any length.
         """
         if self._soon is None:
             self._soon = self._history.soon()
@@ -117,7 +118,7 @@ class StepPlan:
         return self._soon.get(len(self._sizes)) == nbytes / first
 
     def unpacked(self, number: int) -> None:
-        """Note that the tensor `number` is being asked for, for the first time or again."""
+        """Note that the tensor `number` is unpacked, for the first time or again."""
         if len(self._expected) != len(self._sizes):
             self.predict()
         if number not in self._asked:
@@ -130,34 +131,34 @@ class StepPlan:
 
     @property
     def is_going_back(self) -> bool:
-        """Whether nothing has been packed since a tensor was asked for."""
+        """Whether a tensor was unpacked, and none has been packed since then."""
         return bool(self._sizes) and len(self._expected) == len(self._sizes)
 
     @property
     def left(self) -> int:
-        """How many are expected still."""
+        """Number of tensors that are expected to be unpacked still."""
         return len(self._expected) - self._next
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the numbers expected after the last one asked for, the nearest first."""
+        """Yield the numbers expected after the last one that was unpacked, the nearest first."""
         for position in range(self._next, len(self._expected)):
             yield self._expected[position]
 
     def unseen(self, reach: int) -> list[int]:
-        """Return those of the next `reach` expected that have not been looked at: see `saw`."""
+        """Return the unchecked ones of the next `reach` expected tensors; see `saw`."""
         return self._expected[max(self._next, self._seen_to) : self._next + reach]
 
     def saw(self, count: int) -> None:
-        """Note that the first `count` of the unseen need not be looked at again for a while."""
+        """Note that the first `count` of the unseen need no new check for a while."""
         self._seen_to = max(self._next, self._seen_to) + count
 
     def predict(self) -> None:
-        """Fix the order, at the first unpack and again when more was packed after it."""
+        """Fix the expected order, at the first unpack and again if more was packed after it."""
         count = len(self._sizes)
         if len(self._expected) == count:
             return
         known = self._history.replace(self._sizes, self._actual)
-        # The order of a step that went on packing names tensors that this one may never have.
+        # If that step packed more tensors, its order has numbers that this step may never have.
         learned = [number for number in known if number < count]
         missing = set(range(count)).difference(learned)
         self._expected = learned + sorted(missing, reverse=True)
@@ -166,7 +167,7 @@ class StepPlan:
 
 
 class _Pass:
-    """What was packed until some of it was asked for: one plan, whose numbers begin at `first`."""
+    """The tensors packed before any of them was unpacked. Its `plan` counts from `first` on."""
 
     def __init__(self, history: OrderHistory, earlier: _Pass | None, first: int) -> None:
         self.plan = StepPlan(history)
@@ -176,18 +177,18 @@ class _Pass:
 
     @property
     def lives(self) -> bool:
-        """Whether something of it is alive, and so may be asked for."""
+        """Whether any of its records is alive, and so may be needed."""
         return any(record() is not None for record in self.records)
 
     def with_number(self, number: int) -> _Pass:
-        """Return the pass that packed the handle of that number."""
+        """Return the pass that packed the handle with that number."""
         found = self
         while number < found.first and found.earlier is not None:
             found = found.earlier
         return found
 
     def in_sight(self) -> Iterator[tuple[_Pass, int]]:
-        """Yield what is expected of it and then of earlier ones, and how far each is looked at."""
+        """Yield this pass, then earlier ones, each with the number of handles to consider in it."""
         one: _Pass | None = self
         reach = LOOKAHEAD
         while one is not None and reach > 0:
@@ -198,17 +199,17 @@ class _Pass:
 
 
 class Step:
-    """What one `with` block packed. Its handles may be unpacked by several threads."""
+    """The handles that one `with` block packed. Several threads may unpack them."""
 
     def __init__(self, history: OrderHistory) -> None:
-        """Begin a step of the Offload whose `history` this is."""
+        """Begin a step of the Offload that owns `history`."""
         self._history = history
-        self._lock = threading.Lock()  # protects all below
+        self._lock = threading.Lock()  # protects all attributes below
         self._packing = _Pass(history, None, 0)
         self._asked = self._packing
-        """The pass of which a handle was asked for last."""
+        """The pass whose handle was unpacked last."""
         self._rests = 0
-        """How often something is asked for before it is worth another look."""
+        """How many more handles are unpacked before the next check."""
 
     def handle(self, record: StoredRange, view: View, version: SavedVersion) -> Handle:
         """Return a new handle of `record`, next in the plan."""
@@ -219,7 +220,7 @@ class Step:
         return Use(record, self, self._number(record))
 
     def first_use(self, record: StoredRange) -> Use:
-        """Return the first use of a new record, which tells from now on if it is needed at once."""
+        """Return the first use of a new record; `record.soon` now says if it is needed at once."""
         with self._lock:
             packing = self._pass_of_next()
             plan = packing.plan
@@ -236,12 +237,12 @@ class Step:
             return packing.first + packing.plan.packed(record.nbytes)
 
     def needed_at_once(self, nbytes: int) -> bool:
-        """Tell whether a record of `nbytes` that is made now will be needed at once."""
+        """Return whether a record of `nbytes` that is made now will be needed at once."""
         with self._lock:
             return self._pass_of_next().plan.needed_at_once(nbytes)
 
     def unpacked(self, use: Use) -> bool:
-        """Note that `use` is being asked for; tell whether it is the first since the packing."""
+        """Note that `use` is unpacked; return whether it is the first since the last packing."""
         with self._lock:
             asked = self._packing
             if use.number < asked.first:
@@ -254,7 +255,7 @@ class Step:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is worth a look what is needed next."""
+        """Whether it is time to check which records are needed next."""
         return self._rests <= 0
 
     def upcoming(self) -> list[StoredRange]:
@@ -267,9 +268,10 @@ class Step:
         return [record for record in found if record is not None]
 
     def unseen(self) -> list[StoredRange | None]:
-        """Return what of the upcoming has not been looked at: each once, None for a dead one.
+        """Return the unchecked ones of the upcoming records: each once, None for a freed one.
 
-        A thread that has looked says how far by `saw`; another's, meanwhile, costs time alone.
+        The thread that has checked them calls `saw`. If another thread checks them meanwhile, this
+        costs only time.
         """
         found: list[StoredRange | None] = []
         with self._lock:
@@ -278,7 +280,7 @@ class Step:
         return found
 
     def saw(self, count: int) -> None:
-        """Note that the first `count` of the unseen are here or have been requested."""
+        """Note that the first `count` of the unseen are on the device or were requested."""
         with self._lock:
             is_all = True
             for one, reach in self._asked.in_sight():
@@ -290,7 +292,7 @@ class Step:
             self._rests = LOOK_EVERY if is_all else 0
 
     def _pass_of_next(self) -> _Pass:
-        """Return the pass of what is packed next, which may be another than of what was last."""
+        """Return the pass of the next packed handle, which may differ from that of the last."""
         packing = self._packing
         if packing.plan.is_going_back or len(packing.records) >= PASS_HANDLES:
             earlier = _living(packing)
@@ -302,7 +304,7 @@ class Step:
 
 
 def _living(latest: _Pass | None) -> _Pass | None:
-    """Return the latest pass up to this one of which something lives."""
+    """Return the latest pass, up to this one, with a living record."""
     while latest is not None and not latest.lives:
         latest = latest.earlier
     return latest

@@ -1,4 +1,4 @@
-"""A plan as people see it: a table of what is decided for each value, and a picture of a step."""
+"""A plan for users: a table of the decision for each value, and a drawing of a step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
 SHOWN = 4
-"""Operations that are named of those whose results are kept."""
+"""Number of operations that are named, of those whose results are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One saved tensor's storage, or one that is stored so that others are recomputed from it."""
+    """A saved tensor's storage, or one that is stored because others are recomputed from it."""
 
     operation: str
-    """The function that made it, "unknown" where none was seen."""
+    """The function that made it; "unknown" if none was observed."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
@@ -41,9 +41,9 @@ class Row:
     """"keep", "offload" or "replay"."""
     reason: str
     cost: float
-    """Seconds: of the recomputation, or of the link one way."""
+    """Seconds of the recomputation, or of the link one way."""
     is_checkpointed: bool = field(default=False, compare=False)
-    """Whether checkpointing each block would keep it, as what a block is given or no block has."""
+    """Whether checkpointing each block would keep it, as a block's input or outside all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +52,34 @@ class Plan:
 
     rows: tuple[Row, ...]
     peak_bytes: int
-    """Of saved tensors that are kept by decision, at the end of the forward pass."""
+    """Bytes of saved tensors that are kept by decision, at the end of the forward pass."""
     link_seconds: float
-    """Of the link in one direction, a step."""
+    """Link time of a step, in one direction."""
     replay_seconds: float
-    """Of recomputed operations, a step."""
+    """Time of recomputed operations in a step."""
     forward_seconds: float
-    """Of the forward pass as it was timed; before that, of its operations together. 0.0 where it is
-    not known, as for a graph on a CPU."""
+    """Measured time of the forward pass; before it was measured, the sum of its operations. 0.0 if
+    it is not known, as for a graph on a CPU."""
     stall_seconds: float = 0.0
-    """For which a compiled graph is expected to wait for the link."""
+    """Time that a compiled graph is expected to wait for the link."""
     turn_bytes: int | None = None
-    """That may be in flight where the forward pass ends; None for as much as is best."""
+    """Bytes that may be in flight when the forward pass ends; None for the best amount."""
     checkpointed_bytes: int | None = None
-    """What checkpointing each block would keep; None where no blocks are known."""
+    """Bytes that checkpointing each block would keep; None if no blocks are known."""
     fullest_bytes: int | None = None
-    """Of saved tensors and gradients at a step's fullest moment, by prediction and without what is
-    in flight; None where no blocks are known."""
+    """Predicted peak of saved tensors and gradients in a step, without bytes in flight; None if no
+    blocks are known."""
     checkpointed_fullest_bytes: int | None = None
-    """The same where each block is checkpointed."""
+    """The same if each block is checkpointed."""
     measured: frozenset[str] = frozenset()
     """Which of the machine's figures were measured: "link", "thread"."""
     compared: str = ""
-    """What steps took that followed this plan and others, for people; empty where none did."""
+    """Text for users: the step times with this plan and with others; empty if none were
+    compared."""
 
     @classmethod
     def of(cls, problem: Problem, choice: Choice, measured: frozenset[str] = frozenset()) -> Plan:
-        """Describe what was chosen for a step, by figures of which some were `measured`."""
+        """Describe the choice for a step. `measured` names the figures that were measured."""
         rows = []
         beside = problem.block_ends and problem.recomputes
         others_keep = kept_by_checkpointing(problem) if beside else frozenset()
@@ -112,7 +113,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        """Return a table, one line for rows that are alike, and sums below it."""
+        """Return a table, with one line for equal rows, and sums below the table."""
         lines = [
             f"{name:<28} {shape:<24} {nbytes:>10}  {decision:<8} {cost:>8}  {reason}"
             for name, shape, nbytes, decision, cost, reason in (_HEADINGS, *self._lines())
@@ -127,7 +128,7 @@ class Plan:
         return table_html(_HEADINGS, self._lines(), (", ".join(sums), *self._sums()))
 
     def _sums(self) -> Iterator[str]:
-        """Yield what is said below the table, as far as it is known."""
+        """Yield the lines below the table, as far as they are known."""
         yield self._times()
         if self.checkpointed_bytes is not None:
             yield self._beside_checkpointing(self.checkpointed_bytes)
@@ -141,16 +142,16 @@ class Plan:
             yield f"compared: {self.compared}"
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
-        """Yield a table's cells, one line for rows that are alike."""
+        """Yield the cells of the table, one line for equal rows."""
         for row, count in Counter(self.rows).items():
             shape = "x".join(map(str, row.shape)) + f" {str(row.dtype).removeprefix('torch.')}"
             size, cost = format_size(row.nbytes * count), f"{1e3 * row.cost * count:.2f}"
             yield f"{count} x {row.operation}", shape, size, row.decision, cost, row.reason
 
     def _beside_checkpointing(self, kept: int) -> str:
-        """Return what is kept beside what checkpointing each block keeps.
+        """Return a comparison of the kept bytes with those that checkpointing each block keeps.
 
-        Where it is more, the operations whose results checkpointing would recompute are named.
+        If the plan keeps more, name the operations whose results checkpointing would recompute.
         """
         own = self.bytes_by_decision["keep"]
         text = (
@@ -166,7 +167,7 @@ class Plan:
         return f"{text}, of which it would recompute {', '.join(most)}"
 
     def _times(self) -> str:
-        """Return what a step takes, as far as it is known."""
+        """Return the times of a step, as far as they are known."""
         times = (
             f"link {1e3 * self.link_seconds:.1f} ms each way, replay "
             f"{1e3 * self.replay_seconds:.1f} ms"
@@ -186,15 +187,15 @@ class Plan:
         return sums
 
     def in_short(self) -> str:
-        """Return what a step does by it, in a clause."""
+        """Return a clause that sums up what a step does by this plan."""
         sizes = {name: format_size(nbytes) for name, nbytes in self.bytes_by_decision.items()}
         return f"{sizes['offload']} offloaded, {sizes['replay']} recomputed, {sizes['keep']} kept"
 
     def draw(self, path: str | Path) -> None:
-        """Draw a step: bytes that are kept, on the link and recomputed, value by value.
+        """Draw a step, value by value: bytes by decision, and seconds of the link and of replays.
 
         Raises:
-            UsageError: matplotlib is missing, or does not know the kind of file.
+            UsageError: matplotlib is missing, or does not support the file type.
         """
         figure = new_figure(9, 5)
         stacked, spent = figure.subplots(2, 1, sharex=True)
@@ -203,7 +204,7 @@ class Plan:
         save_figure(figure, path)
 
     def draw_bytes(self, axes: Axes) -> None:
-        """Draw the bytes of each decision, in the order in which they are made."""
+        """Draw the bytes of each decision, in the order in which values are made."""
         totals: dict[str, list[float]] = {name: [0.0] for name in _NAMES.values()}
         for row in self.rows:
             for decision, sums in totals.items():
@@ -214,7 +215,7 @@ class Plan:
         axes.set_title("the plan")
 
     def draw_seconds(self, axes: Axes) -> None:
-        """Draw the seconds of the link and of recomputing, beside the forward pass."""
+        """Draw the seconds of the link and of recomputation, beside the forward pass."""
         for decision, label in (("offload", "link, each way"), ("replay", "replay")):
             sums = [0.0]
             for row in self.rows:
@@ -227,7 +228,7 @@ class Plan:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty picture of so many inches.
+    """Return an empty figure; width and height are in inches.
 
     Raises:
         UsageError: matplotlib is missing.
@@ -242,10 +243,10 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a picture as the kind of file that its name ends with.
+    """Write a figure in the format that the file's suffix names.
 
     Raises:
-        UsageError: there is no such kind.
+        UsageError: there is no such format.
     """
     try:
         figure.savefig(path)

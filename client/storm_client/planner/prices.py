@@ -1,4 +1,4 @@
-"""What a step's values cost by the figures of a machine: to compute, to recompute and to store.
+"""The cost of each value of a step on a machine: to compute, to recompute and to store it.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -20,7 +20,7 @@ __all__ = ["MadeValue", "Priced", "likeness", "operation_seconds"]
 
 
 class MadeValue(Protocol):
-    """What an operation has made, as the planner or a recording knows it."""
+    """A value that an operation made, as the planner or a recording knows it."""
 
     @property
     def operation(self) -> str: ...
@@ -33,10 +33,10 @@ class MadeValue(Protocol):
 
 
 def operation_seconds(values: Sequence[Value], machine: Machine) -> list[float]:
-    """Return what each value's operation takes: the least that was measured of one like it.
+    """Return the seconds of each value's operation: the least measured for any equal operation.
 
-    Operations of identical blocks are alike, and a wait for the link falls into some of them. What
-    an expensive one takes that was not measured is not known.
+    Operations of identical blocks are equal, and a wait for the link delays some of them. The time
+    of an expensive operation that was not measured is unknown.
     """
     least: dict[tuple[object, ...], float] = {}
     keys = [likeness(value, values) for value in values]
@@ -57,7 +57,7 @@ def _default(value: Value, machine: Machine) -> float:
 
 
 def likeness(value: MadeValue, values: Sequence[MadeValue]) -> tuple[object, ...]:
-    """Return what operations have in common that take as long; `values` are all of the step."""
+    """Return a key: operations with equal keys take equally long. `values` are all of the step."""
     inputs = (values[n].shape if n >= 0 else None for n in value.inputs)
     return (value.operation, value.shape, value.dtype, *inputs)
 
@@ -71,31 +71,31 @@ class Priced:
     seconds: Sequence[float]
     """Of each value's operation."""
     window: float
-    """Seconds of the forward pass that the link can hide behind."""
+    """Seconds of the forward pass during which transfers on the link cost nothing."""
 
     @cached_property
     def values(self) -> Sequence[Value]:
-        """What the step makes and saves."""
+        """All values that the step makes and saves."""
         return self.problem.values
 
     @cached_property
     def saved(self) -> list[int]:
-        """Numbers of what autograd saves."""
+        """Numbers of the values that autograd saves."""
         return [value.number for value in self.problem.saved]
 
     @cached_property
     def nbytes(self) -> list[int]:
-        """Of each value."""
+        """Size of each value."""
         return [value.nbytes for value in self.values]
 
     @cached_property
     def recompute_seconds(self) -> list[float]:
-        """What recomputing each value takes, its inputs at hand."""
+        """Time to recompute each value once its inputs are present."""
         return [max(seconds, self.machine.thread_recompute) for seconds in self.seconds]
 
     @cached_property
     def is_recomputable(self) -> list[bool]:
-        """Which values there may be a way to recompute."""
+        """For each value, whether it may be recomputed."""
         problem, ends = self.problem, self.problem.block_ends
         return [
             problem.may_recompute(value) and not math.isinf(seconds) and value.number not in ends
@@ -104,13 +104,13 @@ class Priced:
 
     @cached_property
     def sources(self) -> list[tuple[int, ...]]:
-        """What each value is made from, each once."""
+        """The inputs of each value, without duplicates."""
         return [tuple(set(value.inputs)) for value in self.values]
 
     def store_seconds(self, rate: float) -> list[float]:
-        """Return what storing each value costs at `rate` seconds a byte."""
+        """Return the seconds for storing each value at `rate` seconds a byte."""
         return [nbytes * rate + self.machine.thread_store for nbytes in self.nbytes]
 
     def link_seconds(self, numbers: Iterable[int]) -> float:
-        """Return what the link needs for values, one way."""
+        """Return the link time for values, one way."""
         return sum(self.nbytes[n] for n in numbers) * self.machine.link

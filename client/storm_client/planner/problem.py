@@ -1,7 +1,7 @@
-"""What the planner is told of a step: the values that it makes and saves, and how long it takes.
+"""The planner's input for one step: the values that the step makes and saves, and its times.
 
-Whoever sees a step makes a `Problem` of it, the eager recording of what it has seen or a graph of
-its nodes. The planner knows nothing else of where the values come from.
+Each caller that observes a step builds a `Problem`: the eager mode from a recording, the compiler
+from the nodes of a graph. The planner knows nothing else about the origin of the values.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ __all__ = ["Problem", "Value"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One storage at one version, in the order in which a step makes them."""
+    """One storage at one version. A step's values are in the order in which they are made."""
 
     number: int
-    """Its place among the step's values."""
+    """Index among the step's values."""
     nbytes: int
-    """Of the whole storage."""
+    """Size of the whole storage."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     operation: str = ""
-    """The name of the operation that recomputes it; empty where none can."""
+    """Name of the operation that recomputes the value; empty if none can."""
     is_expensive: bool = False
-    """Whether that is a product or attention, which take longer than memory traffic does."""
+    """Whether this operation is a matrix product or attention: slower than memory traffic."""
     inputs: tuple[int, ...] = ()
-    """The numbers of the large values it is recomputed from; -1 for what stays in any case."""
+    """Numbers of the large values it is recomputed from; -1 for inputs that are kept in any
+    case."""
     seconds: float = 0.0
-    """Of the operation, as it was timed; 0.0 where it was not."""
+    """Measured time of the operation; 0.0 if it was not measured."""
     uses: int = 0
-    """How often autograd saves it."""
+    """How often autograd saves the value."""
     is_given: bool = False
-    """Whether no operation made it, as a batch, a mask or a table."""
+    """Whether no operation made it: for example a batch, a mask or a table."""
     parameter_bytes: int = 0
-    """Of parameters whose gradients come to be when its making is undone."""
+    """Bytes of parameters whose gradients are created in the backward pass of its operation."""
     gathered_bytes: int = 0
-    """The same of parameters that are gathered for it, whose gradients do not stay either."""
+    """The same for parameters gathered for its operation. Neither they nor their gradients are
+    kept."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether autograd saves it."""
+        """Whether autograd saves the value."""
         return self.uses > 0
 
 
@@ -54,47 +56,51 @@ class Problem:
 
     values: tuple[Value, ...]
     rejected: Mapping[int, str] = field(default_factory=dict)
-    """Values that were found not to be recomputable, with the reason."""
+    """Values that proved not to be recomputable, with the reason."""
     recomputes: bool = True
-    """Whether anything may be recomputed at all."""
+    """Whether any value may be recomputed."""
     why_not: str = ""
-    """If it may not: the reason, empty where that is nothing to tell the user."""
+    """The reason if `recomputes` is False; empty if the user need not be informed."""
     forward_seconds: float | None = None
-    """Of the forward pass as it was timed; None before that."""
+    """Measured time of the forward pass; None before it was measured."""
     turn_seconds: float = math.inf
-    """From the end of the forward pass until the backward pass asks for something."""
+    """From the end of the forward pass until the backward pass needs its first saved value."""
     last_bytes: int = 0
-    """In-flight limit at the end of the forward pass: of what is saved last so much may stay."""
+    """In-flight limit at the end of the forward pass: so many bytes of the last saved values may be
+    kept."""
     used_between: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """At which moments of the backward pass saved values are asked for first and last; a moment has
-    the number of the value whose making is undone. Empty where that is not known."""
+    """The moments of the backward pass at which each saved value is needed first and last. A moment
+    is the number of the value whose operation runs backward then. Empty if the moments are not
+    known."""
     block_ends: frozenset[int] = frozenset()
-    """Values that checkpointing would keep: others are recomputed from them, and not they."""
+    """Values that checkpointing would keep. Others are recomputed from them; they are never
+    recomputed themselves."""
     plain_loss_bytes: int = 0
-    """What PyTorch's own loss would take beyond what the step saves, where tiles compute it."""
+    """If tiles compute the loss: bytes that PyTorch's own loss would need beyond the saved
+    values."""
     finds_gradients: bool = True
-    """Whether gradients of parameters may be there when the step begins."""
+    """Whether gradients of parameters may already exist when the step begins."""
     lacked_bytes: int = 0
-    """What devices have lacked so far, and is left free."""
+    """Bytes that devices were short of so far. Plans leave so many bytes free."""
 
     def may_recompute(self, value: Value) -> bool:
-        """Tell whether a value may be recomputed, as far as its own operation goes."""
+        """Return whether a value may be recomputed, judged by its own operation alone."""
         return self.recomputes and bool(value.operation) and value.number not in self.rejected
 
     def why_not_recomputed(self, number: int) -> str:
-        """Return why a value is never recomputed; empty where nothing forbids it."""
+        """Return why a value is never recomputed; empty if nothing forbids recomputing it."""
         return self.rejected.get(number, "" if self.recomputes else self.why_not)
 
     @property
     def checkpointed_bytes(self) -> int:
-        """What checkpointing each block would keep; 0 where no blocks are known."""
+        """Bytes that checkpointing each block would keep; 0 if no blocks are known."""
         return self.nbytes(self.block_ends)
 
     def nbytes(self, numbers: Iterable[int]) -> int:
-        """Return the bytes of some values together."""
+        """Return the total bytes of some values."""
         return sum(self.values[number].nbytes for number in numbers)
 
     @property
     def saved(self) -> list[Value]:
-        """What autograd saves."""
+        """The values that autograd saves."""
         return [value for value in self.values if value.is_saved]

@@ -1,20 +1,21 @@
-"""Finds out which of several plans of one step signature takes the least time, by following each.
+"""Finds which of several plans of one step signature takes the least time, by following each.
 
-A plan is made of estimates: what the link carries beside the device's work, what the training
-thread has time for. What a step takes with it shows only when steps follow it. So several plans are
-followed for some steps each, which differ in one respect from what would be chosen by prediction,
-and what was measured decides.
+A plan is based on estimates: how many transfers the device's work hides, and what the training
+thread has time for. The real step time shows only when steps follow the plan. So steps follow
+several plans for a few steps each, and the measured times decide. Each plan differs in one respect
+from the predicted one.
 
-Some keep as much as checkpointing would, where blocks are known, and the others climb a ladder: the
-first puts on the link what blocks are given and nothing else that can be recomputed, as
-checkpointing does, and each that follows puts more there, as long as that takes no longer. One that
-recomputes nothing is at its top; where a step saves little, one by which all stays comes first.
-What the link alone takes longer for than a step has taken is not followed. The best is looked at
-once more, and for longer: what steps take may change once memory that others have left is gone.
-So is what was measured first: when a training begins its machine does other things, too.
-Every time is a step's, from the begin of its block to that of the next. Where steps have many
-sizes, only the largest are compared: what a step takes is no multiple of its bytes. If they are
-rare, few plans are.
+If blocks are known, some plans keep as many bytes as checkpointing would. The others form a ladder.
+The first offloads the inputs of blocks and nothing else that can be recomputed, as checkpointing
+does. Each following plan offloads more, as long as steps take no longer. The last recomputes
+nothing. If a step saves little, a plan that keeps everything comes first. A plan whose link time
+alone exceeds the measured step time is not followed.
+
+The best plan is measured once more, and for longer: step times may change once memory of earlier
+plans is freed. The first plan is measured once more, too: at the start of a training, the machine
+also does other work. Every time is that of a whole step, from the beginning of its `with` block to
+the next. If steps have many sizes, only the largest are compared: step time is not proportional to
+bytes. If the largest are rare, few plans are compared.
 
 Everything here is pure: no device, clock or plan.
 """
@@ -41,106 +42,106 @@ __all__ = [
 
 
 class Alternative(NamedTuple):
-    """In which respect a plan differs from that which is made by prediction."""
+    """The respect in which a plan differs from the predicted one."""
 
     name: str
     link_share: float = 1.0
-    """For what part of the forward pass the link is taken to carry something beside it."""
+    """The part of the forward pass during which transfers are assumed to be hidden."""
     recomputes: bool = True
     keeps_all: bool = False
-    """Whether all stays."""
+    """Whether everything is kept."""
     fills_blocks: bool = False
-    """Whether as much stays as checkpointing each block would keep, whatever pays most."""
+    """Whether to keep as many bytes as checkpointing each block would: the values that pay most."""
 
 
 PREDICTED: Final = Alternative("by prediction")
 NOTHING: Final = Alternative("nothing on the link that can be recomputed", 0.0)
-"""As checkpointing: what blocks are given leaves, and all else is recomputed."""
+"""As checkpointing: the inputs of blocks are offloaded, everything else is recomputed."""
 
 TWO_THIRDS: Final = Alternative("two thirds of the link", 0.65)
 MORE: Final = Alternative("more on the link", 1.6)
 LADDER: Final = (NOTHING, TWO_THIRDS, PREDICTED, MORE)
-"""From the least on the link to the most."""
+"""From the least offloaded to the most."""
 
 AS_BLOCKS: Final = (
     Alternative("as much stays as checkpointing keeps", 0.0, fills_blocks=True),
     Alternative("the same and two thirds of the link", 0.65, fills_blocks=True),
 )
-"""For a step whose blocks are known: the memory that checkpointing takes, for what pays most."""
+"""For a step with known blocks: uses the memory of checkpointing for the values that pay most."""
 MORE_BESIDE: Final = Alternative("the same and all of the link", fills_blocks=True)
-"""Above them, where the second takes less than the first."""
+"""Measured after `AS_BLOCKS`, if the second of them takes less time than the first."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
 ALL_STAYS: Final = Alternative("all stays", keeps_all=True)
-"""For a step that saves little, which the thread may take longer to offload than it computes."""
+"""For a step that saves little: offloading it may cost the thread more than the step computes."""
 
 SKIPPED: Final = 1
-"""Steps that are not counted once a plan is followed: the first still allocates."""
+"""Steps that are not counted after a plan starts: the first still allocates."""
 
 MEASURED: Final = 3
-"""Steps that are."""
+"""Steps that are counted."""
 
 LOOKED_AT_AGAIN: Final = 6
-"""Steps that are of a plan that is looked at once more."""
+"""Steps that are counted when a plan is measured once more."""
 
 MOST_STEPS: Final = 40
-"""Followed before the best so far stays, of which smaller ones are not counted."""
+"""Most steps of a comparison, smaller steps included; then the best plan so far is chosen."""
 
 WORSE: Final = 1.25
-"""Times the best: a plan of which two steps took as long is given up before it is measured."""
+"""Times the best: a plan is abandoned early if two of its steps took as long."""
 
 NEAR: Final = 1.15
-"""Times the best: what takes more is not looked for beside."""
+"""Times the best: plans whose steps take longer are not followed."""
 
 CLOSE: Final = 1.05
-"""Times the best: plans that took no more are looked at once more. What else a machine does lasts
-longer than the steps of one look."""
+"""Times the best: plans that took no more are measured again. Disturbances by other work on the
+machine last longer than the steps of one measurement."""
 
 FAR: Final = 2.0
-"""Times the best: what was measured first is looked at once more if it took no more."""
+"""Times the best: the first measured plan is measured again if it took no more."""
 
 GAIN: Final = 0.01
-"""Of a step: two plans that differ by less take the same time."""
+"""Share of a step's time: two plans that differ by less take the same time."""
 
 AGAIN: Final = 0.8
-"""Of what the chosen plan took: where all of the latest steps take less, all is measured anew."""
+"""Share of the chosen plan's time: if all latest steps take less, all plans are measured anew."""
 
 MOST_AGAIN: Final = 3
-"""Plans that are looked at once more where several are followed in turn: the fastest."""
+"""Most plans that are measured again if several are followed in turn: the fastest."""
 
 LATEST: Final = 8
-"""So many of them are looked at."""
+"""Number of latest steps that are considered for this."""
 
 
 class Followed(NamedTuple):
-    """What a plan took."""
+    """The measured result of a plan."""
 
     seconds: float
     staying_bytes: int
-    """What stays on the device by it."""
+    """Bytes that the plan keeps on the device."""
 
 
 @dataclass
 class PlanSearch:
-    """Which plan the steps of one signature follow next."""
+    """Decides which plan the steps of one signature follow next."""
 
     others: tuple[Alternative, ...] = (OFFLOAD_ALONE,)
-    """Which plans are compared beside those of the ladder, in this order."""
+    """Plans that are compared besides those of the ladder, in this order."""
     allowance: float = 0.0
-    """Seconds by which a step may take longer than the fastest so that less stays."""
+    """Seconds by which a step may be slower than the fastest plan's if less is kept."""
     slack_bytes: int = 0
-    """Which may stay of a step for nothing."""
+    """Bytes of a step that may be kept at no penalty."""
     current: Alternative = PREDICTED
-    """The first of those that are compared, unless something is known already."""
+    """Initially the first plan to compare, unless results are known already."""
     results: dict[Alternative, Followed] = field(default_factory=dict)
-    """What was measured so far."""
+    """The measurements so far."""
     ruled_out: set[Alternative] = field(default_factory=set)
-    """What takes longer on the link alone than a step has taken."""
+    """Plans whose link time alone exceeds the measured step time."""
     seen_again: set[Alternative] = field(default_factory=set)
-    """What was measured twice."""
+    """Plans that were measured twice."""
     is_settled: bool = False
     steps: int = 0
-    """Followed until it settled."""
+    """Steps of the comparison until it settled."""
     _staying: int = 0
     _seconds: list[float] = field(default_factory=list)
 
@@ -150,13 +151,13 @@ class PlanSearch:
             self.current = self._first
 
     def follows(self, staying_bytes: int) -> None:
-        """Note what stays by the current plan."""
+        """Note how many bytes the current plan keeps."""
         self._staying = staying_bytes
 
     def took(self, alternative: Alternative, seconds: float | None) -> bool:
-        """Note what a step took that followed a plan; tell whether another is to be followed.
+        """Note the time of a step that followed a plan; return whether to change to another plan.
 
-        None is what a step took that is smaller than those that are compared.
+        `seconds` is None for a step that is smaller than the compared ones.
         """
         if alternative != self.current:
             return False
@@ -172,9 +173,9 @@ class PlanSearch:
         return self._go_on()
 
     def coming(self) -> list[Alternative]:
-        """Return what is measured behind the current plan whatever that takes; mostly.
+        """Return the plans to measure after the current one, mostly whatever its result is.
 
-        What puts more on the link is not among them before it is known whether that may pay.
+        A plan that offloads more is not included before measurements show whether that may pay.
         """
         if self.is_settled:
             return []
@@ -186,9 +187,10 @@ class PlanSearch:
     def took_in_turn(
         self, found: Iterable[tuple[Alternative, int, Sequence[float | None]]]
     ) -> None:
-        """Note what stays by plans that were followed one after another, and what steps took.
+        """Note the kept bytes and the step times of plans that were followed one after another.
 
-        At least two count of each beside those that are skipped. None is looked at a third time.
+        A plan counts with at least two steps beside those that are skipped. None is measured a
+        third time.
         """
         looked_again = self.looks_again
         for alternative, staying, seconds in found:
@@ -200,20 +202,20 @@ class PlanSearch:
         self._go_on(may_doubt=not looked_again)
 
     def is_too_slow(self, least_seconds: float) -> bool:
-        """Tell whether a plan need not be followed whose steps take no less."""
+        """Return whether to skip a plan whose steps take at least `least_seconds`."""
         return least_seconds > NEAR * self._fastest + self.allowance
 
     def forget(self) -> None:
-        """Have plans be compared anew, unless one has been chosen: larger steps have come."""
+        """Compare plans anew, since larger steps have appeared, unless one has been chosen."""
         if not self.is_settled:
             self._forget()
             self.current = self._first
 
     def start_again(self, faster: float = 1.0) -> None:
-        """Have all be measured anew: the link is another now.
+        """Measure all plans anew: the link has changed.
 
-        It is `faster` times as fast; below 1 slower. What recomputes nothing takes as much less
-        time at the most: where that were still too much, it is not followed again.
+        The link is `faster` times as fast; below 1 slower. A plan that recomputes nothing becomes
+        faster by this factor at most. If it would still be too slow, it is not followed again.
         """
         least = NEAR * self._fastest * max(1.0, faster)
         hopeless = {
@@ -226,14 +228,14 @@ class PlanSearch:
         self.is_settled, self.steps, self.current = False, 0, self._first
 
     def is_like(self, other: Alternative) -> None:
-        """Note that the current plan decides what another one did: it need not be followed."""
+        """Note that the current plan decides the same as `other`, and need not be followed."""
         self.results[self.current] = self.results[other]
         self._go_on()
 
     def rules_out(self, least_seconds: float) -> bool:
-        """Tell whether the current plan, whose steps take no less, need not be followed.
+        """Return whether to skip the current plan, whose steps take at least `least_seconds`.
 
-        If so the next plan is the current one.
+        If so, the next plan becomes the current one.
         """
         if not self.is_too_slow(least_seconds):
             return False
@@ -243,15 +245,15 @@ class PlanSearch:
 
     @property
     def looks_again(self) -> bool:
-        """Whether the current plan has been measured, and is to be once more."""
+        """Whether the current plan has been measured, and is being measured once more."""
         return not self.is_settled and self.current in self.results
 
     @property
     def best(self) -> Alternative:
-        """What was measured to be best: the least memory of what takes little more time.
+        """The best measured plan: the one with the least memory among the almost fastest.
 
-        What takes no more than checkpointing, or than may stay for nothing, is chosen by time. The
-        first, where nothing was measured.
+        Plans that keep no more than checkpointing, or than `slack_bytes`, are chosen by time. If
+        nothing was measured, the first plan.
         """
         longest = self._longest
         measured = [one for one, found in self.results.items() if found.seconds <= longest]
@@ -262,7 +264,7 @@ class PlanSearch:
         return min(fast, key=lambda one: self.results[one].staying_bytes, default=self._first)
 
     def __str__(self) -> str:
-        """Return what was found, in one line."""
+        """Return the results in one line."""
         found = sorted(self.results.items(), key=lambda item: item[1].seconds)
         listed = ", ".join(f"{one.name} {1e3 * f.seconds:.1f} ms" for one, f in found)
         state = f"settled after {self.steps} steps" if self.is_settled else "not settled yet"
@@ -271,14 +273,14 @@ class PlanSearch:
     # --- helpers ----------------------------------------------------------------------------
 
     def _beyond_bytes(self, alternative: Alternative) -> int:
-        """Return how much stays beyond what checkpointing keeps, or may stay for nothing."""
+        """Return the kept bytes beyond what checkpointing keeps, or beyond `slack_bytes`."""
         if alternative.fills_blocks:
             return 0
         return max(0, self.results[alternative].staying_bytes - self.slack_bytes)
 
     @property
     def _longest(self) -> float:
-        """How long a step may take for which less stays."""
+        """The longest step time that is accepted in order to keep less."""
         return max((1 + GAIN) * self._fastest, self._fastest + self.allowance)
 
     @property
@@ -293,7 +295,7 @@ class PlanSearch:
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
     def _note_result(self) -> None:
-        """Take what its steps took, and of two looks the second."""
+        """Record the times of the current plan; a second measurement replaces the first."""
         found = Followed(_shortest_of(self._seconds[SKIPPED:]), self._staying)
         before = self.results.get(self.current)
         if before is None:
@@ -303,7 +305,7 @@ class PlanSearch:
         self._replace(before, found)
 
     def _go_on(self, *, may_doubt: bool = True) -> bool:
-        """Go to the next plan that is to be measured, or to the best; tell whether that is new."""
+        """Change to the next plan to measure, or to the best; return whether it is another."""
         self._seconds.clear()
         done = self.results.keys() | self.ruled_out
         following = next((one for one in self._candidates() if one not in done), None)
@@ -319,22 +321,22 @@ class PlanSearch:
         return next(one for one in self._candidates() if one not in self.ruled_out)
 
     def _candidates(self) -> Sequence[Alternative]:
-        """Return what has to be measured, as far as is known by now, in this order."""
+        """Return the plans to measure as far as known by now, in order."""
         others = [one for one in self.others if one.recomputes]
         return [*others, *self._more_beside(), NOTHING, *self._more_on_the_link()]
 
     def _more_beside(self) -> list[Alternative]:
-        """Return what keeps as much as checkpointing and puts on the link what may pay besides."""
+        """Return the plan that keeps as much as checkpointing and offloads all that may pay."""
         less, more = (self.results.get(one) for one in AS_BLOCKS)
         pays = less is not None and more is not None and more.seconds < (1 - GAIN) * less.seconds
         return [MORE_BESIDE] if pays or MORE_BESIDE in self.results else []
 
     def _more_on_the_link(self) -> list[Alternative]:
-        """Return what is above the foot of the ladder, up to where more on the link is no gain.
+        """Return the plans above the first of the ladder, up to where offloading more is no gain.
 
-        Where to recompute what checkpointing does is far slower than what was measured beside it,
-        nothing is. Where to offload as much as the link has time for takes too long, to offload all
-        takes longer still.
+        If the first, which recomputes as checkpointing does, is far slower than the plans beside
+        the ladder, return none. If offloading as much as the link has time for takes too long,
+        offloading everything takes longer still.
         """
         found = {one: result.seconds for one, result in self.results.items()}
         others = (one for one in found if one in self.others or one.fills_blocks)
@@ -353,11 +355,11 @@ class PlanSearch:
         return above
 
     def _doubtful(self) -> list[Alternative]:
-        """Return what is to be looked at again: each once that takes about as long as the fastest.
+        """Return the plans to measure again, each once: those about as fast as the fastest.
 
-        The best comes first, which is looked at again in any case, then what was measured first.
+        The best comes first, and is measured again in any case. The first measured plan follows.
         """
-        results = self.results  # those that decide the same share one
+        results = self.results  # plans that decide the same share one result
         seen = {id(results[one]) for one in self.seen_again}
         most = dict.fromkeys(results, CLOSE * self._fastest)
         most |= dict.fromkeys(islice(results, 1), FAR * self._fastest) | {self.best: math.inf}
@@ -378,13 +380,13 @@ class PlanSearch:
             self.is_settled, self.steps = False, 0
         elif min(self._seconds) > CLOSE * found.seconds:
             return self._takes_longer(found)
-        return False  # this one is measured first
+        return False  # the current plan is measured first
 
     def _takes_longer(self, found: Followed) -> bool:
-        """Look once more at what was better than the chosen plan by now takes, if anything was.
+        """Measure again the plan that beats the chosen plan's latest time, if there is one.
 
-        What a machine did meanwhile may have been in the one look or in the other. Where all take
-        longer now the chosen plan comes back, and its own time is known.
+        Other work on the machine may have disturbed either measurement. If all plans take longer
+        now, the chosen plan is followed again, with its new time known.
         """
         latest = _shortest_of(self._seconds)
         self._replace(found, found._replace(seconds=latest))
@@ -393,11 +395,11 @@ class PlanSearch:
         if (1 + GAIN) * self.results[best].seconds > latest:
             return False
         self.is_settled, self.current = False, best
-        self.steps = min(self.steps, MOST_STEPS - SKIPPED - LOOKED_AT_AGAIN)  # room for one look
+        self.steps = min(self.steps, MOST_STEPS - SKIPPED - LOOKED_AT_AGAIN)  # one measurement left
         return True
 
     def _replace(self, before: Followed, found: Followed) -> None:
-        """Have all plans that decide the same have another result."""
+        """Replace the result of all plans that decide the same."""
         for one, result in self.results.items():
             if result is before:
                 self.results[one] = found
@@ -410,6 +412,6 @@ class PlanSearch:
 
 
 def _shortest_of(seconds: Sequence[float]) -> float:
-    """Return the mean of the shortest two thirds: what delays a step is no plan's."""
+    """Return the mean of the shortest two thirds: delays of single steps are not the plan's."""
     shortest = sorted(seconds)[: max(1, 2 * len(seconds) // 3)]
     return sum(shortest) / len(shortest)

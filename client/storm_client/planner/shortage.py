@@ -1,4 +1,4 @@
-"""How much memory devices lacked in steps so far: the next plans have so much less room."""
+"""How much memory devices were short of in steps so far. Later plans use so much less."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LACKED: dict[torch.device, int] = {}
 
 
 def note_shortage(device: torch.device, nbytes: int) -> None:
-    """Note that `nbytes` could not be allocated though nothing was in flight any more."""
+    """Note that `nbytes` could not be allocated although nothing was in flight any more."""
     _LACKED[device] = _LACKED.get(device, 0) + nbytes
 
 
 def lacked(devices: Iterable[torch.device]) -> int:
-    """Return how many bytes the device that lacked the most of these has lacked so far."""
+    """Return the largest shortage so far of any of these devices, in bytes."""
     return max((_LACKED.get(device, 0) for device in devices), default=0)

@@ -1,7 +1,7 @@
-"""What a rank has measured of its steps, and the slowest of what several have.
+"""What a rank has measured of its steps, and the combined figures of the slowest of several ranks.
 
-Ranks that plan alike make one plan, and it has to serve that rank which needs the most time: of
-each figure the slowest is taken, and least memory. What is sent to other ranks is JSON.
+Ranks that plan together make one plan. It must suit the rank that needs the most time: of each
+figure the slowest value is taken, and the least memory. Ranks exchange JSON.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from storm_client.planner.solver import Choice
 __all__ = ["Agreed", "Figures", "Seconds", "Turn"]
 
 Seconds: TypeAlias = tuple[float | None, ...]
-"""Of the steps that have followed one plan; None of smaller ones than are compared."""
+"""Times of the steps that followed one plan; None for steps smaller than the compared ones."""
 
 _RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_beside"})
-"""Figures of a machine of which less is slower."""
+"""Figures of a machine for which a smaller value is slower."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one rank has measured of the steps of one signature, or the slowest of several."""
+    """One rank's measurements of the steps of one signature, or the slowest of several ranks'."""
 
     nbytes: tuple[int, ...]
-    """Of each value, in the largest step."""
+    """Size of each value, in the largest step."""
     seconds: tuple[float, ...]
-    """Of the operation that makes each."""
+    """Time of each value's operation."""
     forward_seconds: float | None
     turn_seconds: float
     last_bytes: int
     rejected: Mapping[int, str]
     machine: Machine
     room: int | None
-    """Bytes that may be kept; None where as few as possible are to."""
+    """Bytes that may be kept; None means as few as possible."""
     steps: tuple[Seconds, ...] = ()
-    """What steps took, by each of the plans that were followed since the latest decision."""
+    """Step times, for each plan that was followed since the latest decision."""
     plain_loss_bytes: int = 0
     lacked_bytes: int = 0
-    """As a problem has them: the least and the most."""
+    """As in a `Problem`; of several ranks the least loss bytes and the most lacked bytes."""
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class Figures:
         room: int | None,
         steps: Sequence[Sequence[float | None]] = (),
     ) -> Figures:
-        """Return what one rank would plan from."""
+        """Return the figures that one rank would plan from."""
         return cls(
             tuple(value.nbytes for value in problem.values),
             tuple(value.seconds for value in problem.values),
@@ -73,10 +73,11 @@ class Figures:
 
     @classmethod
     def slowest(cls, ranks: Sequence[Figures]) -> Figures:
-        """Return what all ranks can keep up with.
+        """Return figures that all ranks can keep up with.
 
-        A forward pass is as long as that of the slowest, for which all wait; it is known once all
-        know theirs. What has to be kept at its end goes by the shortest turn.
+        The forward pass is as long as that of the slowest rank, for which all wait. It is known
+        once all ranks know theirs. The shortest turn decides which values have to be kept at its
+        end.
         """
         windows = (one.forward_seconds for one in ranks)
         known = [seconds for seconds in windows if seconds is not None]
@@ -97,7 +98,7 @@ class Figures:
         )
 
     def put_into(self, problem: Problem) -> Problem:
-        """Return a problem with these figures."""
+        """Return the problem with these figures."""
         values = zip(problem.values, self.nbytes, self.seconds, strict=True)
         return replace(
             problem,
@@ -111,7 +112,7 @@ class Figures:
         )
 
     def to_text(self) -> str:
-        """Return it for another rank."""
+        """Return the figures as text for another rank."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         machine = {field.name: getattr(self.machine, field.name) for field in fields(Machine)}
         machine["measured"] = sorted(self.machine.measured)
@@ -119,7 +120,7 @@ class Figures:
 
     @classmethod
     def from_text(cls, text: str) -> Figures:
-        """Return what another rank has sent."""
+        """Return the figures that another rank has sent."""
         said = json.loads(text)
         machine = said["machine"]
         machine["measured"] = frozenset(machine["measured"])
@@ -140,19 +141,19 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks are to follow: the plans in turn, and how far the comparison of them has come."""
+    """What ranks are to follow: the plans in turn, and the state of their comparison."""
 
     turns: tuple[Turn, ...]
     """At least one. Each but the last is followed for a few steps."""
     search: PlanSearch | None
-    """None where none are compared."""
+    """None if no plans are compared."""
     measured: frozenset[str]
-    """Which of the machine's figures were."""
+    """Names of the machine's figures that were measured."""
     nbytes: tuple[int, ...] = ()
-    """Of each value, for which the choice was made."""
+    """Size of each value for which the choice was made."""
 
     def to_text(self) -> str:
-        """Return it for another rank."""
+        """Return the decision as text for another rank."""
         search, found = self.search, None
         if search is not None:
             found = {
@@ -171,7 +172,7 @@ class Agreed:
 
     @classmethod
     def from_text(cls, text: str) -> Agreed:
-        """Return what the leader has sent."""
+        """Return the decision that the leader has sent."""
         said = json.loads(text)
         turns = tuple(Turn(Alternative(*one), _choice(choice)) for one, choice in said["turns"])
         search, measured = _search(said["search"]), frozenset(said["measured"])
@@ -179,7 +180,7 @@ class Agreed:
 
 
 def _slowest_steps(ranks: Iterable[Seconds]) -> Seconds:
-    """Return what steps took for the slowest rank that counts them, by one plan."""
+    """Return the times of one plan's steps on the slowest rank that counts them."""
     steps = zip_longest(*ranks)
     return tuple(max((one for one in step if one is not None), default=None) for step in steps)
 

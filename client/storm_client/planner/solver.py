@@ -1,20 +1,21 @@
-"""Chooses what of a step is kept, offloaded and recomputed.
+"""Decides which values of a step are kept, offloaded and recomputed.
 
-What is not kept costs one of two things. An offloaded byte takes time on the link, which is free
-while computing hides it, and a little of the processor that encodes and decodes it. A recomputed
-byte takes the time of its operation, in the backward pass.
+A value that is not kept has one of two costs. An offloaded byte takes time on the link, which is
+free while computation hides it, and some time of the processor that encodes and decodes it. A
+recomputed value takes the time of its operation, in the backward pass.
 
-1. What is asked for before the link could have offloaded it is kept, if it cannot be recomputed or
-   the backward pass begins with it: else would free nothing. The output of a loss' softmax is that,
-   and what a loss makes of logits, the largest tensors of many models.
-2. Values fall into groups of which none is recomputed from what may be recomputed of another: the
-   blocks of a model, mostly. With a price for a byte that is kept and one for a byte on the link
-   the best choice for a group is a minimum cut (`min_cut.py`). Groups that are alike share it.
-3. Several prices give each group several choices. Of these are taken what fits into the budget and
-   costs least together (`exchange.py`): some blocks keep more than others, some use the link more.
-4. What is left of the budget keeps what was to be offloaded or recomputed after all.
-5. If the link still needs longer than the forward pass, what was saved last is kept, up to the
-   in-flight limit: it is asked for first, before the link would have offloaded it.
+1. A value that is needed before the link could have offloaded it is kept, if it cannot be
+   recomputed or the backward pass begins with it: anything else would free nothing. Examples are
+   the softmax output of a loss and other values that a loss makes of logits, the largest tensors
+   of many models.
+2. Values fall into groups: no value of one is recomputed from a recomputable value of another.
+   Mostly the groups are the blocks of a model. Given prices of a kept byte and of a byte on the
+   link, the best choice for a group is a minimum cut (`min_cut.py`). Identical groups share it.
+3. Several prices give each group several choices. `exchange.py` selects those that fit into the
+   budget and cost least together: some blocks keep more than others, some use the link more.
+4. The rest of the budget keeps values that were to be offloaded or recomputed.
+5. If the link still needs longer than the forward pass, the last saved values are kept, up to the
+   in-flight limit: they are needed first, before the link would have offloaded them.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -37,12 +38,12 @@ from storm_client.planner.problem import Problem, Value
 __all__ = ["Choice", "Solver", "choose"]
 
 TURNAROUND = 3.0
-"""Seconds from the making of a value to its use in the backward pass, for each that the forward
-pass computes behind it: that second, and two of the backward pass."""
+"""Seconds from the making of a value to its use in the backward pass, for each second that the
+forward pass computes after it: that second, and two of the backward pass."""
 
 
 class Choice(NamedTuple):
-    """What was decided for each value, and what it comes to. Bytes and seconds of one step."""
+    """The decision for each value, and the totals. Bytes and seconds are of one step."""
 
     decisions: list[Decision]
     reasons: list[str]
@@ -54,12 +55,12 @@ class Choice(NamedTuple):
     replay_seconds: float
     """Of recomputed operations."""
     forward_seconds: float
-    """What the link was taken to have."""
+    """Time that the link was assumed to have."""
     seconds: float
-    """That a step takes longer."""
+    """Time that the choice adds to a step."""
 
     def of(self, numbers: Sequence[int]) -> Choice:
-        """Return the same of some values alone, which are numbered anew."""
+        """Return the same choice for some of the values, renumbered."""
         return self._replace(
             decisions=[self.decisions[number] for number in numbers],
             reasons=[self.reasons[number] for number in numbers],
@@ -68,32 +69,32 @@ class Choice(NamedTuple):
 
 
 def choose(problem: Problem, machine: Machine, *, budget_bytes: int = 0) -> Choice:
-    """Return what becomes of each value of a step if `budget_bytes` of them may be kept.
+    """Return the decision for each value of a step if `budget_bytes` of them may be kept.
 
-    Where the forward pass was not timed, the link has what its known operations take together.
+    If the forward pass was not timed, the link has the total time of its known operations.
     """
     return Solver(problem, machine).choose(budget_bytes)
 
 
 class Solver:
-    """Chooses for one step and machine, by any number of budgets."""
+    """Makes choices for one step and machine, with any number of budgets."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
-        """Look at what each value costs."""
+        """Compute what each value costs."""
         seconds = operation_seconds(problem.values, machine)
         window = problem.forward_seconds
         if window is None:
             window = sum(filter(math.isfinite, seconds))
         self._priced = Priced(problem, machine, seconds, window)
         self._alike: dict[frozenset[int], list[Alike]] = {}
-        """The groups of values, by what is there anyway."""
+        """The groups of values, for each set of values that are present anyway."""
         self._known: dict[tuple[Node, ...], Choices] = {}
-        """What is known of the choices of such a group."""
+        """The known choices for each group of nodes."""
 
     def choose(self, budget_bytes: int, stays: Set[int] = frozenset()) -> Choice:
-        """Return what becomes of each value if `budget_bytes` may be kept, as by `choose`.
+        """Return the decision for each value if `budget_bytes` may be kept, as `choose` does.
 
-        What `stays` is kept in any case, and is of the budget.
+        Values in `stays` are kept in any case, and count toward the budget.
         """
         priced = self._priced
         begun = _State(priced, budget_bytes, kept=set(stays))
@@ -105,7 +106,7 @@ class Solver:
         return _choice(min(map(begun.taking, found), key=_State.total))
 
     def keeping(self, choice: Choice, more: Iterable[int]) -> Choice:
-        """Return what becomes of each value if `more` is kept, and all else is decided alike."""
+        """Return the choice that also keeps `more`, with all other decisions unchanged."""
         state = _State(self._priced, choice.kept_bytes)
         for number, decision in enumerate(choice.decisions):
             if isinstance(decision, Replay):
@@ -122,32 +123,32 @@ class Solver:
 
 @dataclass
 class _State:
-    """What was decided so far."""
+    """The decisions so far."""
 
     priced: Priced
     budget_bytes: int
-    """What may be kept in all."""
+    """Bytes that may be kept in all."""
     kept: set[int] = field(default_factory=set)
     """Values that the budget keeps."""
     last: set[int] = field(default_factory=set)
-    """Values that are kept beside the budget, since the link has no time for them before they are
-    asked for. In flight they would be on the device, too."""
+    """Values that are kept beside the budget, since they are needed before the link has time for
+    them. In flight they would be on the device, too."""
     stored: set[int] = field(default_factory=set)
     recomputed: set[int] = field(default_factory=set)
 
     @property
     def budget_left(self) -> int:
-        """How many bytes more may be kept."""
+        """How many more bytes may be kept."""
         return max(0, self.budget_bytes - self.kept_bytes)
 
     @property
     def kept_bytes(self) -> int:
-        """How many bytes the budget keeps."""
+        """Bytes that the budget keeps."""
         return sum(self.priced.nbytes[n] for n in self.kept)
 
     @property
     def link_seconds(self) -> float:
-        """What the link needs one way."""
+        """Link time in one direction."""
         return self.priced.link_seconds(self.stored)
 
     def total(self) -> float:
@@ -163,11 +164,11 @@ class _State:
     # --- steps of a choice ------------------------------------------------------------------
 
     def keep_what_is_asked_for_at_once(self) -> None:
-        """Keep what is needed before the link could have offloaded it.
+        """Keep values that are needed before the link could have offloaded them.
 
-        That is looked at of what the backward pass begins with, which would lie there all the same,
-        and of the last value that cannot be recomputed: it is not known how long those take that
-        come before it.
+        Candidates are the values that the backward pass begins with, which would occupy memory
+        anyway, and the last value that cannot be recomputed. Earlier values are not: the time
+        between their making and their use is unknown.
         """
         priced, behind = self.priced, 0.0
         begin = len(priced.values)
@@ -185,7 +186,7 @@ class _State:
             behind += priced.seconds[number]
 
     def taking(self, parts: Sequence[Part]) -> _State:
-        """Return what is decided if groups of values take these choices."""
+        """Return the decisions if groups of values take these choices."""
         state = replace(
             self,
             kept=self.kept.union(*(part.kept for part in parts)),
@@ -201,7 +202,7 @@ class _State:
         return state
 
     def keep_what_fits(self) -> None:
-        """Keep of what costs time what costs most for its bytes, of like values the last."""
+        """Keep values that cost time: most per byte first, of equal ones the last."""
         priced, left = self.priced, self.budget_left
         storing = priced.store_seconds(priced.machine.link)
 
@@ -216,7 +217,7 @@ class _State:
                 self.kept.add(number)
 
     def store_what_fits(self) -> None:
-        """Store what is dear to recompute while the link has time for it."""
+        """Store values that are expensive to recompute while the link has time for them."""
         priced, link = self.priced, self.link_seconds
         spared = priced.window + priced.problem.last_bytes * priced.machine.link
         storing, recomputing = priced.store_seconds(priced.machine.codec), priced.recompute_seconds
@@ -232,7 +233,7 @@ class _State:
                 self.stored.add(number)
 
     def drop_what_is_not_needed(self) -> None:
-        """Recompute and store only what a saved value that is not kept is or rests on."""
+        """Recompute and store only unkept saved values and inputs of recomputations."""
         stays = self.kept | self.last
         needed = {n for n in self.priced.saved if n not in stays}
         found = list(needed)
@@ -247,7 +248,7 @@ class _State:
         self.stored = needed - self.recomputed
 
     def keep_the_last(self) -> None:
-        """Keep what was saved last where the link would carry it after the forward pass."""
+        """Keep the last saved values if the link would offload them after the forward pass."""
         priced, left = self.priced, self.priced.problem.last_bytes
         link = self.link_seconds
         for number in sorted(self.stored, reverse=True):
@@ -278,7 +279,7 @@ def _choice(state: _State) -> Choice:
 
 
 def _decided(state: _State, value: Value) -> tuple[Decision, str, float]:
-    """Return what becomes of a value, why, and the seconds that it costs."""
+    """Return the decision for a value, the reason, and the seconds that it costs."""
     priced, number = state.priced, value.number
     link = priced.link_seconds([number])
     if number in state.kept:

@@ -1,8 +1,8 @@
-"""What offloading one tensor has cost the thread that trains of late.
+"""The training thread's latest costs of offloading one tensor.
 
-How long hooks take differs by a factor of ten among hosts, and decides whether a forward pass is
-CPU-bound. So it is measured where steps follow their plan. Counted is the thread's processor time:
-what a thread waits for is the link's time, or the daemon's, which plans have figures of.
+The time of the hooks differs by a factor of ten among hosts, and decides whether a forward pass is
+CPU-bound. So it is measured in steps that follow their plan. Only the thread's processor time
+counts: waiting is time of the link or of the daemon, for which plans have other figures.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 __all__ = ["FEWEST", "LATEST", "ThreadCosts"]
 
 LATEST: Final = 64
-"""Tensors of which the costs are remembered, each way."""
+"""Tensors whose costs are remembered, in each direction."""
 
 FEWEST: Final = 16
-"""Tensors that have to have gone each way before their costs say something."""
+"""Tensors that must be measured in each direction before the costs are used."""
 
 
 class ThreadCosts:
-    """Of one Offload. Any thread may tell of a cost: both methods are a deque's, written in C."""
+    """Of one Offload. Any thread may note a cost: both methods are a deque's, implemented in C."""
 
     def __init__(self) -> None:
-        """Start with nothing measured."""
+        """Start without measurements."""
         stores: deque[float] = deque(maxlen=LATEST)
         restores: deque[float] = deque(maxlen=LATEST)
         self._both = stores, restores
@@ -35,7 +35,7 @@ class ThreadCosts:
         """Notes the seconds for one tensor that was restored."""
 
     def seconds(self) -> float | None:
-        """Return the seconds for one tensor, both ways; None where too few were measured."""
+        """Return the seconds for one tensor, both ways; None if too few were measured."""
         both = [list(one) for one in self._both]  # copied in C, while others append
         if min(map(len, both)) < FEWEST:
             return None

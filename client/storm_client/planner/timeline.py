@@ -1,24 +1,25 @@
-"""How much device memory a step takes at each of its moments, by a plan or with checkpointing.
+"""The device memory of a step at each of its moments, by a plan or with checkpointing.
 
-A forward pass makes a step's values in their order, and a backward pass undoes them in reverse. So
-the moments of both have the numbers of the values; that of the loss, where the one ends and the
-other begins, is one more than the last. At each there are:
+A forward pass makes a step's values in order, and the backward pass runs their operations backward
+in reverse order. So a moment of either pass has the number of a value. The moment of the loss,
+between both passes, is one more than the last number. At each moment, memory holds:
 
-- what is kept, from where it is made to its last use;
-- in the forward pass what an operation still reads;
-- in the backward pass what was offloaded or is recomputed, from its first use to its last, and what
-  that is made from;
-- the gradients of values, from the first that depends on one to the operation that made it;
-- the gradients of parameters, from the last operation that reads one to the end of the step;
-- parameters that are gathered for a block, beside those of the block that comes next, and in the
-  backward pass their gradients, and those of the block before, which are reduced.
+- kept values, from the moment they are made to their last use;
+- in the forward pass, values that an operation still reads;
+- in the backward pass, offloaded and recomputed values from their first use to their last, and the
+  inputs of recomputed values;
+- gradients of values, from the first operation that contributes to one to the operation that made
+  the value;
+- gradients of parameters, from the last operation that reads a parameter to the end of the step;
+- parameters that are gathered for a block, and those of the next block; in the backward pass also
+  their gradients, and those of the block before, which are being reduced.
 
-Checkpointing keeps what its blocks are given and what no block makes, and recomputes all else that
-a block saves where its backward pass begins. Its loss is PyTorch's own, where a plan's is computed
-in tiles.
+Checkpointing keeps the inputs of its blocks and values that no block makes. It recomputes
+everything else that a block saves when the backward pass of the block begins. Its loss is
+PyTorch's own, while a plan's loss is computed in tiles.
 
-Memory that an operation needs while it runs is not counted, nor what is in flight: no plan decides
-about the one, and of the other `in_flight.py` knows the limit.
+Two kinds of memory are not counted. Workspace of running operations does not depend on a plan. For
+memory in flight, `in_flight.py` knows the limit.
 
 Everything here is pure: no tensor, device or clock.
 """
@@ -45,27 +46,29 @@ class Timeline:
     forward: list[int]
     """While each value is made."""
     backward: list[int]
-    """By the same numbers while it is undone, and at the end for the loss; without the next."""
+    """While each value's operation runs backward, and last for the loss; without parameter
+    gradients."""
     gradients: list[int]
-    """Of parameters, which have come to be by then, if none were there before the step."""
+    """Bytes of parameter gradients at each backward moment, if none existed before the step."""
     finds_gradients: bool = True
-    """Whether there may be some."""
+    """Whether gradients may exist before the step."""
 
     @property
     def fullest(self) -> int:
-        """What there is at the most in a step that finds no gradients of parameters."""
+        """The peak of a step that finds no parameter gradients."""
         return max(*self.forward, *self._with(self.gradients))
 
     @property
     def fullest_beside_gradients(self) -> int:
-        """The same in a step that finds all of them, without those: it adds new ones to them."""
+        """The peak if all gradients exist before, without these: the step adds new ones to them."""
         return max(*self.forward, *self._with(self._new))
 
     def room_below(self, other: Timeline) -> list[int]:
-        """Return how many bytes more may lie here at each moment of the backward pass.
+        """Return how many more bytes may be kept at each moment of the backward pass.
 
-        So many that this step is never fuller than the other at its fullest, whether it finds
-        gradients of parameters or not, if it may. Where it is fuller as it is they are negative.
+        With so many, this step's peak is not above that of the other, with existing parameter
+        gradients (if the step may find any) and without. A result is negative where this step
+        exceeds that already.
         """
         first, later = other.fullest, other.fullest_beside_gradients
         new = [first - filling for filling in self._with(self.gradients)]
@@ -77,7 +80,7 @@ class Timeline:
 
     @property
     def _new(self) -> list[int]:
-        """The gradients that come to be at each moment."""
+        """The parameter gradients that are created at each moment."""
         return [own - before for own, before in pairwise([*self.gradients, 0])]
 
     def _with(self, gradients: list[int]) -> list[int]:
@@ -85,7 +88,7 @@ class Timeline:
 
 
 def planned(problem: Problem, decisions: Iterable[Decision]) -> Timeline:
-    """Return what a step takes that follows these decisions."""
+    """Return the timeline of a step that follows these decisions."""
     decided = list(zip(problem.values, decisions, strict=True))
     kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
     recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
@@ -93,9 +96,9 @@ def planned(problem: Problem, decisions: Iterable[Decision]) -> Timeline:
 
 
 def asked_between(problem: Problem, decisions: Iterable[Decision]) -> dict[int, tuple[int, int]]:
-    """Return at which moments of the backward pass a plan asks for each value first and last.
+    """Return the first and last backward moment at which a plan needs each value.
 
-    Autograd asks for what it has saved, and what is recomputed for what it is made from.
+    Autograd needs the values that it saved, and recomputed values need their inputs.
     """
     decided = zip(problem.values, decisions, strict=True)
     recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
@@ -103,12 +106,12 @@ def asked_between(problem: Problem, decisions: Iterable[Decision]) -> dict[int, 
 
 
 def _when_asked(number: int) -> int:
-    """Return that a plan recomputes a saved value no earlier than it is asked for."""
+    """Return the moment itself: a plan recomputes a saved value only when it is needed."""
     return number
 
 
 def checkpointed(problem: Problem) -> Timeline:
-    """Return what it takes if each block is checkpointed; the problem knows its blocks."""
+    """Return the timeline if each block is checkpointed; the problem must know its blocks."""
     ends = sorted(problem.block_ends)
     kept = kept_by_checkpointing(problem)
     recomputed = set(range(len(problem.values))) - kept
@@ -118,10 +121,11 @@ def checkpointed(problem: Problem) -> Timeline:
 
 
 def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
-    """Return the numbers of what checkpointing each block would keep, inside of blocks or not.
+    """Return the numbers of the values that checkpointing would keep, inside blocks or outside.
 
-    That is what is saved behind all blocks, what another block saves than the one that made it, and
-    what there is before anything is made.
+    These are the block ends and the values saved behind all blocks. Added to these are values that
+    another block saves than the one that made them, and saved inputs that exist before the step
+    makes anything.
     """
     ends = sorted(problem.block_ends)
     given = takewhile(lambda value: value.is_given, problem.values)
@@ -138,7 +142,7 @@ def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
 def _timeline(
     problem: Problem, kept: Set[int], recomputed: Set[int], begin: Callable[[int], int]
 ) -> Timeline:
-    """Return what a step takes; a saved value is recomputed no later than `begin` says."""
+    """Return the timeline; a saved value is recomputed no later than `begin` returns."""
     new = [value.parameter_bytes for value in reversed(problem.values)]
     forward, backward = _gathered(problem)
     return Timeline(
@@ -201,7 +205,7 @@ def _backward(
 def _spans(
     problem: Problem, recomputed: Set[int], begin: Callable[[int], int]
 ) -> dict[int, tuple[int, int]]:
-    """Return at which moments each value that is needed is asked for first and last."""
+    """Return the first and last moment at which each value is needed."""
     found = dict(problem.used_between)
     for value in reversed(problem.values):
         span = found.get(value.number)
@@ -219,9 +223,9 @@ def _spans(
 def _recomputing(
     problem: Problem, chain: Iterable[int], recomputed: Set[int], spans: dict[int, tuple[int, int]]
 ) -> tuple[int, set[int]]:
-    """Return the most bytes while a chain arrives, in its order, and which are gone after it.
+    """Return the peak bytes while a chain is restored in order, and the values freed after it.
 
-    That is what is needed for nothing but what is recomputed in that moment.
+    Those are the values that only recomputations of this moment need.
     """
     values, last_reader = problem.values, dict[int, int]()
     for number in chain:

@@ -1,1 +1,1 @@
-"""What a save is: its storage, its versions and views, who else can reach it, its stored range."""
+"""Saved tensors: their stored ranges, versions and views, and who else can reach their storage."""

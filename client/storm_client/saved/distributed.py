@@ -1,7 +1,7 @@
-"""How a DTensor is saved: as the local tensor that it wraps, which is handled as any other is.
+"""Saves a DTensor as the local tensor that it wraps; the local tensor is handled as any other.
 
-A DTensor has no memory of its own, but a version: operations on it run on local tensors, below what
-counts their changes. So its version is what the backward pass compares.
+A DTensor has no memory of its own, but it has a version. Operations on it run on local tensors,
+below the layer that counts their changes. So the backward pass compares the DTensor's version.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the local tensor of a DTensor; None for what is none, or has to be kept as it is.
+    """Return the local tensor of a DTensor; None for other tensors and for DTensors to be kept.
 
-    Those are parameters, other leaves that get gradients, and what has been written to: its local
-    tensor, whose version is the old one, may be known as what it was before.
+    Kept are parameters, other leaves that require gradients, and DTensors that were modified in
+    place. In the last case the local tensor still has the old version, and could be mistaken for a
+    duplicate of an earlier save.
     """
     if type(tensor) in _PLAIN or not _is_distributed(tensor):
         return None
@@ -33,12 +34,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
     if _is_a("_functional_collectives", "AsyncCollectiveTensor", local):
-        local = local.trigger_wait()  # as what reads it would do next
+        local = local.trigger_wait()  # the next reader would do the same
     return local  # type: ignore[no-any-return]
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of any DTensor, and what is none as it is."""
+    """Return the local tensor of a DTensor; return any other tensor unchanged."""
     return tensor._local_tensor if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -51,19 +52,19 @@ def _is_distributed(tensor: object) -> bool:
 
 
 def _is_a(module: str, name: str, tensor: object) -> bool:
-    """Tell whether a tensor is of a class of torch.distributed's, which is not imported here."""
+    """Return whether a tensor is of a torch.distributed class, without importing the class."""
     return type(tensor) is getattr(sys.modules.get(f"torch.distributed.{module}"), name, None)
 
 
 class Distributed(SavedVersion):
-    """What autograd holds for a DTensor: where its parts lie, its version and its local tensor."""
+    """Autograd's object for a DTensor: its layout over ranks, its version and its local tensor."""
 
     __slots__ = ("packed", "unpack_local")
 
     def __init__(
         self, tensor: torch.Tensor, packed: Any, unpack_local: Callable[[Any], torch.Tensor]
     ) -> None:
-        """Note the present version of `tensor`, whose local one was packed as `packed`."""
+        """Note the present version of `tensor`; its local tensor was packed as `packed`."""
         token: Any = tensor.detach()
         token._local_tensor = nothing(tensor.device)
         super().__init__(token, tensor, 0)
@@ -71,11 +72,11 @@ class Distributed(SavedVersion):
         self.unpack_local = unpack_local
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor with the bytes that its local one has by now.
+        """Return the DTensor with the local tensor's bytes at this moment.
 
         Raises:
-            RuntimeError: it was changed in place since.
-            StormError: the local tensor cannot be had again.
+            RuntimeError: it was modified in place after it was saved.
+            StormError: the local tensor cannot be restored.
         """
         self.check()
         tensor: Any = self.token.detach()

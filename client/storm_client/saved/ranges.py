@@ -1,12 +1,13 @@
-"""What autograd holds instead of tensors, what those share, and how it is found again.
+"""The objects that autograd holds instead of tensors, the bytes that they share, and their table.
 
-A **stored range** is one whole storage, a **handle** is one saved tensor: a view of a stored range,
-at a version. All that is saved of a
-storage while it is held shares one stored range, as PyTorch would keep one storage: what aliases
-before aliases afterwards, at the same offsets.
+A **stored range** is one whole storage. A **handle** is one saved tensor: a view of a stored range,
+at a version. All tensors that are saved of one storage while it is held share one stored range, as
+PyTorch would keep one storage: tensors that alias before the save alias afterwards, at the same
+offsets.
 
 Ownership is the clean-up: autograd holds handles, handles hold the stored range, and everything
-else knows it weakly. When the last handle dies the range dies, and its death is queued.
+else refers to it weakly. When the last handle is freed, the range is freed, and its death is
+queued.
 """
 
 from __future__ import annotations
@@ -44,30 +45,30 @@ __all__ = [
 
 
 class Holder(Protocol):
-    """Who holds a record's bytes: a session."""
+    """Holds the bytes of records: a session."""
 
     has_in_place: bool
-    """Whether bytes may come back into memory of their own."""
+    """Whether bytes may be restored into memory of their own."""
 
     def load(self, use: Use, *, is_first: bool, may_hand_out: bool = False) -> Located:
-        """Return where the bytes of a use of it are in memory, or will be in stream order."""
+        """Return where the bytes of a use are in memory, or will be in stream order."""
         ...
 
     def send(self, record: StoredRange) -> None:
-        """Have a record of it leave, unless that was done."""
+        """Offload a record unless that has been done."""
         ...
 
     def look_ahead(self, uses: UpcomingUses) -> None:
-        """Begin to fetch what is used next."""
+        """Begin to prefetch the records that are used next."""
         ...
 
 
 class UpcomingUses(Protocol):
-    """What is expected to be asked for after a handle: its step knows."""
+    """The records that are expected to be needed after a handle; the handle's step knows them."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is worth a look what is needed next."""
+        """Whether a look at the next records is worth its cost."""
         ...
 
     def upcoming(self) -> list[StoredRange]:
@@ -75,19 +76,19 @@ class UpcomingUses(Protocol):
         ...
 
     def unseen(self) -> list[StoredRange | None]:
-        """Return what of them has not been looked at, None for a dead one."""
+        """Return the next records that were not looked at yet; None stands for a dead record."""
         ...
 
     def saw(self, count: int) -> None:
-        """Note that the first `count` of the unseen are here or have been requested."""
+        """Note that the first `count` of the unseen are in memory or have been requested."""
         ...
 
 
 class WeakStorage:
-    """Knows a storage without keeping it, and keeps its address from being used for another one.
+    """A weak reference to a storage that also keeps the storage's address from being reused.
 
-    PyTorch's own StorageWeakRef has a destructor in Python, in which an interrupt would be lost:
-    this one has to be freed.
+    PyTorch's own StorageWeakRef has a destructor in Python, which would swallow an interrupt. This
+    class has none: call `free`.
     """
 
     __slots__ = ("_pointer", "address")
@@ -97,25 +98,25 @@ class WeakStorage:
         self._pointer = storage._weak_ref()
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage if something else still keeps it; not after `free`."""
+        """Return the storage if another reference keeps it alive; do not call it after `free`."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
         return found
 
     def free(self) -> None:
-        """Give the address up; once."""
+        """Free the weak reference and so the address; call it once."""
         torch.UntypedStorage._free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
 
 
 class Located(NamedTuple):
-    """Where a record's bytes are in memory: its own storage, or one of the same size."""
+    """A record's bytes in memory: its own storage, or a restored one of the same size."""
 
     storage: torch.UntypedStorage
     is_original: bool = False
-    """Whether nothing was copied: who made the bytes is as far ahead as without offload."""
+    """Whether nothing was copied: then streams need no more ordering than without offload."""
 
 
 class Part(NamedTuple):
-    """The bytes of a record from `begin` on, stored as `entry`."""
+    """The bytes of a record from `begin` on, stored by the daemon as `entry`."""
 
     entry: int
     begin: int
@@ -123,21 +124,21 @@ class Part(NamedTuple):
 
 
 class RangePhase(Enum):
-    """Where the bytes of a stored range are, as far as its session has decided."""
+    """Where a stored range's bytes are, by its session's decisions."""
 
-    __hash__ = object.__hash__  # that of Enum is written in Python
+    __hash__ = object.__hash__  # Enum's own is written in Python
     IN_USE = auto()
-    """In its storage, which somebody else may hold: nothing has been sent."""
+    """In the storage, which others may hold: nothing has been sent."""
     LEAVING = auto()
-    """On their way to the daemon, or held until there is a reason to send them."""
+    """In flight to the daemon, or held until there is a reason to send them."""
     STAYING = auto()
-    """In its storage for good: the daemon does not take them, or they were needed first."""
+    """In the storage for good: the daemon did not take them, or they were needed before that."""
     AWAY = auto()
-    """With the daemon alone; or besides in memory that somebody has been given back."""
+    """With the daemon, and possibly also in restored memory that somebody uses."""
     RETURNING = auto()
-    """A thread has the duty to bring them back; others wait for it."""
+    """A thread has the duty to restore them; other threads wait for it."""
     LOST = auto()
-    """The daemon has them no more: `error` says why."""
+    """The daemon no longer has them: `error` says why."""
 
 
 _NEXT: dict[RangePhase, tuple[RangePhase, ...]] = {
@@ -151,9 +152,9 @@ _NEXT: dict[RangePhase, tuple[RangePhase, ...]] = {
 
 
 class StoredRange:
-    """The bytes of one storage: held here, on their way to the daemon, or there.
+    """The bytes of one storage: in memory, in flight to the daemon, or with the daemon.
 
-    The session's lock protects it, except where a method says otherwise.
+    The session's lock protects a stored range, unless a method says otherwise.
     """
 
     __slots__ = (
@@ -193,10 +194,10 @@ class StoredRange:
         soon: bool = False,
         stream: Stream = None,
     ) -> None:
-        """Describe `storage`, whose elements are of `dtype`, and keep it until it is let go.
+        """Describe `storage`, with elements of `dtype`, and keep it alive until it is offloaded.
 
-        `session` is the one that holds its bytes and gives them back. `soon` says that it will be
-        needed at once, `stream` behind what work its bytes are there.
+        `session` holds its bytes and restores them. `soon` says that the bytes will be needed at
+        once. The bytes are complete after the present work of `stream`.
         """
         self.key = next(_KEYS)
         self.session = session
@@ -209,44 +210,45 @@ class StoredRange:
         self.stream = stream
         self.source: torch.UntypedStorage | None = storage
         self.weak = [WeakStorage(storage)]
-        """Of the original storage, and of the one restored last."""
+        """Weak references to the original storage and to the one restored last."""
         self.pointer = storage.data_ptr()
         self.leaves: dict[int, torch.Tensor] = {}
-        """What was saved and no operation made, by id: held as long as `source` may be shared, as
-        PyTorch would hold it, since it may be given other data."""
+        """By id: saved tensors that no operation made. They are held while `source` may be shared,
+        as PyTorch would hold them, since they may get other data (`tensor.data = other`)."""
         self.parts: list[Part] = []
         self.proof: SnapshotProof | None = None
         """Set while somebody else may hold the storage though its bytes have been sent."""
         self.ready: Ready | None = None
-        """Set where its bytes can be read before there is a reason to send them."""
+        """Set if the bytes can be read before there is a reason to send them."""
         self.error: StormError | None = None
         self._uses: dict[int, weakref.ref[Use]] = {}
         self._only: weakref.ref[Use] | None = None
-        """Of the first use, as long as there is no other."""
+        """The first use, while there is no other."""
         self._waiting: set[int] = set()
         self._restored: torch.UntypedStorage | None = None
 
     def move_to(self, phase: RangePhase) -> None:
-        """Go on to the next phase, or stay in this one."""
+        """Change to the next phase, or keep the present one."""
         assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
         self.phase = phase
 
     def lose(self, error: StormError) -> None:
-        """Note why the daemon can no longer give the bytes back, unless they never left."""
+        """Note why the daemon can no longer restore the bytes, unless they were never offloaded."""
         if self.phase not in (RangePhase.STAYING, RangePhase.LOST):
             self.error = error
             self.move_to(RangePhase.LOST)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it has to be fetched before it can be used, and nobody is doing that."""
+        """Whether the bytes must be restored before use, and nobody is doing that."""
         return self.phase is RangePhase.AWAY and self.locate() is None
 
     def locate(self) -> Located | None:
-        """Return the bytes if they are in memory: the original storage or a restored one.
+        """Return the bytes if they are in memory: in the original storage or in a restored one.
 
-        The original is what PyTorch would read: a handle has checked its version before. One that
-        a library has emptied is of no use, one that it has filled again is.
+        PyTorch would read the original, whose version a handle has checked before. If a library has
+        emptied the storage, its bytes are unusable; if it has filled the storage again, they are
+        usable.
         """
         storage = self.source
         if storage is None:
@@ -259,7 +261,7 @@ class StoredRange:
         return None if restored is None else Located(restored)
 
     def came_back(self, storage: torch.UntypedStorage, use: Use) -> None:
-        """Keep what was restored for a use until each of the others has been unpacked since."""
+        """Keep the restored storage of `use` until all other uses have been unpacked, too."""
         self.weak.append(WeakStorage(storage))
         while len(self.weak) > 2:
             self.weak.pop(1).free()
@@ -268,15 +270,16 @@ class StoredRange:
         self._restored = storage if self._waiting else None
 
     def unpacked(self, use: Use) -> None:
-        """Note that `use` has had the restored bytes."""
+        """Note that `use` has got the restored bytes."""
         self._waiting.discard(use.key)
         if not self._waiting:
             self._restored = None
 
     def add(self, use: Use, tell: Tell) -> None:
-        """Count a new use, whose death `tell` will be called at.
+        """Add a use; `tell` is called when it is freed.
 
-        That of an only one is the record's own, which is told of anyway.
+        A single use is not watched: it is freed together with the record, whose death is queued
+        anyway.
         """
         if not self._uses:
             self._uses[use.key] = self._only = weakref.ref(use)
@@ -295,24 +298,24 @@ class StoredRange:
         self._uses[use.key] = reference
 
     def forget(self, use: int) -> None:
-        """Discount the use of that key."""
+        """Remove the use with that key."""
         self._uses.pop(use, None)
         self._waiting.discard(use)
         if not self._waiting:
             self._restored = None
 
     def is_whole(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether the storage still has its memory: resizing to 0 and back changes that."""
+        """Return whether the storage still has its memory: resizing to 0 and back replaces it."""
         return storage.data_ptr() == self.pointer and storage.nbytes() == self.nbytes
 
 
 class Use:
-    """What keeps a stored range for one saved tensor. Its death is all the clean-up."""
+    """Keeps a stored range alive for one saved tensor. Freeing the use is all the clean-up."""
 
     __slots__ = ("__weakref__", "key", "number", "record", "step")
 
     def __init__(self, record: StoredRange, step: UpcomingUses, number: int) -> None:
-        """Keep `record` alive; `number` is the place in the plan of `step`."""
+        """Keep `record` alive; `number` is the use's place in the plan of `step`."""
         self.key = next(_KEYS)
         self.record = record
         self.step = step
@@ -320,7 +323,7 @@ class Use:
 
 
 class Handle(Use):
-    """What autograd keeps instead of one offloaded tensor."""
+    """Autograd's object for one offloaded tensor."""
 
     __slots__ = ("version", "view")
 
@@ -339,11 +342,11 @@ class Handle(Use):
 
 
 Tell: TypeAlias = Callable[[Any], None]
-"""What a death calls, in which no Python code runs: a deque's `append`."""
+"""A death calls this, and no Python code runs in it: a deque's `append`."""
 
 
 class _UseRef(weakref.ref[Use]):
-    """Tells of a use's death by being appended where its record's deaths are looked for."""
+    """Queues the death of a use where the session looks for deaths."""
 
     __slots__ = ("record", "use")
     use: int
@@ -351,36 +354,37 @@ class _UseRef(weakref.ref[Use]):
 
 
 class DeadRange(weakref.ref[StoredRange]):
-    """Outlives a record and knows what has to be cleaned up after it."""
+    """Outlives a record and knows what to clean up after it."""
 
     __slots__ = ("address", "key", "parts", "weak")
     key: int
     parts: list[Part]
     address: int
     weak: list[WeakStorage]
-    """These keep the storage's address from being used again."""
+    """Weak references that keep the storages' addresses from being reused."""
 
 
 class SavedStorages:
-    """The stored ranges of a session, found by their storages until they die, and their deaths.
+    """The living stored ranges of a session, by storage, and a queue of their deaths.
 
     A storage is known by the address of its implementation; the weak reference in DeadRange keeps
-    that address from being used for another one. The session's lock protects the table.
+    that address from being reused. The session's lock protects the table.
 
-    Uses and records die in any thread, with any lock held, and where a signal may strike: Python
-    swallows what a handler raises in a destructor's callback that is written in Python. So the
-    callback is a deque's `append`, and whoever holds the lock looks there from time to time.
+    Uses and records may be freed in any thread, with any lock held, and where a signal may come. If
+    a destructor's callback is written in Python, Python swallows an exception that a signal handler
+    raises in it. So the callback is a deque's `append`, and whoever holds the lock checks the queue
+    from time to time.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without records."""
         self.deaths: deque[weakref.ref[Any]] = deque()
-        """What died and nobody has looked at, in the order of the deaths."""
+        """References to freed uses and records not handled yet, in the order of the deaths."""
         self._tell = self.deaths.append
         self._records: dict[int, DeadRange] = {}
-        """By key: of those that live, or whose deaths wait."""
+        """By key: the records that live, or whose deaths are still queued."""
         self._latest: dict[int, DeadRange] = {}
-        """By the storage's address: of the record that was made of it last."""
+        """By the storage's address: the latest record of that storage."""
 
     def find(self, storage: torch.UntypedStorage) -> StoredRange | None:
         """Return the latest record of `storage`, if it lives."""
@@ -388,7 +392,7 @@ class SavedStorages:
         return None if reference is None else reference()
 
     def add(self, record: StoredRange) -> DeadRange:
-        """Let a record be found until its storage has another; return what its death is told by."""
+        """Make a record findable by its storage; return the reference that its death will queue."""
         reference = DeadRange(record, self._tell)
         reference.key, reference.parts = record.key, record.parts
         reference.address, reference.weak = record.weak[0].address, record.weak
@@ -397,13 +401,13 @@ class SavedStorages:
         return reference
 
     def add_use(self, use: Use) -> None:
-        """Have the record told of the death of a use of it."""
+        """Add a use to its record; the use's death will be queued."""
         use.record.add(use, self._tell)
 
     def dead(self) -> Iterator[DeadRange]:
-        """Yield the records that died, and forget them.
+        """Yield the queued dead records and forget them; forget dead uses, too.
 
-        One at which the loop is interrupted is yielded again the next time.
+        If the loop is interrupted at a record, the next call yields that record again.
         """
         while self.deaths:
             reference = self.deaths[0]
@@ -426,7 +430,7 @@ class SavedStorages:
                 yield record
 
     def __len__(self) -> int:
-        """Return the number of records that live, or whose deaths wait."""
+        """Return the number of records that live, or whose deaths are still queued."""
         return len(self._records)
 
 

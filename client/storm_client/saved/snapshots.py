@@ -1,14 +1,15 @@
-"""What is known of a storage that somebody else may hold: who can reach it, and whether it changed.
+"""Checks whether others can reach a saved tensor's storage, and whether its bytes have changed.
 
-PyTorch keeps a saved tensor's storage until the backward pass and reads what is in it by then. It
-counts changes only where they go through one version counter: not those through `.data`, NumPy,
-DLPack, a collective or a sibling of `unsafe_chunk`, nor those of an operation that fills what it
-has saved. So bytes may be taken, and the storage given up, once nobody else holds it: whoever
-holds no reference cannot write, and what nobody can write is what PyTorch would read later.
+PyTorch keeps a saved tensor's storage until the backward pass, and reads its bytes only then. It
+counts a change only if the change goes through the tensor's version counter. Changes through
+`.data`, NumPy, DLPack, a collective or a sibling of `unsafe_chunk` are not counted; neither are
+writes of an operation that fills a tensor after saving it. So the bytes may be taken, and the
+storage freed, once nobody else holds the storage. Without a reference nobody can write, so the
+bytes are the ones that PyTorch would read later.
 
-References are counted twice, by C++ (tensors) and by Python (the storage's own object). What both
-count for a storage that is held by one attribute is found out once, since it differs among
-versions of either.
+References are counted twice: by C++ (tensors) and by Python (the storage's own object). The counts
+of a storage that one attribute holds are measured once, since they differ among versions of Python
+and PyTorch.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _use_count = torch._C._storage_Use_Count
 
 
 class _Holder(Protocol):
-    """Who keeps a storage in one attribute, and leaves that lie in it in another."""
+    """Holds a storage in one attribute, and leaf tensors of that storage in another."""
 
     source: torch.UntypedStorage | None
     leaves: dict[int, torch.Tensor]
 
 
 def is_unshared(holder: _Holder) -> bool:
-    """Tell whether nothing but `holder` keeps the storage, nor a leaf that could be given other."""
+    """Return whether only `holder` holds the storage and its leaves; no leaf has other data."""
     if holder.source is None:
         return False
     leaves, address = holder.leaves, holder.source._cdata
@@ -50,34 +51,34 @@ def is_unshared(holder: _Holder) -> bool:
         if (leaves[key]._use_count(), getrefcount(leaves[key])) != _UNSHARED_LEAF:  # type: ignore[attr-defined]  # torch's gap
             return False
         if leaves[key].untyped_storage()._cdata != address:
-            return False  # it was given other data, which its handles will find
+            return False  # the leaf has got other data, which its handles will return
     counted = _use_count(address) - len(leaves), getrefcount(holder.source)
     return counted == _UNSHARED[bool(leaves)]
 
 
 class SnapshotProof:
-    """What shows that a storage somebody else holds still has the bytes that were sent.
+    """Proves that a storage still has the bytes that were sent, though somebody else holds it.
 
-    All views of a result count their changes in its one version counter.
+    All views of a result count their changes in the result's one version counter.
     """
 
     __slots__ = ("_base", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Note the present version of `tensor`, a result or a view of one."""
+        """Note the present version of `tensor`, which is a result or a view of one."""
         base = base_of(tensor)
         self._base = weakref.ref(base)
         self._version = base._version
 
     @classmethod
     def of_base(cls, base: torch.Tensor, version: int) -> SnapshotProof:
-        """Note the version that `base`, a result that is no view, had when it was saved."""
+        """Note the version that `base`, a result that is not a view, had when it was saved."""
         proof = cls.__new__(cls)
         proof._base, proof._version = weakref.ref(base), version
         return proof
 
     def holds_for(self, tensor: torch.Tensor) -> bool:
-        """Tell whether nothing that `tensor` covers has changed since."""
+        """Return whether no byte of `tensor` has changed since."""
         base = self._base()
         return (
             base is not None
@@ -88,40 +89,40 @@ class SnapshotProof:
 
 
 class ReadyTrial(Protocol):
-    """Finds out whether a value stays as it was made until it leaves."""
+    """Tests whether a value's bytes stay as computed until it is offloaded."""
 
     @property
     def signature(self) -> object:
-        """The step signature whose value it is."""
+        """The step signature of the value."""
         ...
 
     def is_same(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether what has left, or would have, is what was made."""
+        """Return whether `storage` has the bytes that were computed."""
         ...
 
     def succeed(self) -> None:
-        """Note that it does."""
+        """Note that the bytes did not change."""
         ...
 
     def fail(self) -> None:
-        """Note that it does not."""
+        """Note that the bytes changed."""
         ...
 
 
 class Ready(NamedTuple):
-    """A storage as it was right behind the function that made it, when `proof` was made.
+    """A storage as it was right after the function that computed it, when `proof` was made.
 
-    Who reads it from then on, and not only when it leaves, reads the same: shown by an earlier
-    step, which is what `trial` is for, and as far as changes are counted by the proof.
+    A reader at any time from then on reads the same bytes. Changes that are counted are excluded by
+    the proof, other changes by an earlier step; in that step `trial` looks for them.
     """
 
     proof: SnapshotProof
     sequence: int
-    """What the lane publishes when it has been made; 0 where there is a trial."""
+    """The number that the lane publishes once the bytes are computed; 0 during a trial."""
     trial: ReadyTrial | None = None
 
     def holds_for(self, tensor: torch.Tensor) -> bool:
-        """Tell whether it has what is saved as `tensor`; else a trial has failed."""
+        """Return whether the storage has the bytes of `tensor`; if not, a running trial fails."""
         if self.proof.holds_for(tensor):
             return True
         if self.trial is not None:
@@ -130,19 +131,20 @@ class Ready(NamedTuple):
 
 
 class Unchanging(SnapshotProof):
-    """Of a value inside a compiled graph, whose memory nothing writes to while it exists."""
+    """The proof for a value inside a compiled graph: nothing writes to its memory."""
 
     __slots__ = ()
 
     def holds_for(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - of none of its views
-        """Tell that nothing has changed."""
+        """Return True: nothing has changed."""
         return True
 
 
 def is_result(tensor: torch.Tensor) -> bool:
-    """Tell whether an operation made the tensor's memory: then its changes are counted.
+    """Return whether an operation made the tensor's memory: then its changes are counted.
 
-    A custom function may return a view of what it has made: that has a node, and its base has none.
+    A custom function may return a view of memory that it has made itself. Such a view has a
+    grad_fn, and its base has none.
     """
     base = tensor._base
     if base is None:
@@ -151,7 +153,7 @@ def is_result(tensor: torch.Tensor) -> bool:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which `tensor` is a view, or itself."""
+    """Return the base of a view, or the tensor itself."""
     base = tensor._base
     return tensor if base is None else base
 
@@ -168,10 +170,10 @@ class _Example:
 
 
 def _unshared() -> tuple[dict[bool, tuple[int, int]], tuple[int, int]]:
-    """Return what is counted for a storage without and with leaves in it, and for a leaf.
+    """Return the reference counts of a storage with and without leaves in it, and of a leaf.
 
-    Python's count is taken of what was just looked up, never of a variable: whether an argument is
-    counted once or twice depends on who evaluates the frame, which torch.compile changes.
+    Python's count is taken of a fresh attribute look-up, never of a variable. Whether an argument
+    counts once or twice depends on the frame evaluator, which torch.compile replaces.
     """
     example = _Example()
     address, leaves = example.source._cdata, example.leaves

@@ -1,13 +1,13 @@
-"""What is noted of a saved tensor that leaves: how it lies in its storage, and at which version.
+"""The view and the version of a saved tensor, as noted when it is saved.
 
-A **view** says how a tensor lies in its storage. The rest is PyTorch's check that a saved tensor
-was not changed in place.
+A **view** says how a tensor lies in its storage. A version belongs to PyTorch's check that a saved
+tensor was not modified in place.
 
-Hooks switch PyTorch's own check off, and a backward pass must not be handed a tensor that has
-changed. So this is the same check, with the same message. What was given other data since
-(`tensor.data = other`) is found with that data, as PyTorch finds it.
+Hooks switch PyTorch's own check off, and a backward pass must not get a modified tensor. So this
+module makes the same check, with the same message. A tensor that has been given other data since
+(`tensor.data = other`) is returned with that data, as PyTorch does.
 
-A token is an alias of the tensor whose data was replaced by nothing: it shares the version
+A token is an alias of the tensor with its data replaced by an empty tensor: it shares the version
 counter and holds no storage.
 """
 
@@ -22,14 +22,14 @@ import torch
 __all__ = ["KeptTensor", "SavedVersion", "View", "changed_in_place", "nothing"]
 
 _SUFFIX = r"Backward\d*$" if torch.__version__ >= "2.12" else r"$^"
-"""What PyTorch leaves out of an operation's name in its message: nothing in 2.11, this in 2.13."""
+"""The part of an operation's name that PyTorch's message omits: nothing in 2.11, this in 2.13."""
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
-"""An empty tensor a device: it becomes the data of every token there."""
+"""An empty tensor per device: it becomes the data of every token there."""
 
 
 class View(NamedTuple):
-    """How a tensor lies in its storage; `offset` counts bytes from the storage's start."""
+    """How a tensor lies in its storage; `offset` is in bytes from the storage's start."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Describe a strided tensor."""
+        """Return the view of a strided tensor."""
         return cls(
             tensor.dtype,
             tensor.shape,
@@ -51,14 +51,14 @@ class View(NamedTuple):
         )
 
     def span(self) -> tuple[int, int]:
-        """Return the first byte that the view touches and the one after the last."""
+        """Return the first byte that the view covers, and the one after the last."""
         if 0 in self.size:
             return self.offset, self.offset
         reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.offset, self.offset + (reach + 1) * self.dtype.itemsize
 
     def describes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in its storage like this."""
+        """Return whether a tensor lies in its storage as this view says."""
         return (
             tensor.dtype is self.dtype
             and tensor.shape == self.size
@@ -69,7 +69,7 @@ class View(NamedTuple):
         )
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor over a storage that holds the bytes again."""
+        """Return the tensor as a view of a storage that holds the restored bytes."""
         offset = self.offset // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor = empty.set_(storage, offset, self.size, self.stride)
@@ -79,39 +79,39 @@ class View(NamedTuple):
 
 
 class SavedVersion:
-    """The version of a tensor at the time when it was saved."""
+    """A tensor's version when it was saved."""
 
     __slots__ = ("dtype", "expected", "producer", "saved", "shape", "storage", "token")
 
     def __init__(self, token: torch.Tensor, tensor: torch.Tensor, storage: int) -> None:
         """Note the present version of `tensor`, whose version counter `token` shares.
 
-        `storage` is the address of its storage, 0 where it has none.
+        `storage` is the address of the tensor's storage, 0 if it has none.
         """
         node = tensor.grad_fn
         self.token = token
         self.expected = token._version
         self.shape = None if tensor.is_nested else tensor.shape
-        """For the message; nested tensors have none."""
+        """For the error message; None for nested tensors."""
         self.dtype = tensor.dtype
         self.producer = None if node is None else (node.name(), tensor.output_nr)
-        """Name of the operation and the number of its output, where the tensor has one."""
+        """The operation's name and its output's number, if an operation made the tensor."""
         self.saved = weakref.ref(tensor)
-        """The tensor itself, which may be given other data while it lives."""
+        """The tensor itself, which may get other data (`tensor.data = other`) while it lives."""
         self.storage = storage
 
     @classmethod
     def of(cls, tensor: torch.Tensor, storage: int) -> SavedVersion:
-        """Note the present version of `tensor`, in `storage`, without keeping its memory."""
+        """Note the present version of `tensor`, in `storage`, without keeping its memory alive."""
         token = tensor.detach()
         token.data = nothing(tensor.device)
         return cls(token, tensor, storage)
 
     @classmethod
     def holding(cls, tensor: torch.Tensor) -> SavedVersion:
-        """Note the present version of `tensor`, which has yet to become an output, or is none.
+        """Note the present version of `tensor`, which is not an operation's output, or not yet.
 
-        The token is an alias that keeps its memory.
+        The token is an alias that keeps the tensor's memory alive.
         """
         token = tensor.detach()
         return cls(token, tensor, _storage(token))
@@ -122,7 +122,7 @@ class SavedVersion:
         return self.token._version == self.expected
 
     def check(self) -> None:
-        """Raise PyTorch's RuntimeError where the tensor has been changed in place since."""
+        """Raise PyTorch's RuntimeError if the tensor has been modified in place since the save."""
         found = self.token._version
         if found != self.expected:
             like = torch.empty(0, dtype=self.dtype, device=self.token.device)
@@ -130,14 +130,14 @@ class SavedVersion:
             raise changed_in_place(like, self.shape, producer, output, self.expected, found)
 
     def replaced(self) -> torch.Tensor | None:
-        """Return the tensor if it has been given other data since, where PyTorch would use those.
+        """Return the tensor if it has got other data since the save, and if PyTorch would use them.
 
-        It would not for an operation's own output, which it holds as it was.
+        For an operation's own output PyTorch would not: the operation holds the output's old data.
         """
         tensor = self.saved()
         if tensor is None or not self.storage:
             return None
-        tensor._fix_weakref()  # type: ignore[attr-defined]  # what C++ alone holds comes back
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # revives one that C++ alone holds
         if _storage(tensor) == self.storage:
             return None
         maker = tensor.grad_fn
@@ -145,9 +145,9 @@ class SavedVersion:
         return None if is_own_output else tensor
 
     def alias(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with `data`'s content that counts its changes with the saved one's.
+        """Return a tensor with `data`'s content and the saved tensor's version counter.
 
-        A backward pass that changes what it unpacked is thus noticed by whoever unpacks next.
+        If a backward pass modifies an unpacked tensor, the next unpack therefore notices it.
         """
         tensor = self.token.detach()
         tensor.data = data
@@ -155,21 +155,21 @@ class SavedVersion:
 
 
 class KeptTensor(SavedVersion):
-    """What autograd holds for a tensor that is not offloaded: its token keeps the memory."""
+    """Autograd's object for a tensor that is not offloaded: its token keeps the memory alive."""
 
     __slots__ = ("__weakref__", "is_alias", "moved")
     is_alias: bool
     """Whether the token is an alias, which may be moved."""
     moved: Any
-    """What its step is to unpack instead, once the token keeps nothing."""
+    """What the step unpacks instead, once the tensor was moved and the token is empty."""
 
     @classmethod
     def keeping(cls, tensor: torch.Tensor) -> KeptTensor:
         """Keep `tensor` and its present version.
 
-        What no operation made is its own token, as it is what PyTorch would hold. An output must
-        not be: it would hold itself, by way of the operation that it keeps alive, and never be
-        freed.
+        A tensor that no operation made is its own token, as PyTorch would hold the tensor itself.
+        An output must not be its own token. It would hold itself through the operation that it
+        keeps alive, and would never be freed.
         """
         is_alias = tensor.grad_fn is not None
         token = tensor.detach() if is_alias else tensor
@@ -178,9 +178,9 @@ class KeptTensor(SavedVersion):
         return kept
 
     def move(self, moved: Any) -> None:
-        """Let the tensor go: what unpacks `moved` has the bytes from now on.
+        """Give up the tensor's memory; `moved` unpacks to the same bytes from now on.
 
-        A thread that looks at the token before it looks at `moved` finds one or the other.
+        A thread that reads the token first and `moved` second finds one of the two.
         """
         token = self.token.detach()
         token.data = nothing(token.device)
@@ -196,10 +196,10 @@ def changed_in_place(  # noqa: PLR0917 - called by compiled code, by place
     expected: int,
     found: int,
 ) -> RuntimeError:
-    """Return PyTorch's error for a saved tensor of `like`'s dtype and device that has changed.
+    """Return PyTorch's error for a modified saved tensor, with `like`'s dtype and device.
 
-    A nested tensor's `shape` is None. `producer` is the name of the operation whose `output` it is,
-    empty where there is none.
+    `shape` is None for a nested tensor. `producer` names the operation that made the tensor as
+    output `output`; it is empty if no operation did.
     """
     told = "" if shape is None else f" {list(shape)}"
     made = f", which is output {output} of {re.sub(_SUFFIX, '', producer)}," if producer else ""
@@ -213,7 +213,7 @@ def changed_in_place(  # noqa: PLR0917 - called by compiled code, by place
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, 0 where it may have none."""
+    """Return the address of a tensor's storage, 0 if it may have none."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return 0
     return 0 if tensor._is_zerotensor() else tensor.untyped_storage()._cdata

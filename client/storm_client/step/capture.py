@@ -1,8 +1,8 @@
 """Captures a step: runs its Python code once, records what it does, and leaves no trace.
 
-What the code changes besides tensors is put back: gradients of leaves, the optimizers' tables, the
-modules' buffers (`tables.py`). What it has made of them becomes part of the captured step, and each
-run does the same to the true ones.
+Changes outside of tensors are undone: gradients of leaves, the optimizers' tables, the modules'
+buffers (`tables.py`). These changes become part of the captured step, and each run makes them in
+the real objects.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from storm_client.step.variables import own
 __all__ = ["capture"]
 
 _ONE_AT_A_TIME = threading.RLock()
-"""While a step is captured, hooks of all modules and optimizers are ours."""
+"""Held during a capture, which puts its own hooks on all modules and optimizers."""
 
 
 def capture(
     step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Captured:
-    """Return what a step does for such arguments. Nothing has changed by that.
+    """Capture a step for arguments like these, without changing anything.
 
     Raises:
-        UsageError: it does what cannot be captured; the message names its line.
+        UsageError: the step cannot be captured; the message names the line.
         Exception: whatever the step raises.
     """
     recording = Recording()
     captured = Captured(recording, Loop(recording))
     leaves, spec = pytree.tree_flatten((arguments, options))
-    arguments, options = pytree.tree_unflatten(leaves, spec)  # whose tables the step may change
+    arguments, options = pytree.tree_unflatten(leaves, spec)  # the step may change these
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for number, tensor in enumerate(tensors):
         recording.see(tensor, number)
@@ -97,7 +97,7 @@ def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dic
 
 @contextmanager
 def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None]:
-    """Record what is run inside, and note whose modules and optimizers run."""
+    """Record the operations that run in the block, and note modules and optimizers that run."""
     outer, CAPTURING.loop = CAPTURING.loop, captured.loop
     thread = threading.get_ident()
 
@@ -140,7 +140,7 @@ def _check_parameter(captured: Captured, module: nn.Module, name: str, given: ob
 
 
 class _Watcher(Watching):
-    """Sees what does not arrive below autograd: gradients taken, and numbers for fused updates."""
+    """Sees what does not reach the recorder: accesses to gradients, numbers for fused updates."""
 
     is_for_compiled_code = True
 
@@ -178,7 +178,7 @@ _READ_PAST_OPERATIONS = (
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 )
-"""They read what a tensor from before the step holds without an operation that is recorded."""
+"""Methods that read the content of a tensor from before the step without a recorded operation."""
 
 _FORMAT = torch.Tensor.__format__
 

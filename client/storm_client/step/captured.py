@@ -1,4 +1,4 @@
-"""What a capture of a step is: its recording, the settings that runs look up, and its results."""
+"""A capture of a step: its recording, the settings that runs look up, and its results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from storm_client.step.recording import Recording
 __all__ = ["LIFTED", "Captured", "Result", "Setting", "is_lifted"]
 
 LIFTED = ("lr", "momentum", "betas")
-"""Settings of optimizers' groups that may change at each step, as schedulers change them."""
+"""Settings of optimizer groups that may change at each step, as schedulers change them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One thing that a step leaves behind: a node's value, or what it is itself."""
+    """One result or side effect of a step: the value of a node, or a constant."""
 
     node: fx.Node | None
     value: Any = None
     path: tuple[Any, ...] = ()
-    """Where it is put: ("grad", leaf), ("state", optimizer, parameter, key),
-    ("buffer", module, name), ("attribute", module, name), ("mode", module, "training"); empty for
-    what the step returns."""
+    """Where a run puts it: ("grad", leaf), ("state", optimizer, parameter, key), ("buffer",
+    module, name), ("attribute", module, name), ("mode", module, "training"); empty for a
+    returned result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Setting:
     node: fx.Node
     optimizer: Optimizer
     group: int
-    """Which of its groups: the group is another when a state was loaded."""
+    """The index of the group: loading a state replaces the groups."""
     key: str
     place: int | None
 
     def value(self) -> float:
-        """Return what it is now."""
+        """Return the present value."""
         found = self.optimizer.param_groups[self.group][self.key]
         return float(found if self.place is None else found[self.place])
 
@@ -57,21 +57,21 @@ class Captured:
     settings: list[Setting] = field(default_factory=list)
     returned: list[Result] = field(default_factory=list)
     spec: Any = None
-    """The tree of what is returned."""
+    """The tree of the returned value."""
     left: list[Result] = field(default_factory=list)
-    """What is put somewhere when a run ends, in this order."""
+    """The side effects that a run applies at its end, in this order."""
 
     @property
     def makes_state(self) -> bool:
-        """Whether this is the step that makes the state of optimizers, which comes but once.
+        """Whether the step creates optimizer state or changes a module's attribute.
 
-        So does one that changes an attribute of a module: the next is another capture.
+        Such a step comes only once: the next step has another capture.
         """
         return any(result.path[:1] in (("state",), ("attribute",)) for result in self.left)
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The attributes of modules that the step changes, by name, with what they become."""
+        """The attributes of modules that the step changes, by name, with their new values."""
         return {
             f"{type(result.path[1]).__name__}.{result.path[2]}": result.value
             for result in self.left
@@ -80,7 +80,7 @@ class Captured:
 
 
 def is_lifted(value: object) -> bool:
-    """Tell whether a setting of `LIFTED` is looked up by each run; what is no float is constant."""
+    """Return whether each run looks up a setting of `LIFTED`; non-float values are constant."""
     if isinstance(value, tuple):
         return all(type(one) is float for one in value)
     return type(value) is float

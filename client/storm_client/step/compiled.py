@@ -1,8 +1,8 @@
-"""What `compile_step` returns: captures when it must, runs what it has captured, and finishes it.
+"""What `compile_step` returns: captures the step when needed, and runs the captured graphs.
 
-A run has two halves. The first computes everything and changes nothing but generators; the second
-changes the state, in place, and cannot be interrupted. What fails in the first leaves the state as
-it was.
+A run has two halves. The first half computes everything and changes only generators. The second
+half changes the state in place, and cannot be interrupted. A failure in the first half leaves the
+state as it was.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Prepared(NamedTuple):
 
 
 class CompiledStep:
-    """A step of training that runs as captured graphs under one plan.
+    """A training step that runs as captured graphs under one plan.
 
-    Call it as the function that was given to `storm_client.compile_step`.
+    Call it like the function that was passed to `storm_client.compile_step`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CompiledStep:
         codegen: str,
         captures: int,
     ) -> None:
-        """Capture `step` when it is called; the options are those of `compile_step`.
+        """Prepare to capture `step` when it is called; the options are those of `compile_step`.
 
         Raises:
             UsageError: a bad value.
@@ -90,16 +90,16 @@ class CompiledStep:
         self.__wrapped__ = step
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Make a step, and return what the function returns, without gradients.
+        """Run one step, and return the function's results, without gradients.
 
         Raises:
-            UsageError: the function does what cannot be captured, the budget is below the least
-                possible, or it is called within saved-tensor hooks. Nothing has changed.
-            StormError: stored values cannot be had again. Nothing has changed but that generators
+            UsageError: the function cannot be captured, the budget is below the least possible, or
+                the step is called within saved-tensor hooks. Nothing has changed.
+            StormError: stored values cannot be restored. Nothing has changed but that generators
                 have advanced.
         """
         if CAPTURING.loop is not None:
-            return self._step(*arguments, **options)  # as a part of the step that is captured
+            return self._step(*arguments, **options)  # as a part of the step being captured
         if _top_hooks(True) is not None:
             raise UsageError(
                 "the step is called where saved tensors are handed to hooks, as in a `with "
@@ -112,7 +112,7 @@ class CompiledStep:
             self._last = prepared
             return self._run(prepared, values)
 
-    # --- which capture ----------------------------------------------------------------------
+    # --- choosing a capture -----------------------------------------------------------------
 
     def _prepared(
         self,
@@ -148,7 +148,7 @@ class CompiledStep:
 
     @staticmethod
     def _check_changed(prepared: _Prepared, known: list[_Prepared]) -> None:
-        """Refuse a step that changes what it has changed before, for arguments that are alike."""
+        """Refuse a step that changes an attribute which a capture for like arguments changed."""
         before = {name for one in known for name in one.program.captured.changed}
         for name, value in prepared.program.captured.changed.items():
             if name in before:
@@ -177,7 +177,7 @@ class CompiledStep:
         options: dict[str, Any],
         leaves: list[object],
     ) -> Captured:
-        """Return a capture of the step that has left nothing in Python objects."""
+        """Capture the step, and check that the capture left nothing in Python objects."""
         objects = Objects(self._step, leaves)
         try:
             captured = capture(self._step, arguments, options)
@@ -202,17 +202,17 @@ class CompiledStep:
         ]
         return pytree.tree_unflatten(leaves, captured.spec)
 
-    # --- what is known ----------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------
 
     def captures(self) -> list[Program]:
-        """Return what was captured and is kept, in the order of use."""
+        """Return the programs of the captures that are kept, in the order of use."""
         return [one.program for kept in self._known.values() for one in kept]
 
     def explain(self) -> Explanation:
-        """Describe what was captured for the latest call: graph, plan, and memory.
+        """Describe the capture of the latest call: graph, plan, and memory.
 
         Raises:
-            UsageError: it was not called yet.
+            UsageError: the step was not called yet.
         """
         if self._last is None:
             raise UsageError("there is nothing to explain before the first call: make a step")
@@ -223,7 +223,7 @@ class CompiledStep:
         return [graph.plan for graph in self._target.graphs]
 
     def stats(self) -> OffloadStats:
-        """Return what has been offloaded so far, waiting up to a second for its stores."""
+        """Return statistics of the offloads so far, waiting up to a second for stores in flight."""
         self._target.settle()
         return self._target.recorder.snapshot()
 
@@ -257,21 +257,21 @@ _GENERATORS = {
 
 
 MOST_KEPT = (32 << 20) - (1 << 16)
-"""Bytes of the largest block that makes glibc keep more, with its header and rounding."""
+"""Bytes of the largest block that can raise glibc's limit, less its header and rounding."""
 
 
 def _keep_freed(nbytes: int) -> None:
-    """Have the C library keep that much memory from step to step, up to 32 MiB.
+    """Make the C library keep `nbytes` bytes of freed memory between steps, up to 32 MiB.
 
-    glibc gives back what is free at the end of its heap, above twice the largest block that it has
-    seen freed; each step would have its memory mapped and zeroed again. Where the environment sets
-    that limit, it stays as set.
+    glibc returns free memory at the end of its heap to the system beyond a limit. The limit is
+    twice the largest block that it has seen freed. Without this, each step would have its memory
+    mapped and zeroed again. Where the environment sets the limit, it stays as set.
     """
     torch.empty(min(nbytes, MOST_KEPT), dtype=torch.uint8, device="cpu")
 
 
 def _finish(program: Program, values: dict[fx.Node, Any]) -> None:
-    """Change the state."""
+    """Change the state: run the late graph, then apply the side effects."""
     late = program.late
     given = [values[node] for node in late.inputs]
     for node in late.drops:
@@ -308,9 +308,10 @@ def _put(result: Result, value: Any, captured: Captured, values: dict[fx.Node, A
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off to the end of the block.
+    """Delay Ctrl-C to the end of the block.
 
-    Python runs handlers in the main thread alone, so in others there is nothing to put off.
+    Python runs signal handlers only in the main thread, so in other threads there is nothing to
+    delay.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

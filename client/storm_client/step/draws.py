@@ -1,8 +1,8 @@
-"""Notices that a step takes numbers from elsewhere than PyTorch, as it would at its capture alone.
+"""Detects a step that takes numbers from outside PyTorch, which it would do only at its capture.
 
-Python's generators are seen drawing, in whichever function the step calls. NumPy's cannot be: of
-its global one, and those that modules or their `forward` read, it is compared where they stand. An
-iterator that these read is refused, whatever becomes of it.
+Draws from Python's generators are detected in any function that the step calls. Draws from NumPy's
+cannot be. So the states of its global generator, and of those that the step, modules or their
+`forward` read, are compared. An iterator among these variables is always refused.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from storm_client.step.variables import is_iterator, position, positions
 __all__ = ["Draws"]
 
 _DRAWING: Final = ("random", "getrandbits", "seed")
-"""All that a generator of Python's draws by. Dynamo sets states that it found."""
+"""All methods by which Python's generators draw. `setstate` is none: Dynamo sets states that it
+found."""
 
 _LIBRARY: Final = Path(random.__file__).parent
 
 
 class Draws:
-    """What one capture takes numbers from."""
+    """The sources of numbers of one capture."""
 
     def __init__(self) -> None:
-        """Note where NumPy's global generator stands."""
+        """Note the state of NumPy's global generator."""
         self._error: UsageError | None = None
         self._places: list[tuple[str, Callable[[], Any], Any]] = []
         self._seen: set[object] = set()
         self._note("numpy.random", partial(position, np.random))
 
     def see_module(self, module: nn.Module) -> None:
-        """Look at what a module that is called has, and what its `forward` reads.
+        """Look at the attributes of a module that is called, and at what its `forward` reads.
 
         Raises:
-            UsageError: an iterator is among it.
+            UsageError: there is an iterator among them.
         """
         kind = type(module).__name__
         for name, value in module.__dict__.items():
@@ -64,10 +65,10 @@ class Draws:
             self.see_function(forward)
 
     def see_function(self, function: Callable[..., Any], arguments: Sequence[object] = ()) -> None:
-        """Look at what a function reads.
+        """Look at the variables that a function reads.
 
         Raises:
-            UsageError: an iterator is among it, or a large array among `arguments`.
+            UsageError: there is an iterator among them, or a large array among `arguments`.
         """
         for name, before in positions(function, arguments).items():
             where = partial(_place_of, name, function, arguments)
@@ -78,7 +79,7 @@ class Draws:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See in this thread what Python's generators draw."""
+        """Detect draws from Python's generators in this thread."""
         before = sys.getprofile()
         sys.setprofile(self._look)
         try:
@@ -103,10 +104,10 @@ class Draws:
         raise self._error
 
     def check(self) -> None:
-        """Look whether anything has been drawn.
+        """Check that nothing has been drawn.
 
         Raises:
-            UsageError: it has.
+            UsageError: something has.
         """
         if self._error is not None:
             raise self._error

@@ -1,7 +1,7 @@
-"""What a captured step is for people: its operations, its plan, and where its temporaries lie.
+"""Describes a captured step for users: its operations, its plan, and its temporaries in memory.
 
-The figures are of memory as it is planned. What lives between steps, parameters and the state of
-optimizers, is counted by itself.
+The figures are for memory as planned. Tensors that live between steps, parameters and optimizer
+state, are counted separately.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Explanation:
     """A captured step. `str()` is a summary; `draw` makes a picture of its memory."""
 
     operations: tuple[tuple[str, int], ...]
-    """How often each is run, most frequent first; those of a loop's body once."""
+    """How often each operation runs, most frequent first; those of a loop's body count once."""
     micro_batches: int
     """How often the body of the step's loop runs, 0 without one."""
     pruned: int
     folded: int
     repeated: int
-    """Operations left out: what no result needs, what is constant, what was computed before."""
+    """Numbers of operations left out: needed by no result, constant, or computed before."""
     inputs: int
     state: int
     outputs: int
-    """Tensors that are given, that live between steps, and that are returned."""
+    """Numbers of tensor arguments, of tensors that live between steps, and of returned values."""
     state_bytes: int
     plans: tuple[Plan, ...]
     temporaries: tuple[Temporary, ...]
@@ -53,16 +53,16 @@ class Explanation:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of one buffer that has them all, each for as long as it is needed."""
+        """Bytes of one buffer that holds all temporaries, each for as long as it is needed."""
         return self.layout.nbytes
 
     @property
     def share(self) -> float:
-        """What is packed, as a part of what is not."""
+        """`packed_bytes` as a fraction of `separate_bytes`."""
         return self.packed_bytes / self.separate_bytes if self.separate_bytes else 1.0
 
     def __str__(self) -> str:
-        """Return the graph in short, what becomes of saved values, and bytes."""
+        """Return a summary: the graph, the plan's decisions for saved values, and bytes."""
         return "\n".join((*self._graph(), *self._plan(), *self._memory()))
 
     def _graph(self) -> Iterator[str]:
@@ -95,7 +95,7 @@ class Explanation:
         )
 
     def draw(self, path: str | Path) -> None:
-        """Draw where each temporary lies while it is needed: operations across, offsets up.
+        """Draw each temporary's place while it is needed: operations across, offsets up.
 
         Raises:
             UsageError: matplotlib is missing, or does not know the kind of file.

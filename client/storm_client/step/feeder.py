@@ -1,8 +1,8 @@
-"""Feeder: hands a step's inputs to the device before they are needed.
+"""Feeder: copies a step's inputs to the device before they are needed.
 
-A thread runs the iterable and copies what it yields; on a GPU the copies go out of pinned memory on
-a stream of their own, and the consumer's stream waits for them on the device. A bounded queue is
-all that the two threads share, so the iterable is at most so many items ahead.
+A thread runs the iterable and copies the items that it yields. On a GPU, the copies are made from
+pinned memory on a stream of their own, and the consumer's stream waits for them on the device. The
+two threads share only a bounded queue, which limits how many items the iterable is ahead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from storm_client.errors import UsageError
 __all__ = ["Feeder"]
 
 POLL_SECONDS = 0.1
-"""Between two looks of a thread that waits for room at whether it is to end."""
+"""How often a thread that waits for the queue checks whether it is to end."""
 
 
 class _Item(NamedTuple):
     value: Any = None
     copied: torch.Event | None = None
-    """Behind the copies of `value`."""
+    """The event after the copies of `value`."""
     error: BaseException | None = None
     is_end: bool = False
 
@@ -39,13 +39,13 @@ class Feeder(AbstractContextManager["Feeder"]):
         for x, y in storm.Feeder(loader, device="cuda"):
             ...
 
-    It is iterated over once. An exception of the iterable is raised where its item would have come,
-    and ends the iteration. Leaving the loop early, `close`, or leaving its `with` block ends the
-    thread.
+    It is iterated over once. An exception of the iterable is raised in place of its item, and ends
+    the iteration. The thread ends if the loop is left early, at `close`, or at the end of the
+    `with` block.
 
-    What the iterable draws at random it should draw from a `torch.Generator` of its own, or in the
-    worker processes of a DataLoader: which numbers of PyTorch's global generator it gets, and which
-    the step that runs meanwhile (dropout on a CPU), is a matter of timing.
+    The iterable should draw random numbers from a `torch.Generator` of its own, or in the worker
+    processes of a DataLoader. If it draws from PyTorch's global generator while the running step
+    does, too (dropout on a CPU), timing decides which numbers each of them gets.
     """
 
     def __init__(
@@ -55,17 +55,18 @@ class Feeder(AbstractContextManager["Feeder"]):
         device: str | torch.device | None = None,
         ahead: int = 2,
     ) -> None:
-        """Feed what `iterable` yields: tensors, or lists, tuples and dicts of tensors and others.
+        """Feed the items of `iterable`: tensors, or lists, tuples and dicts of tensors and others.
 
-        `device` is where tensors go, by default the current GPU where there is one, else the host.
-        Up to `ahead` items wait to be consumed; while one is consumed, another may be made.
+        `device` is the device for the tensors, by default the current GPU where there is one, else
+        the host. Up to `ahead` items wait to be consumed; while one is consumed, another may be
+        made.
 
         Raises:
-            UsageError: `ahead` is no number of at least 1, or there is no such device.
+            UsageError: `ahead` is no integer of at least 1, or there is no such device.
         """
         if type(ahead) is not int or ahead < 1:
             raise UsageError(f"ahead is {ahead!r}; it must be a number of items, at least 1")
-        # With its number: in the thread that copies another device is the current one.
+        # With its index: in the copying thread another device may be the current one.
         self.device = usable(device if device is not None else _default_device())
         self._iterable = iterable
         self._queue: queue.Queue[_Item] = queue.Queue(ahead)
@@ -74,10 +75,10 @@ class Feeder(AbstractContextManager["Feeder"]):
         self._has_begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin; the thread ends with the iteration, however that ends.
+        """Start the iteration; the thread ends with it, however it ends.
 
         Raises:
-            UsageError: it was iterated over before, or closed.
+            UsageError: the Feeder was iterated over before, or is closed.
         """
         if self._has_begun or self._closed.is_set():
             raise UsageError("a Feeder is iterated over once; make another for the next epoch")
@@ -96,7 +97,7 @@ class Feeder(AbstractContextManager["Feeder"]):
             self.close()
 
     def close(self) -> None:
-        """End the thread; it is waited for until the item that it is making is made.
+        """End the thread, after waiting for the item that it is making.
 
         Calling it twice is fine.
         """
@@ -122,7 +123,7 @@ class Feeder(AbstractContextManager["Feeder"]):
         return _Item(is_end=True)
 
     def _check_thread(self) -> None:
-        """Raise where nobody will ever hand over an item, as in a process that was forked."""
+        """Raise if no item can arrive any more, as in a process that was forked."""
         thread = self._thread
         is_gone = thread is not None and not thread.is_alive() and self._queue.empty()
         if is_gone and not self._closed.is_set():
@@ -132,7 +133,7 @@ class Feeder(AbstractContextManager["Feeder"]):
             )
 
     def _received(self, item: _Item) -> Any:
-        """Return an item for the current stream, which waits for its copies."""
+        """Return an item's value for the current stream, which waits for its copies."""
         if item.copied is not None:
             stream = torch.accelerator.current_stream(self.device)
             stream.wait_event(item.copied)
@@ -172,7 +173,7 @@ class Feeder(AbstractContextManager["Feeder"]):
         return tensor.to(self.device, non_blocking=True)
 
     def _put(self, item: _Item) -> bool:
-        """Hand an item over once there is room; False where nobody wants it any more."""
+        """Put an item into the queue once there is space; return False if the Feeder is closed."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=POLL_SECONDS)

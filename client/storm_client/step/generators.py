@@ -1,9 +1,9 @@
-"""Notices that a step seeds a generator, or sets its state, and draws from there.
+"""Detects a step that seeds a generator, or sets its state, and draws from there.
 
-A captured step draws wherever its generators are, and nothing is drawn while it is captured. So it
-is counted how far each generator would be, and where it is elsewhere at the next draw or at the end
-the step has put it there. A state that is set back to what it was, as checkpointing does it around
-what draws nothing, is no change.
+A captured step draws from its generators' present positions, and nothing is drawn while it is
+captured. So the capture counts how far each generator would advance. If a generator is at another
+position at the next draw or at the end, the step has set it. Resetting a state to what it was is no
+change; checkpointing does so around code that draws nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FUNCTIONS: Any = torch.random
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Tell whether two are one generator: PyTorch makes a new object of it for each call."""
+    """Return whether two objects are one generator: PyTorch makes a new object for each call."""
     return bool(one._cdata == other._cdata)
 
 
@@ -29,24 +29,24 @@ class Generators:
     """The generators that a step may draw from, while this thread captures it."""
 
     def __init__(self, refuse: Callable[[], Exception]) -> None:
-        """Watch PyTorch's own; `refuse` makes the exception for one that was put elsewhere."""
+        """Watch PyTorch's own; `refuse` makes the exception for a generator that is set."""
         self._refuse = refuse
         self._default = _Default()
         self._others: list[_Other] = []
 
     def __enter__(self) -> Generators:
-        """Have PyTorch's functions find what stands in for its generator."""
+        """Make PyTorch's functions find a stand-in for its generator."""
         _FUNCTIONS.default_generator = self._default
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Have all generators as they were."""
+        """Reset all generators to their state before the capture."""
         _FUNCTIONS.default_generator = torch.default_generator
         for other in self._others:
             other.put_back()
 
     def see(self, generator: torch.Generator) -> None:
-        """Watch one of the step's own, too."""
+        """Watch one of the step's own generators, too."""
         is_default = is_same(generator, torch.default_generator)
         if not is_default and self._other(generator) is None:
             self._others.append(_Other(generator))
@@ -55,7 +55,7 @@ class Generators:
         """Note that an operation draws from a generator, by default from PyTorch's.
 
         Raises:
-            UsageError: the step has put it elsewhere.
+            UsageError: the step has set the generator.
         """
         other = None if generator is None else self._other(generator)
         one: _Default | _Other = self._default if other is None else other
@@ -64,10 +64,10 @@ class Generators:
         one.advance()
 
     def check(self) -> None:
-        """Raise where the step leaves a generator elsewhere than where its draws have brought it.
+        """Check that each generator is where the step's draws have moved it.
 
         Raises:
-            UsageError: it does.
+            UsageError: one is not.
         """
         everyone: list[_Default | _Other] = [self._default, *self._others]
         if any(one.is_elsewhere() for one in everyone):
@@ -78,16 +78,16 @@ class Generators:
 
 
 class _Default:
-    """Stands in for PyTorch's generator on the host, of which other threads may draw meanwhile.
+    """Stands in for PyTorch's generator on the host, from which other threads may draw meanwhile.
 
-    To them it is that generator; for the thread that captures it only counts.
+    For them it is that generator; for the thread that captures, it only counts.
     """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._drawn = self._place = 0
         self._states: list[tuple[torch.Tensor, int]] = []
-        """What was asked for, and where the generator was then."""
+        """The states that were requested, with the generator's position at that time."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.default_generator, name)
@@ -126,7 +126,7 @@ class _Default:
 
 
 class _Other:
-    """A generator of the step's own, whose state says how often it was drawn from."""
+    """A generator of the step's own, whose state says how often the step has drawn from it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -148,4 +148,4 @@ class _Other:
 
 
 _SEED = 0x5708_D000
-"""Nobody would seed with what follows."""
+"""The start of a range of seeds that no user would choose."""

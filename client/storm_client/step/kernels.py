@@ -1,9 +1,9 @@
-"""Finds which strides PyTorch's kernels give to results, where fake tensors may not know.
+"""Finds the strides that PyTorch's kernels give to results, where fake tensors may be wrong.
 
-What a fake tensor knows of an operation that is given other than contiguous tensors comes, for
-many, from Python code that decomposes it: the values are right, the strides not always. Views of
-the results are legal for the true strides alone, and sums add up in another order for others. So
-the kernel is asked, with zeros, once for each operation and each layout of its arguments.
+For many operations on tensors that are not contiguous, a fake tensor gets its result from a
+decomposition in Python. Its values are right, but its strides not always. Views of the results are
+legal only for the true strides, and sums over other strides add up in another order. So the kernel
+runs on zeros, once for each operation and each layout of its arguments.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["as_the_kernel_does"]
 Strides = tuple[tuple[int, ...] | None, ...]
 
 _KNOWN: Final[dict[str, Strides | None]] = {}
-"""By an operation and its arguments; None where the kernel refuses zeros."""
+"""The strides, by an operation and its arguments; None where the kernel refuses zeros."""
 
 
 def as_the_kernel_does(
     function: Any, arguments: tuple[Any, ...], options: dict[str, Any], made: Any
 ) -> Any:
-    """Return what fake tensors have made, with the strides that the kernel gives."""
+    """Return `made`, the results on fake tensors, with the strides that the kernel gives."""
     given = pytree.tree_leaves((arguments, options))
     tensors = [one for one in given if isinstance(one, FakeTensor)]
     if not _may_differ(function, tensors):
@@ -44,7 +44,7 @@ def as_the_kernel_does(
 
 
 def _may_differ(function: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether Python code says how results lie, and arguments do not lie as usual."""
+    """Return whether a decomposition decides the strides, and an argument is not contiguous."""
     if function not in decomposition_table or function._schema.is_mutable:
         return False
     if any(one.alias_info is not None for one in function._schema.returns):

@@ -1,8 +1,8 @@
-"""Where a step's temporaries would lie in one buffer, in which each has room while it is needed.
+"""Lays out a step's temporaries in one buffer, in which each has space while it is needed.
 
-It tells what the allocator cannot be asked for less than; nothing is laid out so. Two that are
-needed at one time must not overlap, all others may. They are placed one after the other, each at
-the lowest offset that is free, in a few orders; the best counts.
+The result says how little memory an allocator could use; the step's memory is not laid out so.
+Temporaries that are needed at the same time must not overlap, all others may. They are placed one
+after the other, each at the lowest free offset, in a few orders. The best result counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from storm_client.step.temporaries import Temporary, most_at_once
 __all__ = ["Layout", "laid_out"]
 
 ALIGNMENT_BYTES = 64
-"""Where PyTorch's allocator for CPUs begins tensors, and vector instructions read fastest."""
+"""PyTorch's allocator for CPUs aligns tensors to this, and vector instructions read fastest
+there."""
 
 _ORDERS: tuple[Callable[[Temporary], Any], ...] = (
     lambda one: (-one.nbytes, one.begin),
@@ -27,17 +28,17 @@ _ORDERS: tuple[Callable[[Temporary], Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each temporary lies."""
+    """The place of each temporary in the buffer."""
 
     offsets: tuple[int, ...]
     """In the order of the temporaries."""
     nbytes: int
-    """What the buffer needs."""
+    """Bytes of the buffer."""
     bound: int
-    """What no layout can be below: the most bytes that are needed at one time."""
+    """Lower bound of any layout: the most bytes that are needed at one time."""
 
     def assert_invariants(self, temporaries: Sequence[Temporary]) -> None:
-        """Check that no two share a byte at any time."""
+        """Check that no two temporaries share a byte at any time."""
         placed = list(zip(temporaries, self.offsets, strict=True))
         for number, (one, at) in enumerate(placed):
             assert at >= 0

@@ -1,4 +1,4 @@
-"""`micro_batches`: the construct for gradient accumulation, a loop of the plan and not unrolled.
+"""`micro_batches`: the loop for gradient accumulation, which the plan keeps as a loop.
 
     def step(x, y):
         for a, b in storm.micro_batches((x, y), 8):
@@ -6,9 +6,9 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Outside of a capture it is a plain generator of views. While a step is captured it yields three
-micro-batches at the most: the first may be different from others (gradients are made in it and
-added to in the rest), and the third shows whether the second is what all others do.
+Outside of a capture it is a plain generator of views. While a step is captured, it yields at most
+three micro-batches. The first may differ from the others: it creates gradients, to which the rest
+add. The third shows whether all others do the same as the second.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 __all__ = ["CAPTURING", "Loop", "micro_batches"]
 
 CAPTURED = 3
-"""Micro-batches that are recorded of a loop."""
+"""The most micro-batches of a loop that are recorded."""
 
 Batch = TypeVar("Batch")
 
 
 class Loop:
-    """What is captured of the loop over micro-batches of a step."""
+    """The captured loop over a step's micro-batches."""
 
     def __init__(self, recording: Recording) -> None:
-        """Begin without one."""
+        """Start without a loop."""
         self.recording = recording
         self.count = 0
         self.leaves: list[Any] = []
-        """What is divided: nodes of the step's arguments."""
+        """The nodes of the step's arguments that are divided."""
         self.slices: list[list[Any]] = []
-        """For each recorded micro-batch, the placeholder of each leaf's part."""
+        """For each recorded micro-batch, the placeholder of each leaf's slice."""
 
     def iterate(self, leaves: list[torch.Tensor], count: int) -> Iterator[list[torch.Tensor]]:
-        """Yield the parts of some tensors, three times at the most."""
+        """Yield the slices of some tensors for each recorded micro-batch, three at most."""
         recording = self.recording
         if self.count:
             raise UsageError(
@@ -81,18 +81,20 @@ CAPTURING = _Capturing()
 
 
 def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
-    """Yield `count` equal parts of a batch: of each tensor in it, `count` parts of its rows.
+    """Yield `count` equal micro-batches of a batch: slices of the rows of each tensor in it.
 
-    `batch` is a tensor, or lists, tuples and dicts of tensors; what is no tensor is in each part.
-    The parts are views. In a step of `compile_step` the body of the loop is captured once and run
-    `count` times, so that neither the graph nor its memory grows with `count`: its Python code runs
-    for three parts, and the rest do what the third did. What a part hands to the next, and to what
-    follows the loop, are the last values of variables: sum losses up, rather than listing them. Nor
-    may the body count in Python: a number that changes from part to part would stop at the third.
+    `batch` is a tensor, or lists, tuples and dicts of tensors; other values are in each
+    micro-batch. The slices are views. In a step of `compile_step` the body of the loop is captured
+    once and run `count` times, so that neither the graph nor its memory grows with `count`. The
+    body's Python code runs for at most three micro-batches, and the rest repeat the third. Only the
+    last values of variables reach the next micro-batch and the code after the loop: sum losses up,
+    rather than listing them. The body must not count in Python, either: a number that changes with
+    each micro-batch would stop at the third.
 
     Raises:
-        UsageError: `count` is no number of at least 1, a tensor's rows are not divisible by it,
-            there is no tensor, or a variable of the loop's function counts parts in a capture.
+        UsageError: `count` is no integer of at least 1, a tensor's rows are not divisible by it,
+            there is no tensor, or a variable of the loop's function counts micro-batches in a
+            capture.
     """
     if type(count) is not int or count < 1:
         raise UsageError(f"count is {count!r}; it must be a number of micro-batches, at least 1")
@@ -122,7 +124,7 @@ def _rebuilt(divided: Iterator[list[torch.Tensor]], leaves: list[Any], spec: Any
 
 
 def _watched(parts: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield the parts of a capture; raise where the third leaves other numbers than the second."""
+    """Yield a capture's micro-batches; raise if the third leaves other numbers than the second."""
     before: dict[str, Any] = {}
     for number, part in enumerate(parts):
         yield part
@@ -138,7 +140,7 @@ def _watched(parts: Iterator[Batch], count: int) -> Iterator[Batch]:
 
 
 def _numbers_of(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a function that runs which are no objects."""
+    """Return the variables of a running function whose values are plain."""
     found = frame.f_locals.items()
     return {name: identified(value) for name, value in found if isinstance(value, PLAIN)}
 

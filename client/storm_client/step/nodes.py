@@ -1,4 +1,4 @@
-"""What is noted beside a node of a step's graph: in which memory it lies, and which it writes."""
+"""Notes in a step's nodes: the storages of their results, and the storages that they write to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def memories(node: fx.Node) -> frozenset[int]:
 
 
 def writes(node: fx.Node) -> frozenset[int]:
-    """Return the storages that a node writes to besides making them."""
+    """Return the storages that a node writes to, other than those that it creates."""
     found: frozenset[int] = node.meta.get(WRITTEN, frozenset())
     return found
 
@@ -55,7 +55,7 @@ def reads(node: fx.Node) -> frozenset[int]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell whether a node draws random numbers."""
+    """Return whether a node draws random numbers."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -1,7 +1,7 @@
-"""What is changed about a recorded step before it is planned: order, loop, and what is left out.
+"""Rewrites a recorded step before it is planned: rolls its loop, removes nodes, orders the rest.
 
-Of two operations one may only be moved before the other where neither writes to memory that the
-other uses; a node's `meta` has what that takes to tell. Nothing random is left out or doubled, so
+Two operations may change places only where neither writes to memory that the other uses. Each
+node's `meta` says which memory that is. Random operations are neither removed nor repeated, so
 generators advance as they do without a capture.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["Carry", "Ordered", "ordered", "without_repeats"]
 aten = torch.ops.aten
 
 LARGEST_CONSTANT = 1 << 20
-"""Bytes of a result that is computed once and then held."""
+"""Bytes of the largest result that is computed once and then kept."""
 
 BODY = 2
 """The micro-batch that stands for all but the first."""
@@ -49,39 +49,39 @@ _NEW = {
     aten.eye,
     aten.linspace,
 }
-"""Operations without arguments that are tensors, whose result can be computed once."""
+"""Operations without tensor arguments whose result can be computed once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """What a micro-batch hands to the next."""
+    """A value that a micro-batch passes to the next."""
 
     given: fx.Node
     """The placeholder that each micro-batch but the first reads."""
     first: fx.Node
-    """What the first has made of it."""
+    """The value that the first micro-batch makes."""
     made: fx.Node
-    """What each makes of it for the next."""
+    """The value that each further micro-batch makes for the next."""
 
 
 @dataclass
 class Ordered:
-    """The nodes of a step: what leaves its state alone, then what changes it."""
+    """The nodes of a step: first those that change no state, then those that do."""
 
     work: list[fx.Node] = field(default_factory=list)
     late: list[fx.Node] = field(default_factory=list)
     carries: list[Carry] = field(default_factory=list)
     constants: dict[fx.Node, Any] = field(default_factory=dict)
     results: list[fx.Node | None] = field(default_factory=list)
-    """What is returned, and then what is put somewhere, as nodes."""
+    """The nodes of the returned values, then of the side effects; None for constants."""
     detached: set[int] = field(default_factory=set)
-    """Which of these are views of what was there before, without its gradient."""
+    """Indices in `results` of inputs that are returned as detached views."""
     pruned: int = 0
     folded: int = 0
     repeated: int = 0
 
     def part(self, number: int) -> list[fx.Node]:
-        """Return the work of one part."""
+        """Return the nodes of `work` that belong to one part."""
         return [node for node in self.work if node.meta[PART] == number]
 
 
@@ -89,7 +89,8 @@ def ordered(captured: Captured) -> Ordered:
     """Return the nodes of a captured step in the order in which they are to run.
 
     Raises:
-        UsageError: the micro-batches of its loop differ, or what they make is used one by one.
+        UsageError: the micro-batches of its loop differ, results of single micro-batches are used
+            after the loop, or a tensor that is changed and used again shares its memory.
     """
     found = Ordered()
     graph = captured.recording.graph
@@ -108,20 +109,21 @@ def ordered(captured: Captured) -> Ordered:
 
 
 def outside(nodes: Iterable[fx.Node]) -> frozenset[int]:
-    """Return the memory of a graph's placeholders, given any of its nodes."""
+    """Return the storages of a graph's placeholders, given any nodes of the graph."""
     first = next(iter(nodes), None)
     if first is None:
         return frozenset()
     return frozenset().union(*map(memories, first.graph.find_nodes(op="placeholder")))
 
 
-# --- state that the step reads after it has changed it ------------------------------------------
+# --- state that the step changes and then reads -------------------------------------------------
 
 
 def _shadow(captured: Captured) -> None:
-    """Have the step work on copies of state that it changes and then uses, as running statistics.
+    """Copy state that the step changes and then uses, such as running statistics.
 
-    The copies are written back at the end. So all that changes state can come last.
+    The step works on the copies, which are written back at its end. So all changes of state can
+    come last.
     """
     graph = captured.recording.graph
     nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -143,7 +145,7 @@ def _shadow(captured: Captured) -> None:
 
 
 def _only_writes(node: fx.Node) -> bool:
-    """Tell whether an operation returns nothing but what it has written to."""
+    """Return whether an operation writes nothing, or returns only what it has written to."""
     if not writes(node):
         return True
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -182,7 +184,7 @@ def _copy(placeholder: fx.Node, nodes: Sequence[fx.Node], graph: fx.Graph) -> No
 
 
 def _rolled(nodes: list[fx.Node], captured: Captured, found: Ordered) -> list[fx.Node]:
-    """Return the nodes with one micro-batch in the place of the second and all further ones."""
+    """Return the nodes with one micro-batch in place of the second and all further ones."""
     if captured.loop.count <= BODY:
         return nodes
     second = [node for node in nodes if node.meta[PART] == BODY]
@@ -218,7 +220,7 @@ def _carry(
     carries: dict[tuple[fx.Node, fx.Node], Carry],
     captured: Captured,
 ) -> None:
-    """Have a node of the body read what the micro-batch before has made."""
+    """Make a node of the body read the value that the previous micro-batch has made."""
     (mine, shape), (theirs, other) = map(_flat, (node, later))
     if shape != other:
         raise _differs("the second and third micro-batch use other arguments")
@@ -271,11 +273,11 @@ def _differs(how: str) -> UsageError:
     )
 
 
-# --- what need not be run -----------------------------------------------------------------------
+# --- operations that need not run ---------------------------------------------------------------
 
 
 def _without_aliases(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
-    """Leave out what only returns its argument: without autograd nothing else comes of it."""
+    """Remove operations that only return their argument, as `detach` does without autograd."""
     kept = []
     for node in nodes:
         if node.target in (aten.detach.default, aten.alias.default):
@@ -292,7 +294,7 @@ def _without_aliases(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
 
 
 def _folded(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
-    """Compute once what is the same in each run, where it is small and nobody writes to it."""
+    """Compute small results once that are the same in each run and that nobody writes to."""
     results = [one for one in found.results if one is not None]
     touched = written_by(nodes).union(*map(memories, results))
     kept = []
@@ -317,7 +319,7 @@ def _folded(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
 
 
 def _constant(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
-    """Return what a node comes to in every run, None where that is not known."""
+    """Return the value that a node has in every run; None where it is not known."""
     target, val = node.target, node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(val, torch.Tensor):
         return None
@@ -337,7 +339,7 @@ def _constant(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
 
 
 def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
-    """Leave out what no result needs."""
+    """Remove the nodes that no result needs."""
     there = outside(nodes)
     needed = {one for one in found.results if one is not None}
     alive: set[int] = set(there)
@@ -348,7 +350,7 @@ def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
         alive |= memories(carry.first) | memories(carry.made)
     for node in nodes:
         if node.meta[PART] == BODY:
-            alive |= reads(node)  # what one micro-batch writes the next may read
+            alive |= reads(node)  # the next micro-batch may read what this one writes
     kept = []
     for node in reversed(nodes):
         if node in needed or writes(node) & alive or is_random(node) or _is_unknown(node):
@@ -360,15 +362,15 @@ def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Tell whether an operation is somebody's own, which may do what its schema does not say."""
+    """Return whether an operation is a custom one, which may do more than its schema says."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims")
 
 
 def without_repeats(nodes: Sequence[fx.Node], found: Ordered) -> list[fx.Node]:
-    """Return nodes such that what is computed twice of the same is computed once.
+    """Return nodes that compute each repeated result only once.
 
-    Neither what is random nor what lies in memory that anybody writes to, or that a caller gets.
+    Random operations are not merged, nor those on memory that is written to or returned.
     """
     given = {one for one in found.results if one is not None}
     touched = written_by(found.work).union(*map(memories, given))
@@ -416,7 +418,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _late(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Return what changes state, and what has to come behind that."""
+    """Return the nodes that change state, and the nodes that must come after them."""
     there = outside(nodes)
     ends = [index for index, node in enumerate(nodes) if node.meta[BACKWARD]]
     end = ends[-1] if ends else -1

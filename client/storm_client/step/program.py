@@ -1,12 +1,12 @@
-"""The graphs that a captured step runs as, and the order of running them.
+"""The graphs of a captured step, and the order in which they run.
 
-    forward and backward graph           of all that is not in the loop, and its first micro-batch
+    forward and backward graph                   of the first micro-batch and all before the loop
     forward and backward graph, n - 1 times      of each further micro-batch
-    a graph of what follows the loop
-    the late graph                       changes the state
+    a graph of the operations after the loop
+    the late graph                               changes the state
 
-The first two pairs are divided where most bytes live, and what lives there is kept, offloaded or
-recomputed by the planner of compiled models.
+Each of the first two pairs is split where the most bytes are live. The planner of compiled models
+keeps, offloads or recomputes the values that are live there.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from storm_client.step.temporaries import Lifetimes, Temporary, peak_of
 __all__ = ["Call", "Generator", "Program", "program_of"]
 
 Generate = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
-"""Makes a function of a graph that takes its inputs in a list, and empties that."""
+"""Turns a graph into a function that takes its inputs in a list and empties the list."""
 
 
 @dataclass
 class Call:
-    """One graph, as it is run."""
+    """One graph of a step, and how it runs."""
 
     module: fx.GraphModule
     run: Callable[[list[Any]], Sequence[Any]]
     inputs: list[fx.Node]
     results: list[fx.Node]
     graph: Graph | None = None
-    """The plan, of a forward graph that has one."""
+    """The plan of a forward graph that has one."""
     takes_saved: bool = False
-    """Whether what the call before has returned beyond its results comes first."""
+    """Whether its first inputs are the values that the previous call returned after its results."""
     drops: list[fx.Node] = field(default_factory=list)
-    """Inputs that nobody reads after this."""
+    """Inputs that no later call reads."""
 
 
 @dataclass
@@ -64,16 +64,16 @@ class Program:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls in their order, those of the loop once."""
+        """All calls in their order; those of the loop appear once."""
         return [*self.once, *self.body, *self.after, self.late]
 
     @property
     def graphs(self) -> list[Graph]:
-        """The plans."""
+        """The plans of all calls that have one."""
         return [call.graph for call in self.calls if call.graph is not None]
 
     def temporaries(self) -> list[Temporary]:
-        """Return the storages that the graphs make, in the order of being made."""
+        """Return the storages that the graphs create, in the order of creation."""
         lifetimes = Lifetimes()
         for call in self.calls:
             lifetimes.run(call.module.graph.nodes)
@@ -81,7 +81,7 @@ class Program:
         return lifetimes.found()
 
     def work(self, values: dict[fx.Node, Any], target: Target) -> None:
-        """Run all that changes no state; `values` has what is given, and gets what is made."""
+        """Run all calls that change no state; `values` has the inputs, and gets the results."""
         loop = self.captured.loop
         self._divide(values, 0)
         _run(self.once, values, target)
@@ -120,7 +120,7 @@ def _run(calls: Iterable[Call], values: dict[fx.Node, Any], target: Target) -> N
 
 
 class Generator(NamedTuple):
-    """Who makes functions of graphs, and which operations that gives the same bits of anywhere."""
+    """A code generator, and which operations have the same bits wherever its code runs them."""
 
     generate: Generate
     is_exact: Callable[[fx.Node], bool]
@@ -129,16 +129,17 @@ class Generator(NamedTuple):
 def program_of(
     captured: Captured, generator: Generator, generate_late: Generate, target: Target
 ) -> Program:
-    """Return the graphs of a captured step for what a target's budget lets stay.
+    """Return the graphs of a captured step, planned for a target's budget.
 
     Raises:
-        UsageError: the budget is below the least possible, or the loop cannot be run as one.
+        UsageError: the budget is below the least possible, or the micro-batches cannot run as a
+            loop.
     """
     return _Builder(captured, ordered(captured), generator, generate_late, target).program()
 
 
 class _Builder:
-    """Makes graphs of ordered nodes."""
+    """Builds the graphs of a step from its ordered nodes."""
 
     def __init__(
         self,
@@ -173,13 +174,13 @@ class _Builder:
         return program
 
     def _pair(self, nodes: list[fx.Node], later: set[fx.Node]) -> list[Call]:
-        """Divide a part where most bytes live, and leave out what each half does twice."""
+        """Return a part's calls: split where most bytes are live, each half without repeats."""
         if not nodes:
             return []
         wanted = self._wanted() | later
         at = peak_of(nodes, [node for node in nodes if node in wanted])
         while at < len(nodes) and nodes[at].target is operator.getitem:
-            at += 1  # it belongs to the operation before it
+            at += 1  # it selects a result of the operation before it
         first = without_repeats(nodes[:at], self.found)
         second = without_repeats(nodes[at:], self.found)
         results = [node for node in first if node in wanted]
@@ -211,14 +212,14 @@ class _Builder:
         return Call(module, generate(module), _inputs(nodes), results)
 
     def _wanted(self) -> set[fx.Node]:
-        """Return what is returned, put somewhere, or handed from micro-batch to micro-batch."""
+        """Return the nodes of results, side effects, and values passed between micro-batches."""
         found = {one for one in self.found.results if one is not None}
         for carry in self.found.carries:
             found |= {carry.first, carry.made}
         return found
 
     def _static(self, forward: fx.GraphModule) -> list[int]:
-        """Return which of a graph's inputs live between steps."""
+        """Return the indices of a graph's inputs that live between steps."""
         outside = self.captured.recording.outside.values()
         held = {one.node.name for one in outside if one.argument is None}
         inputs = [
@@ -229,7 +230,7 @@ class _Builder:
         return [index for index, node in enumerate(inputs) if node.name in held]
 
     def _drop(self, program: Program) -> None:
-        """Have each value dropped by the last that reads it."""
+        """Let the last call that reads a value drop it."""
         last = {node: call for call in program.calls for node in call.inputs}
         made = {node for call in program.calls for node in call.results}
         of_body = {node for call in program.body for node in call.results}
@@ -241,14 +242,14 @@ class _Builder:
 
 
 def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return what some nodes read."""
+    """Return the nodes that some nodes read."""
     return {source for node in nodes for source in node.all_input_nodes}
 
 
 def _handed(
     first: Sequence[fx.Node], second: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return what of the first half the second recomputes, as views, and what it is handed."""
+    """Return the first half's views that the second recomputes, and the values that it gets."""
     there = set(first)
     again: dict[fx.Node, None] = {}
     handed: dict[fx.Node, None] = {}
@@ -270,7 +271,7 @@ def _handed(
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Tell whether a node's result lies in its arguments' memory, and nothing else is done."""
+    """Return whether a node only returns views of its arguments, and has no other effect."""
     target = node.target
     if target is operator.getitem:
         return _is_view(node.all_input_nodes[0])
@@ -280,7 +281,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _inputs(nodes: Sequence[fx.Node], skip: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """Return what some nodes read that others make."""
+    """Return the nodes that some nodes read, apart from these nodes and `skip`."""
     there = {*nodes, *skip}
     read = (one for node in nodes for one in node.all_input_nodes)
     return list(dict.fromkeys(one for one in read if one not in there))
@@ -291,7 +292,11 @@ def _graph(
     results: Sequence[fx.Node],
     given: Sequence[tuple[fx.Node, fx.Node]] | None = None,
 ) -> fx.GraphModule:
-    """Return a graph of some nodes: of their inputs, or of `given` with the names to take."""
+    """Return a graph of some nodes.
+
+    Its placeholders are the nodes' inputs, or those in `given`, each with the node whose name it
+    takes.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node, named in given if given is not None else [(one, one) for one in _inputs(nodes)]:

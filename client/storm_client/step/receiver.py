@@ -1,8 +1,8 @@
-"""Receiver: takes results off the device without a stall.
+"""Receiver: copies results from the device to the host without a stall.
 
-What is sent is copied to the host behind the work that makes it, and a thread waits for that and
-calls back, in the order of sending. A script that reads a loss with `.item()` waits for all work
-that it has queued; with a Receiver the device is never idle for it.
+A value that is sent is copied to the host after the work that computes it. A thread waits for the
+copy and calls back, in the order of sending. A script that reads a loss with `.item()` waits for
+all work that it has queued. With a Receiver, the device is never idle for this reason.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ class _Sent(NamedTuple):
 
 
 class Receiver(AbstractContextManager["Receiver"]):
-    """Calls `callback` with what is sent to it, on the host, in order, in a thread of its own.
+    """Calls `callback` with the values sent to it: on the host, in order, in a thread of its own.
 
         with storm.Receiver(lambda step, loss: print(step, float(loss))) as receive:
             for step, (x, y) in enumerate(data):
                 ...
                 receive(step, loss)
 
-    What the callback raises is raised at the next call, or at `close`; nothing is called back
-    after it. The callback may send to its own Receiver where there is room, and not close it.
+    An exception of the callback is raised at the next call, or at `close`; the callback is not
+    called again after it. The callback may send to its own Receiver while the queue has space, but
+    must not close it.
     """
 
     def __init__(self, callback: Callable[..., object], *, waiting: int = 64) -> None:
-        """Call back for each call of this; up to `waiting` of them wait, a further call blocks.
+        """Call `callback` for each call of this; up to `waiting` calls wait, a further one blocks.
 
         Raises:
-            UsageError: `callback` cannot be called, or `waiting` is no number of at least 1.
+            UsageError: `callback` cannot be called, or `waiting` is no integer of at least 1.
         """
         if not callable(callback):
             raise UsageError(f"callback is of type {type(callback).__name__}; pass a function")
@@ -54,19 +55,19 @@ class Receiver(AbstractContextManager["Receiver"]):
         self._queue: queue.Queue[_Sent | None] = queue.Queue(waiting)
         self._error: BaseException | None = None
         self._closed = self._has_end = False
-        self._lock = threading.Lock()  # protects these, _thread, and that nothing follows the end
+        self._lock = threading.Lock()  # protects these and _thread; nothing is queued after the end
         self._thread: threading.Thread | None = None
 
     def __call__(self, *values: Any, **named: Any) -> None:
         """Send values: tensors, lists, tuples and dicts of tensors, and anything else as it is.
 
-        Tensors may be changed as soon as this returns: the callback gets copies without gradient,
-        on the host, with their shapes and dtypes. Of a tensor that is on the host already it gets
-        a copy, too.
+        Tensors may be modified as soon as this returns. The callback gets copies without gradient,
+        on the host, with the same shapes and dtypes. Tensors that are on the host already are
+        copied, too.
 
         Raises:
-            UsageError: it is closed, the callback itself sends and would wait for itself, or a
-                step that is captured sends.
+            UsageError: the Receiver is closed, the callback would wait for itself by sending, a
+                step sends while it is captured, or the process was forked since.
             Exception: whatever the callback has raised since the last call.
         """
         if CAPTURING.loop is not None:
@@ -96,12 +97,12 @@ class Receiver(AbstractContextManager["Receiver"]):
             self._queue.put(sent)
 
     def close(self) -> None:
-        """Wait until all that was sent has been called back, and end the thread.
+        """Wait until all sent values have been called back, and end the thread.
 
         Calling it twice is fine.
 
         Raises:
-            UsageError: the callback itself closes it.
+            UsageError: the callback itself calls this.
             Exception: whatever the callback has raised since the last call.
         """
         if self._is_called_back():
@@ -119,7 +120,7 @@ class Receiver(AbstractContextManager["Receiver"]):
         self._raise_error()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Close; an exception of the block is not replaced by the callback's."""
+        """Close; an exception of the block is not replaced by one of the callback."""
         try:
             self.close()
         except BaseException:
@@ -134,7 +135,7 @@ class Receiver(AbstractContextManager["Receiver"]):
         return threading.current_thread() is self._thread
 
     def _send_from_callback(self, sent: _Sent) -> None:
-        """Send from the thread that makes room, which must not wait for any."""
+        """Send from the Receiver's own thread, which empties the queue and must not wait for it."""
         try:
             self._queue.put_nowait(sent)
         except queue.Full:
@@ -152,7 +153,7 @@ class Receiver(AbstractContextManager["Receiver"]):
         has_failed = False
         while (sent := self._queue.get()) is not None:
             if has_failed:
-                continue  # what waits is dropped, so that nobody blocks
+                continue  # waiting calls are dropped, so that no sender blocks
             try:
                 for one in sent.copied:
                     one.synchronize()
@@ -163,7 +164,7 @@ class Receiver(AbstractContextManager["Receiver"]):
 
 
 def _taken(values: Any) -> tuple[Any, list[torch.Event]]:
-    """Return copies on the host, and what says for each device that they are made."""
+    """Return copies on the host, and for each device an event that follows its copies."""
     devices: set[torch.device] = set()
 
     def take(tensor: torch.Tensor) -> torch.Tensor:

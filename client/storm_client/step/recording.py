@@ -1,13 +1,13 @@
 """Records the operations of a step, forward, backward and update, without running any.
 
-The step's own Python code runs, with autograd, autocast and the optimizers as they are; below them
-each operation of PyTorch's that arrives is written down as a node of one graph, and computed on
-fake tensors, which have shapes and no data. So no memory is taken, no parameter changes and no
-random number is drawn. What the step finds that was there before, parameters, buffers, state of
-optimizers, is met here as itself and becomes an input of the graph.
+The step's own Python code runs, with autograd, autocast and the optimizers as they are. Each
+PyTorch operation that arrives below them becomes a node of one graph. It is computed on fake
+tensors, which have shapes and no data. So no memory is allocated, no parameter changes and no
+random number is drawn. Tensors that exist before the step, such as parameters, buffers and
+optimizer state, arrive as themselves and become inputs of the graph.
 
-Operations in place stay in place. What memory a node's results lie in, and which it writes to, is
-noted beside it; two that may not change places are told by that.
+In-place operations stay in place. Each node notes the storages of its results and the storages that
+it writes to. These notes tell whether two operations may change places.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
 __all__ = ["Outside", "Recorder", "Recording", "is_of_a_capture"]
 
 _NODE = "_stormd_node"
-"""Where a fake tensor has its node. Any table would have to outlive the tensor, and autograd asks
-how many hold a gradient."""
+"""The attribute of a fake tensor that holds its node. A table would have to keep the tensors alive,
+and autograd counts the references to a gradient."""
 
 aten = torch.ops.aten
 
@@ -57,39 +57,39 @@ _VIEWS = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
-"""Views whose schemas say that they are none, for autograd to count no writes to them, and the same
-views with schemas that say whose memory they are. A GRU writes to parts of its gates so."""
+"""Views whose schemas declare no alias, so that autograd counts no writes to them, and the same
+views with schemas that declare it. A GRU writes to slices of its gates this way."""
 
 
 @dataclass(eq=False)
 class Outside:
-    """A tensor that was there before the step."""
+    """A tensor that exists before the step."""
 
     tensor: torch.Tensor
     fake: torch.Tensor
     node: fx.Node
     argument: int | None = None
-    """Which of the step's tensors it is, for an argument."""
+    """Its index among the step's tensor arguments; None for other tensors."""
 
 
 @dataclass(eq=False)
 class Recording:
-    """What a step did. `graph` has its nodes in order; placeholders come first."""
+    """The recorded operations of a step. `graph` has its nodes in order, placeholders first."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     outside: dict[int, Outside] = field(default_factory=dict)
-    """By the id of the tensor, which is held."""
+    """By the id of the tensor, which the entry keeps alive."""
     constants: dict[fx.Node, Any] = field(default_factory=dict)
-    """What Python code made of data of its own, and generators."""
+    """Tensors that Python code made from its own data, and generators."""
     numbers: Numbers = field(init=False)
     generators: Generators = field(init=False)
     part: int = 0
-    """The micro-batch that is recorded: 0 before the first and without any, -1 after the last."""
+    """The micro-batch being recorded: 0 before the first and without any, -1 after the last."""
     storages: dict[int, tuple[int, object]] = field(default_factory=dict)
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
-    """Tensors that may have gradients, by id, with the gradient that each had."""
+    """Tensors that may have gradients, by id, with the gradient that each had before the step."""
     flags: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
-    """Tensors that the step freezes or has trained, by id, and what they were before."""
+    """Tensors whose `requires_grad` the step sets, by id, with its value before the step."""
 
     def __post_init__(self) -> None:
         self.root = self.graph.create_node("get_attr", "stormd_begin")
@@ -97,10 +97,10 @@ class Recording:
         self.numbers = Numbers(self.graph, self._note, lambda: data_dependent("a number"))
         self.generators = Generators(sets_a_generator)
 
-    # --- what is there before ---------------------------------------------------------------
+    # --- tensors from before the step -------------------------------------------------------
 
     def see(self, tensor: torch.Tensor, argument: int | None = None) -> Outside:
-        """Return the input of the graph for a tensor that was there before."""
+        """Return the graph's input for a tensor that exists before the step."""
         known = self.outside.get(id(tensor))
         if known is not None:
             return known
@@ -123,22 +123,22 @@ class Recording:
                 self.leaves[id(tensor)] = (tensor, tensor.grad)
 
     def see_flag(self, tensor: torch.Tensor) -> None:
-        """Note whether a tensor is trained, before the step changes that.
+        """Note whether a tensor requires gradients, before the step changes that.
 
-        Of an argument it is nobody's concern: each run has another.
+        Arguments are left out: each run has other ones.
         """
         known = self.outside.get(id(tensor))
         if known is None or known.argument is None:
             self.flags.setdefault(id(tensor), (tensor, tensor.requires_grad))
 
     def number(self, value: float) -> Any:
-        """Return a number that the step takes as an argument."""
+        """Return a symbolic number that the graph takes as an input."""
         node = self._placeholder()
         node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
         return symbolic(self.numbers, node, value)
 
     def fresh(self, fake: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like `fake` that each micro-batch has another of."""
+        """Return a tensor like `fake`, of which each micro-batch has another one."""
         with torch.utils._python_dispatch._disable_current_modes(), self.fake_mode:
             made = torch.empty_strided(
                 fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
@@ -175,10 +175,10 @@ class Recording:
                 "capture; use dense tensors, or storm.compile(model)"
             )
 
-    # --- what is run ------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """Return the node of a tensor that the step has or had."""
+        """Return the node of a tensor that the step made or found."""
         node = getattr(tensor, _NODE, None) if isinstance(tensor, FakeTensor) else None
         if node is not None:
             assert isinstance(node, fx.Node)
@@ -191,12 +191,12 @@ class Recording:
         return self.see(tensor).node
 
     def has(self, tensor: object) -> bool:
-        """Tell whether a tensor was made by this step."""
+        """Return whether a tensor was made by this step."""
         node = getattr(tensor, _NODE, None) if isinstance(tensor, FakeTensor) else None
         return node is not None and node.graph is self.graph
 
     def run(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Record one operation, and return what it gives."""
+        """Record one operation, and return its results."""
         if function is aten._local_scalar_dense.default:
             return self._item(arguments[0])
         if function in (aten.lift_fresh.default, aten.lift.default) and not isinstance(
@@ -205,7 +205,7 @@ class Recording:
             return self._constant(arguments[0])
         if function.namespace == "profiler":
             return function(*arguments, **options)
-        if function.namespace == "prim":  # a question for what the fake tensor knows
+        if function.namespace == "prim":  # it asks only for metadata
             faked, faked_options = pytree.tree_map(self._faked, (arguments, options))
             return function(*faked, **faked_options)
         self._refuse_some(function)
@@ -256,7 +256,7 @@ class Recording:
         return symbolic(self.numbers, node, None)
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor that Python code has just made: a run makes the same."""
+        """Return a copy of a tensor that Python code has just made; each run copies it again."""
         fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
         node = self._placeholder()
         node.meta[WRITTEN] = frozenset()
@@ -279,7 +279,7 @@ class Recording:
         return node
 
     def _instead(self, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return what does the same, and what it does is in its schema and its arguments."""
+        """Return an equivalent operation whose schema and arguments describe all that it does."""
         if function is LAYER and torch.is_grad_enabled():
             return TRAINED_LAYER, (*arguments, workspace_bytes(arguments))
         if function is BACKWARD_LAYER:
@@ -288,9 +288,9 @@ class Recording:
         return _VIEWS.get(function, function), arguments
 
     def _refuse_some(self, function: Any) -> None:
-        """Refuse what cannot be captured, whatever it is given.
+        """Refuse operations that cannot be captured, whatever their arguments are.
 
-        An index of numbers gives a shape that is known, one of truth values raises in the fake.
+        Indexing with integers gives a known shape. Indexing with booleans raises on fake tensors.
         """
         packet = getattr(function, "overloadpacket", None)
         if packet in _REFUSED:
@@ -310,7 +310,7 @@ class Recording:
 
     @staticmethod
     def _check_layout(function: Any, made: Any) -> None:
-        """Refuse results that have no memory of their own, as gradients of sparse embeddings."""
+        """Refuse results that are not strided, such as gradients of sparse embeddings."""
         for one in pytree.tree_leaves(made):
             if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
                 raise UsageError(
@@ -320,9 +320,9 @@ class Recording:
                 )
 
     def _check_memory(self, function: Any, given: Any, made: Any) -> None:
-        """Refuse results in an argument's memory of which the operation's schema does not tell.
+        """Refuse results that share an argument's memory where the schema does not declare it.
 
-        What is written to one of them would not be known to change the other.
+        A write to one of them would not be known to change the other.
         """
         lent = {memory for one in pytree.tree_leaves(given) for memory in self._memory(one)}
         results = made if isinstance(made, tuple) else (made,)
@@ -353,7 +353,7 @@ class Recording:
     def _returned(
         self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any], made: Any
     ) -> Any:
-        """Put the arguments that an operation has written to in the place of what it returned."""
+        """Return the results, with the arguments that were written to in place of their aliases."""
         results = made if isinstance(made, tuple) else (made,)
         found = []
         for result, described in zip(results, function._schema.returns, strict=False):
@@ -403,7 +403,7 @@ class Recording:
     # --- memory -----------------------------------------------------------------------------
 
     def describe(self, node: fx.Node, val: torch.Tensor) -> None:
-        """Note what a node's value is like, and where it lies."""
+        """Note a node's value, its metadata and the storage that it lies in."""
         from torch._subclasses.fake_tensor import extract_tensor_metadata
 
         node.meta["val"] = val
@@ -419,7 +419,7 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has everything below autograd recorded instead of run."""
+    """Records every operation below autograd instead of running it."""
 
     def __init__(self, recording: Recording) -> None:
         """Record into `recording`."""
@@ -434,7 +434,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_of_a_capture(value: object) -> bool:
-    """Tell whether something is a tensor without memory, or a number, that a capture has made."""
+    """Return whether a value is a tensor without memory, or a number, that a capture has made."""
     return number_of(value) is not None or (
         isinstance(value, FakeTensor) and getattr(value, _NODE, None) is not None
     )

@@ -1,7 +1,8 @@
-"""LSTM on a CPU as it runs where gradients are recorded, in runs that record none.
+"""Runs LSTMs on a CPU as with gradients recorded, in runs that record none.
 
-oneDNN's layer asks, below autograd, whether gradients are recorded. If so it rounds otherwise, and
-makes a workspace for its backward pass, whose size is oneDNN's to say: it is asked at the capture.
+oneDNN's layer checks, below autograd, whether gradients are recorded. If so, it rounds differently
+and makes a workspace for its backward pass. Only oneDNN knows the workspace's size, so it is
+measured at the capture.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["BACKWARD_LAYER", "LAYER", "TRAINED_LAYER", "workspace_bytes"]
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 BACKWARD_LAYER = torch.ops.aten.mkldnn_rnn_layer_backward.default
-"""It works in the workspace, its last argument, and its schema does not say so."""
+"""It writes to the workspace, its last argument, which its schema does not declare."""
 
 _LIBRARY = torch.library.Library("stormd", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -34,7 +35,7 @@ TRAINED_LAYER = torch.ops.stormd.trained_layer.default
 
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
-    """Return how large a workspace the layer makes of tensors like `arguments`, by running it."""
+    """Return the workspace's bytes for tensors like `arguments`, by running the layer on zeros."""
     with torch.utils._python_dispatch._disable_current_modes():
         zeros = pytree.tree_map_only(torch.Tensor, _zeros, arguments)
         return _run(zeros)[3].nbytes

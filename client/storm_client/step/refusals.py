@@ -1,4 +1,4 @@
-"""Why a step cannot be captured, by the line of the script that says so."""
+"""Errors for steps that cannot be captured, each with the line of the script that is the cause."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from storm_client.errors import UsageError
 __all__ = ["data_dependent", "not_in_place", "script_line", "sets_a_generator"]
 
 _OURS = f"{Path(__file__).parents[1]}/"
-"""What the names of this package's files begin with."""
+"""The prefix of the file names of this package."""
 
 
 def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
-    """Return the error for a step that asks what a tensor holds, here or where `error` rose."""
+    """Return the error for a step that reads a tensor's content, here or where `error` rose."""
     frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
     below = [frame.filename for frame in frames[-12:]]
     advice = (
@@ -38,7 +38,7 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
 
 
 def not_in_place(what: str, how: str) -> UsageError:
-    """Return the error for a step that changes a tensor otherwise than by writing to it."""
+    """Return the error for a step that changes a tensor other than by writing to it."""
     return UsageError(
         f"the step {what} ({how}) at {script_line()}, which compile_step does not capture; write "
         "to the tensor with copy_() under torch.no_grad(), or do that outside of the step"

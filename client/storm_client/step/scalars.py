@@ -1,11 +1,11 @@
-"""Numbers of a captured step that differ from run to run: a learning rate, what `.item()` returns.
+"""Numbers of a captured step that differ from run to run: a learning rate, a result of `.item()`.
 
-Python code of a step computes with them as with floats, PyTorch takes them as scalars, and each
-operation on them is recorded as one of Python's on doubles. So a run gets the bits that the step
-would compute, where tensors in their place would round otherwise.
+A step's Python code computes with them as with floats, and PyTorch takes them as scalars. Each
+operation on them is recorded as a Python operation on doubles. So a run gets the bits that the step
+would compute; tensors in their place would round differently.
 
 They are `torch.SymFloat`, with a node of ours behind it. A branch on a number that is known when a
-run begins becomes a condition of the captured step; a branch on one that is computed cannot be
+run begins becomes a condition of the captured step. A branch on a computed number cannot be
 captured.
 """
 
@@ -22,7 +22,7 @@ from torch import fx
 __all__ = ["Condition", "Number", "evaluate", "number_of", "symbolic"]
 
 STAND_IN = 0.5
-"""What operations on fake tensors get for a number: results' shapes depend on none."""
+"""The value that operations on fake tensors get for a number: no result's shape depends on it."""
 
 _BINARY: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -42,21 +42,21 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
 
 
 class Condition(NamedTuple):
-    """A branch that the captured step has taken, by what is known when a run begins."""
+    """A branch that the captured step has taken, on numbers that are known when a run begins."""
 
     node: fx.Node | float | bool
     outcome: bool | float
 
 
 class Numbers:
-    """Records what is computed with numbers in a graph, and what was concluded from them."""
+    """Records computations with numbers in a graph, and the branches that were taken on them."""
 
     def __init__(
         self, graph: fx.Graph, note: Callable[[fx.Node], None], refuse: Callable[[], Exception]
     ) -> None:
         """Add nodes to `graph`, and `note` each.
 
-        `refuse` makes the exception for a branch on what is computed.
+        `refuse` makes the exception for a branch on a computed number.
         """
         self.graph, self.note, self.refuse = graph, note, refuse
         self.conditions: list[Condition] = []
@@ -76,16 +76,16 @@ class Numbers:
 
 
 class Number:
-    """What stands behind a torch.SymFloat or SymBool; its methods are called by PyTorch."""
+    """The node behind a torch.SymFloat or SymBool; PyTorch calls its methods."""
 
     def __init__(self, numbers: Numbers, source: fx.Node | float | bool, value: Any) -> None:
-        """Stand for a node's value, or a constant; `value` is None for what is yet to come."""
+        """Stand for a node's value, or a constant; `value` is None where only a run computes it."""
         self.numbers = numbers
         self.source = source
         self.value = value
 
     def __getattr__(self, name: str) -> Any:
-        """Return what records one of the operations of Python's."""
+        """Return a function that records one of Python's operations."""
         function = _BINARY.get(name) or _UNARY.get(name) or _COMPARISONS.get(name)
         if function is None:
             raise AttributeError(name)
@@ -130,10 +130,10 @@ class Number:
         return Number(self.numbers, value, value)
 
     def guard_float(self, *_: object) -> float:
-        """Return the value as a condition of what was captured.
+        """Return the value, and note it as a condition of the captured step.
 
         Raises:
-            UsageError: it is computed by the step.
+            UsageError: the step computes the value.
         """
         return float(self._concluded())
 
@@ -164,18 +164,18 @@ class Number:
 
 
 def symbolic(numbers: Numbers, node: fx.Node, value: float | None) -> Any:
-    """Return a node's number as Python code and PyTorch take it."""
+    """Return a node's number as the torch.SymFloat that Python code and PyTorch take."""
     return torch.SymFloat(Number(numbers, node, value))  # type: ignore[no-untyped-call]
 
 
 def number_of(value: object) -> Number | None:
-    """Return what stands behind a value, if it is one of these numbers."""
+    """Return the `Number` behind a value; None if the value is not one of these numbers."""
     node = getattr(value, "node", None) if isinstance(value, torch.SymFloat) else None
     return node if isinstance(node, Number) else None
 
 
 def evaluate(source: fx.Node | float | bool, known: Mapping[fx.Node, Any]) -> Any:
-    """Return what a node comes to where some are known: Python's operations on numbers alone."""
+    """Return a node's value, computed from `known` ones by Python's operations on numbers alone."""
     if not isinstance(source, fx.Node):
         return source
     if source in known:

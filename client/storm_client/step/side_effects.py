@@ -1,8 +1,8 @@
-"""Finds what a step has left in Python objects when it was captured, and puts back what was there.
+"""Finds side effects that a step's capture has left in Python objects, and undoes them.
 
-A meter that sums losses up, a list deep in a table or a scheduler that counts would be changed by
-the capture alone, to what has no memory: that is refused, and all is as it was before. So are
-variables that count.
+Only the capture would change a meter that sums losses up, a list deep in a dict or a scheduler that
+counts, and would leave tensors without memory there. Such a step is refused, and the objects are
+reset. Variables that count are refused, too.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from storm_client.step.variables import (
 __all__ = ["Objects"]
 
 DEPTH = 6
-"""Steps from a variable to what is still looked at."""
+"""The most references from a variable to an object that is still looked at."""
 
 MOST = 20_000
-"""Things that are looked at in all."""
+"""The most objects that are looked at in all."""
 
 
 class Objects:
-    """A step's variables, and the lists, tables and objects that it reaches from them."""
+    """A step's variables, and the lists, dicts and objects that can be reached from them."""
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
-        """Note what they hold before the step is captured for some arguments."""
+        """Note their contents before the step is captured for `arguments`."""
         self._step, self._arguments = step, arguments
         self._variables = variables(step, arguments)
         self._before = [
@@ -49,7 +49,7 @@ class Objects:
         ]
 
     def check(self) -> None:
-        """Look whether the capture has changed what a run would not.
+        """Check that the capture has changed nothing that a run would not change.
 
         Raises:
             UsageError: it has.
@@ -69,7 +69,7 @@ class Objects:
             )
 
     def put_back(self) -> None:
-        """Have each that holds what is left hold what it held; others may be other threads'."""
+        """Reset each container that holds values of the capture; other threads may use the rest."""
         for held, before in self._before:
             inside = [one for value in _values(held) for one in (value, *_values(value))]
             if any(map(is_of_a_capture, inside)):
@@ -77,11 +77,11 @@ class Objects:
                 held.update(before) if isinstance(held, (dict, set)) else held.extend(before)
 
     def first(self, is_left: Callable[[object], bool]) -> str | None:
-        """Return the name of the first thing in them that is so, None where nothing is."""
+        """Return the name of the first value for which `is_left` is true, or None."""
         return next((name for name, value in self._everything() if is_left(value)), None)
 
     def _everything(self) -> Iterator[tuple[str, Any]]:
-        """Yield what is reached, with a name: the nearest first, and each but once."""
+        """Yield each value that can be reached once, with a name, the nearest first."""
         waiting = deque((name, value, 0) for name, value in looked_at(self._step, self._arguments))
         seen: dict[int, object] = {}
         while waiting and len(seen) < MOST:

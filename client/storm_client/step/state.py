@@ -1,8 +1,8 @@
-"""What a captured step reads besides its arguments: where it lies, and what must be as it was.
+"""What a captured step reads besides its arguments: where it is, and what must not differ.
 
-Tensors are found by where they are, a module's parameter, an optimizer's table, so that a state
-that is loaded between steps is used. Anything else that Python code decided by is compared before
-each run, and where it differs the step is captured anew.
+Tensors are found by their place, such as a module's parameter or an optimizer's table. So a run
+uses state that was loaded between steps. Everything else that Python code decided by is compared
+before each run. Where it differs, the step is captured again.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ __all__ = ["State", "described", "surroundings"]
 
 
 _Slot: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
-"""Finds a tensor again, given the step's tensors that are arguments."""
+"""Finds a tensor again, given the tensors among the step's arguments."""
 
 
 def _itself(tensor: torch.Tensor) -> _Slot:
-    """Return a tensor that is in no table."""
+    """Return a slot for a tensor that is in no table: it gives the tensor itself."""
     return lambda _: tensor
 
 
 def _in_table(table: Mapping[str, Any], key: str) -> _Slot:
-    """Find a module's parameter or buffer."""
+    """Return a slot for a tensor in a module's table, such as a parameter or buffer."""
     return lambda _: table.get(key)
 
 
 def _in_state(optimizer: Optimizer, parameter: Any, key: str) -> _Slot:
-    """Find an optimizer's state, whose tables are others when a state was loaded."""
+    """Return a slot for an optimizer's state, whose tables are replaced when a state is loaded."""
 
     def find(_: Sequence[torch.Tensor]) -> Any:
         table = optimizer.state.get(parameter)
@@ -64,7 +64,7 @@ def _in_state(optimizer: Optimizer, parameter: Any, key: str) -> _Slot:
 
 
 def _in_group(optimizer: Optimizer, number: int, key: str) -> _Slot:
-    """Find a setting of an optimizer's group that is a tensor."""
+    """Return a slot for a setting of an optimizer's group that is a tensor."""
 
     def find(_: Sequence[torch.Tensor]) -> Any:
         groups = optimizer.param_groups
@@ -74,7 +74,7 @@ def _in_group(optimizer: Optimizer, number: int, key: str) -> _Slot:
 
 
 def _gradient_of(leaf: _Slot) -> _Slot:
-    """Find a gradient that was there before the step: on the tensor that has it now."""
+    """Return a slot for a gradient from before the step: the present gradient of its leaf."""
     return lambda given: getattr(leaf(given), "grad", None)
 
 
@@ -111,7 +111,7 @@ class State:
     def __init__(
         self, captured: Captured, step: Callable[..., Any], leaves: Sequence[object]
     ) -> None:
-        """Note everything as it is, and the arguments: nothing has changed since the capture."""
+        """Note the present state and the arguments; nothing has changed since the capture."""
         tensors = _tensors_in(leaves)
         self.captured = captured
         slots = _slots(captured)
@@ -121,7 +121,7 @@ class State:
             if one.argument is None
         ]
         self.besides = [slots[id(one)] for one in tensors if id(one) in slots]
-        """Where arguments were found besides, as a buffer that is handed to the step."""
+        """Slots of tensors that are also arguments, such as a buffer that is passed to the step."""
         self.arguments = [
             (one.node, one.argument)
             for one in captured.recording.outside.values()
@@ -130,9 +130,9 @@ class State:
         self.step = step
         self._accumulating = _accumulating(one for one, _ in captured.recording.leaves.values())
         self._looks: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
-        """Of modules that have plain attributes alone, by number: what they were last."""
+        """The last attributes of modules that have only plain ones, by the module's number."""
         self._places: list[tuple[int, int]] = []
-        """Where tensors lay when they were last found to share memory as they did."""
+        """The tensors' ids and addresses when their memory sharing was last found unchanged."""
         self.sharing = self._sharing(tensors, [held.slot(tensors) for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
         self.python = self._python(leaves)
@@ -141,7 +141,7 @@ class State:
         ]
 
     def _python(self, leaves: Sequence[object]) -> list[Any]:
-        """Return what Python code may have decided by."""
+        """Return everything, besides tensors, that Python code may have decided by."""
         found: list[Any] = [surroundings(), variables(self.step, leaves)]
         found += [
             (
@@ -165,7 +165,7 @@ class State:
         return found
 
     def _attributes(self, number: int, module: nn.Module) -> dict[str, Any]:
-        """Return a module's attributes; most are what they were, which their objects tell."""
+        """Return a module's attributes, or the last result if its values are the same objects."""
         values = tuple(module.__dict__.values())
         known = self._looks.get(number)
         if known and len(known[0]) == len(values) and all(map(is_, known[0], values)):
@@ -178,7 +178,7 @@ class State:
     def _shares_alike(
         self, tensors: Sequence[torch.Tensor], held: Collection[torch.Tensor]
     ) -> bool:
-        """Tell whether tensors share memory as they did: so they do where all lie as they lay."""
+        """Return whether tensors share memory as before; equal addresses mean that they do."""
         places = [
             (id(one), one.data_ptr() if one.layout is torch.strided else 0)
             for one in (*tensors, *held)
@@ -191,15 +191,15 @@ class State:
 
     @property
     def _has_others(self) -> bool:
-        """Whether there are tensors besides arguments and what is held by the graph's inputs."""
+        """Whether there are tensors besides the arguments and the graph's inputs."""
         return bool(self.besides) or bool(own(self.step, torch.Tensor))
 
     def _sharing(
         self, tensors: Sequence[torch.Tensor], held: Iterable[torch.Tensor]
     ) -> list[tuple[int, int]]:
-        """Return which of all tensors that the step may read are one, or lie in one's memory.
+        """Return which tensors that the step may read are the same or share memory.
 
-        What is written to one of them the others have too, so a capture is for that alone.
+        A write to one of them changes the others, so a capture is valid only for this sharing.
         """
         besides = [slot(tensors) for slot in self.besides]
         found = [*tensors, *held, *besides, *own(self.step, torch.Tensor)]
@@ -239,14 +239,14 @@ class State:
 
 
 def _tensors_in(leaves: Sequence[object]) -> list[torch.Tensor]:
-    """Return those of a step's arguments that are tensors, by whose places they are known."""
+    """Return the tensors among a step's arguments; a capture knows them by their index here."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def described(leaf: object) -> Any:
-    """Return what of an argument a captured step depends on, for a table.
+    """Return the properties of an argument on which a captured step depends, as a table's key.
 
-    An object may be another at the same address, or hold other things: `State` looks at that.
+    An object may be another one at the same address, or hold other values: `State` checks that.
     """
     if isinstance(leaf, torch.Tensor):
         return (
@@ -262,7 +262,7 @@ def described(leaf: object) -> Any:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """Return the settings of PyTorch's that what is recorded depends on."""
+    """Return PyTorch's settings on which a recording depends."""
     return (
         kinds_of_casts(),
         torch.is_autocast_cache_enabled(),
@@ -281,7 +281,7 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     _global_optimizer_pre_hooks,
     _global_optimizer_post_hooks,
 )
-"""Of all modules and all optimizers."""
+"""Hooks of all modules and all optimizers."""
 
 _HOOKS_OF_MODULES = (
     "_forward_hooks",
@@ -294,7 +294,7 @@ _HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _memory_of(tensor: torch.Tensor | None) -> int:
-    """Return the address of a tensor's storage; that of the tensor where it has none."""
+    """Return the address of a tensor's storage; the tensor's id where it has none."""
     if tensor is None or tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
@@ -305,12 +305,12 @@ def _ids(table: Mapping[str, object]) -> list[int]:
 
 
 def _hooks(owner: object, tables: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the numbers of a module's or tensor's hooks, which Python code may add and remove."""
+    """Return the keys of an owner's hooks, which Python code may add and remove."""
     return [tuple(getattr(owner, name, None) or ()) for name in tables]
 
 
 def _of_others(table: Mapping[int, object]) -> tuple[int, ...]:
-    """Return the hooks of a table that are not ours, as while another step is captured."""
+    """Return the ids of a table's hooks except ours, which exist while another step is captured."""
     return tuple(
         id(hook)
         for hook in list(table.values())
@@ -319,13 +319,16 @@ def _of_others(table: Mapping[int, object]) -> tuple[int, ...]:
 
 
 def _accumulating(leaves: Iterable[torch.Tensor]) -> list[object]:
-    """Return the nodes that add to gradients; who holds them has hooks be put on these."""
+    """Return autograd's nodes that accumulate gradients.
+
+    Hooks on a leaf's gradient are put on these nodes for as long as the nodes are held.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         return [get_gradient_edge(one).node for one in leaves if not one.is_inference()]
 
 
 def _hooks_of_nodes(nodes: Sequence[object]) -> list[tuple[Any, ...]]:
-    """Return the hooks of nodes of autograd's, which tell them to the garbage collector alone."""
+    """Return the ids of the hooks of autograd's nodes, which only the garbage collector lists."""
     tables = [one for one in gc.get_referents(*nodes) if isinstance(one, dict) and one]
     return [tuple(map(id, table.values())) for table in tables]
 
@@ -341,7 +344,7 @@ def _plain_setting(key: str, value: Any) -> Any:
 
 
 def _slots(captured: Captured) -> dict[int, _Slot]:
-    """Return where tensors are found, by their ids."""
+    """Return a slot for each tensor in a table, by the tensor's id."""
     found: dict[int, _Slot] = {}
     for optimizer in captured.optimizers:
         for number, group in enumerate(optimizer.param_groups):

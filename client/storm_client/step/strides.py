@@ -1,9 +1,9 @@
-"""Has generated code lay results out as the operations did that were recorded.
+"""Makes generated code give results the strides that were recorded.
 
-A compiler replaces operations that write in place, and decomposes others, and what it has in their
-stead may give results other strides: dropout of a transposed tensor does. Later operations were
-recorded for the strides of PyTorch's own kernels: views are legal for those alone, and the next
-graph is compiled for them.
+A compiler replaces in-place operations and decomposes others. The replacements may give results
+other strides: dropout of a transposed tensor does. Later operations were recorded for the strides
+of PyTorch's own kernels. Their views are legal only for these strides, and the next graph is
+compiled for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["with_recorded_strides"]
 
 
 def with_recorded_strides(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph to be traced by AOTAutograd such that each result has its recorded strides."""
+    """Return a graph for AOTAutograd to trace, in which each result has its recorded strides."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -39,7 +39,7 @@ def with_recorded_strides(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _strides_of(value: object) -> Any:
-    """Return a tensor's strides, or those of several; None where no layout can be asked for."""
+    """Return the strides of a tensor, or of several; None for tensors that are not dense."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_strides_of, value))
     if not isinstance(value, torch.Tensor) or not is_non_overlapping_and_dense_or_false(value):
@@ -51,7 +51,7 @@ def _strides_of(value: object) -> Any:
 
 
 def _made(operation: Any, strides: Any, /, *arguments: Any, **options: Any) -> Any:
-    """Run an operation, and return what it makes in such strides."""
+    """Run an operation, and return its results with the given strides."""
     return _in_strides(operation(*arguments, **options), strides)
 
 
@@ -64,9 +64,9 @@ def _in_strides(value: Any, strides: Any) -> Any:
 
 
 def _written(operation: Any, /, *arguments: Any, **options: Any) -> Any:
-    """Run an operation that writes in place, such that what it writes to keeps its strides.
+    """Run an in-place operation such that the tensors that it writes to keep their strides.
 
-    Instead of writing AOTAutograd puts another tensor behind the one that is written to.
+    AOTAutograd does not write in place, but puts another tensor behind the one that is written to.
     """
     if operation is _BERNOULLI and arguments[0].is_cpu and len(arguments) == 2 and not options:
         return _drawn(*arguments)
@@ -81,10 +81,10 @@ _BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
 def _drawn(tensor: torch.Tensor, chance: float) -> torch.Tensor:
-    """Draw as generated code does by itself, on a CPU too.
+    """Draw by operations that Inductor generates code for, on a CPU too.
 
-    Inductor would have PyTorch's kernel draw there, in an order of kernels that it chooses by the
-    data, and a store would have two dropouts get each other's numbers.
+    For `bernoulli_` on a CPU, Inductor would call PyTorch's kernel. It orders such kernels only by
+    data dependences, so a store could make two dropouts get each other's numbers.
     """
     return tensor.copy_(torch.rand_like(tensor, dtype=torch.float32) < chance)
 
@@ -99,13 +99,13 @@ def _keep_strides(tensor: FunctionalTensor) -> None:
 
 
 def _has(value: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Tell whether a tensor has such strides; along a single element any stride will do."""
+    """Return whether a tensor has these strides; a dimension of size 1 may have any stride."""
     found = zip(value.shape, value.stride(), strides, strict=True)
     return value.numel() == 0 or all(size == 1 or one == other for size, one, other in found)
 
 
 def _laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Return a copy of a tensor in strides without gaps, which a compiler fuses with others."""
+    """Return a copy of a tensor with dense strides, which a compiler fuses with other code."""
     order = sorted(range(value.dim()), key=lambda at: -strides[at])
     back = sorted(range(value.dim()), key=order.__getitem__)
     return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)

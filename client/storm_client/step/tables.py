@@ -1,7 +1,7 @@
-"""What modules, optimizers and gradients have: as it was before a step is captured, and is then.
+"""State of modules, optimizers and gradients, before and after a step is captured.
 
-What the step's code has made of it becomes results of the capture, which each run puts in the place
-of what is there; and all is put back.
+The changes that the step's code makes become results of the capture, and each run makes them in the
+real state. After the capture everything is reset to its state before.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Tables", "check_arguments", "conclude"]
 
 @dataclass(eq=False)
 class _SeenModule:
-    """A module as it was before."""
+    """A module as it was before the capture."""
 
     module: nn.Module
     table: dict[str, Any]
     looks: dict[str, Any]
-    """What tells its attributes from others."""
+    """Its attributes, in the form in which they are compared."""
     buffers: dict[str, Any]
 
     @classmethod
@@ -46,16 +46,16 @@ class _SeenModule:
 
 @dataclass(eq=False)
 class _SeenOptimizer:
-    """An optimizer as it was before."""
+    """An optimizer as it was before the capture."""
 
     optimizer: Optimizer
     table: dict[str, Any]
     looks: dict[Any, Any]
-    """What tells its attributes, and what is in its states, from others."""
+    """Its attributes and the values of its state, in the form in which they are compared."""
     states: dict[Any, Any]
     groups: list[dict[str, Any]]
     given: list[dict[str, Any]] = field(default_factory=list)
-    """The groups as the step was given them, with numbers for settings."""
+    """The groups as the step got them, with symbolic numbers for settings."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _SeenOptimizer:
@@ -83,22 +83,22 @@ class _SeenOptimizer:
 
 
 class Tables:
-    """What was where before a step is captured, to be put back."""
+    """The state before a step is captured, to which everything is reset afterwards."""
 
     def __init__(self, captured: Captured) -> None:
-        """Have seen nothing; what is seen is added to what `captured` knows."""
+        """Start empty; modules and optimizers that are seen are added to `captured`."""
         self.captured = captured
         self.modules: list[_SeenModule] = []
         self.optimizers: list[_SeenOptimizer] = []
         self._contents: list[tuple[Any, Any]] = []
-        """Lists and tables that they have, with copies of them."""
+        """Lists and dicts of modules and optimizers, with copies of them."""
         self._seen: set[int] = set()
-        """The ids of modules, which are held."""
+        """The ids of the modules seen, which are kept alive."""
 
     def see_module(self, module: nn.Module) -> None:
-        """Note a module that is called, or a buffer of which is assigned, before it is.
+        """Note a module before it is called or one of its buffers is assigned.
 
-        Those in it are noted, too: lists of modules are never called.
+        Its submodules are noted, too: a list of modules is never called.
         """
         if id(module) in self._seen:
             return
@@ -116,7 +116,7 @@ class Tables:
                 self._note(value for key, value in seen.table.items() if key in seen.looks)
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that makes a step, before it does; its settings become numbers."""
+        """Note an optimizer before it makes a step; its settings become symbolic numbers."""
         captured = self.captured
         if any(known is optimizer for known in captured.optimizers):
             return
@@ -155,7 +155,7 @@ class Tables:
         return made
 
     def put_back(self) -> None:
-        """Have everything as it was before."""
+        """Reset everything to its state before the capture."""
         for optimizer in self.optimizers:
             optimizer.put_back()
         for held, before in self._contents:
@@ -171,10 +171,10 @@ class Tables:
 
 
 def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
-    """Note what the step returns and leaves behind.
+    """Note the results and the side effects of the step.
 
     Raises:
-        UsageError: it is something that a run could not return, or leave there.
+        UsageError: a run could not return one of the results, or repeat one of the side effects.
     """
     leaves, captured.spec = pytree.tree_flatten(
         returned, is_leaf=lambda one: isinstance(one, torch.Size)
@@ -245,10 +245,10 @@ def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
 
 
 def check_arguments(captured: Captured, given: object) -> None:
-    """Raise where lists and tables that a step was given hold what it has made.
+    """Check that the step put no tensors of its own into the lists and dicts passed to it.
 
     Raises:
-        UsageError: they do.
+        UsageError: it did.
     """
     if _holds_a_tensor(captured, given):
         raise UsageError(
@@ -258,7 +258,7 @@ def check_arguments(captured: Captured, given: object) -> None:
 
 
 def _inside(leaf: object) -> list[object]:
-    """Return what an object or a set that was returned holds itself."""
+    """Return the values that a returned object or set holds directly."""
     if isinstance(leaf, (torch.Tensor, nn.Module)):
         return []
     if isinstance(leaf, (set, frozenset)):

@@ -1,7 +1,7 @@
-"""The storages that a step's operations make: when each is needed, and what they take at once.
+"""The storages that a step's operations create: when each is needed, and the bytes at each time.
 
-A storage is needed from the operation that makes it, or begins to fetch it, to the last that uses
-it. Time is counted in operations, from 1 on.
+A storage is needed from the operation that creates it, or begins to fetch it, to the last operation
+that uses it. Time is counted in operations, from 1 on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Lifetimes", "Temporary", "most_at_once", "peak_of"]
 
 @dataclass(slots=True)
 class Temporary:
-    """A storage, made by `operation`: needed at the times from `begin` up to `end`."""
+    """A storage, created by `operation` and needed from time `begin` up to `end`, exclusive."""
 
     operation: str
     memory: int
@@ -32,14 +32,14 @@ class Temporary:
 
 
 class Lifetimes:
-    """Goes through operations in their order."""
+    """Goes through operations in order, and notes when storages are created and used."""
 
     def __init__(self) -> None:
-        """Have seen none."""
+        """Start before the first operation."""
         self._time = 0
         self._all: list[Temporary] = []
         self._current: dict[int, Temporary] = {}
-        """What each memory is now: another graph may make it again."""
+        """The latest temporary of each memory, by its number: another graph may create it again."""
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
         """Go through the nodes of one graph."""
@@ -52,16 +52,16 @@ class Lifetimes:
                 self._use(_read_by(node) | _memory_of(node))
 
     def keep(self, nodes: Iterable[fx.Node]) -> None:
-        """Have the storages of some nodes live to the end."""
+        """Make the storages of some nodes live to the end."""
         for node in nodes:
             self._use(memories(node))
 
     def found(self) -> list[Temporary]:
-        """Return those that have bytes, in the order of being made."""
+        """Return the temporaries that have bytes, in the order of creation."""
         return [one for one in self._all if one.nbytes]
 
     def _make(self, node: fx.Node, made: set[int]) -> frozenset[int]:
-        """Note what an operation makes that the graph had not; return it."""
+        """Note the storages that an operation creates and the graph did not have; return them."""
         if node.target is STORE:
             return frozenset()
         new = _memory_of(node) - made
@@ -82,7 +82,7 @@ class Lifetimes:
 
 
 _BRINGING = (FETCH, WAIT)
-"""What has the memory of the value whose token it is given."""
+"""Operators whose result has the memory of the value that their token stands for."""
 
 
 def _memory_of(node: fx.Node) -> frozenset[int]:
@@ -98,7 +98,7 @@ def _read_by(node: fx.Node) -> frozenset[int]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[int, int]]:
-    """Yield a node's storages with their bytes; of several results, unless each has a node."""
+    """Yield a node's storages with their bytes; for several results only if none has a node."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor) and node.target is not FETCH:
         for memory in _memory_of(node):
@@ -112,10 +112,9 @@ def _sizes(node: fx.Node) -> Iterator[tuple[int, int]]:
 
 
 def peak_of(nodes: Sequence[fx.Node], results: Iterable[fx.Node] = ()) -> int:
-    """Return the position behind the node at which most bytes live, the first such.
+    """Return the position after the first node at which the most bytes are live.
 
-    What `results` lie in does not count: gradients are there from their making on, whatever a plan
-    does.
+    Storages of `results` do not count: gradients live from their creation on under any plan.
     """
     lifetimes = Lifetimes()
     lifetimes.run(nodes)

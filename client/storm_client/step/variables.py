@@ -1,7 +1,7 @@
-"""What Python code of a step may decide by besides its arguments: its variables and modules.
+"""What a step's Python code may decide by besides its arguments: its variables and modules.
 
-Plain values are compared by value, objects by identity. An object is known weakly, so nothing is
-kept for having been looked at, and another that takes its address later is another one.
+Plain values are compared by value, objects by identity. An object is held by a weak reference, so a
+comparison keeps nothing alive. A new object at the address of a freed one counts as another.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ PLAIN = (
 )
 
 CONTENTS = 64
-"""Of a list or table with more than so many things in it, it is not compared what they are."""
+"""The contents of lists, dicts and sets with more elements than this are not compared."""
 
 CONTENT_BYTES = 1 << 16
-"""Of an array of NumPy's with more bytes neither."""
+"""The contents of NumPy arrays with more bytes than this are not compared."""
 
 Kind = TypeVar("Kind")
 
 
 class _Same:
-    """An object, which only itself is equal to."""
+    """A reference to an object; it equals only references to the same object."""
 
     __slots__ = ("_find",)
 
     def __init__(self, value: object) -> None:
-        """Know `value` weakly, where its type allows that."""
+        """Hold `value` by a weak reference, where its type allows that."""
         self._find: Callable[[], object]
         try:
             self._find = weakref.ref(value)
@@ -76,7 +76,7 @@ class _Same:
             self._find = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether both are the same object, which still lives."""
+        """Return whether both refer to the same object, which is still alive."""
         if not isinstance(other, _Same):
             return NotImplemented
         mine = self._find()
@@ -89,21 +89,21 @@ class _Same:
 
 
 def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
-    """Return the variables of a function's surroundings, plain ones by value, objects by identity.
+    """Return the variables that a function finds: plain ones by value, objects by identity.
 
-    Of lists, tables, objects, classes and modules, such as the one whose method it is, what it
-    reads there too, but not what lies deeper. So of `arguments` that are objects. Only the
-    function's own variables, not those of functions that it calls; what a decorator, a partial or
-    an object that is called has is its own.
+    This includes elements of lists and dicts, and the members that the function reads of objects,
+    classes and modules, but nothing deeper. It also covers the object whose method it is, and
+    `arguments` that are objects. Variables of functions that it calls are left out. Those of a
+    decorator, a partial or a callable object count as its own.
     """
     return {name: identified(value) for name, value in looked_at(step, arguments)}
 
 
 def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
-    """Return where random generators of NumPy's are, among a function's variables.
+    """Return the positions of NumPy's random generators among a function's variables.
 
     Raises:
-        UsageError: one of the variables is an iterator, or an argument a large array.
+        UsageError: one of the variables is an iterator, or an argument is a large array.
     """
     found: dict[str, Any] = {}
     for name, value in looked_at(step, arguments):
@@ -125,7 +125,7 @@ def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
 
 
 def own(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
-    """Return a function's variables, and its object's attributes, that are of a kind."""
+    """Return those of a function's variables and object's attributes that are of type `kind`."""
     found: list[Any] = list(_of_partials(step))
     for function, owner in _functions(step):
         found += [value for _, value in _surrounding(function, owner)]
@@ -134,9 +134,9 @@ def own(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
 
 
 def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionType, object]]:
-    """Yield the functions that a step is made of, a decorator before what it decorates.
+    """Yield the functions of a step, each with the object whose method it is.
 
-    With each comes the object whose method it is.
+    A decorator comes before the function that it decorates.
     """
     if isinstance(step, partial):
         yield from _functions(step.func)
@@ -144,7 +144,7 @@ def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionTyp
     function = getattr(step, "__func__", step)
     owner = getattr(step, "__self__", owner)
     if isinstance(function, FunctionType):
-        # what a decorator of PyTorch's has made; code that was executed may be of no module
+        # skip what PyTorch's decorators make; code that was run by exec may have no module
         if not (function.__module__ or "").startswith("torch."):
             yield function, owner
     elif not hasattr(step, "__wrapped__") and not isinstance(step, (nn.Module, *_OPAQUE)):
@@ -156,7 +156,7 @@ def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionTyp
 
 
 def looked_at(step: Callable[..., Any], arguments: Sequence[object]) -> Iterator[tuple[str, Any]]:
-    """Yield all that is compared of a function's variables and arguments, by name."""
+    """Yield all variables and arguments of a function that are compared, with their names."""
     functions = list(_functions(step))
     for number, (function, owner) in enumerate(functions):
         before = "decorated: " * number
@@ -177,14 +177,14 @@ _ARGUMENT = "argument"
 
 
 def _of_partials(step: object) -> Iterator[Any]:
-    """Yield what is bound to the arguments of a step."""
+    """Yield the arguments that partials of a step have bound."""
     while isinstance(step, partial):
         yield from (*step.args, *step.keywords.values())
         step = step.func
 
 
 def _surrounding(function: FunctionType, owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that are there where a function begins, by name."""
+    """Yield the variables that exist before a function begins, with their names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -203,7 +203,7 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(function: FunctionType) -> list[str]:
-    """Return what a function's code may read, and that of functions that are defined in it."""
+    """Return the names that a function's code may read, with those of functions defined in it."""
     return list(dict.fromkeys(_names_in(function.__code__)))
 
 
@@ -215,7 +215,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
-"""What has no attributes of its own that are looked at as an object's are."""
+"""Types that are not looked at as callable objects with attributes of their own."""
 
 
 def _look_at(name: str, value: object, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -232,7 +232,7 @@ def _look_at(name: str, value: object, names: Sequence[str]) -> Iterator[tuple[s
 
 
 def _of_properties(owner: object, names: Sequence[str]) -> Iterator[str]:
-    """Yield what the code of an object's properties may read."""
+    """Yield the names that the code of an object's properties may read."""
     for name in names:
         found = _of_class(type(owner), name)
         if isinstance(found, property) and isinstance(found.fget, FunctionType):
@@ -240,7 +240,10 @@ def _of_properties(owner: object, names: Sequence[str]) -> Iterator[str]:
 
 
 def _attribute(owner: object, name: str) -> Any:
-    """Return an attribute without running code; of modules and classes only what is a value."""
+    """Return an attribute without running code.
+
+    Of modules and classes, only plain values and containers are returned.
+    """
     table = getattr(owner, "__dict__", None)
     if type(table) is dict and name in table:
         found = table[name]
@@ -261,7 +264,7 @@ def _of_class(kind: type, name: str) -> Any:
 
 
 def is_pytorchs(value: object) -> bool:
-    """Tell whether a module, class or object is PyTorch's or Python's own."""
+    """Return whether a module, class or object is PyTorch's or a builtin of Python."""
     if isinstance(value, ModuleType):
         name = value.__name__
     else:
@@ -270,12 +273,12 @@ def is_pytorchs(value: object) -> bool:
 
 
 def is_iterator(value: object) -> bool:
-    """Tell whether something gives another thing each time that it is asked for the next."""
+    """Return whether a value is an iterator, which gives another item at each request."""
     return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, type))
 
 
 def position(value: object) -> Any:
-    """Return where a generator of NumPy's is, also by one of its methods; None for all else."""
+    """Return the state of a NumPy generator, or of the one that a method belongs to; else None."""
     owner = getattr(value, "__self__", value) if callable(value) else value
     if owner is np or owner is np.random:
         owner = np.random.mtrand._rand
@@ -292,11 +295,11 @@ _MISSING = object()
 # --- of modules ---------------------------------------------------------------------------------
 
 _EVERY_MODULES = frozenset(nn.Module().__dict__)
-"""What any module has: tables, which are looked at one by one, and its mode."""
+"""Attributes that every module has: its tables, which are compared one by one, and its mode."""
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, as a dropout's probability; tensors are found by place."""
+    """Return a module's attributes, such as a dropout's probability; tensors have slots instead."""
     return {
         key: identified(value)
         for key, value in module.__dict__.items()
@@ -305,7 +308,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def are_plain(module: nn.Module) -> bool:
-    """Tell whether a module's attributes are plain values, of which each is one object for ever."""
+    """Return whether all of a module's attributes are plain values, which never change in place."""
     return all(
         isinstance(value, PLAIN)
         for key, value in module.__dict__.items()
@@ -316,11 +319,12 @@ def are_plain(module: nn.Module) -> bool:
 # --- of optimizers -------------------------------------------------------------------------------
 
 NO_STATE = ("_opt_called", "_need_device_dtype_check_for_fused")
-"""Whether one was called at all, as schedulers ask, and whether its tensors' types were checked."""
+"""Attributes that say whether an optimizer was called at all, which schedulers ask, and whether its
+tensors' types were checked."""
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[tuple[Any, str], Any]:
-    """Return an optimizer's attributes, and what in its state is no tensor, by place and name."""
+    """Return an optimizer's attributes and its state's non-tensor values, by place and name."""
     found: dict[tuple[Any, str], Any] = {
         (None, key): identified(value)
         for key, value in optimizer.__dict__.items()
@@ -342,7 +346,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
 
 
 def identified(value: object) -> Any:
-    """Return what tells a value from another, or from itself when it holds other things."""
+    """Return a form of a value that differs for another value, or once its contents change."""
     if isinstance(value, np.ndarray):
         return _array(value)
     if not isinstance(value, (dict, list, set, frozenset, deque)):
@@ -357,7 +361,7 @@ def identified(value: object) -> Any:
 
 
 def is_value(value: object) -> bool:
-    """Tell whether something is plain, or holds only what is."""
+    """Return whether a value is plain, or holds only plain values."""
     if isinstance(value, dict):
         return all(map(is_value, (*value, *value.values())))
     if isinstance(value, (list, tuple)):
@@ -367,7 +371,7 @@ def is_value(value: object) -> bool:
 
 def _alone(value: object) -> Any:
     if isinstance(value, (float, complex, np.generic)):
-        return type(value), repr(value)  # by which zeros have signs, and NaN is itself
+        return type(value), repr(value)  # distinguishes zeros by sign, and NaN equals itself
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, tuple) and len(value) <= CONTENTS:

@@ -1,1 +1,1 @@
-"""The way of bytes and messages between a training process and its daemon."""
+"""Moves bytes and messages between a training process and its daemon."""

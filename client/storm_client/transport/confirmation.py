@@ -1,9 +1,9 @@
-"""Ends a backward pass that has used memory early with a look at what the daemon has answered.
+"""Checks the daemon's answers at the end of a backward pass that has used memory early.
 
 Restored memory may be handed out before the daemon has answered: streams wait for the bytes, and
-the training thread goes on. Whether the bytes are right is known to the host alone, later. So the
-pass ends by waiting for the answers, and raises where one of them is a failure, before a script has
-its gradients. Memory is not handed out early where something acts on gradients within the pass.
+the training thread goes on. Only the host learns, later, whether the bytes are right. So the pass
+waits at its end for the answers, and raises if one is a failure, before the script gets its
+gradients. Memory is not handed out early if something uses gradients within the pass.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from storm_client.monitoring.layers import parts_of
 __all__ = ["Confirmation", "acts_on_gradients_early"]
 
 MOST_PASSES = 64
-"""Passes remembered: one that an error has ended is not heard of again."""
+"""Passes remembered; a pass that an error has ended does not report its end."""
 
 _current_pass = torch._C._current_graph_task_id
 _NO_PASS = -1
 
 
 class Confirmation:
-    """Of one session, whose lock protects it."""
+    """The confirmations of one session, whose lock protects them."""
 
     def __init__(self, confirm: Callable[[int], None]) -> None:
-        """Have `confirm` called at a pass' end with its number; the pass raises what that does."""
+        """Call `confirm` with a pass's number at the pass's end; the pass raises its exceptions."""
         self._confirm = confirm
         self._passes: set[int] = set()
 
     def begin(self) -> int | None:
-        """Have the present backward pass end with a look; return its number, None without one."""
+        """Register the present backward pass for confirmation; return its number, or None."""
         this = _current_pass()
         if this == _NO_PASS:
             return None
@@ -51,9 +51,9 @@ class Confirmation:
 
 
 def acts_on_gradients_early(modules: Iterable[torch.nn.Module]) -> bool:
-    """Tell whether gradients may be used before the pass that makes them has ended.
+    """Return whether gradients may be used before the end of the pass that computes them.
 
-    Ranks exchange them, and hooks of parameters may be an optimizer.
+    Ranks exchange gradients within the pass, and a parameter's hook may run an optimizer.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return True

@@ -1,13 +1,13 @@
-"""The control connection of a session: one DEALER socket, one lifeline, one thread that listens.
+"""The control connection of a session: one DEALER socket, one lifeline, one listening thread.
 
-One lock protects the socket and all that replies change. Callers send in their own thread, under
-the lock, and handle what has arrived meanwhile: a send makes libzmq read its mailbox, after which
-the descriptor alone would not announce those replies. The thread "storm-io" does the rest, so that
-replies, heartbeats and the daemon's death are noticed though nobody calls in. Whoever waits does so
-until a deadline, or the daemon's death.
+One lock protects the socket and all state that replies change. Callers send in their own thread,
+under the lock, and then handle the replies that have arrived. They must, because a send makes
+libzmq read its mailbox; afterwards the descriptor alone would not announce those replies. The
+thread "storm-io" does the rest: it notices replies, heartbeats and the daemon's death without a
+caller. Every wait ends at a deadline, or with the daemon's death.
 
-Where the session outlives its daemon, that thread looks for the one that follows. Meanwhile nothing
-is sent, and what waits goes on waiting; then all that was not answered is asked for again.
+If the session outlives its daemon, that thread looks for the next daemon. Meanwhile nothing is
+sent, and waits continue. Then all unanswered requests are repeated.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
 
 GONE_SECONDS = 1.0
-"""For a daemon's lifeline to end where its other socket has: the kernel closes one after the other.
+"""Limit for a daemon's lifeline to end after its other socket did: the kernel closes both in turn.
 """
 
 RESUMED_SECONDS = 2.0
-"""For a daemon that has taken over to answer what waits, whatever was waited before."""
+"""For a daemon that has taken over to answer waiting requests, whatever their deadlines."""
 
 GOODBYE_SECONDS = 5.0
-"""How long close waits for the daemon to free the session before it leaves anyway."""
+"""How long close waits for the daemon to free the session."""
 
 
 class Connection:
@@ -71,45 +71,47 @@ class Connection:
 
         Raises:
             UsageError: a malformed address.
-            DaemonUnavailable: nobody answers there, or takes no session.
+            DaemonUnavailable: nobody answers there, or the daemon accepts no session.
             ProtocolMismatch: the daemon speaks another version.
         """
         self.address = address
         self.lock = threading.RLock()
         self.changed = Changes(self.lock)
-        """Notified whenever something that waits may look for has changed."""
+        """Notified whenever something changes that a thread may wait for."""
         self.numbers = count(FIRST_NUMBER)
-        """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
+        """Request, entry and ticket numbers; draw them with the lock held, right before the
+        send."""
         self.outbox: list[Envelope] = []
-        """What leaves with the next flush; whoever has the lock may append to it."""
+        """Messages for the next flush; whoever holds the lock may append to it."""
         self.phase = Phase.OPEN
         self.error: StormError | None = None
-        """What keeps it from being used: `check` raises it."""
+        """Why the connection cannot be used: `check` raises it."""
         self.waiting = 0
-        """How many threads wait."""
+        """The number of waiting threads."""
         self.speeds = Pong(link=0, limit=0, disk=0)
-        """How fast the session's bytes go, as the daemon has said last; a second ago, mostly."""
-        self._patient_until = 0.0  # before which no wait is in vain
+        """The speeds of the session's transfers, as the daemon reported them last: mostly a second
+        ago."""
+        self._patient_until = 0.0  # no wait times out before
         self._pid = os.getpid()
         self.ended = f"the daemon at {address} ended, with all it held for us"
         self._answers: dict[int, Message | None] = {}
-        self._asked: dict[int, Message] = {}  # the requests whose answers are waited for
-        self._is_deferred = False  # whether the listener was woken to send what was posted
-        self._is_handling = False  # replies, in `flush`
+        self._asked: dict[int, Message] = {}  # requests that wait for an answer
+        self._is_deferred = False  # whether the listener was woken to send the posted messages
+        self._is_handling = False  # whether `flush` is handling replies
         self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread = IoThread(self)
         self._lane: Lane | None = None
-        self._is_attached = False  # whether the daemon has mapped what the lane shares
+        self._is_attached = False  # whether the daemon has mapped the lane's shared memory
         self.listener = Listener()
         channel = open_channel(address, hello, timeout)
         self._use(channel)
         self.descriptors = channel.descriptors
         self.wakeup: Wakeup | None = Wakeup()
-        """Wakes the thread; None once it has ended."""
+        """Wakes the listening thread; None once the thread has ended."""
         _CONNECTIONS.add(self)
 
     def _use(self, channel: Channel) -> None:
-        """Say and hear all that follows on this channel."""
+        """Use this channel from now on."""
         self._context, self.socket = channel.context, channel.socket
         self._messages = Messages(channel.socket, self.outbox)
         self.lifeline, self.welcome = channel.lifeline, channel.welcome
@@ -120,22 +122,22 @@ class Connection:
         return self.phase is Phase.LOST
 
     def start(self, listener: Listener | None = None) -> None:
-        """Listen, and tell `listener`, of something at once perhaps; without one, nobody yet."""
+        """Start the listening thread, which calls `listener` if given, perhaps at once."""
         if listener is not None:
             self.listener = listener
         self._thread.start()
 
     def attach(self, lane: Lane, timeout: float) -> None:
-        """Have a lane map what the daemon shares with it, and be told of the daemon's end.
+        """Let a lane map the memory that the daemon shares; the daemon's end will poison the lane.
 
         Raises:
-            StormError: what the lane raises, or the daemon's refusal.
+            StormError: from the lane, or the daemon's refusal.
         """
         self.start()
         self._lane = lane
 
         def ask(message: Message) -> Message:
-            with self.lock:  # a daemon that follows is asked once more, or the lane offers it
+            with self.lock:  # the next daemon gets the request again, or the lane's offers
                 answer = self.request(message, timeout)
                 self._is_attached = True
                 return answer
@@ -147,7 +149,7 @@ class Connection:
     # --- for callers ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what keeps this connection from being used.
+        """Raise if this connection cannot be used.
 
         Raises:
             DaemonLost: the daemon is gone, or the connection was closed.
@@ -157,7 +159,7 @@ class Connection:
             raise type(self.error)(str(self.error)) from self.error
 
     def check_now(self) -> None:
-        """Check, and ask the lifeline too: the listener notices an end milliseconds later.
+        """Look at the lifeline and `check`: the listening thread notices an end a little later.
 
         Raises:
             DaemonLost, UsageError: as `check`.
@@ -169,20 +171,20 @@ class Connection:
             self.check()
 
     def post(self, request: int, message: Message) -> None:
-        """Have a message leave with the next flush or send; call with the lock held."""
+        """Append a message for the next flush or send; call with the lock held."""
         self.outbox.append(Envelope(request, message))
 
     def defer(self, request: int, message: Message) -> None:
-        """Have a message leave within milliseconds; call with the lock held."""
+        """Have a message sent within milliseconds; call with the lock held."""
         self.post(request, message)
         self.flush_soon()
 
     def hand_over(self, number: int, descriptor: int) -> bool:
-        """Send a piece's descriptor ahead of its MapPiece; False where that is to wait; locked."""
+        """Send a piece's descriptor before its MapPiece; False if it has to wait (locked)."""
         return self.phase is Phase.OPEN and self.lifeline.hand_over(number, descriptor)
 
     def flush_soon(self) -> None:
-        """Have what was posted leave within milliseconds; call with the lock held.
+        """Have posted messages sent within milliseconds; call with the lock held.
 
         Raises:
             DaemonLost, UsageError: as `check`.
@@ -194,9 +196,9 @@ class Connection:
             self._is_deferred = True
 
     def flush(self) -> bool:
-        """Send what was posted and handle the replies that have arrived; call with the lock held.
+        """Send posted messages and handle the replies that have arrived; call with the lock held.
 
-        Returns whether there were any.
+        Returns whether there were any replies.
 
         Raises:
             DaemonLost, UsageError: as `check`.
@@ -206,7 +208,7 @@ class Connection:
         if self.outbox:
             self._transmit()
         if self._is_handling or self.phase is not Phase.OPEN:
-            return False  # a handler sends: the loop that called it goes on
+            return False  # a handler has called this: the loop that runs the handler continues
         is_news = False
         self._is_handling = True
         try:
@@ -225,7 +227,7 @@ class Connection:
             self._is_handling = False
             if is_news and self.waiting:
                 self.changed.notify_all()
-        if self.outbox:  # what is to be said to the replies
+        if self.outbox:  # messages that the replies have caused
             self._transmit()
         return is_news
 
@@ -235,7 +237,7 @@ class Connection:
         self.flush()
 
     def notify(self) -> None:
-        """Have every wait look again; call with the lock held."""
+        """Wake all waiting threads; call with the lock held."""
         if self.waiting:
             self.changed.notify_all()
 
@@ -268,12 +270,12 @@ class Connection:
         return answer
 
     def wait(self, deadline: float, every: float | None = None) -> bool:
-        """Return when what somebody waits for may have come; call with the lock held.
+        """Wait until a change that somebody waits for may have come; call with the lock held.
 
-        That is after each batch of replies, and whatever else `notify` is called for; and besides
-        after `every` so many seconds, for what nobody tells of. Returns False when it is later than
-        `deadline`, by time.monotonic, and all that has come was handled; never while a daemon that
-        follows is looked for, which itself ends in time.
+        A wait ends after each batch of replies and after `notify`. With `every`, it also ends after
+        this many seconds, for changes that nobody announces. Returns False if the time.monotonic()
+        clock is past `deadline` and all replies were handled. It never returns False while the next
+        daemon is looked for; that search has its own limit.
 
         Raises:
             DaemonLost, UsageError: as `check`.
@@ -293,20 +295,20 @@ class Connection:
         return True
 
     def wake(self) -> None:
-        """Have the listening thread call `on_wake`. Takes no lock: destructors may call it."""
-        wakeup = self.wakeup  # close may drop it meanwhile
+        """Make the listening thread call `on_wake`. Takes no lock: destructors may call this."""
+        wakeup = self.wakeup  # close may set it to None meanwhile
         if wakeup is not None:
             wakeup.signal()
 
     def end_with(self, owner: object) -> None:
-        """Have the listening thread close its session within a heartbeat of the owner's death."""
+        """Have the listening thread close the session within a heartbeat of `owner`'s death."""
         self._thread.end_with(owner)
 
     def close(self) -> None:
-        """Say goodbye, wait until the daemon freed the session, and stop listening.
+        """Say goodbye, wait until the daemon has freed the session, and stop listening.
 
-        What is still stored is lost: asking for it raises DaemonLost. Calling it twice is fine, in
-        two threads as well, and so is calling it from a destructor, wherever that runs.
+        Data that is still stored is lost: asking for it raises DaemonLost. A second call has no
+        effect. Two threads may call this at once, and so may a destructor, wherever it runs.
         """
         if self.lifeline.inherited:
             return
@@ -318,20 +320,20 @@ class Connection:
         with self.lock:
             self.changed.notify_all()
             while self._is_leaving or self._thread.is_running:
-                self.changed.wait()  # a join would keep the lock, if a destructor's thread has it
+                self.changed.wait()  # a join would deadlock if a destructor's thread has the lock
             self.wakeup = None
             self.lifeline.close()
             self._close_shared()
             self._context.destroy(linger=0)
-        self._thread.join()  # its end runs Python code: now, rather than in the midst of a step
+        self._thread.join()  # the thread's end runs Python code: better now than within a step
 
     def _leave(self) -> bool:
-        """Say goodbye; False where nobody hears it, or it was said."""
+        """Say goodbye; return False if no daemon hears it, or if it was said before."""
         with self.lock:
             if self.phase is Phase.LOST:
                 return False
             is_heard = self.phase is Phase.OPEN
-            with suppress(DaemonLost):  # it does not read: there is nobody to say goodbye to
+            with suppress(DaemonLost):  # the daemon does not read: no goodbye is needed
                 self.post(0, Goodbye())
                 self._transmit()
                 self._is_leaving = is_heard
@@ -344,7 +346,7 @@ class Connection:
             return self._is_leaving
 
     def forked(self) -> None:
-        """Make the lock anew in a forked child, where whoever held it does not live."""
+        """Replace the lock in a forked child, where the thread that held it does not exist."""
         self.error = self.error or UsageError(
             f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
             f"{self.address} it cannot share; call storm_client.connect() in the child"
@@ -356,7 +358,7 @@ class Connection:
     # --- for the listening thread -----------------------------------------------------------
 
     def let_go(self) -> None:
-        """Release what is kept for the daemon, and all that waits for it."""
+        """Release all memory kept for the daemon, and all waits for the daemon."""
         try:
             with self.lock:
                 self.listener.on_loss()
@@ -365,7 +367,7 @@ class Connection:
                 self._lane.poison()
 
     def offers(self) -> list[Mappable]:
-        """Return what another daemon has to map, in this order."""
+        """Return the memory that another daemon has to map, in this order."""
         with self.lock:
             offers = self.listener.offers()
             if self._lane is not None and self._is_attached:
@@ -373,12 +375,12 @@ class Connection:
             return offers
 
     def descriptor(self, number: int) -> int | None:
-        """Return the descriptor of a piece among the offers, None where it is gone."""
+        """Return the descriptor of a piece among the offers, None if the piece was freed."""
         with self.lock:
             return self.listener.descriptor(number)
 
     def turn(self, next_ping: float, *, is_awake: bool) -> float:
-        """Handle what has come up, and return when the next heartbeat is due."""
+        """Handle replies and due work, and return when the next heartbeat is due."""
         with self.lock:
             if self.phase is not Phase.OPEN:
                 return next_ping
@@ -394,7 +396,7 @@ class Connection:
             return next_ping
 
     def fail(self, loss: DaemonLost) -> None:
-        """Note that the daemon is lost, unless it was before."""
+        """Note that the daemon is lost, unless that is known."""
         with self.lock:
             if self.phase is not Phase.LOST:
                 self._lose(loss)
@@ -402,14 +404,14 @@ class Connection:
     # --- with the lock held -----------------------------------------------------------------
 
     def _transmit(self) -> None:
-        """Send what was posted; while another daemon is looked for, nothing."""
+        """Send posted messages, unless the next daemon is being looked for."""
         self._is_deferred = False
         if self.phase is Phase.RESUMING:
             return
         try:
             self._messages.send()
         except zmq.Again:
-            if self.lifeline.ends_within(GONE_SECONDS):  # nobody is there to take it
+            if self.lifeline.ends_within(GONE_SECONDS):  # the daemon has ended
                 self.daemon_ended()
                 return
             self._lose(
@@ -418,7 +420,7 @@ class Connection:
             self.check()
 
     def _handle(self, request: int, message: Message) -> None:
-        """Handle a reply; where that is interrupted it is handled once more."""
+        """Handle a reply; after an interrupt the same reply is handled again."""
         if isinstance(message, Pong):
             self.speeds = message
         if request in self._answers:
@@ -427,7 +429,7 @@ class Connection:
             self.listener.on_message(request, message)
 
     def daemon_ended(self) -> None:
-        """Begin to look for the daemon that follows, where what is stored outlives this one."""
+        """Begin to look for the next daemon if stored data outlives this one; otherwise fail."""
         if self.phase is not Phase.OPEN:
             return
         if not self.welcome.resume_seconds or not self._thread.is_started:
@@ -438,14 +440,14 @@ class Connection:
         self.wake()
 
     def go_on(self, found: Resumed) -> None:
-        """Use the channel to another daemon, and ask it for all that was not answered."""
+        """Use the channel to another daemon, and repeat all unanswered requests to it."""
         self.lifeline.close()
         self._context.destroy(linger=0)
         while (envelope := self._messages.first(receives=False)) is not None:
             self._handle(*envelope)
             self._messages.handled()
         self._use(found.channel)
-        # What was to be sent is about the session, which posts anew what it needs.
+        # Unsent messages are about the session, which posts again all that it needs.
         self.outbox[:] = [Envelope(number, message) for number, message in self._asked.items()]
         self.phase, self._patient_until = Phase.OPEN, time.monotonic() + RESUMED_SECONDS
         self.listener.on_resume(found.entries, found.mapped)
@@ -453,7 +455,7 @@ class Connection:
         self.changed.notify_all()
 
     def _close_shared(self) -> None:
-        """Close the descriptors of the memory that is shared: nobody else has to be given them."""
+        """Close the descriptors of shared memory: no other daemon needs them."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -471,7 +473,7 @@ class Connection:
 
 
 _CONNECTIONS: Living[Connection] = Living()
-"""For the two handlers below alone: the connections of this process."""
+"""The connections of this process, only for the two handlers below."""
 
 
 def _unlock_in_child() -> None:
@@ -480,7 +482,7 @@ def _unlock_in_child() -> None:
 
 
 def _close_all() -> None:
-    """End what a script has left open while its threads still run: later, a close would hang."""
+    """Close open connections while their threads still run: a later close would hang."""
     for connection in _CONNECTIONS:
         connection.close()
 

@@ -1,4 +1,4 @@
-"""Lets go of a device's memory when that has run out: what a session holds or keeps mapped."""
+"""Frees a device's memory when it has run out: memory that a session holds or has mapped."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMemory"]
 
 BARRIER_SECONDS = 2.0
-"""How long a thread that is out of memory waits for the daemon to unmap what was freed."""
+"""How long a thread without memory waits for the daemon to unmap freed memory."""
 
 
 class DeviceMemory:
-    """That of one session, for any thread; see memory_pressure."""
+    """The device memory of one session, for any thread; see memory_pressure."""
 
     def __init__(self, session: Session, outbound: Outbound) -> None:
-        """Let go of what `session` has on its device, and `outbound` holds."""
+        """Free what `session` has on its device, and the sources that `outbound` holds."""
         self._session = session
         self._outbound = outbound
 
     @property
     def device(self) -> torch.device:
-        """That of the session."""
+        """The session's device."""
         return self._session.device
 
     def give_back_memory(self) -> None:
-        """Sweep, and return when the freed memory can be allocated again."""
+        """Shrink the window, drop prefetched memory, and return once freed memory is unmapped."""
         session = self._session
         if session.lane.in_place is None:
             return
@@ -47,10 +47,11 @@ class DeviceMemory:
         self._unmap_freed()
 
     def make_room(self) -> None:
-        """Let go of all device memory that the backward pass can do without for now.
+        """Free all device memory that the backward pass does not need for now.
 
-        What nobody else holds leaves, what was stored is not held, and what was prefetched is
-        given up. Waits a few seconds at most, until the daemon neither reads nor writes it.
+        Saved tensors that nobody else holds are offloaded, stored sources are no longer held, and
+        prefetched memory is given up. This waits a few seconds at most, until the daemon neither
+        reads nor writes that memory.
         """
         session = self._session
         with suppress(StormError):
@@ -65,19 +66,19 @@ class DeviceMemory:
         self._unmap_freed()
 
     def offload_kept(self) -> int:
-        """Offload what steps keep on the device and nobody else holds; return how many bytes."""
+        """Offload kept tensors that nobody else holds; return the number of bytes."""
         moved = 0
         with suppress(StormError):
             moved = offload_kept(self._session)
         return moved
 
     def _unmap_freed(self) -> None:
-        """Have mappings of freed memory undone, and return when that is done."""
+        """Have the daemon unmap freed memory, and return when that is done."""
         session = self._session
         in_place = session.lane.in_place
         if in_place is None:
             return
-        with suppress(StormError):  # the allocation that asks for it fails in any case
+        with suppress(StormError):  # the allocation that needs the memory fails in any case
             with session.connection.lock:
                 session.connection.check()
                 is_given_back = in_place.sweep()

@@ -1,11 +1,11 @@
-"""Sends and receives frames so that whatever interrupts it leaves no doubt whether that was done.
+"""Sends and receives frames such that after an interrupt it is certain whether that was done.
 
-pyzmq runs Python's signal handlers in its calls, after libzmq has done the work: an exception that
-one raises, as Ctrl-C does, looks as if nothing had been sent or received. A frame sent once more
-has the daemon write to memory that is somebody else's by then; a frame received and thrown away is
-an answer that never comes. So libzmq is called here without pyzmq in between, and what it returns
-is noted in the same step, in which no handler can run. What a frame was made of, or came to, is let
-go or kept in that step, too.
+pyzmq runs Python's signal handlers in its calls, after libzmq has done the work. If a handler
+raises, as Ctrl-C's does, it looks as if nothing had been sent or received. A frame sent twice makes
+the daemon write to memory that belongs to another tensor by then. A received frame that is thrown
+away is an answer that never comes. So this module calls libzmq without pyzmq, and notes the result
+in the same step, in which no handler can run. In such a step it also drops the messages of a sent
+frame, or keeps those of a received one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stormd.protocol.limits import MAX_FRAME_BYTES
 
 __all__ = ["Frames", "Messages", "joined"]
 
-# The one that pyzmq has loaded. No call waits here: to give the interpreter up would cost more.
+# The library that pyzmq has loaded. No call waits, so releasing the GIL would only cost time.
 _LIBZMQ = ctypes.PyDLL(_zmq.__file__, use_errno=True)
 _SEND, _RECEIVE = _LIBZMQ.zmq_send, _LIBZMQ.zmq_recv
 for _function in (_SEND, _RECEIVE):
@@ -44,32 +44,32 @@ for _function in (_SEND, _RECEIVE):
 DONTWAIT = int(zmq.DONTWAIT)
 
 FRAME_MESSAGES = 256
-"""Messages sent in one frame: of the longest kind, a Release of 256 entries, they fit."""
+"""Messages sent in one frame: this many of the longest kind, a Release of 256 entries, fit."""
 
 _succeeded = (-1).__lt__
-"""Of what a call returns; written in C, as it has to be where it is used."""
+"""Checks a call's return value; its use requires a function written in C."""
 
 _Function: TypeAlias = Callable[[int, object, int, int], int]
 
 
 class Frames:
-    """The frames of one socket of pyzmq's; its owner makes sure that nobody is here when it closes.
+    """The frames of one pyzmq socket; the owner closes the socket only when no call is running.
 
-    What was done is noted in a list of the caller's, which is empty until then: it lets the note
-    go in the same step as what the frame was made of, or came to.
+    A finished call is noted in a list of the caller's, which is empty until then. The caller drops
+    the note in the same step in which it drops the sent messages or keeps the received ones.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        """Use `socket`, which stays its owner's."""
+        """Use `socket`, which its owner closes."""
         self._socket = socket
         self._handle = int(socket.underlying)
         self._buffer = (ctypes.c_char * MAX_FRAME_BYTES)()
 
     def send(self, frame: bytes, sent: list[int]) -> None:
-        """Send a frame, unless `sent` says that it was.
+        """Send a frame, unless `sent` notes that it was sent.
 
         Raises:
-            zmq.ZMQError: it was not sent; zmq.Again where the queue is full.
+            zmq.ZMQError: it was not sent; zmq.Again means that the queue is full.
         """
         if not sent and self._socket.closed:
             raise zmq.ZMQError(errno.ENOTSOCK)
@@ -77,25 +77,25 @@ class Frames:
             raise zmq.Again(errno.EAGAIN)
 
     def receive(self, received: list[int]) -> bytes | None:
-        """Return the next frame, or once more the last, if `received` says that it came.
+        """Return the next frame, or the last one again if `received` notes that it came.
 
-        None where there is none, or the socket is closed.
+        Return None if there is no frame, or the socket is closed.
 
         Raises:
-            zmq.ZMQError: it cannot be had.
+            zmq.ZMQError: no frame can be received.
         """
         if not received and self._socket.closed:
             return None
         if not self._do(_RECEIVE, self._buffer, MAX_FRAME_BYTES, received):
             return None
-        # A longer one than may be is cut, and is no frame then.
+        # A frame beyond the size limit is cut here, and cannot be decoded then.
         frame: bytes = self._buffer[: min(received[0], MAX_FRAME_BYTES)]  # type: ignore[assignment]
         return frame
 
     def _do(self, function: _Function, data: object, size: int, done: list[int]) -> bool:
-        """Call a function unless it is done; False where it cannot be now."""
+        """Call a function unless `done` notes its result; return False if it would block."""
         while not done:
-            # Through a map, for nothing to come between the call and the note of it.
+            # By a map, so that nothing comes between the call and the note of its result.
             result = map(function, (self._handle,), (data,), (size,), (DONTWAIT,))
             done.extend(filter(_succeeded, result))
             if not done:
@@ -108,22 +108,22 @@ class Frames:
 
 
 class Messages:
-    """What is said and heard on one socket; the connection's lock protects it."""
+    """Sends and receives messages on one socket; the connection's lock protects it."""
 
     def __init__(self, socket: zmq.Socket[bytes], outbox: list[Envelope]) -> None:
-        """Send what is in `outbox`, which others append to."""
+        """Send the messages in `outbox`, to which others append."""
         self._frames = Frames(socket)
         self._outbox = outbox
-        self._leaving = 0  # how many of the outbox the frame has that is sent next, or was last
-        self._sent: list[int] = []  # says so where they were, and are in the outbox still
-        self._received: list[int] = []  # the same of a frame that is not in the inbox yet
-        self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
+        self._leaving = 0  # how many messages of the outbox the next or latest frame has
+        self._sent: list[int] = []  # notes that they were sent, and are still in the outbox
+        self._received: list[int] = []  # notes a received frame that is not in the inbox yet
+        self._inbox: deque[Envelope] = deque()  # messages of the last frame not handled yet
 
     def send(self) -> None:
-        """Send what is in the outbox. What interrupts it neither loses a message nor repeats one.
+        """Send the outbox. An interrupt neither loses a message nor repeats one.
 
         Raises:
-            zmq.ZMQError: not all was sent; zmq.Again where the queue is full.
+            zmq.ZMQError: not all messages were sent; zmq.Again means that the queue is full.
         """
         while self._outbox:
             if not self._sent:
@@ -131,18 +131,18 @@ class Messages:
                 self._leaving = len(batch)
                 frame = encode(batch if len(batch) == 1 else joined(batch))
                 self._frames.send(frame, self._sent)
-            # Nothing is called between these two, and so no signal looked for.
+            # No call is between these two statements, so Python checks for no signal.
             del self._outbox[: self._leaving]
             self._sent = []
 
     def first(self, *, receives: bool = True) -> Envelope | None:
-        """Return what was received and is to be handled next; None where there is nothing.
+        """Return the next message to handle; None if there is none.
 
-        Once more the same where `handled` was not called. What has not been received yet is, unless
-        that is not wanted.
+        Until `handled` is called, this returns the same message. With `receives`, a further frame
+        is received if necessary.
 
         Raises:
-            ProtocolError: the daemon has sent what is no frame.
+            ProtocolError: the daemon has sent something that is not a frame.
         """
         if not self._inbox:
             frame = self._frames.receive(self._received) if receives else None
@@ -152,16 +152,16 @@ class Messages:
         return self._inbox[0]
 
     def handled(self) -> None:
-        """Go on to the next."""
+        """Note that the first message was handled."""
         self._inbox.popleft()
 
 
 def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:
-    """Return messages that say the same in the same order, in as few envelopes as may be.
+    """Return messages of the same content and order, in as few envelopes as possible.
 
-    What a chunk costs is mostly its message. Chunks are asked for one by one where they are needed,
-    and stores or restores that are neighbours are joined where a frame is made: nobody waits for
-    others to come, and the order stays. A batch has at most MAX_BATCH of them.
+    A chunk's cost is mostly its message. Chunks are requested one by one when they are needed;
+    adjacent stores or restores are joined only when a frame is made. So nothing is delayed, and the
+    order is kept. A batch has at most MAX_BATCH chunks.
     """
     made: list[Envelope] = []
     for join, group in groupby(batch, _alike):
@@ -171,7 +171,7 @@ def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:
 
 
 def _alike(envelope: Envelope) -> tuple[str, str] | None:
-    """Return what neighbours that can be joined have in common; None for what cannot be."""
+    """Return a key that is equal for messages that can be joined; None if one cannot."""
     message = envelope.message
     if isinstance(message, Restore):
         return "", ""

@@ -1,7 +1,7 @@
-"""Restores whose memory is in use before the daemon has answered for them: streams wait for it.
+"""Restores whose memory is in use before the daemon has answered: streams wait for the bytes.
 
-They wait for the value of a counter. There are RESTORED_SLOTS of these, so a ticket is chosen whose
-counter nobody waits for another value of.
+A stream waits for the value of a counter. There are RESTORED_SLOTS counters, so a ticket is chosen
+such that nobody waits for another value of its counter.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ from stormd.protocol.timeline import RESTORED_SLOTS
 __all__ = ["HandedOut"]
 
 MOST_FAILED = 64
-"""Backward passes remembered for what was not restored: who ended by an error never asks."""
+"""Backward passes remembered as failed: a pass that an error has ended never asks."""
 
 MOST_HANDED_OUT = RESTORED_SLOTS // 2
-"""Chunks that are in use before the daemon has answered for them."""
+"""Limit for the number of chunks in use before the daemon has answered for them."""
 
 
 class HandedOut:
-    """Of one session, whose lock protects it."""
+    """The handed-out restores of one session, whose lock protects them."""
 
     def __init__(self) -> None:
-        """Start with nothing in use."""
+        """Start without any in use."""
         self.nbytes = 0
-        """Of the chunks in use."""
+        """Total bytes of the chunks in use."""
         self.failed: dict[int, Transfer] = {}
-        """By backward pass, the first that the daemon could not restore for it."""
+        """By backward pass: the first chunk that the daemon could not restore for it."""
         self.counters: dict[int, int] = {}
-        """By the counter that says that it is there: the latest restore that was asked for."""
+        """By counter: the number of the latest restore that uses it."""
         self._transfers: dict[int, Transfer] = {}
         """By ticket, the oldest first."""
         self._shares_counters = False
-        """Whether more restores were under way than there are counters: none can be trusted."""
+        """Whether more restores were in flight than there are counters: then none can be
+        trusted."""
 
     def __contains__(self, ticket: int) -> bool:
-        """Tell whether the chunk of a ticket is in use."""
+        """Return whether the chunk of a ticket is in use."""
         return ticket in self._transfers
 
     def __len__(self) -> int:
-        """Return how many are."""
+        """Return the number of chunks in use."""
         return len(self._transfers)
 
     def next_ticket(self, numbers: Iterator[int], pending: Collection[int]) -> int:
-        """Return the number of a restore, whose counter no stream waits for another one by."""
+        """Return a number for a restore; no stream waits for another restore by its counter."""
         for _ in range(RESTORED_SLOTS):
             number = next(numbers)
             before = self.counters.get(number % RESTORED_SLOTS)
@@ -61,10 +62,10 @@ class HandedOut:
                 return number
 
     def may_take(self, incoming: Incoming) -> bool:
-        """Tell whether streams can wait for all chunks that have not been written yet.
+        """Return whether streams can wait for all chunks that are not written yet.
 
         Raises:
-            CorruptBlob, ActivationLost: one that was answered for cannot be had.
+            CorruptBlob, ActivationLost: a chunk was answered and cannot be restored.
         """
         for transfer in incoming.transfers.values():
             if transfer.error is not None:
@@ -73,12 +74,12 @@ class HandedOut:
         return count <= MOST_HANDED_OUT and not self._shares_counters
 
     def take_over(self, incoming: Incoming, user: int) -> list[int]:
-        """Have a backward pass use what is asked for of a record; return the tickets."""
+        """Let a backward pass use a record's requested chunks; return their tickets."""
         tickets = []
         for index, transfer in list(incoming.transfers.items()):
             if transfer.phase is not Phase.REQUESTED:
                 continue
-            # All of it or nothing, for no call is between.
+            # No call is between these statements: either all are done or none.
             transfer.phase = Phase.HANDED_OUT
             transfer.used_by = user
             del incoming.transfers[index]
@@ -88,15 +89,15 @@ class HandedOut:
         return tickets
 
     def tells(self, transfer: Transfer) -> bool:
-        """Tell whether a restore's counter is its own: always where a stream may wait for it."""
+        """Return whether a restore's counter is its own: always if a stream may wait for it."""
         return transfer.phase is Phase.HANDED_OUT or not self._shares_counters
 
     def is_used_by(self, user: int) -> bool:
-        """Tell whether a backward pass has used what was not answered for."""
+        """Return whether a backward pass uses a chunk that the daemon has not answered for."""
         return any(transfer.used_by == user for transfer in self._transfers.values())
 
     def in_storage(self, storage: torch.UntypedStorage) -> list[int]:
-        """Return the tickets of what is still being written to a storage that is in use."""
+        """Return the tickets of chunks that are still being written to a storage in use."""
         address = storage._cdata
         return [
             ticket
@@ -107,14 +108,14 @@ class HandedOut:
         ]
 
     def settle(self, transfer: Transfer, phase: Phase) -> None:
-        """Note what has become of a chunk that is in use."""
-        # All of it or nothing, for no call is between.
+        """Note the final phase of a chunk in use."""
+        # No call is between these statements: either all are done or none.
         transfer.phase = phase
         self.nbytes -= transfer.nbytes
         del self._transfers[transfer.number]
 
     def fail(self, transfer: Transfer, error: StormError, phase: Phase) -> None:
-        """Note why a chunk that is in use cannot be had."""
+        """Note why a chunk in use cannot be restored."""
         transfer.error = error
         self.failed.setdefault(transfer.used_by, transfer)
         if len(self.failed) > MOST_FAILED:
@@ -122,19 +123,19 @@ class HandedOut:
         self.settle(transfer, phase)
 
     def fail_all(self, error: StormError) -> list[int]:
-        """Give up what is in use and was not answered for; return the tickets."""
+        """Fail all chunks in use that were not answered for; return their tickets."""
         tickets = list(self._transfers)
         for ticket in tickets:
             self.fail(self._transfers[ticket], error, Phase.DROPPED)
         return tickets
 
     def clear(self) -> None:
-        """Forget all: no answer will come any more."""
+        """Forget all chunks: no answer will come any more."""
         self._transfers.clear()
         self.nbytes = 0
 
     def assert_invariants(self, pending: dict[int, Transfer]) -> None:
-        """Check what is in use against what was asked for, and the counts and counters."""
+        """Check the chunks in use against the requests, the counts and the counters."""
         handed = [one for one in pending.values() if one.phase is Phase.HANDED_OUT]
         assert handed == list(self._transfers.values())
         assert self.nbytes == sum(one.nbytes for one in handed)

@@ -1,7 +1,7 @@
-"""The opening of a session: who listens at an address, Hello for Welcome, and the lifeline.
+"""Opens a session: checks for a listener, exchanges Hello for Welcome, connects the lifeline.
 
-A daemon of our version has granted a session to each channel that exists. Where that fails nothing
-is left open, and the error says what to do.
+Every Channel belongs to a session that a daemon of our version has granted. If that fails, nothing
+stays open, and the error says what to do.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ __all__ = [
 ]
 
 SEND_QUEUE = 16384
-"""Frames that may wait for a daemon that does not read before it is given up."""
+"""Frames that may be queued for a daemon that does not read before it counts as lost."""
 
 HELLO_NUMBER = 1
 """The request number of Hello."""
 
 FIRST_NUMBER = HELLO_NUMBER + 1
-"""The first that is free for requests, entries and tickets."""
+"""The first number that is free for requests, entries and tickets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """An open session's two sockets, and the descriptors that came with it."""
+    """The two sockets of an open session, and the descriptors that the daemon has sent."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     socket: zmq.Socket[bytes]
@@ -69,7 +69,7 @@ class Channel:
     welcome: Welcome
 
     def close(self) -> None:
-        """End the session as far as this process is concerned."""
+        """End the session on this side."""
         self.lifeline.close()
         self.context.destroy(linger=0)
 
@@ -78,7 +78,7 @@ def socket_path(address: str) -> Path:
     """Return the path of an address.
 
     Raises:
-        UsageError: it is no `ipc:///PATH`.
+        UsageError: the address is not of the form `ipc:///PATH`.
     """
     try:
         return parse_address(address)
@@ -87,16 +87,16 @@ def socket_path(address: str) -> Path:
 
 
 def is_listening(address: str) -> bool:
-    """Tell whether somebody accepts connections at the address, without speaking to them."""
+    """Return whether somebody accepts connections at the address, without sending anything."""
     return accepts_connections(socket_path(address))
 
 
 def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
-    """Open a session for `lane` at `address`; each answer is waited for `timeout` seconds.
+    """Open a session for `lane` at `address`; wait `timeout` seconds for each answer.
 
     Raises:
         UsageError: a malformed address, or a lane that the daemon does not have.
-        DaemonUnavailable: nobody answers there, or takes no session.
+        DaemonUnavailable: nobody answers there, or the daemon accepts no session.
         ProtocolMismatch: the daemon speaks another version.
     """
     hello = Hello(
@@ -124,15 +124,15 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
 def resumed_channel(
     address: str, welcome: Welcome, shared: Sequence[int], timeout: float
 ) -> Channel:
-    """Go on with the session of `welcome` at `address`, whose daemon has ended.
+    """Resume the session of `welcome`, whose daemon has ended, with the daemon at `address`.
 
-    `shared` are the descriptors that came with it. The lifeline is connected first: its end tells
-    at once that a daemon has ended which was about to answer.
+    `shared` are the session's descriptors. The lifeline is connected first: if this daemon ends
+    before it answers, the lifeline tells at once.
 
     Raises:
-        Gone: a daemon has ended meanwhile.
-        NoAnswer: nobody has answered within `timeout` seconds, and another attempt may do better.
-        DaemonUnavailable: nobody listens there, or who does has no such session.
+        Gone: the new daemon has ended meanwhile.
+        NoAnswer: nobody has answered within `timeout` seconds; another attempt may succeed.
+        DaemonUnavailable: nobody listens there, or the daemon does not know the session.
         ProtocolMismatch: the daemon speaks another version.
     """
     resume = Resume(
@@ -158,13 +158,13 @@ def resumed_channel(
 
 
 class _Socket(zmq.Socket[bytes]):
-    """A socket that its connection closes. Without a destructor in Python: it would lose Ctrl-C."""
+    """A socket that its connection closes. A destructor in Python would lose Ctrl-C."""
 
-    __del__ = object  # type: ignore[assignment]  # called without arguments, and by no Python code
+    __del__ = object  # type: ignore[assignment]  # called without arguments; runs no Python code
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """The same for its context."""
+    """The same for the socket's context."""
 
     _socket_class = _Socket
     __del__ = object  # type: ignore[assignment]
@@ -188,11 +188,11 @@ def _connect(
     control = context.socket(zmq.DEALER)
     control.setsockopt(zmq.LINGER, 0)
     control.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-    control.setsockopt(zmq.RCVHWM, 0)  # bounded by what this side asked for
-    # A session is its connection's: on another one, with a daemon that has followed, what is on its
-    # way would be a stranger's.
+    control.setsockopt(zmq.RCVHWM, 0)  # limited by the number of our requests
+    # A session belongs to its connection. After a reconnect to another daemon, messages in flight
+    # would belong to a stranger's session.
     control.setsockopt(zmq.RECONNECT_IVL, -1)
-    control.setsockopt(zmq.SNDTIMEO, max(1, int(timeout * 1000)))  # where it has ended already
+    control.setsockopt(zmq.SNDTIMEO, max(1, int(timeout * 1000)))  # if the daemon has ended already
     control.connect(address)
     return control
 
@@ -204,7 +204,7 @@ def _introduce(
     timeout: float,
     lifeline: Lifeline | None = None,
 ) -> Welcome:
-    """Exchange a Hello or Resume for Welcome, unless the end of `lifeline` comes first."""
+    """Send a Hello or Resume and return the Welcome, unless the end of `lifeline` comes first."""
     if not _is_answered(control, encode([Envelope(HELLO_NUMBER, first)]), timeout, lifeline):
         raise NoAnswer(
             f"whoever listens at {address} did not answer within {timeout:g} s; "
@@ -216,7 +216,7 @@ def _introduce(
 def _is_answered(
     control: zmq.Socket[bytes], frame: bytes, timeout: float, lifeline: Lifeline | None
 ) -> bool:
-    """Send a frame and wait; tell whether something has come.
+    """Send a frame and wait; return whether an answer has come.
 
     Raises:
         Gone: the daemon ended before that.
@@ -245,7 +245,7 @@ def _welcomed(frame: bytes, address: str) -> Welcome:
         ) from error
     if isinstance(answer, Refused):
         refusal = named(answer.kind, answer.detail)
-        # A daemon that is ending says so; to a process without a session, there is none.
+        # A daemon that is ending refuses with DaemonLost; without a session it is unavailable.
         raise DaemonUnavailable(answer.detail) if isinstance(refusal, DaemonLost) else refusal
     if not isinstance(answer, Welcome):
         raise ProtocolMismatch(f"{address} answered Hello by {type(answer).__name__}")
@@ -253,5 +253,5 @@ def _welcomed(frame: bytes, address: str) -> Welcome:
 
 
 def _process_name() -> str:
-    """Return what the process calls itself, for `stormd status`."""
+    """Return the process's name, for `stormd status`."""
     return Path("/proc/self/comm").read_text(encoding="utf-8", errors="replace").strip()

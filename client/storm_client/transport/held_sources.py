@@ -1,6 +1,6 @@
-"""Sources that are read where they lie, and stay there though they were stored.
+"""Sources that the daemon reads in place, and that are kept in memory though they were stored.
 
-What was saved last is needed first, so as much of it is held back as the device window allows.
+Tensors saved last are needed first, so as many of them are held as the device window allows.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ __all__ = ["HeldSources"]
 
 
 class HeldSources:
-    """Of one session, whose lock protects them."""
+    """The held sources of one session, whose lock protects them."""
 
     def __init__(self, window: DeviceWindow) -> None:
         """Hold as much as `window` allows."""
         self.nbytes = 0
-        """Of the sources."""
+        """The total bytes of the sources."""
         self.has_grown = False
-        """Whether the window has seen a source since it was told that something is brought back."""
+        """Whether a source was added since the window was last told that a restore began."""
         self._window = window
         self._sources: dict[int, Outgoing] = {}
         """By the record's key, the oldest first."""
 
     def hold(self, out: Outgoing) -> None:
-        """Hold one back."""
+        """Hold a source."""
         self._window.saw(out.nbytes)
         self.has_grown = True
         self._sources[out.key] = out
         self.nbytes += out.nbytes
 
     def turned(self) -> None:
-        """Note that something is brought back."""
+        """Tell the window that a restore begins."""
         self._window.turned()
         self.has_grown = False
 
     def excess(self, limit: int | None = None) -> Outgoing | None:
-        """Return whose source has to go next, None where no more than `limit` bytes are held.
+        """Return the source to give up next, None if no more than `limit` bytes are held.
 
-        That is the window's unless it is given. The oldest goes first, because a backward pass
-        needs it last.
+        The default for `limit` is the window's limit. The oldest source is given up first, because
+        a backward pass needs it last.
         """
         most = self._window.may_hold() if limit is None else limit
         return next(iter(self._sources.values())) if self.nbytes > most else None
 
     def __contains__(self, key: int) -> bool:
-        """Tell whether the source of the record of that key is held."""
+        """Return whether the source of the record with that key is held."""
         return key in self._sources
 
     def let_go(self, key: int) -> None:
-        """Hold a source no longer: its record died, or its turn to go has come."""
+        """Stop holding a source: its record was freed, or the source is given up."""
         out = self._sources.get(key)
         if out is None:
             return
         del self._sources[key]
         self.nbytes -= out.nbytes
         if out.sequence is None and out.refusal is None and out.stats is not None:
-            out.stats.kept(out.nbytes, "needed_at_once")  # before there was a reason to send it
+            out.stats.kept(out.nbytes, "needed_at_once")  # there was never a reason to send it
 
     def clear(self) -> None:
-        """Hold nothing any longer: no answer will come any more."""
+        """Stop holding all sources: no answer will come any more."""
         self._sources.clear()
         self.nbytes = 0
 

@@ -1,9 +1,9 @@
-"""What an interrupt cannot break: waiting, waking the listener, and knowing what still lives.
+"""Tools that an interrupt cannot break: waiting, waking the listener, and weak sets.
 
-A signal's handler, as that of Ctrl-C, may raise between any two steps of Python's code. In a weak
-reference's callback or a destructor that is written in Python, the exception is printed and lost;
-in the midst of the standard library's own waits it leaves a lock with nobody. So none of that is
-used here.
+A signal handler, such as that of Ctrl-C, may raise between any two steps of Python code. In a weak
+reference's callback or a destructor written in Python, Python prints the exception and loses it. In
+the middle of the standard library's waits, the exception leaves a lock without an owner. So nothing
+of that is used here.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ T = TypeVar("T")
 
 
 class Changes:
-    """Waits for the next change; all methods are called with `lock` held.
+    """Waits for the next change; call all methods with `lock` held.
 
-    The standard library's condition variable lets go of the lock by a call of its own, and an
-    exception that a signal's handler raises right behind that call finds nobody who takes it again.
-    Here whoever waits has the lock afterwards, whatever has ended the wait.
+    The standard library's condition variable releases the lock by one call. If a signal handler
+    raises right after that call, nobody takes the lock again. Here the waiting thread holds the
+    lock afterwards, however the wait has ended.
     """
 
     def __init__(self, lock: Any) -> None:
-        """Let go of `lock`, a threading.RLock, while somebody waits."""
+        """Release `lock`, a threading.RLock, while a thread waits."""
         self._lock = lock
         self._waiters: dict[int, threading.Lock] = {}
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return at the next `notify_all`, after `seconds` at the latest."""
+        """Return at the next `notify_all`, or after `seconds`."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiters[id(waiter)] = waiter
         released: list[object] = []
         try:
-            # In one step: the lock is let go and what it takes to have it again is kept.
+            # One step releases the lock and keeps the state that is needed to take it again.
             released.extend(starmap(self._lock._release_save, ((),)))
             waiter.acquire(timeout=-1 if seconds is None else seconds)
         finally:
@@ -52,24 +52,24 @@ class Changes:
             self._waiters.pop(id(waiter), None)
 
     def notify_all(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all waiting threads."""
         for waiter in list(self._waiters.values()):
             if waiter.locked():
                 waiter.release()
 
 
 class Wakeup:
-    """Wakes the listening thread: any code may signal, a destructor's too, for it takes no lock.
+    """Wakes the listening thread. It takes no lock, so any code may signal, destructors included.
 
-    Its descriptor, an eventfd's, is closed with the last reference to it, when nobody can be about
-    to write: a late signal would land in whatever has been opened under that number since.
+    Its descriptor, an eventfd's, is closed with the last reference to this object, when nobody can
+    be about to write. A later write would go to a new file with the same number.
     """
 
     def __init__(self) -> None:
         """Start unsignalled."""
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Of what Python's own types close when they die, the one that does it without a warning,
-        # and without code in Python: that would lose an interrupt.
+        # Of the types that close a descriptor when they are freed, epoll is the one that does it
+        # without a warning and without Python code, which would lose an interrupt.
         self._owner = select.epoll.fromfd(self._descriptor)
 
     def fileno(self) -> int:
@@ -81,7 +81,7 @@ class Wakeup:
         os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> bool:
-        """Take the signal back; return whether there was one."""
+        """Reset the signal; return whether there was one."""
         try:
             return os.eventfd_read(self._descriptor) > 0
         except BlockingIOError:
@@ -89,10 +89,10 @@ class Wakeup:
 
 
 class Living(Generic[T]):
-    """Knows its members weakly. Any thread may use it, a forked child too: there is no lock.
+    """A weak set. Any thread may use it, and a forked child, too: it has no lock.
 
-    The standard library's WeakSet has a callback in Python, and a member may die at any moment of a
-    training step.
+    The standard library's WeakSet has a callback in Python, and a member may be freed at any moment
+    of a training step.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Living(Generic[T]):
         self._dead: deque[weakref.ref[T]] = deque()
 
     def add(self, member: T) -> None:
-        """Know `member` for as long as it lives, and let go of what is left of the dead."""
+        """Add `member` for as long as it lives, and remove the entries of dead members."""
         with suppress(IndexError):  # another thread may have taken the last
             while self._dead:
                 self._members.pop(id(self._dead.popleft()), None)
@@ -109,7 +109,7 @@ class Living(Generic[T]):
         self._members[id(reference)] = reference
 
     def __iter__(self) -> Iterator[T]:
-        """Go over those that live now."""
+        """Iterate over the living members."""
         for reference in list(self._members.values()):
             member = reference()
             if member is not None:

@@ -1,7 +1,7 @@
-"""The thread "storm-io" of a connection, which listens though nobody calls in.
+"""The thread "storm-io" of a connection, which listens even if nobody makes a call.
 
-It handles replies that nobody waits for, sends heartbeats and what was deferred, notices the
-daemon's end, and finds the one that follows. What comes is told to a Listener.
+It handles replies that nobody waits for, sends heartbeats and deferred messages, notices the
+daemon's end, and finds the next daemon. It passes events to a Listener.
 """
 
 from __future__ import annotations
@@ -27,77 +27,77 @@ if TYPE_CHECKING:
 __all__ = ["IoThread", "Listener", "Phase"]
 
 QUIET_SECONDS = 0.005
-"""The listener's pause after each turn while nobody waits: replies then come in batches, and a
-training thread, which handles them itself when it sends, rarely shares the interpreter lock."""
+"""The thread's pause after each turn while nobody waits. Replies then come in batches. The training
+thread handles replies itself when it sends, so the two rarely compete for the GIL."""
 
 
 class Phase(Enum):
-    """What becomes of a connection."""
+    """The state of a connection."""
 
     OPEN = auto()
     RESUMING = auto()
-    """The daemon has ended, and one that goes on with the session is looked for."""
+    """The daemon has ended, and the thread looks for one that resumes the session."""
     LOST = auto()
-    """The daemon is gone or the connection closed: `error` says which. Final."""
+    """The daemon is gone or the connection is closed: `error` says which. Final."""
 
 
 class Listener:
-    """Who is told of what comes: the session that is built on a connection."""
+    """Receives a connection's events: the session on that connection, or this default."""
 
     def on_message(self, request: int, message: Message) -> None:
-        """Handle a reply that no request waits for; with the lock held. Here: nobody asked.
+        """Handle a reply that no request waits for; the lock is held. Default: ignore it.
 
-        One may come twice, behind an interrupt, which must do what it does once.
+        After an interrupt a reply may come twice; the second call must have no further effect.
         """
 
     def on_wake(self) -> None:
-        """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
+        """Post due messages, after `wake` and with each heartbeat; the lock is held."""
 
     def offers(self) -> list[Mappable]:
-        """Return what another daemon has to map besides the lane's, in this order; locked.
+        """Return what another daemon has to map besides the lane's memory, in this order (locked).
 
-        Here: nothing.
+        Default: nothing.
         """
         return []
 
     def descriptor(self, number: int) -> int | None:  # noqa: ARG002 - for those that have pieces
-        """Return the descriptor of a piece among `offers`, None where it is gone; locked."""
+        """Return the descriptor of a piece among `offers`, None if it was freed (locked)."""
         return None
 
     def settling_seconds(self) -> float:
-        """Return how long after a daemon's end its device may still write. Here: it has none."""
+        """Return how long a dead daemon's device may still write. Default: there is no device."""
         return 0.0
 
     def on_resume(self, entries: frozenset[int], mapped: frozenset[int]) -> None:
-        """Post what another daemon, which has these entries, has not answered; locked.
+        """Post all requests again that a dead daemon has not answered (locked).
 
-        `mapped` are those of `offers` that it has mapped.
+        The next daemon has these `entries`, and has mapped `mapped` of the `offers`.
         """
 
     def on_loss(self) -> None:
-        """Let go of what is kept for the daemon: there is none any more; locked. Here: nothing."""
+        """Release all that is kept for the daemon, which is lost (locked). Default: nothing."""
 
     def close(self) -> None:
-        """End: nobody else can end it any more. Here: there is nobody who could be gone."""
+        """End the session: its owner is gone. Default: there is no owner."""
 
 
 class IoThread:
-    """Of one connection."""
+    """The listening thread of one connection."""
 
     def __init__(self, connection: Connection) -> None:
-        """Listen to what comes to `connection`, once started."""
+        """Listen to `connection` once started."""
         self._connection = connection
         self._thread: threading.Thread | None = None
-        self._is_over = False  # it has ended, or is about to, and takes the lock no more
-        # Held but for ending the pause. No Event: its methods take a lock in Python, and who is
-        # interrupted there keeps it.
+        self._is_over = False  # the thread has ended, or will not take the lock again
+        # Held except to end the pause. It is not an Event: an Event's methods take a lock in
+        # Python, and an interrupt there would leave that lock held.
         self._pause = threading.Lock()
         self._pause.acquire()
         self._owner: weakref.ref[object] | None = None
-        self._ownerless: deque[object] = deque()  # not empty once nobody is left who could close
+        self._ownerless: deque[object] = deque()  # not empty once the owner was freed
 
     def start(self) -> None:
-        """Listen from now on, unless that is so."""
+        """Start listening, unless the thread was started already."""
         if self._thread is None:
             thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
             thread.start()
@@ -105,30 +105,30 @@ class IoThread:
 
     @property
     def is_started(self) -> bool:
-        """Whether it listens, or has until lately."""
+        """Whether the thread was started, and not joined yet."""
         return self._thread is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether it is another thread than this one, and may take the lock."""
+        """Whether the thread is not the calling one, and may still take the lock."""
         thread = self._thread
         is_other = thread is not None and thread is not threading.current_thread()
         return is_other and not self._is_over
 
     def join(self) -> None:
-        """Wait for its end, unless this is it, and forget it."""
+        """Wait for the thread's end, unless it is the calling thread, and forget it."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._thread = None
 
     def hurry(self) -> None:
-        """Have it look for replies now, rather than after a pause."""
+        """Make the thread look for replies now, without a pause."""
         if self._pause.locked():
             self._pause.release()
 
     def end_with(self, owner: object) -> None:
-        """Have it close the session within a heartbeat of the owner's death."""
+        """Have the thread close the session within a heartbeat of the owner's death."""
         self._owner = weakref.ref(owner, self._ownerless.append)
 
     def _listen(self) -> None:
@@ -151,7 +151,7 @@ class IoThread:
                     connection.changed.notify_all()
 
     def _serve(self) -> bool:
-        """Listen to the daemon there is; tell, once it has ended, whether another may follow."""
+        """Listen until the daemon has ended; return whether another daemon may follow."""
         connection = self._connection
         wakeup = connection.wakeup
         assert wakeup is not None, "close drops it after this thread has ended"
@@ -177,7 +177,7 @@ class IoThread:
         return connection.phase is Phase.RESUMING
 
     def _resume(self) -> bool:
-        """Have another daemon go on with the session; False where none does: then it is lost."""
+        """Resume the session with another daemon; return False if none does: then it is lost."""
         connection, ended = self._connection, time.monotonic()
         try:
             found = resumed(

@@ -1,8 +1,8 @@
-"""Offloads what steps keep on a device, when that has no memory left.
+"""Offloads kept tensors of a device whose memory has run out.
 
-A kept tensor is what autograd holds for one that the plan keeps, written in Python or compiled. It
-is moved only if it is an alias of an operation's result that nobody else holds by now. The backward
-pass finds it as it finds any that was offloaded.
+A kept tensor is autograd's object for a tensor that the plan keeps; it is written in Python or in
+C++. It is moved only if it is an alias of an operation's result and nobody else holds the result
+any more. The backward pass finds it as it finds any offloaded tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Kept", "kept_bytes", "note", "offload_kept"]
 
 LEAST_BYTES: Final = 1 << 20
-"""What is smaller is kept: moving it would free little."""
+"""Smaller tensors are kept: moving them would free little."""
 
 CODEC: Final = "ancf"
 
@@ -34,49 +34,49 @@ _use_count = torch._C._storage_Use_Count
 
 
 class Kept(Protocol):
-    """What autograd holds for a tensor that is kept."""
+    """Autograd's object for a tensor that is kept."""
 
     @property
     def is_alias(self) -> bool:
-        """Whether the token is not the tensor itself."""
+        """Whether the token is an alias and not the tensor itself."""
         ...
 
     @property
     def token(self) -> torch.Tensor | None:
-        """What keeps the memory."""
+        """The tensor that keeps the memory alive."""
         ...
 
     def move(self, moved: Handle, /) -> None:
-        """Let the tensor go, of which `moved` has the bytes."""
+        """Give up the tensor's memory; `moved` has its bytes."""
         ...
 
 
 _NOTED: Final[Living[Kept]] = Living()
-"""Those written in Python; compiled code knows its own."""
+"""The kept tensors of Python; compiled code knows its own."""
 
 
 def note(kept: Kept, nbytes: int) -> None:
-    """Know a kept tensor for as long as it lives, if it may be moved."""
+    """Remember a kept tensor weakly if it may be moved."""
     if nbytes >= LEAST_BYTES and kept.is_alias:
         _NOTED.add(kept)
 
 
 def kept_bytes(device: torch.device) -> int:
-    """Return how much of what is kept on a device could be moved, if nobody else holds it."""
+    """Return how many kept bytes of a device could be moved if nobody else held them."""
     return sum(map(_nbytes, _storages(device).values()))
 
 
 def offload_kept(session: Session) -> int:
-    """Offload what is kept on a session's device and nobody else holds; return how many bytes.
+    """Offload the session's kept tensors that nobody else holds; return the number of bytes.
 
     Raises:
-        DaemonLost: the daemon is gone. What has not been moved is kept.
+        DaemonLost: the daemon is gone. Tensors not moved yet are kept.
     """
     device = session.device
     if device.type == "cuda":
         if is_capturing(device):
             return 0
-        torch.cuda.synchronize(device)  # whichever stream has computed them
+        torch.cuda.synchronize(device)  # any stream may have computed them
     step, stats = Step(OrderHistory()), StatsRecorder()
     moved = sum(_move(group, session, step, stats) for group in _storages(device).values())
     session.send_unshared()
@@ -91,12 +91,12 @@ def _living() -> Iterator[Kept]:
 
 
 def _storages(device: torch.device) -> dict[int, list[Kept]]:
-    """Return what is kept on a device, by storage."""
+    """Return the kept tensors of a device, by storage."""
     found: dict[int, list[Kept]] = {}
     for kept in _living():
         token = kept.token if kept.is_alias else None
         if type(token) is not torch.Tensor:
-            continue  # the storage of what wraps another tensor has no memory
+            continue  # a tensor that wraps another one has a storage without memory
         if token.device != device or token.layout is not torch.strided:
             continue
         storage = token.untyped_storage()
@@ -111,10 +111,10 @@ def _nbytes(group: list[Kept]) -> int:
 
 
 def _move(group: list[Kept], session: Session, step: Step, stats: StatsRecorder) -> int:
-    """Move what is kept of one storage, if nobody else holds that; return its bytes."""
+    """Move the kept tensors of one storage if nobody else holds it; return the storage's bytes."""
     tokens = [token for kept in group if (token := kept.token) is not None]
     if len(tokens) < len(group):
-        return 0  # another thread is at it
+        return 0  # another thread is moving them
     storage = tokens[0].untyped_storage()
     if _use_count(storage._cdata) != len(tokens) + 1:
         return 0

@@ -1,7 +1,7 @@
-"""The lifeline: a stream connection to the daemon whose end is the end of the session.
+"""The lifeline: a stream connection to the daemon; its end is the end of the session.
 
-The daemon learns from it that a client has died. So one process alone may hold the client's end: a
-forked child closes its copy at once, because an open one would hide its parent's death.
+The daemon learns from its end that a client has died. So only one process may hold the client's
+end. A forked child closes its copy at once, because an open copy would hide the parent's death.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from stormd.protocol.limits import PIECE_NUMBER_BYTES
 __all__ = ["MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
 
 MAX_DESCRIPTORS = 8
-"""More than any lane shares; received in one message."""
+"""More than any lane shares; all arrive in one message."""
 
 
 class NoAnswer(DaemonUnavailable):
-    """Somebody listens and has not answered: a daemon that starts, or has just been killed."""
+    """Somebody listens but has not answered: a daemon that is starting, or was just killed."""
 
 
 class Gone(NoAnswer):
-    """There was a daemon, which has ended before it answered."""
+    """The daemon ended before it answered."""
 
 
 class Lifeline:
-    """A connected lifeline. Readable, in the sense of poll, means that the daemon is gone."""
+    """A connected lifeline. It becomes readable, as poll reports it, when the daemon is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Own `connection`."""
+        """Take ownership of `connection`."""
         self._socket = connection
         self._path = ""
         self.inherited = False
@@ -47,28 +47,28 @@ class Lifeline:
     def attach(
         cls, path: str, token: bytes, timeout: float, shared: Sequence[int] = ()
     ) -> tuple[Lifeline, list[int]]:
-        """Connect to `path` with the session's `token`; return it and the descriptors sent.
+        """Connect to `path` with the session's `token`; return the lifeline and the descriptors.
 
-        The descriptors are the caller's to close. `shared` are those that an earlier daemon sent,
-        for one that goes on with the session. The token, which opens the session, is said to no
-        process but one of those users whose daemons are spoken to.
+        The caller closes the descriptors that the daemon has sent. `shared` are the descriptors
+        that an earlier daemon sent, for a daemon that resumes the session. The token opens the
+        session, so it is sent only to processes of trusted users.
 
         Raises:
-            NoAnswer: nobody answered within `timeout` seconds, or refused the token.
-            DaemonUnavailable: who listens there is not to be told it.
+            NoAnswer: nobody answered within `timeout` seconds, or the daemon refused the token.
+            DaemonUnavailable: the listening process is not trusted with the token.
         """
         lifeline = cls.connect(path, timeout)
         return lifeline, lifeline.open(token, timeout, shared)
 
     @classmethod
     def connect(cls, path: str, timeout: float) -> Lifeline:
-        """Connect to `path`; it is readable, in the sense of poll, once the daemon there is gone.
+        """Connect to `path`; the lifeline becomes readable once the daemon there is gone.
 
         Raises:
             NoAnswer, DaemonUnavailable: as `attach`.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        lifeline = cls(connection)  # now, for a thread may fork before the daemon has answered
+        lifeline = cls(connection)  # before the daemon answers, because a thread may fork
         lifeline._path = path
         with lifeline._failing(timeout):
             connection.settimeout(timeout)
@@ -77,7 +77,7 @@ class Lifeline:
         return lifeline
 
     def open(self, token: bytes, timeout: float, shared: Sequence[int] = ()) -> list[int]:
-        """Open the session of `token`; return the descriptors sent. Closed where it fails.
+        """Open the session of `token`; return the descriptors sent. A failure closes the lifeline.
 
         Raises:
             NoAnswer: as `attach`.
@@ -92,9 +92,9 @@ class Lifeline:
         return descriptors
 
     def hand_over(self, number: int, descriptor: int) -> bool:
-        """Send the descriptor of the piece of that number; False where it cannot leave now.
+        """Send the descriptor of piece `number`; return False if it cannot be sent now.
 
-        As where the daemon has read too little, or is gone. The descriptor stays the caller's.
+        The daemon may have read too little, or be gone. The caller still owns the descriptor.
         """
         try:
             said = number.to_bytes(PIECE_NUMBER_BYTES, "little")
@@ -105,7 +105,7 @@ class Lifeline:
 
     @contextmanager
     def _failing(self, timeout: float) -> Iterator[None]:
-        """Close it where what is done fails, and say so in our words."""
+        """Close the lifeline if the body fails, and raise an error with our message."""
         try:
             yield
         except DaemonUnavailable:
@@ -124,17 +124,17 @@ class Lifeline:
 
     @property
     def ended(self) -> bool:
-        """Whether the daemon is gone; must not be asked of a closed lifeline."""
+        """Whether the daemon is gone; do not ask after `close`."""
         return self.ends_within(0.0)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the daemon's end; tell whether it has come."""
+        """Wait for the daemon's end; return whether it has come."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
 
     def close(self) -> None:
-        """End the session as far as the daemon is concerned. Calling it twice is fine."""
+        """End the session from the daemon's point of view. A second call has no effect."""
         self._socket.close()
 
 
@@ -145,7 +145,7 @@ def _check_peer(connection: socket.socket, path: str) -> None:
 
 
 _LIFELINES: Living[Lifeline] = Living()
-"""For the fork handler alone: the lifelines of this process."""
+"""The lifelines of this process, only for the fork handler."""
 
 
 def _close_in_child() -> None:

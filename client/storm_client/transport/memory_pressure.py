@@ -1,13 +1,13 @@
-"""Makes room on a device whose memory has run out, so that an allocation of a step may not fail.
+"""Makes room on a device whose memory has run out, so that a step's allocation does not fail.
 
-Compiled code tries a failed allocation again (`native/allocations.cpp`) for as long as room is made
-here, in stages that cost ever more. What cannot be helped is PyTorch's own error, with a line that
-says what held the memory.
+Compiled code repeats a failed allocation (`native/allocations.cpp`) as long as room is made here,
+in stages of increasing cost. If nothing helps, the script gets PyTorch's own error, with a line
+that says what held the memory.
 
-Where there is no compiled code, PyTorch's observer hears of the error alone: the allocation fails,
-but mappings that keep freed memory alive are undone before the script is told. PyTorch calls an
-observer for as long as the process lives and takes none back, so there is one for all sessions,
-which it knows weakly.
+Without compiled code only PyTorch's observer learns of the failure. The allocation fails, but
+mappings that keep freed memory alive are undone before the script gets the error. PyTorch keeps an
+observer for the life of the process. So there is one observer for all sessions, which it knows
+weakly.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 
 class _Owner(Protocol):
-    """What uses a device's memory for transfers."""
+    """Uses a device's memory for transfers."""
 
     @property
     def device(self) -> torch.device: ...
 
     def give_back_memory(self) -> None:
-        """Have mappings of freed memory undone."""
+        """Have the daemon unmap freed memory."""
         ...
 
     def make_room(self) -> None:
-        """Let go of what the step can do without for now."""
+        """Free all memory that the step does not need for now."""
         ...
 
     def offload_kept(self) -> int:
-        """Offload what steps keep, where nobody else holds it; return how many bytes."""
+        """Offload kept tensors that nobody else holds; return the number of bytes."""
         ...
 
 
@@ -69,16 +69,16 @@ def watch(owner: _Owner) -> None:
 
 
 class MayFail:
-    """A context in which no room is made for what the thread allocates: it can do without."""
+    """A context for allocations that may fail: no room is made for them."""
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        """Make none from now on."""
+        """Make no room from now on."""
         self._before, _thread.may_fail = _thread.may_fail, True
 
     def __exit__(self, *error: object) -> None:
-        """Do as before."""
+        """Restore the state before."""
         _thread.may_fail = self._before
 
 
@@ -88,12 +88,12 @@ def _observe() -> None:
     try:
         attach(_give_back)
     except RuntimeError as error:
-        # The cudaMallocAsync backend has none. Its memory is never mapped by the daemon either.
+        # The cudaMallocAsync backend has no observer, and the daemon never maps its memory.
         log.info("nothing is given back when memory runs out: %s", error)
 
 
 def retry_allocations() -> None:
-    """Have compiled code try failed allocations again, once there is any."""
+    """Have compiled code repeat failed allocations, once it is built."""
     module = native.module()
     if module is not None:
         _retry(module)
@@ -120,7 +120,7 @@ def _owners(ordinal: int) -> list[_Owner]:
 
 
 def _relieve(nbytes: int, attempt: int) -> bool | str:
-    """Make room for an allocation that has failed; return whether to try again, or what to say."""
+    """Make room for a failed allocation; return whether to try again, or the message to show."""
     if _thread.may_fail:
         return False
     device = torch.device("cuda", torch.cuda.current_device())
@@ -128,11 +128,11 @@ def _relieve(nbytes: int, attempt: int) -> bool | str:
 
 
 def relieve(device: torch.device, nbytes: int, attempt: int) -> bool | str:
-    """Make room on a device, by a costlier way with each attempt; or say what held its memory.
+    """Make room on a device, in a costlier way with each attempt, or return what held its memory.
 
     Args:
         device: with its index.
-        nbytes: what could not be allocated.
+        nbytes: the size of the failed allocation.
         attempt: how many times room was made for it already.
     """
     owners = _owners(device.index)
@@ -153,7 +153,7 @@ def relieve(device: torch.device, nbytes: int, attempt: int) -> bool | str:
 
 
 def _line(device: torch.device, nbytes: int) -> str:
-    """Say what holds a device's memory when all that may leave has left."""
+    """Return a line about what holds a device's memory after all possible offloads."""
     free, total = torch.cuda.mem_get_info(device)
     others = max(0, total - free - torch.cuda.memory_reserved(device))
     kept, used = kept_bytes(device), torch.cuda.memory_allocated(device)

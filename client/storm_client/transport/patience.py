@@ -1,4 +1,4 @@
-"""How long a thread waits for a daemon that it has asked for bytes."""
+"""How long a thread waits for the daemon's answers to its requests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from storm_client.transport.transfers import Transfers
 __all__ = ["LONGEST_SECONDS", "STALL_SECONDS", "Patience"]
 
 STALL_SECONDS = 60.0
-"""How long a restore is waited for while the daemon answers nothing; disks are not in the way."""
+"""How long a restore is waited for while the daemon answers nothing."""
 
 LONGEST_SECONDS = 600.0
-"""The same while it answers others: many processes may share a device by time slices."""
+"""The same while the daemon answers others: many processes may share a device by time slices."""
 
 
 class Patience:
-    """With a daemon that is asked for something: ends once it has answered nothing for long."""
+    """A thread's wait for a daemon: it ends when the daemon has not answered for a long time."""
 
     def __init__(self, connection: Connection, transfers: Transfers) -> None:
-        """Begin now; the session's lock is held, here and in `wait`."""
+        """Start now; the session's lock is held here and in `wait`."""
         self._connection = connection
         self._transfers = transfers
         self._answered = transfers.answered
@@ -28,7 +28,7 @@ class Patience:
         self._deadline, self._last = now + STALL_SECONDS, now + LONGEST_SECONDS
 
     def wait(self) -> bool:
-        """Wait until something may have come; False at the end of patience.
+        """Wait until an answer may have come; return False at the end of patience.
 
         Raises:
             DaemonLost, UsageError: as Connection.wait.

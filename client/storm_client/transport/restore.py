@@ -1,12 +1,13 @@
-"""Brings stored ranges back: on demand, and ahead of it.
+"""Restores stored ranges, on demand and ahead of it.
 
-They come through the staging area, where what was prefetched waits and gives way to anything
-that is needed now; or into memory of their own that the daemon has mapped. Where that is so, memory
-that it may still write to is kept, whoever has lost interest in it, until it has answered for every
-chunk; and what is prefetched stays within the device window.
+Ranges are restored into the staging area, where prefetched chunks are given up for anything that is
+needed now, or into memory of their own that the daemon has mapped. Memory that the daemon may still
+write to is kept, even if nobody wants it any more, until the daemon has answered for every chunk.
+Prefetched memory stays within the device window.
 
-A thread that fetches through the staging area copies each chunk out as it comes, and waits for one
-with no slot that it could give up, so a range of any size passes through an area of two chunks.
+A thread that restores through the staging area copies each chunk out when it arrives. While it
+waits for a chunk, it holds no slot that it could give up. So a range of any size passes through a
+staging area of two chunks.
 """
 
 from __future__ import annotations
@@ -32,40 +33,41 @@ from storm_client.transport.transfers import REFILL_SHARE, Transfers
 __all__ = ["Inbound"]
 
 TOGETHER_BYTES = 64 << 20
-"""Of records prefetched: so many share an event on the stream and a frame to the daemon."""
+"""Prefetched records up to this size share one event on the stream and one frame."""
 
 LAST_WRITES_SECONDS = 0.5
-"""How long the memory of restores that a dead daemon left in flight is not given back: nothing
-tells when the device has ended a dead process's kernels, which takes milliseconds."""
+"""How long memory is kept whose restores a dead daemon left in flight. Nothing tells when the
+device has ended a dead process's kernels, which takes milliseconds."""
 
 _Placed = tuple[StoredRange, torch.UntypedStorage, Mapped]
 
 
 class Inbound:
-    """Of one session, for any thread; methods marked "locked" are called with its lock held."""
+    """The restores of one session, for any thread; "locked" methods need its lock held."""
 
     def __init__(self, connection: Connection, lane: Lane, transfers: Transfers) -> None:
-        """Ask over `connection` for what `transfers` decide; `lane` is attached."""
+        """Request over `connection` as `transfers` decide; `lane` is attached."""
         self._connection = connection
         self._lane = lane
         self._transfers = transfers
         self._in_place = lane.in_place
-        self._is_mapped = False  # whether the daemon could map the memory that was allocated last
-        self._allowed = transfers.window.limit  # bytes that may be taken early, as last measured
+        self._is_mapped = False  # whether the daemon could map the latest allocation
+        self._allowed = transfers.window.limit  # bytes that may be prefetched, at the last look
         self._confirmation = Confirmation(self.confirm)
         self._seen_answers, self._answered_at = 0, time.monotonic()
 
     def fetch(self, use: Use, *, may_hand_out: bool = False) -> torch.UntypedStorage:
-        """Return the bytes of a use's record in new memory, and begin to fetch what is next.
+        """Return the bytes of a use's record in new memory, and begin to prefetch the next records.
 
-        Where it `may_hand_out` memory before the bytes are there, the thread's stream waits for
-        them, and the backward pass ends with `confirm`.
+        With `may_hand_out` the memory may be returned before the bytes are there. Then the thread's
+        stream waits for them, and the backward pass ends with `confirm`.
 
-        This thread has made the record RETURNING; behind this it is not, whatever happens.
+        This thread has set the record's phase to RETURNING; afterwards the phase is another one in
+        any case.
 
         Raises:
-            CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
-            DaemonLost: it is gone.
+            CorruptBlob, ActivationLost: the daemon cannot restore the bytes.
+            DaemonLost: the daemon is gone.
             UsageError: a CUDA graph is being captured.
         """
         record, connection = use.record, self._connection
@@ -88,9 +90,9 @@ class Inbound:
     def bring(
         self, key: int, parts: list[Part], nbytes: int, uses: UpcomingUses | None = None
     ) -> torch.UntypedStorage:
-        """Return `nbytes` in new memory: `parts`, by way of the staging area.
+        """Restore `parts` through the staging area, and return them in new memory of `nbytes`.
 
-        As slots come free they are used to fetch what is used next.
+        Slots that become free are used to prefetch the records that are used next.
 
         Raises:
             CorruptBlob, ActivationLost, DaemonLost, UsageError: as `fetch`.
@@ -127,7 +129,7 @@ class Inbound:
         return destination
 
     def look_ahead(self, uses: UpcomingUses) -> None:
-        """Begin to fetch what is used next, in this order, as far as there is room."""
+        """Begin to prefetch the records used next, in this order, as far as there is room."""
         if not uses.is_due:
             return
         try:
@@ -135,10 +137,10 @@ class Inbound:
             if not is_done and self._transfers.looks_ahead:
                 self._look_ahead_staged(uses, uses.unseen())
         except DaemonLost:
-            pass  # who needs it is told
+            pass  # a thread that needs the record gets the error
 
     def close(self) -> None:
-        """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
+        """Drop all memory; first wait for a dead daemon's last writes to it."""
         with self._connection.lock:
             is_written = self._transfers.writes_to_memory()
         if is_written:
@@ -147,7 +149,7 @@ class Inbound:
             self._transfers.end()
 
     def _refuse_in_capture(self, nbytes: int) -> None:
-        """Raise where this thread's work is captured: a replay would not bring the bytes again."""
+        """Raise if this thread's work is captured: a graph's replay would not restore the bytes."""
         if self._lane.is_capturing():
             raise UsageError(
                 f"the {nbytes} bytes of a tensor that was stored before a CUDA graph is captured "
@@ -158,7 +160,7 @@ class Inbound:
     def _look_ahead_staged(
         self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]
     ) -> None:
-        """Request what is used next, the `upcoming`, through the staging area."""
+        """Request the next records, `upcoming`, into the staging area."""
         with self._connection.lock, suppress(DaemonLost):
             self._stage_ahead(uses, upcoming)
             if self._connection.outbox:
@@ -167,7 +169,7 @@ class Inbound:
     # --- through the staging area, with the lock held ---------------------------------------
 
     def _go_on(self, incoming: Incoming, index: int, uses: UpcomingUses | None) -> None:
-        """Use the slot of the chunk before `index`, which has been copied, for what comes next."""
+        """Reuse the slot of the chunk before `index`, which has been copied out."""
         transfers, left = self._transfers, len(incoming.parts) - index
         transfers.take(incoming, index - 1)
         self._connection.notify()
@@ -179,9 +181,9 @@ class Inbound:
             self._connection.flush()
 
     def _stage_ahead(self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]) -> None:
-        """Request what is used next, the `upcoming`, as far as there is room."""
+        """Request the next records, `upcoming`, as far as there is room."""
         if self._is_mapped:
-            return  # what can come in place does, and the rest is fetched when it is needed
+            return  # records are prefetched in place if possible; others are restored when needed
         seen = 0
         for record in upcoming:
             if record is not None and record.is_wanted and not self._begin_staged(record):
@@ -191,7 +193,7 @@ class Inbound:
             uses.saw(seen)
 
     def _begin_staged(self, record: StoredRange) -> bool:
-        """Request a record's chunks; False where there is no room for all of them."""
+        """Request a record's chunks; return False if there is no room for all of them."""
         incoming = self._transfers.expect(record.key, record.parts)
         if incoming.storage is not None or len(incoming.transfers) == len(incoming.parts):
             return True
@@ -199,11 +201,11 @@ class Inbound:
             return self._transfers.request_ahead(incoming, 0, self._lane.publish())
 
     def _requested(self, incoming: Incoming, index: int) -> Transfer:
-        """Return a chunk's transfer, waiting until there is room to request it."""
+        """Return a chunk's transfer; wait until there is room to request it."""
         transfers = self._transfers
-        transfers.take(incoming, index)  # where giving it up was interrupted
+        transfers.take(incoming, index)  # in case an interrupt came while it was given up
         while True:
-            self._connection.flush()  # before others' room is taken
+            self._connection.flush()  # send requests before room is taken from others
             transfer = transfers.require(incoming, index, self._lane.publish())
             if transfer is not None:
                 return transfer
@@ -226,7 +228,7 @@ class Inbound:
             raise transfer.error
 
     def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
-        """Return the error of a thread that waits in vain; streams that wait are released."""
+        """Release waiting streams, and return the error for a thread whose wait timed out."""
         self._release(self._transfers.handed_out.fail_all(_unanswered()))
         return ActivationLost(
             f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
@@ -239,7 +241,7 @@ class Inbound:
     def _fetch_in_place(
         self, record: StoredRange, uses: UpcomingUses, *, may_hand_out: bool
     ) -> torch.UntypedStorage | None:
-        """Return the record's bytes; None where they must take the staging area."""
+        """Return the record's bytes; None if they must pass through the staging area."""
         self._refuse_in_capture(record.nbytes)
         incoming = self._begin(record)
         self.look_ahead(uses)
@@ -249,7 +251,7 @@ class Inbound:
         return self._finish(incoming) if storage is None else storage
 
     def _begin(self, record: StoredRange) -> Incoming | None:
-        """Have a record fetched now; None where its bytes must take the staging area."""
+        """Begin to restore a record into its own memory; None if the staging area is needed."""
         transfers, key = self._transfers, record.key
         if key not in transfers.incoming:
             self._open([record], is_demanded=True)
@@ -261,10 +263,11 @@ class Inbound:
             return incoming
 
     def _handed_out(self, incoming: Incoming) -> torch.UntypedStorage | None:
-        """Return a record's memory before the bytes are there: this thread's stream waits for them.
+        """Return a record's memory before the bytes are there; this thread's stream waits for them.
 
-        None where the host has to wait instead: outside of a backward pass, which ends with a look
-        at what the daemon has answered, and where something else could act on gradients before.
+        Return None if the host has to wait instead: if the device has no cheap waits, outside of a
+        backward pass (which ends with a check of the daemon's answers), if there are too few
+        counters for the chunks, or if too many bytes remain handed out.
         """
         in_place, transfers = self._in_place, self._transfers
         assert in_place is not None
@@ -286,7 +289,7 @@ class Inbound:
         return storage
 
     def use(self, storage: torch.UntypedStorage) -> None:
-        """Order this thread's later work behind all that fills a storage that was handed out."""
+        """Order this thread's later work after all writes to a storage that was handed out."""
         transfers = self._transfers
         if transfers.handed_out:
             with self._connection.lock:
@@ -296,11 +299,11 @@ class Inbound:
         self._lane.use(storage)
 
     def confirm(self, user: int) -> None:
-        """Wait until the daemon has answered for all that a backward pass has used.
+        """Wait until the daemon has answered for all memory that a backward pass has used.
 
         Raises:
-            CorruptBlob, ActivationLost: it could not restore something that was in use.
-            DaemonLost: it is gone.
+            CorruptBlob, ActivationLost: the daemon could not restore memory that was in use.
+            DaemonLost: the daemon is gone.
         """
         transfers = self._transfers
         with self._connection.lock:
@@ -315,7 +318,7 @@ class Inbound:
             raise failed.error
 
     def end_stalled(self) -> None:
-        """Release streams that wait for a daemon that has answered nothing for long (locked)."""
+        """Release streams that wait for a daemon which has not answered for long (locked)."""
         transfers, now = self._transfers, time.monotonic()
         if not transfers.handed_out or transfers.answered != self._seen_answers:
             self._seen_answers, self._answered_at = transfers.answered, now
@@ -328,7 +331,7 @@ class Inbound:
                 self._in_place.release(ticket)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> bool:
-        """Return True as soon as it is so; False where the daemon answers nothing (locked)."""
+        """Wait until `is_so()`; return False if the daemon stops answering before (locked)."""
         if is_so():
             return True
         patience = Patience(self._connection, self._transfers)
@@ -338,7 +341,7 @@ class Inbound:
         return False
 
     def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
-        """Return the bytes once all chunks are there; nothing is handed out before."""
+        """Return the bytes once all chunks have arrived; nothing is handed out earlier."""
         with self._connection.lock:
             try:
                 for index in range(len(incoming.parts)):
@@ -346,11 +349,11 @@ class Inbound:
             finally:
                 self._transfers.forget(incoming.key)
         assert incoming.storage is not None
-        self._lane.use(incoming.storage)  # which may have been allocated on another stream
+        self._lane.use(incoming.storage)  # it may have been allocated on another stream
         return incoming.storage
 
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
-        """Request what is used next; False where the rest has to take the staging area."""
+        """Request the next records; return False if the rest needs the staging area."""
         with self._connection.lock:
             taken = self._taken_bytes()
             if taken > self._allowed * REFILL_SHARE:
@@ -365,7 +368,7 @@ class Inbound:
         return True
 
     def _open(self, records: list[StoredRange], *, is_demanded: bool) -> bool:
-        """Allocate records' memory and request their chunks; False where the daemon cannot."""
+        """Allocate records' memory and request their chunks; False if the daemon cannot map it."""
         storages = [self._allocate(record.nbytes, is_demanded=is_demanded) for record in records]
         with self._connection.lock:
             placed, can_all = self._placed(records, storages)
@@ -375,7 +378,7 @@ class Inbound:
 
     def _request_placed(self, placed: list[_Placed], *, is_demanded: bool) -> None:
         assert self._in_place is not None
-        sequence = self._in_place.produced(1)[0]  # behind whoever had the memory before
+        sequence = self._in_place.produced(1)[0]  # after all work that used the memory before
         try:
             for record, storage, place in placed:
                 incoming = self._transfers.expect_into(
@@ -386,19 +389,19 @@ class Inbound:
                     self._transfers.restore(incoming, index, route, sequence)
             self._connection.flush()
         except BaseException:
-            for record, _, _ in placed:  # nobody may wait for what has not all been asked for
+            for record, _, _ in placed:  # nobody may wait for a restore that is only half requested
                 self._transfers.forget(record.key)
             raise
 
     def _placed(
         self, records: list[StoredRange], storages: list[torch.UntypedStorage | None]
     ) -> tuple[list[_Placed], bool]:
-        """Return where the daemon can write each record; False with it if it cannot write all."""
+        """Return where the daemon can write each record, and whether it can map all of them."""
         assert self._in_place is not None
         placed: list[_Placed] = []
         for record, storage in zip(records, storages, strict=True):
             if storage is None or record.key in self._transfers.incoming:
-                continue  # no memory for what nobody waits for; or another thread has begun it
+                continue  # no memory to prefetch into, or another thread has begun the restore
             place = self._in_place.find(storage.data_ptr(), record.nbytes)
             tell(self._connection, self._in_place.segments)
             self._is_mapped = place is not None
@@ -408,13 +411,13 @@ class Inbound:
         return placed, True
 
     def _allocate(self, nbytes: int, *, is_demanded: bool) -> torch.UntypedStorage | None:
-        """Return memory; None where there is none for what nobody waits for."""
+        """Return memory; None if there is none to prefetch into."""
         try:
             if is_demanded:
                 return self._lane.allocate(nbytes)
             with MayFail():
                 return self._lane.allocate(nbytes)
-        except torch.OutOfMemoryError:  # the observer has had what was prefetched given up
+        except torch.OutOfMemoryError:  # the observer has already given up prefetched memory
             if not is_demanded:
                 return None
         with self._connection.lock:
@@ -426,13 +429,13 @@ class Inbound:
     def _chosen(
         self, upcoming: Iterable[StoredRange | None], taken: int
     ) -> tuple[list[StoredRange], int]:
-        """Return the next records to fetch, as many as there is room for, and how far that was.
+        """Return the next records to prefetch while there is room, and how many were looked at.
 
-        Measuring the room beside what is `taken` costs as much as all the rest of a hook, so it is
-        done where it counts.
+        Measuring the room beside the `taken` bytes costs as much as all the rest of a hook. So the
+        room is measured only once a record is wanted.
         """
         incoming = self._transfers.incoming
-        chosen: dict[int, StoredRange] = {}  # each once, however many handles it has
+        chosen: dict[int, StoredRange] = {}  # each record once, whatever its number of handles
         room: int | None = None
         count = 0
         for count, record in enumerate(upcoming, 1):
@@ -449,14 +452,14 @@ class Inbound:
         return list(chosen.values()), count
 
     def _room(self) -> int:
-        """Return how much may be fetched early now."""
+        """Return how many bytes may be prefetched now."""
         assert self._in_place is not None
         transfers = self._transfers
         self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held.nbytes)
         return self._allowed
 
     def _taken_bytes(self) -> int:
-        """Return how much lies here that the daemon has not written, or that nobody has used."""
+        """Return the bytes of memory that is not written yet, or that nobody has used yet."""
         return self._transfers.early_bytes + self._transfers.handed_out.nbytes
 
 
@@ -469,7 +472,7 @@ def _unanswered() -> ActivationLost:
 
 
 def _together(records: list[StoredRange]) -> list[list[StoredRange]]:
-    """Return the records in groups: what one costs is mostly the same for however many."""
+    """Return the records in groups: a request costs about the same for one and for several."""
     groups: list[list[StoredRange]] = []
     room = 0
     for record in records:

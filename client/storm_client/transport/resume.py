@@ -1,10 +1,9 @@
-"""Goes on with a session whose daemon has ended, with the daemon that follows it.
+"""Resumes a session whose daemon has ended, with the next daemon.
 
-What the session has stored outlives its daemon where Welcome said so: in memory that somebody else
-keeps, with the sockets at the address, so that a connection waits until a daemon takes it. Where
-nobody keeps them nobody listens, which is known at once. Here is the way to a channel on which the
-session can go on; nothing of the session has changed until then, and an attempt that fails leaves
-nothing.
+If Welcome said so, stored data outlives its daemon. Another process keeps it in memory, and keeps
+the sockets at the address open, so that a connection waits until a daemon accepts it. Without that
+process nobody listens, which is known at once. This module opens a channel on which the session can
+continue. Until then nothing of the session changes, and a failed attempt leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -40,28 +39,28 @@ from stormd.protocol import (
 __all__ = ["Resumed", "resumed"]
 
 ATTEMPT_SECONDS: Final = 5.0
-"""For each answer: one that a daemon has taken before it was killed may never come."""
+"""For each answer: a daemon may have been killed after it took the request."""
 
 PAUSE_SECONDS: Final = 0.02
-"""Between two attempts, each of which failed at once."""
+"""Between two attempts, if the first failed at once."""
 
 LOOK_MILLISECONDS: Final = 100
-"""Between two looks whether there is still somebody who wants the session."""
+"""Between two checks whether the session is still wanted."""
 
 Descriptor: TypeAlias = Callable[[int], int | None]
-"""Returns the descriptor of a piece by its number, for the caller to close; None for none."""
+"""Returns the descriptor of a piece by its number, or None; the caller closes the descriptor."""
 
 _ENDED: Final = "the daemon that was to go on with the session ended, or takes too long"
 
 
 class Resumed(NamedTuple):
-    """A channel on which a session goes on, with what the daemon has of it."""
+    """A channel on which a session continues, with the daemon's state of the session."""
 
     channel: Channel
     entries: frozenset[int]
-    """That the daemon holds, or has promised room for."""
+    """The entries that the daemon holds, or has promised room for."""
     mapped: frozenset[int]
-    """The segments of those that were offered that it has mapped."""
+    """The offered segments that the daemon has mapped."""
 
 
 def resumed(
@@ -73,15 +72,16 @@ def resumed(
     descriptor: Descriptor,
     is_over: Callable[[], bool],
 ) -> Resumed | None:
-    """Return the channel on which the session of `welcome` goes on, once there is a daemon.
+    """Return the channel on which the session of `welcome` continues, once a daemon accepts it.
 
-    One is waited for as long as Welcome said, and where one comes and ends once more, for as long
-    again. `offers` returns what is to be mapped again, and `descriptor` that of a piece. None where
-    `is_over` says that nobody wants the session any more, which is asked from time to time.
+    A daemon is waited for as long as Welcome said; if one comes and ends again, for as long again.
+    `offers` returns the segments to be mapped again, and `descriptor` a piece's descriptor. Return
+    None if `is_over`, which is called from time to time, says that nobody wants the session any
+    more.
 
     Raises:
-        DaemonUnavailable: nobody listens there any more or has answered in time; or who does has
-            no such session.
+        DaemonUnavailable: nobody listens there any more or has answered in time, or the daemon does
+            not know the session.
         ProtocolMismatch: the daemon speaks another version.
     """
     deadline = time.monotonic() + welcome.resume_seconds
@@ -105,7 +105,7 @@ def _agreed(
     descriptor: Descriptor,
     is_over: Callable[[], bool],
 ) -> Resumed:
-    """Have segments mapped, and learn what entries there are; the channel is closed on an error."""
+    """Have the offers mapped, and get the list of entries; close the channel on an error."""
     try:
         return _asked(channel, offers, descriptor, _Asking(channel, is_over))
     except BaseException:
@@ -138,7 +138,7 @@ def _asked(
 
 
 def _handed_over(channel: Channel, number: int, descriptor: Descriptor) -> bool:
-    """Send the descriptor of a piece; False where it is gone, or the daemon."""
+    """Send the descriptor of a piece; return False if the piece or the daemon is gone."""
     found = descriptor(number)
     if found is None:
         return False
@@ -153,7 +153,7 @@ def _said(answer: Message) -> str:
 
 
 class _Asking:
-    """Asks on a channel that nobody else uses yet, one question after the other."""
+    """Asks questions one after the other, on a channel that nobody else uses yet."""
 
     def __init__(self, channel: Channel, is_over: Callable[[], bool]) -> None:
         self._channel = channel

@@ -1,10 +1,10 @@
 """One device's session: its connection, its lane, and the stored ranges that it holds.
 
-Hooks find, hold and load stored ranges here. A range is in the table of storages, and watched for
-its death, from before its first byte leaves; when it dies its entries are released, whoever dropped
-it, at the latest with the next heartbeat. No byte leaves before PyTorch could read no other in its
-place. How a range travels is `outbound`'s and `inbound`'s business, what has become of each chunk
-is known by `transfers`.
+Hooks find, hold and load stored ranges here. Before a range's first byte is sent, the range is in
+the table of storages and its death is watched. When a range is freed, its entries are released,
+whoever dropped it, with the next heartbeat at the latest. No byte is sent while PyTorch could still
+read a different one in its place. `outbound` and `inbound` move a range; `transfers` knows the
+state of each chunk.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from stormd.protocol import (
 __all__ = ["Session"]
 
 LOOK_BACK = 8
-"""Records looked at in each hook for whether somebody else holds them: what was saved last is what
-is let go first. All are looked at where a block begins and ends."""
+"""Records that each hook checks for whether somebody else still holds them; the tensors saved last
+are freed first. All records are checked where a block begins and ends."""
 
 RELEASE_BYTES = 1 << 20
-"""What hooks give up of dead records travels together up to this, or until the next heartbeat."""
+"""Hooks release dead records' entries in one message up to this size, or at a heartbeat."""
 
 DEATHS_TOGETHER = 4
-"""Dead records that a backward pass looks at together; fewer wait for a heartbeat. A use that died
-may have been what memory was kept for."""
+"""Dead records that a backward pass handles in one go; fewer wait for a heartbeat. Dead uses are
+handled at once, because restored memory may have been kept for them."""
 
 _ABOUT_SEGMENTS = (Mapped, Refused)
 
@@ -79,18 +79,18 @@ class Session(Listener):
         """Open a session for `lane` at `address` within `timeout` seconds.
 
         Raises:
-            StormError: as Connection, and what the lane raises; nothing stays open then.
+            StormError: as Connection, or from the lane; then nothing stays open.
         """
         self.lane = lane
         self.device = lane.device
         self.saved = SavedStorages()
         self._shared: dict[int, weakref.ref[StoredRange]] = {}
-        """Records that stay as long as somebody else holds their storage, the oldest first."""
+        """Records that are kept while somebody else holds their storage, the oldest first."""
         self._unreleased: list[int] = []
-        """Entries of dead records that the daemon has not been told of."""
+        """Entries of dead records that were not released yet."""
         self._unreleased_bytes = 0
         self._plan: PlanLearned | None = None
-        """What the daemon has been told of steps last."""
+        """The latest plan that the daemon was told of."""
         self._offered: set[int] = set()
         """The segments that another daemon was asked to map."""
         self.connection = Connection(address, lane.hello, timeout)
@@ -110,30 +110,30 @@ class Session(Listener):
         )
         self._in_place = lane.in_place
         self.has_in_place = self._in_place is not None
-        """Whether bytes may come back into memory of their own, which is what has to be spared."""
+        """Whether bytes may be restored into memory of their own, which must be used sparingly."""
         self._outbound = Outbound(self.connection, lane, self.transfers)
         self._inbound = Inbound(self.connection, lane, self.transfers)
         self.together_bytes = self._outbound.together_bytes
-        """What is smaller is best held and sent with others, up to so many bytes."""
+        """Smaller records are best held and sent together, up to this many bytes."""
         self.memory = DeviceMemory(self, self._outbound)
-        """What lets go of memory when the device has none left."""
+        """Frees memory when the device has none left."""
         self.connection.start(self)
         if self._in_place is not None or self.device.type == "cuda":
             watch(self.memory)
 
-    # --- what the hooks ask for -------------------------------------------------------------
+    # --- for the hooks ----------------------------------------------------------------------
 
     def find(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor | None
     ) -> StoredRange | None:
-        """Return the record that has the bytes of `tensor`, which lies in `storage`, or will.
+        """Return the record that has, or will have, the bytes of `tensor`, which lies in `storage`.
 
-        That is any record that still holds the storage. Of one that is sent while somebody else
-        holds it, too, it has to be shown that the bytes are those that are sent: never where the
-        tensor is gone.
+        A record that still holds the storage qualifies. If its bytes are sent while somebody else
+        holds the storage, too, the record's proof must show that the bytes are unchanged. Without a
+        tensor this cannot be shown.
 
         Raises:
-            DaemonLost: the daemon is gone, and what its records hold with it.
+            DaemonLost: the daemon is gone, and with it the bytes of its records.
         """
         if self.connection.error is not None:
             self.connection.check()
@@ -161,12 +161,13 @@ class Session(Listener):
         proof: SnapshotProof | None = None,
         ready: Ready | None = None,
     ) -> StoredRange:
-        """Return a new record of `storage`, which leaves when nobody else holds it; send others.
+        """Return a new record of `storage`, to be sent once nobody else holds it; send others now.
 
-        Where `ready` names what is published when its bytes are there, it leaves at once.
+        If `ready` names a number that is published once the bytes are computed, the record is sent
+        at once.
 
-        `soon` says that it will be needed at once; by `proof` it is found while somebody else
-        holds its storage, though it has left.
+        `soon` says that the record will be needed at once. `proof` allows finding the record after
+        its bytes were sent, while somebody else holds the storage.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -191,9 +192,9 @@ class Session(Listener):
         soon: bool = False,
         stream: Stream = None,
     ) -> StoredRange:
-        """Return a new record of what work on a stream has made, and watch it from now on.
+        """Return a new record of `storage`, which a stream's work fills, and watch its death.
 
-        It leaves by `send_results` if nobody else holds its storage, else it `stays_in_use`.
+        Send it with `send_results` if nobody else holds its storage; otherwise call `stays_in_use`.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -210,23 +211,23 @@ class Session(Listener):
         return record
 
     def stays_in_use(self, record: StoredRange, proof: SnapshotProof | None) -> None:
-        """Have a record stay until nobody else holds its storage: see `hold`, `send_unshared`."""
+        """Keep a record until nobody else holds its storage: see `hold` and `send_unshared`."""
         record.proof = proof
         self._shared[record.key] = weakref.ref(record)
         record.stats.stays_in_use(record.nbytes)
 
     def send_results(self, records: list[StoredRange]) -> None:
-        """Send records whose storages nobody else holds, and others that may leave by now.
+        """Send records whose storages nobody else holds, and others that may be sent by now.
 
         Raises:
-            DaemonLost: the daemon is gone. What it has not admitted stays.
+            DaemonLost: the daemon is gone. The client keeps all that the daemon has not admitted.
         """
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         self._store(records, None)
 
     def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
-        """Have the record of a storage, if there is one, leave by what `ready` names.
+        """Send the record of a storage, if there is one, once the bytes are ready as `ready` says.
 
         Attention saves its result before it returns it.
 
@@ -242,7 +243,7 @@ class Session(Listener):
             self.send(record)
 
     def publish_ready(self) -> int:
-        """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""
+        """Publish a number after the current stream's work so far; 0 if nobody would read it."""
         in_place = self._in_place
         if in_place is None or self.lane.is_capturing():
             return 0
@@ -252,10 +253,10 @@ class Session(Listener):
     def send_unshared(
         self, latest: int | None = None, but: Collection[StoredRange] = frozenset()
     ) -> None:
-        """Send the records that nobody else holds any more, of the `latest` or of all, `but` some.
+        """Send the records that nobody else holds: of the `latest` or of all, but not of `but`.
 
         Raises:
-            DaemonLost: the daemon is gone. What it has not admitted stays.
+            DaemonLost: the daemon is gone. The client keeps all that the daemon has not admitted.
         """
         if not self._shared:
             return
@@ -271,7 +272,7 @@ class Session(Listener):
             self._send_all(list(records), stream)
 
     def send(self, record: StoredRange) -> None:
-        """Send a record unless that was done, or it has been needed meanwhile.
+        """Send a record unless it was sent already or is kept.
 
         Raises:
             DaemonLost: the daemon is gone. The record keeps its storage.
@@ -279,7 +280,7 @@ class Session(Listener):
         self._send_all([record], record.stream)
 
     def _send_all(self, records: list[StoredRange], stream: Stream) -> None:
-        """Send records that a stream's work has made, as `send` does each."""
+        """Send records that a stream's work has filled, each as `send` does."""
         if not self.lane.reaches(stream):
             return
         with self.connection.lock:
@@ -287,7 +288,7 @@ class Session(Listener):
         self._store(leaving, stream)
 
     def _store(self, records: list[StoredRange], stream: Stream) -> None:
-        """Have records leave as the work of a stream makes them."""
+        """Store records in the stream order of the work that fills them."""
         elsewhere = self.lane.on(stream)
         if elsewhere is None:
             self._outbound.store(records)
@@ -296,26 +297,26 @@ class Session(Listener):
             self._outbound.store(records)
 
     def _begins_to_leave(self, record: StoredRange) -> bool:
-        """Take a record out of those that stay (locked); False where it was, or goes on to."""
+        """Remove a record from `_shared` (locked); return whether it is to be sent."""
         if self._shared.pop(record.key, None) is None:
             return False
         if record.source is None or not record.is_whole(record.source):
             record.move_to(RangePhase.STAYING)
-            return False  # its memory is another since: what may be had is what is here
+            return False  # its memory was replaced: only the present bytes can be returned
         record.leaves.clear()
         record.stats.leaves(record.nbytes)
         return True
 
     def load(self, use: Use, *, is_first: bool = False, may_hand_out: bool = False) -> Located:
-        """Return where the bytes of `use` are in memory, restoring them if need be.
+        """Return where the bytes of `use` are in memory; restore them if necessary.
 
-        Where it `may_hand_out` memory early, what is put on the thread's stream finds them there.
-        Where it `is_first` to be asked for since the forward pass, what somebody has let go since
-        then leaves, unless it is needed next.
+        With `may_hand_out` the memory may be returned before its bytes are there; later work on the
+        thread's stream finds them. `is_first` marks the first request since the forward pass: then
+        records that nobody else holds any more are sent, except those that are needed next.
 
         Raises:
-            CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
-            UsageError: they cannot be had while a CUDA graph is captured.
+            CorruptBlob, ActivationLost, DaemonLost: the bytes cannot be restored.
+            UsageError: they cannot be restored while a CUDA graph is captured.
         """
         record = use.record
         if is_first and self._shared:
@@ -325,7 +326,7 @@ class Session(Listener):
             if deaths and (len(deaths) >= DEATHS_TOGETHER or not isinstance(deaths[-1], DeadRange)):
                 self._forget_dead()
             if self._shared.pop(record.key, None) is not None:
-                record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
+                record.move_to(RangePhase.STAYING)  # needed now, so not worth sending
             located = self._claim(record)
             if located is not None:
                 record.unpacked(use)
@@ -337,12 +338,12 @@ class Session(Listener):
         return located
 
     def look_ahead(self, uses: UpcomingUses) -> None:
-        """Begin to fetch what is used next, in this order, as far as there is room."""
+        """Begin to prefetch the records used next, in this order, as far as there is room."""
         if not self.lane.is_capturing():
             self._inbound.look_ahead(uses)
 
     def settle(self, timeout: float) -> None:
-        """Send what may leave, and wait `timeout` seconds at most until all that is encoded."""
+        """Send what may be sent; wait until all stores are encoded, at most `timeout` seconds."""
         with suppress(DaemonLost):
             self.send_unshared()
         deadline = time.monotonic() + timeout
@@ -351,9 +352,9 @@ class Session(Listener):
                 pass
 
     def sweep(self) -> None:
-        """Give up what is not needed any more: entries of what died, mappings of freed memory.
+        """Release all that is no longer needed: dead records' entries, mappings of freed memory.
 
-        A lost daemon has done so.
+        After the daemon's loss nothing is left to release.
         """
         if self.device.type == "cuda":
             retry_allocations()
@@ -369,7 +370,7 @@ class Session(Listener):
                 self.connection.flush()
 
     def tell(self, plan: Plan, budget: Budget) -> None:
-        """Hold no more back than a plan says, and tell the daemon of it, for people who watch."""
+        """Limit held sources as the plan says, and tell the daemon of the plan, for monitoring."""
         sizes = plan.bytes_by_decision
         message = PlanLearned(
             kept_bytes=sizes["keep"],
@@ -383,15 +384,15 @@ class Session(Listener):
             self.connection.post(0, message)
 
     def close(self) -> None:
-        """End the session; what it stored is lost. Calling it twice is fine."""
+        """End the session; its stored data is lost. A second call has no effect."""
         self.connection.close()
         self._inbound.close()
         self.lane.close()
 
-    # --- what the connection tells of ---------------------------------------------------------
+    # --- for the connection -----------------------------------------------------------------
 
     def on_message(self, request: int, message: Message) -> None:
-        """Handle a reply; to do so twice, as behind an interrupt, is what it is to do it once."""
+        """Handle a reply; an interrupt may cause a second call, which has no further effect."""
         in_place = self._in_place
         if in_place is not None and isinstance(message, _ABOUT_SEGMENTS):
             segments = in_place.segments
@@ -406,35 +407,35 @@ class Session(Listener):
         self.transfers.reply(request, message)
 
     def on_wake(self) -> None:
-        """Release what died meanwhile, and streams that have waited for the daemon for too long."""
+        """Release dead records' entries, and streams that have waited too long for the daemon."""
         self._release_dead()
         self._inbound.end_stalled()
 
     def offers(self) -> list[Mappable]:
-        """Return what another daemon has to map of what it works on in place.
+        """Return the segments in use that another daemon has to map.
 
-        Segments that are gone are not among them.
+        Freed segments are not among them.
         """
         segments = [] if self._in_place is None else self._in_place.offers()
         self._offered = {offer.segment for offer in segments}
         return segments
 
     def descriptor(self, number: int) -> int | None:
-        """Return the descriptor of a piece among the offers, None where it is gone."""
+        """Return the descriptor of a piece among the offers, None if the piece was freed."""
         return None if self._in_place is None else self._in_place.segments.descriptor(number)
 
     def on_loss(self) -> None:
-        """Give up what is retained for the daemon: PyTorch may want to free it."""
+        """Drop what is retained for the daemon: PyTorch may want to free it."""
         if self._in_place is not None:
             self._in_place.segments.close()
 
     def settling_seconds(self) -> float:
-        """Return how long a dead daemon's device may still write to memory of this process."""
+        """Return for how many seconds a dead daemon's device may still write to our memory."""
         has_device = self._in_place is not None or self.device.type != "cpu"
         return LAST_WRITES_SECONDS if has_device and self.transfers.is_restoring else 0.0
 
     def on_resume(self, entries: frozenset[int], mapped: frozenset[int]) -> None:
-        """Ask again for what was not answered, and give up what nobody here has any more."""
+        """Repeat unanswered requests to another daemon; release entries that no record has."""
         if self._plan is not None:
             self.connection.post(0, self._plan)
         in_place = self._in_place
@@ -463,7 +464,7 @@ class Session(Listener):
     # --- helpers, with the lock held --------------------------------------------------------
 
     def _claim(self, record: StoredRange) -> Located | None:
-        """Return the bytes if they are in memory, else take the duty to restore them."""
+        """Return the bytes if they are in memory; otherwise take the duty to restore them."""
         if record.phase is RangePhase.RETURNING:
             self._await_return(record)
         located = record.locate()
@@ -488,8 +489,8 @@ class Session(Listener):
         return None
 
     def _await_return(self, record: StoredRange) -> None:
-        """Wait until the thread that restores a record has done that, or failed."""
-        patience = STALL_SECONDS * len(record.parts)  # what the other thread has at the most
+        """Wait until the thread that restores a record has succeeded or failed."""
+        patience = STALL_SECONDS * len(record.parts)  # the other thread's longest wait
         deadline = time.monotonic() + patience
         while record.phase is RangePhase.RETURNING:
             if not self.connection.wait(deadline):
@@ -499,9 +500,9 @@ class Session(Listener):
                 )
 
     def _await_admission(self, record: StoredRange) -> None:
-        """Wait until a record whose source was resized is the daemon's, or is not, for good.
+        """Wait for the daemon's final answer about a record whose source was resized.
 
-        A chunk that it has yet to refuse takes those that it has admitted with it.
+        If the daemon refuses one chunk, its admissions of the other chunks are void.
         """
         deadline = time.monotonic() + STALL_SECONDS
         while record.phase is RangePhase.LEAVING:
@@ -513,15 +514,15 @@ class Session(Listener):
                 )
 
     def _release_dead(self) -> None:
-        """Post the releases of all that dead records held."""
+        """Post the releases of all entries that dead records held."""
         self._forget_dead()
         if self._unreleased:
             self._post_releases()
 
     def _forget_dead(self) -> None:
-        """Forget records that died, and release what they held once it is worth a message.
+        """Forget dead records, and release their entries once there are enough for a message.
 
-        One that is interrupted is done again, which does no harm.
+        An interrupted call may be repeated without harm.
         """
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)

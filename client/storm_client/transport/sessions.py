@@ -1,7 +1,7 @@
-"""The sessions of one client, one a device, opened when first needed.
+"""The sessions of one client, one per device, each opened when it is first needed.
 
-A device whose session could not be had is remembered: its tensors stay where they are without a
-question each time. Sessions that nobody can use any more end, though nobody has closed them.
+If the session of a device cannot be opened, this is remembered: the device's tensors are kept,
+without another attempt. Sessions that nobody can use any more end even if nobody closes them.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ __all__ = ["Sessions", "lane_for"]
 CPU = torch.device("cpu")
 
 NVIDIA: Final = Path("/dev/nvidiactl")
-"""There where NVIDIA's driver is."""
+"""Exists if NVIDIA's driver is loaded."""
 
 
 class Sessions:
     """All sessions with the daemon at one address."""
 
     def __init__(self, address: str, timeout: float) -> None:
-        """Connect, by the session of the host's memory where that is the only device.
+        """Connect: with the host memory's session if there is no other device.
 
-        Where there is a GPU it is by one that only asks, and takes nobody's share.
+        If there is a GPU, connect with a session that only asks questions and takes no share of the
+        pool.
 
         Raises:
             StormError: as Connection.
         """
         self.address = address
         self._timeout = timeout
-        self._lock = threading.Lock()  # protects what is opened and _closed
+        self._lock = threading.Lock()  # protects the opened sessions and _closed
         self._closed = False
         self._sessions: dict[torch.device, Session | None] = {}
         self.control: Session | Control
-        """Carries the questions that are about no device."""
+        """Carries questions that concern no device."""
         if _may_have_gpu():
             self.control = Control(address, timeout)
         else:
@@ -54,7 +55,7 @@ class Sessions:
         self.control.connection.end_with(self)
 
     def check(self) -> None:
-        """Raise what keeps the sessions from being used by now: closed, forked, daemon lost."""
+        """Raise if the sessions cannot be used: closed, forked, or the daemon is lost."""
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
         self.control.connection.check_now()
@@ -70,23 +71,23 @@ class Sessions:
         )
 
     def of(self, device: torch.device) -> Session | None:
-        """Return the session of `device`, opening it if need be; None where there is none."""
+        """Return the session of `device`, opened if necessary; None if there is none."""
         try:
             return self._sessions[device]
         except KeyError:
             return self._open(device)
 
     def opened(self, device: torch.device) -> Session | None:
-        """Return the session of `device` if there is one by now."""
+        """Return the session of `device` if it is open."""
         return self._sessions.get(device)
 
     def settle(self, timeout: float) -> None:
-        """Wait until the stores in flight have been encoded, `timeout` seconds a session."""
+        """Wait until the stores in flight are encoded, for `timeout` seconds per session."""
         for session in self._open_sessions():
             session.settle(timeout)
 
     def send_unshared(self) -> None:
-        """Send what was saved and nobody else holds any more.
+        """Send the records whose storages nobody else holds any more.
 
         Raises:
             DaemonLost: a daemon is gone.
@@ -95,12 +96,12 @@ class Sessions:
             session.send_unshared()
 
     def sweep(self) -> None:
-        """Give up what is not needed any more, here and in the daemon."""
+        """Release all that is no longer needed, here and in the daemon."""
         for session in self._open_sessions():
             session.sweep()
 
     def close(self) -> None:
-        """End all sessions. Calling it twice is fine."""
+        """End all sessions. A second call has no effect."""
         with self._lock:
             self._closed = True
         for session in self._open_sessions():
@@ -115,7 +116,7 @@ class Sessions:
             return self._sessions[device]
 
     def _session(self, device: torch.device) -> Session | None:
-        """Return a new session; None, with a warning, where tensors of `device` have to stay."""
+        """Return a new session; None, with a warning, if tensors of `device` have to be kept."""
         try:
             session = Session(self.address, lane_for(device), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
@@ -129,7 +130,7 @@ class Sessions:
 
 
 class Control(Listener):
-    """A session that holds nothing: it asks the daemon, and notices its end."""
+    """A session without data: it asks the daemon, and notices the daemon's end."""
 
     def __init__(self, address: str, timeout: float) -> None:
         """Connect within `timeout` seconds.
@@ -141,25 +142,25 @@ class Control(Listener):
         self.connection.start(self)
 
     def close(self) -> None:
-        """End it. Calling it twice is fine."""
+        """End the session. A second call has no effect."""
         self.connection.close()
 
 
 def _may_have_gpu() -> bool:
-    """Tell whether tensors will probably be on a GPU; CUDA is not asked, which would start it."""
+    """Return whether tensors may be on a GPU, without a call that would initialize CUDA."""
     return torch.version.cuda is not None and NVIDIA.exists()
 
 
 def lane_for(device: torch.device) -> Lane:
-    """Return a lane for tensors of `device`, not yet attached.
+    """Return a lane for tensors of `device`, not attached yet.
 
     Raises:
-        UsageError: there is none for such a device, or it cannot be used here.
+        UsageError: the device type has no lane, or the device cannot be used here.
     """
     if device.type == "cpu":
         return CpuLane()
     if device.type == "cuda":
-        from storm_client.lanes.cuda import CudaLane  # loads CUDA, which a cpu run never needs
+        from storm_client.lanes.cuda import CudaLane  # loads CUDA, which CPU runs never need
 
         return CudaLane(device)
     raise UsageError(f"there is no lane for device {device}")

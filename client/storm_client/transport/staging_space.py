@@ -11,11 +11,11 @@ from storm_client.lanes import Slot
 __all__ = ["ALIGNMENT", "StagingSpace"]
 
 ALIGNMENT = 64
-"""Bytes, of ranges of the staging area; a cache line, and a multiple of every dtype's size."""
+"""Alignment of staging slots in bytes: a cache line, and a multiple of every dtype's size."""
 
 
 class _Used(weakref.ref[Slot]):
-    """A slot that was handed out, and its range; it has none before the range is taken."""
+    """A reserved slot and its range; there is no range before the reservation is complete."""
 
     begin = end = -1
 
@@ -23,10 +23,10 @@ class _Used(weakref.ref[Slot]):
 class StagingSpace:
     """Which ranges of the staging area are in use: a first-fit allocator.
 
-    Free neighbours are merged at once, so the area is whole again when everything has been given
-    back, in whatever order. A slot that nobody holds any more, as where an interrupt came between
-    its reservation and its use, is free at the next look. Both tables change by statements without
-    a call, where no signal is looked at.
+    Free neighbours are merged at once, so the area is one range again when all slots have been
+    freed, in whatever order. A slot may lose its last reference without being freed, if an
+    interrupt comes between its reservation and its use. Its range is freed by the next `allocate`.
+    Both tables change in statements without a call, where Python checks for no signal.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -35,15 +35,15 @@ class StagingSpace:
         self._free = [(0, self.capacity)] if self.capacity else []  # begins and ends
         self._used: dict[int, _Used] = {}
         self._dropped: deque[_Used] = deque()
-        """Of slots that died without having been given back."""
+        """Slots that lost their last reference without having been freed."""
 
     @property
     def free_bytes(self) -> int:
-        """How much is free, in however many ranges."""
+        """The number of free bytes, over all free ranges."""
         return sum(end - begin for begin, end in self._free)
 
     def allocate(self, nbytes: int) -> Slot | None:
-        """Return a slot of `nbytes`, None where no free range is that long."""
+        """Return a slot of `nbytes`, None if no free range is that long."""
         self.reclaim()
         size = _aligned(nbytes)
         for index, (begin, end) in enumerate(self._free):
@@ -58,11 +58,11 @@ class StagingSpace:
         return None
 
     def free(self, slot: Slot) -> None:
-        """Give a slot's range back; it must have been handed out."""
+        """Free the range of a slot that `allocate` has returned."""
         self._give_back(self._used[slot.offset])
 
     def reclaim(self) -> None:
-        """Give the ranges of slots back that nobody holds."""
+        """Free the ranges of slots that nobody refers to."""
         while self._dropped:
             used = self._dropped[0]
             if self._used.get(used.begin) is used:

@@ -1,10 +1,10 @@
-"""Sends stored ranges to the daemon: by copies in the staging area, or from where they lie.
+"""Sends stored ranges to the daemon: by copies in the staging area, or in place.
 
-A source is kept until the daemon has admitted every part of it, so a tensor leaves memory only when
-nothing but a fault can lose it. What becomes of the chunks is decided in `transfers`; here the lane
-copies, the connection sends, and threads wait, never for longer than their patience.
+A source is kept until the daemon has admitted every chunk of it, so only a fault can lose a tensor
+that left memory. `transfers` decides about the chunks. Here the lane copies, the connection sends,
+and threads wait, each only for a limited time.
 
-Sources that are read where they lie are held back until memory is needed for others.
+Sources that the daemon reads in place are held until their memory is needed for others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ PATIENCE_SECONDS = 2.0
 """How long a training thread waits for the daemon before it keeps its tensor."""
 
 FLUSH_BYTES = 1 << 20
-"""Stores of smaller tensors travel together up to this, or until the listener sends them. More at
-once would only make the daemon start later, and read what has left the caches."""
+"""Stores of smaller tensors are sent together up to this size, or when the listener sends them. A
+larger value would only make the daemon start later, and read data that left the caches."""
 
 IN_PLACE_FLUSH_BYTES = 32 << 20
-"""The same for tensors that are read where they lie: no cache holds them, and what a store costs
-the daemon is mostly its frame."""
+"""The same for tensors that are read in place: no cache holds them, and a store's cost for the
+daemon is mostly its frame."""
 
 COUNTER_SECONDS = 1e-4
-"""Between two looks at a counter, which nobody tells of."""
+"""Seconds between two looks at a counter, whose changes nobody announces."""
 
 _MOVED = (
     "a storage was resized while {} bytes of it were read where they were; save a copy of what is "
@@ -48,7 +48,7 @@ _MOVED = (
 
 
 class _Unread(NamedTuple):
-    """A source that was given up before the daemon had read it, up to the number `sequence`."""
+    """A source that was given up before the daemon has read it up to the number `sequence`."""
 
     sequence: int
     nbytes: int
@@ -58,7 +58,7 @@ _nbytes = attrgetter("nbytes")
 
 
 class Outbound:
-    """Of one session, for any thread; methods marked "locked" are called with its lock held."""
+    """The stores of one session, for any thread; "locked" methods need the session's lock held."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Outbound:
         transfers: Transfers,
         patience: float | None = None,
     ) -> None:
-        """Send over `connection` what `transfers` decide; `lane` is attached."""
+        """Send over `connection` as `transfers` decide; `lane` is attached."""
         self._connection = connection
         self._lane = lane
         self._transfers = transfers
@@ -76,11 +76,11 @@ class Outbound:
         self._unread: deque[_Unread] = deque()
         together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
         self.together_bytes = min(together, transfers.stores.part_bytes)
-        self._unsent_bytes = 0  # of stores deferred since the last flush here
-        self._slow_since = -1  # how much had been freed when a wait was in vain
+        self._unsent_bytes = 0  # of stores deferred since this object's last flush
+        self._slow_since = -1  # the value of transfers.freed when a wait timed out
 
     def store(self, records: Sequence[StoredRange]) -> None:
-        """Hand records' bytes over; one stays with the client where that is not possible.
+        """Send the bytes of records; a record that cannot be sent is kept in memory.
 
         Raises:
             DaemonLost: the daemon is gone. The records keep their storages.
@@ -97,7 +97,7 @@ class Outbound:
             self.copy(out, source)
 
     def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
-        """Send the bytes of `source` from `begin` on through the staging area, or have it refused.
+        """Send the bytes of `source` from `begin` on through the staging area, or refuse `out`.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -125,16 +125,16 @@ class Outbound:
                 self._flush_if_due()
 
     def check_steady(self, record: StoredRange) -> None:
-        """Raise if the record's source is held, where it was not found whole (locked).
+        """Raise if the record's source is held though it is no longer whole (locked).
 
         Raises:
-            ActivationLost: it cannot have been read for sure before it was resized.
+            ActivationLost: the daemon may not have read the source before it was resized.
         """
         if record.key in self._transfers.held:
             raise ActivationLost(_MOVED.format(record.nbytes))
 
     def let_all_go(self) -> None:
-        """Let all sources go that may (locked): the device has no memory left."""
+        """Give up all sources that may be given up (locked): the device has no memory left."""
         self._relieve(limit=0)
         end = time.monotonic() + PATIENCE_SECONDS
         if self._in_place is not None:
@@ -143,10 +143,10 @@ class Outbound:
             ):
                 pass
 
-    # --- what both ways need, with the lock held --------------------------------------------
+    # --- for both routes, with the lock held ------------------------------------------------
 
     def _slot_later(self, nbytes: int) -> Slot | None:
-        """Return a slot as soon as the daemon frees one, within patience."""
+        """Return a slot as soon as the daemon frees one, None if that takes too long."""
         end = self._end_of_patience()
         while self._frees_by(end):
             slot = self._transfers.reserve(nbytes)
@@ -164,7 +164,7 @@ class Outbound:
     # --- in place, with the lock held -------------------------------------------------------
 
     def _store_in_place(self, records: Sequence[StoredRange]) -> list[StoredRange]:
-        """Hold sources, and send those that are not needed soon; return what has to be staged."""
+        """Hold sources, and send those not needed soon; return the records that must be staged."""
         in_place = self._in_place
         assert in_place is not None
         sent: list[tuple[Outgoing, Mapped]] = []
@@ -191,7 +191,7 @@ class Outbound:
         return staged
 
     def _send_source(self, record: StoredRange, out: Outgoing) -> None:
-        """Send a source that was not sent yet; one that cannot be sent stays as it is."""
+        """Send a source that was not sent yet; if that is impossible the source is kept."""
         if out.sequence is not None or out.key not in self._transfers.held:
             return
         if self._is_moved(record) or record.source is None:
@@ -203,7 +203,7 @@ class Outbound:
             self._send_mapped([(out, place)])
 
     def _send_mapped(self, sources: Sequence[tuple[Outgoing, Mapped]]) -> None:
-        """Have the daemon read sources, each of which lies at its place."""
+        """Ask the daemon to read sources, each at its place."""
         assert self._in_place is not None
         count = sources[0][0].count if len(sources) == 1 else sum([out.count for out, _ in sources])
         numbers = iter(self._in_place.produced(count))
@@ -217,17 +217,17 @@ class Outbound:
             self._unsent_bytes += out.nbytes
 
     def _relieve(self, limit: int | None = None) -> None:
-        """Let the oldest sources go while more is held than `limit`, or the window's."""
+        """Give up the oldest sources while too many are held; `limit` defaults to the window's."""
         while (out := self._transfers.held.excess(limit)) is not None:
             record = out.living()
             if record is not None and not out.is_answered and not self._is_taken(record, out):
-                return  # the daemon is slow: memory is what that costs
+                return  # the daemon is slow, and that costs memory
             self._transfers.held.let_go(out.key)
             if record is not None and out.sequence is not None and out.refusal is None:
                 self._give_up(record, out, out.sequence)
 
     def _is_taken(self, record: StoredRange, out: Outgoing) -> bool:
-        """Send what has not been sent yet and wait for the daemon's answer; False without one."""
+        """Send an unsent source and wait for the daemon's answer; False without an answer."""
         end = self._end_of_patience()
         self._send_source(record, out)
         while out.sequence is not None and not out.is_answered:
@@ -237,9 +237,9 @@ class Outbound:
         return True
 
     def _give_up(self, record: StoredRange, out: Outgoing, sequence: int) -> None:
-        """Give a source up, whose chunks have all been admitted."""
+        """Give up a source whose chunks have all been admitted."""
         if record.source is None or self._is_moved(record):
-            return  # what may be had is what is here
+            return  # only the present bytes can be returned
         in_place = self._in_place
         assert in_place is not None
         if self._is_read(in_place, sequence):
@@ -248,25 +248,25 @@ class Outbound:
         in_place.overtake(sequence, record.source)
         self._unread.append(_Unread(sequence, out.nbytes))
         self._transfers.stores.gone(record)
-        # The pool promises room for the largest blob until a source is read; a host that ran ahead
-        # of its device would have it promise all of a step.
+        # The pool reserves room for the largest possible blob until a source is read. Without this
+        # wait, a host that runs ahead of its device would reserve room for a whole step.
         end = time.monotonic() + PATIENCE_SECONDS
         while self._unread_bytes(in_place) > self._transfers.window.unread:
             if not self._connection.wait(end, COUNTER_SECONDS):
                 return
 
     def _unread_bytes(self, in_place: InPlace) -> int:
-        """Return how much has been given up and not been read."""
+        """Return the bytes of sources that were given up and are not read yet."""
         unread = self._unread
         while unread and in_place.is_read(unread[0].sequence):
             unread.popleft()
         return sum(map(_nbytes, unread))
 
     def _is_read(self, in_place: InPlace, sequence: int) -> bool:
-        """Tell whether all up to `sequence` has been read, waiting if that is best.
+        """Return whether all sources up to `sequence` have been read; wait if that is best.
 
-        Two processes without MPS share the device by time slices, and a stream that waits wastes
-        its own: the daemon encodes faster while the host waits instead.
+        Without MPS two processes share the device by time slices, and a waiting stream wastes its
+        own slices: the daemon encodes faster while the host waits instead.
         """
         end = time.monotonic() + PATIENCE_SECONDS
         while not in_place.is_read(sequence):
@@ -275,14 +275,14 @@ class Outbound:
         return True
 
     def _is_moved(self, record: StoredRange) -> bool:
-        """Tell whether a source has not kept its memory, which is an error; or had one before."""
+        """Return whether a source has lost its memory (an error), or had an error before."""
         assert record.source is not None
         if not record.is_whole(record.source):
             record.lose(ActivationLost(_MOVED.format(record.nbytes)))
         return record.error is not None
 
     def _end_of_patience(self) -> float:
-        """Return until when to wait: now, where a wait was in vain and nothing was freed since."""
+        """Return the wait's deadline; it is now if a wait timed out and nothing was freed since."""
         patience = self._patience
         if patience is None:
             is_slow = self._slow_since == self._transfers.freed
@@ -290,7 +290,7 @@ class Outbound:
         return time.monotonic() + patience
 
     def _frees_by(self, end: float) -> bool:
-        """Wait until something has been freed; False, for the daemon is slow, after `end`."""
+        """Wait until something has been freed; return False if that takes until after `end`."""
         seen = self._transfers.freed
         while self._transfers.freed == seen:
             if not self._connection.wait(end):

@@ -1,6 +1,7 @@
-"""The way of stored ranges to the daemon, chunk by chunk: what it is asked, and what answers mean.
+"""Stores of ranges, chunk by chunk: the requests to the daemon, and the handling of its answers.
 
-A source is kept until every chunk of it has been admitted; one that is refused has all of it stay.
+A source is kept until every chunk of it has been admitted. If one chunk is refused, the whole
+source is kept.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from stormd.protocol import (
 __all__ = ["Stores"]
 
 IDS_PER_RELEASE = 256
-"""Entries given up in one message, of at most 9 bytes each: a frame has room for so many such."""
+"""Entries released in one message, of at most 9 bytes each: this many fit into a frame."""
 
 
 _REFUSABLE = {RangePhase.LEAVING, RangePhase.STAYING, RangePhase.LOST}
-"""Phases in which a daemon may still say that it does not take a range."""
+"""Phases in which a daemon may still refuse a range."""
 
 
 class Stores:
-    """Those of one session, whose lock protects them; see Transfers."""
+    """The stores of one session, whose lock protects them; see Transfers."""
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class Stores:
         keep: Callable[[Transfer, Outgoing], bool],
         give_back: Callable[[Transfer], None],
     ) -> None:
-        """Ask in `outbox` for chunks of at most `part_bytes`, which are `pending` until answered.
+        """Request chunks of at most `part_bytes` in `outbox`; they are `pending` until answered.
 
-        The slot of a stored chunk is given back unless it is kept: `keep` tells.
+        `keep` returns whether a stored chunk remains in its slot. If not, the slot is freed by
+        `give_back`.
         """
         self.part_bytes = max(part_bytes - part_bytes % ALIGNMENT, 1)
         self._numbers = numbers
@@ -61,14 +63,14 @@ class Stores:
         self._give_back = give_back
 
     def split(self, nbytes: int) -> list[range]:
-        """Return the chunks that so many bytes travel in."""
+        """Return the chunks of a range of `nbytes`."""
         size = self.part_bytes
         if nbytes <= size:
             return [range(nbytes)] if nbytes else []
         return [range(begin, min(begin + size, nbytes)) for begin in range(0, nbytes, size)]
 
     def leave(self, record: StoredRange) -> Outgoing:
-        """Begin a record's way out; nothing is sent yet."""
+        """Begin to store a record; nothing is sent yet."""
         record.move_to(RangePhase.LEAVING)
         return Outgoing(
             record.key,
@@ -84,10 +86,11 @@ class Stores:
     def store(
         self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
     ) -> Transfer:
-        """Have the daemon store a chunk, whose bytes lie where `route` says: in `slot`, if staged.
+        """Ask the daemon to store a chunk whose bytes are at `route`: in `slot`, if staged.
 
-        In this order: what an interrupt leaves half done is released, and waited for by nobody. No
-        call is between the table and the outbox: a slot is owned for as long as it may be read.
+        The order of the statements matters. If an interrupt comes between them, the entry is
+        released later, and nobody waits for it. No call is between the table and the outbox,
+        because a slot is owned for as long as the daemon may read it.
         """
         record = None if out.record is None else out.record()
         entry = next(self._numbers)
@@ -110,7 +113,7 @@ class Stores:
         return transfer
 
     def refuse(self, out: Outgoing, reason: str, detail: str = "") -> None:
-        """Leave the bytes where they are; chunks that did arrive are released."""
+        """Keep a range in memory, and release its chunks that were stored."""
         if out.refusal is not None:
             return
         out.refusal = reason, detail
@@ -125,13 +128,13 @@ class Stores:
         record.parts.clear()
 
     def release(self, entries: list[int]) -> None:
-        """Give entries up, as many in a message as fit."""
+        """Release entries, as many per message as fit."""
         for begin in range(0, len(entries), IDS_PER_RELEASE):
             message = Release(entries[begin : begin + IDS_PER_RELEASE])
             self._outbox.append(Envelope(0, message))
 
     def heard(self, transfer: Transfer, out: Outgoing, message: Message) -> bool:
-        """Handle the daemon's answer about a chunk; tell whether it is the last."""
+        """Handle the daemon's answer about a chunk; return whether it is the last."""
         match message:
             case Admitted():
                 self._admitted(transfer, out)
@@ -140,7 +143,7 @@ class Stores:
                 self.stored(transfer, out, message.stored_bytes, message.mode)
             case Rejected():
                 self._refused(transfer, out, message.reason, message.detail)
-            case Refused():  # the message, for itself: what it asked for will not be done
+            case Refused():  # the daemon refused the message itself, and will not store the chunk
                 self._refused(transfer, out, message.kind, message.detail)
             case Failed():
                 self._lost(transfer, out, named(message.kind, message.detail))
@@ -149,7 +152,7 @@ class Stores:
         return True
 
     def _admitted(self, transfer: Transfer, out: Outgoing) -> None:
-        """Let the record's storage go once the daemon has promised room for all chunks."""
+        """Give up the record's storage once the daemon has promised room for all chunks."""
         if transfer.phase is Phase.SENT:
             transfer.move_to(Phase.ADMITTED)
         out.admitted.add(transfer.number)
@@ -165,12 +168,12 @@ class Stores:
             self.gone(record)
 
     def gone(self, record: StoredRange) -> None:
-        """Give a record's storage up: its bytes are the daemon's."""
+        """Give up a record's storage: the daemon has its bytes."""
         record.move_to(RangePhase.AWAY)
         record.source = None
 
     def stored(self, transfer: Transfer, out: Outgoing, nbytes: int, mode: str) -> None:
-        """The bytes of a chunk are in the arena, and its source is not needed any more."""
+        """Note that a chunk's bytes are in the arena, so its source is not needed any more."""
         if transfer.number not in out.admitted:
             self._admitted(transfer, out)
         transfer.move_to(Phase.STORED)
@@ -182,10 +185,10 @@ class Stores:
             self._give_back(transfer)
 
     def _refused(self, transfer: Transfer, out: Outgoing, reason: str, detail: str) -> None:
-        """The daemon does not take a chunk, and so none of its record's."""
+        """Handle a refused chunk: the daemon takes no chunk of its record."""
         record = out.living()
         if record is not None and record.phase not in _REFUSABLE:
-            # Another daemon does not take what the one before has admitted.
+            # Another daemon refuses what the previous one has admitted.
             error = ActivationLost(f"a daemon that took over did not take the tensor on: {detail}")
             self._lost(transfer, out, error)
             return
@@ -194,7 +197,7 @@ class Stores:
         self.refuse(out, reason, detail)
 
     def _lost(self, transfer: Transfer, out: Outgoing, error: StormError) -> None:
-        """A chunk that was admitted is lost; who needs it gets the error."""
+        """Handle the loss of an admitted chunk; whoever needs the record gets the error."""
         transfer.move_to(Phase.FAILED)
         transfer.error = out.error = error
         record = out.living()

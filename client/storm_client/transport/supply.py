@@ -1,7 +1,7 @@
-"""Where an Offload gets its sessions from, and what happens when the daemon behind them is lost.
+"""Supplies an Offload with sessions, and handles the loss of the daemon behind them.
 
-Sessions are replaced only where a step begins, so a step's tensors never lie in two places. What a
-lost daemon held stays lost, and raises when it is needed.
+Sessions are replaced only where a step begins, so a step's tensors are never with two daemons. What
+a lost daemon held remains lost; needing it raises.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from stormd.protocol import Ping, Status, StatusRequest
 __all__ = ["ATTEMPT_SECONDS", "Outage", "Supply"]
 
 FIGURES_SECONDS = 0.5
-"""For a daemon to say how fast its copies were, which a plan does without."""
+"""For a daemon to report its copies' speeds; a plan can do without them."""
 
 ATTEMPT_SECONDS = 1.0
-"""Between the beginnings of two attempts."""
+"""Least seconds between the starts of two attempts."""
 
 
 class Supply:
-    """The sessions of one client: those it began with, or those with a later daemon.
+    """The sessions of one client: with its first daemon, or with a later one.
 
-    Where `keeps` is set, a lost daemon is no error for what is saved from then on: it stays in
-    memory, and every step looks, in the background, whether a daemon answers again.
+    If `keeps` is set, a lost daemon is no error for tensors saved from then on: they are kept in
+    memory. Every step checks in the background whether a daemon answers again.
     """
 
     def __init__(self, connect: Callable[[], Sessions], *, keeps: bool) -> None:
@@ -44,7 +44,7 @@ class Supply:
         """
         self.keeps = keeps
         self._connect = connect
-        self._lock = threading.Lock()  # protects all below
+        self._lock = threading.Lock()  # protects all attributes below
         self._outage = Outage()
         self._found: Sessions | None = None
         self._attempt: threading.Thread | None = None
@@ -53,15 +53,15 @@ class Supply:
 
     @property
     def sessions(self) -> Sessions:
-        """The sessions in use, also when their daemon is lost."""
+        """The sessions in use, even if their daemon is lost."""
         return self._sessions
 
     def current(self) -> Sessions:
-        """Return the sessions for what begins now; with `keeps` their daemon may be lost.
+        """Return the sessions for a step that begins now; with `keeps` their daemon may be lost.
 
         Raises:
             UsageError: the client is closed, or this is a forked child.
-            DaemonLost: the daemon is gone, without `keeps`.
+            DaemonLost: the daemon is gone, and `keeps` is not set.
         """
         self._take_found()
         sessions = self._sessions
@@ -87,7 +87,7 @@ class Supply:
         return DaemonStatus.of(answer.state)
 
     def link_figures(self, device: torch.device) -> LinkFigures:
-        """Return what the daemon knows of a device's link by now; nothing if it does not answer."""
+        """Return the daemon's present figures for a device's link; empty if it does not answer."""
         session = self._sessions.opened(device)
         if session is not None:
             with suppress(StormError):
@@ -95,12 +95,12 @@ class Supply:
         return self.link_of_late(device)
 
     def link_of_late(self, device: torch.device) -> LinkFigures:
-        """Return what the daemon has said last of a device's link, with each heartbeat."""
+        """Return the latest figures for a device's link; each heartbeat brings new ones."""
         session = self._sessions.opened(device)
         return LinkFigures() if session is None else LinkFigures.of(session.connection.speeds)
 
     def close(self) -> None:
-        """End all sessions. Calling it twice is fine."""
+        """End all sessions. A second call has no effect."""
         with self._lock:
             self._closed = True
             attempt = self._attempt
@@ -113,7 +113,7 @@ class Supply:
     # --- helpers ----------------------------------------------------------------------------
 
     def _take_found(self) -> None:
-        """Use the sessions that an attempt has found, and end the lost ones."""
+        """Use the sessions that an attempt has opened, and end the lost ones."""
         if self._found is None:
             return
         with self._lock:
@@ -126,9 +126,9 @@ class Supply:
         lost.close()
 
     def _look(self, loss: DaemonLost, lost: Sessions) -> None:
-        """Say once that the daemon is lost, and begin an attempt to find one if that is due.
+        """Warn once that the daemon is lost, and start an attempt to reconnect if one is due.
 
-        Not where one was found meanwhile: the next step uses it, and what is stored there stays.
+        Do neither if an attempt has succeeded meanwhile: the next step uses its sessions.
         """
         with self._lock:
             if self._found is not None or self._sessions is not lost:
@@ -149,7 +149,7 @@ class Supply:
     def _reconnect(self) -> None:
         found = None
         try:
-            with suppress(StormError):  # the next attempt may do better
+            with suppress(StormError):  # the next attempt may succeed
                 found = self._connect()
         finally:
             with self._lock:
@@ -158,27 +158,27 @@ class Supply:
 
 
 class Outage:
-    """When to look for a daemon again after one was lost; it looks at no clock itself.
+    """Decides when to look for a daemon after one was lost; it does not read the clock itself.
 
-    An outage is announced once, and every step that begins asks whether to look. So attempts are
-    made one at a time, and begin ATTEMPT_SECONDS apart or more. `now` is in seconds of any clock
-    that does not step back.
+    An outage is announced once. Every step that begins asks whether to make an attempt. Only one
+    attempt runs at a time, and attempts start at least ATTEMPT_SECONDS apart. `now` is in seconds
+    of any monotonic clock.
     """
 
     def __init__(self) -> None:
-        """Start with a daemon that answers."""
+        """Start in the state where a daemon answers."""
         self._announced = False
         self._trying = False
         self._next = float("-inf")
 
     def announce(self) -> bool:
-        """Note that the daemon is lost; tell whether that is news."""
+        """Note that the daemon is lost; return whether that was not known yet."""
         news = not self._announced
         self._announced = True
         return news
 
     def attempt(self, now: float) -> bool:
-        """Tell whether an attempt is due; one that is has begun with that."""
+        """Return whether an attempt is due; if so it counts as started."""
         if self._trying or now < self._next:
             return False
         self._trying = True
@@ -186,9 +186,9 @@ class Outage:
         return True
 
     def attempted(self) -> None:
-        """Note that the attempt under way has ended, however it did."""
+        """Note that the running attempt has ended, with or without success."""
         self._trying = False
 
     def end(self) -> None:
-        """Note that there is a daemon again: the next loss is another outage."""
+        """Note that a daemon answers again: the next loss is a new outage."""
         self._announced = False

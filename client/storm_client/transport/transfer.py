@@ -1,7 +1,7 @@
-"""What is in flight: one chunk, and all of one stored range that go the same way.
+"""What is in flight: a chunk, and all chunks of a stored range in the same direction.
 
 A **transfer** is one chunk in flight. Its number is that of the request that asked for it. The
-transfers of one stored range in flight out are an `Outgoing`, those in flight back an `Incoming`.
+transfers of one stored range to the daemon are an `Outgoing`, those back from it an `Incoming`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["ANSWERED", "PENDING", "Incoming", "Outgoing", "Phase", "Transfer"]
 
 
 class Phase(Enum):
-    """How far a transfer has come."""
+    """The state of a transfer."""
 
-    __hash__ = object.__hash__  # that of Enum is written in Python
+    __hash__ = object.__hash__  # Enum's own is written in Python
     SENT = auto()
-    """Out: the daemon has been asked to take the chunk."""
+    """Store: the daemon has been asked to take the chunk."""
     ADMITTED = auto()
-    """Out: it has promised room."""
+    """Store: the daemon has promised room."""
     STORED = auto()
-    """Out: the bytes are in its arena. Final."""
+    """Store: the bytes are in the daemon's arena. Final."""
     REFUSED = auto()
-    """Out: it does not take the chunk. Final."""
+    """Store: the daemon does not take the chunk. Final."""
     REQUESTED = auto()
-    """Back: it may be writing the chunk."""
+    """Restore: the daemon may be writing the chunk."""
     DROPPED = auto()
-    """Back: the same, but nobody wants the chunk any more."""
+    """Restore: the same, but nobody wants the chunk any more."""
     HANDED_OUT = auto()
-    """Back: the same, and the memory is in use: streams wait until the chunk has been written."""
+    """Restore: the same, and the memory is in use: streams wait for the chunk's bytes."""
     ARRIVED = auto()
-    """Back: the bytes are there."""
+    """Restore: the bytes are there."""
     DONE = auto()
-    """Back: the bytes were used, or given up. Final."""
+    """Restore: the bytes were used, or given up. Final."""
     FAILED = auto()
     """The daemon has lost the chunk, or cannot restore it: `error` says why. Final."""
 
@@ -65,81 +65,81 @@ ANSWERED = (Phase.ARRIVED, Phase.FAILED)
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One chunk, in flight out or back."""
+    """One chunk in flight, to the daemon or back."""
 
     number: int
     nbytes: int
     route: Route
     slot: Slot | None
-    """The range of the staging area that it occupies, until that is given back."""
+    """The slot of the staging area that it occupies, until the slot is freed."""
     of: Outgoing | Incoming
     phase: Phase
     index: int = 0
-    """On its way back: the part's place among those of its record."""
+    """For a restore: the chunk's place among its record's chunks."""
     used_by: int = 0
-    """The backward pass that uses it since before it was answered for."""
+    """The backward pass that uses the chunk since before the daemon answered."""
     error: StormError | None = None
     message: Message | None = None
-    """What has asked the daemon for it; None for one that was never asked for."""
+    """The request to the daemon; None if nothing was requested."""
 
     @property
     def is_wanted(self) -> bool:
-        """On its way back: whether its bytes are there, or will be, or cannot be had."""
+        """For a restore: whether the chunk is requested, has arrived or has failed."""
         return self.phase is Phase.REQUESTED or self.phase in ANSWERED
 
     def move_to(self, phase: Phase) -> None:
-        """Go on to the next phase, or stay in this one."""
+        """Change to the next phase, or keep the present one."""
         assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
         self.phase = phase
 
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """A stored range's way out; it outlives the range for the statistics' sake."""
+    """The store of one stored range; it outlives the range for the statistics."""
 
     key: int
     nbytes: int
     dtype: torch.dtype
     codec: str
     count: int
-    """Of its chunks."""
+    """The number of its chunks."""
     record: weakref.ref[StoredRange] | None = None
-    """None for what is put into the cache."""
+    """None for a tensor that is put into the cache."""
     stats: RangeRecorder | None = None
     refusal: tuple[str, str] | None = None
-    """The reason, and the daemon's sentence about it; then nothing of it is with the daemon."""
+    """The reason and the daemon's explanation; then the daemon holds none of the range."""
     error: StormError | None = None
-    """Why a chunk that was admitted is lost."""
+    """Why an admitted chunk is lost."""
     admitted: set[int] = field(default_factory=set)
     arrived: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Of each chunk that is in the arena, its bytes there and the codec's mode."""
+    """For each chunk in the arena: its bytes there and the codec's mode."""
     is_counted: bool = False
 
-    # Where the daemon reads the source in its own memory:
+    # If the daemon reads the source in its own memory:
     ready: int = 0
-    """The number that says its bytes are there, where one does so before those of its chunks."""
+    """The number published once the bytes are computed, if it comes before the chunks' numbers."""
     sequence: int | None = None
     """The number of its last chunk; None until its chunks are sent."""
 
     @property
     def is_answered(self) -> bool:
-        """Whether the daemon has taken or refused it."""
+        """Whether the daemon has admitted or refused the range."""
         return self.refusal is not None or len(self.admitted) == self.count
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come of it."""
+        """Whether no more answers are to be expected."""
         ended = self.refusal is not None or self.error is not None
         return ended or len(self.arrived) == self.count
 
     def living(self) -> StoredRange | None:
-        """Return the stored range if somebody still holds it."""
+        """Return the stored range if it is still alive."""
         return None if self.record is None else self.record()
 
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """A stored range's way back: to the staging area, or into `storage`, which the daemon maps."""
+    """The restore of a stored range: into the staging area, or into `storage`, mapped memory."""
 
     key: int
     parts: list[Part]
@@ -147,9 +147,9 @@ class Incoming:
     transfers: dict[int, Transfer] = field(default_factory=dict)
     """By the chunk's place in `parts`."""
     is_demanded: bool = False
-    """Whether a thread waits for it; what nobody waits for is prefetched, or kept."""
+    """Whether a thread waits for it; otherwise it was prefetched or kept."""
     nbytes: int = field(init=False)
-    """Of its storage, 0 without one."""
+    """Bytes of `storage`, 0 without one."""
 
     def __post_init__(self) -> None:
         self.nbytes = 0 if self.storage is None else self.storage.nbytes()

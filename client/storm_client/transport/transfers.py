@@ -1,15 +1,15 @@
-"""The ways of stored ranges to the daemon and back: a state machine without a socket or a device.
+"""The transfers of stored ranges to the daemon and back: a state machine without socket or device.
 
-One table finds a transfer by its number when an answer comes. All share the staging area: what lies
-there, and what of it gives way to what, is decided here, too.
+One table finds a transfer by its number when an answer comes. All transfers share the staging area;
+this module also decides which of its slots are given up, and for what.
 
-What happens comes in as calls, which sessions make with their lock held; what the daemon has to be
-told goes to the outbox, in this order. Nothing here waits, sends, copies or looks at a clock.
+Events come in as calls, which sessions make with their lock held. Messages for the daemon go to the
+outbox, in this order. Nothing here waits, sends, copies or reads a clock.
 
-A call that an interrupt ended may be made again, and leaves the tables as they should be if it is
-not. Python looks for signals at calls and loops alone, so what must change together does so in
-statements without one, and a call that ends them is that of a function written in C, whose work is
-done before signals are looked at.
+If an interrupt ends a call, the call may be repeated; the tables are consistent even if it is not.
+Python checks for signals only at calls and in loops. So state that must change together changes in
+statements without a call. A call that ends such statements is to a function written in C, whose
+work is done before Python checks for signals.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from stormd.protocol.timeline import RESTORED_SLOTS
 __all__ = ["FAILURES", "Transfers", "number_of"]
 
 AHEAD_SHARE = 0.75
-"""Of the staging area, for what was prefetched or is kept there; the rest is left to stores and
-to what is needed at once."""
+"""Share of the staging area for chunks that are prefetched or kept there; the rest is for stores
+and for chunks that are needed at once."""
 
 AHEAD_PARTS = 64
-"""Chunks of that kind at most, however small they are."""
+"""Limit for the number of those chunks, however small they are."""
 
 REFILL_SHARE = 0.75
-"""Only when no more than this share of what may be prefetched is in use is more fetched: looking
-is not free of charge, and what is requested together travels together."""
+"""Prefetching goes on only if at most this share of its room is in use: looking costs time, and
+chunks requested together travel together."""
 
 
 class Transfers:
-    """All transfers of one session; its lock protects them, and whatever they refer to."""
+    """All transfers of one session. The session's lock protects them and all that they refer to."""
 
     def __init__(
         self,
@@ -81,17 +81,18 @@ class Transfers:
         window: DeviceWindow,
         keeps_stored: bool = False,
     ) -> None:
-        """Move chunks of at most `part_bytes`, each numbered by `numbers`, asked for in `outbox`.
+        """Move chunks of at most `part_bytes`; number them by `numbers`; request in `outbox`.
 
-        `keeps_stored` says that stored chunks wait in the staging area while there is room: where
-        the way back is much slower than a copy.
+        With `keeps_stored`, stored chunks remain in the staging area while there is room. This is
+        for devices where a restore is much slower than a copy.
         """
         self.window = window
         self.held = HeldSources(window)
         self.answered = 0
-        """Answers about transfers so far: while it grows the daemon gets on."""
+        """The number of answers about transfers so far; while it grows the daemon makes
+        progress."""
         self.freed = 0
-        """Grows with whatever gives room to a thread that waits for some."""
+        """Grows with every event that may give room to a waiting thread."""
         self._numbers = numbers
         self._outbox = outbox
         self._keeps_stored = keeps_stored
@@ -109,20 +110,20 @@ class Transfers:
             give_back=self._give_back,
         )
         self.incoming: dict[int, Incoming] = {}
-        """By the record's key: the ways back that have begun."""
+        """By the record's key: restores that have begun."""
         self.handed_out = HandedOut()
-        """What is in use before the daemon has answered for it."""
+        """Restored memory that is in use before the daemon has answered."""
         self._kept: dict[Transfer, Incoming] = {}
-        """Chunks that were stored and lie in their slots still, the oldest first."""
+        """Stored chunks that remain in their slots, the oldest first."""
 
     @property
     def is_storing(self) -> bool:
-        """Whether the daemon has yet to read or encode something."""
+        """Whether the daemon still has to read or encode a chunk."""
         return any(isinstance(one.of, Outgoing) for one in self._pending.values())
 
     @property
     def early_bytes(self) -> int:
-        """Bytes of the memory that is restored into, or was begun to be, and nobody waits for."""
+        """Bytes of memory of restores, begun or done, that no thread waits for."""
         into = set(self.incoming.values())
         for one in self._pending.values():
             if one.phase is Phase.DROPPED and isinstance(one.of, Incoming):
@@ -132,10 +133,10 @@ class Transfers:
     # --- the staging area -------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> Slot | None:
-        """Return a slot, giving up what waits to be needed where there is no other room.
+        """Return a slot; if there is no room, give up chunks that are not needed yet.
 
-        The one that is needed last goes first: of what was prefetched the newest, else what has
-        been kept longest.
+        The chunk that is needed last is given up first: the newest of the prefetched, else the
+        oldest of the kept.
         """
         slot = self._space.allocate(nbytes)
         while slot is None and (self._drop_newest_fetched() or self._drop_oldest_kept()):
@@ -143,16 +144,17 @@ class Transfers:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """Take a slot back that no transfer occupies."""
+        """Free a slot that no transfer occupies."""
         self._space.free(slot)
         self.freed += 1
 
-    # --- back -------------------------------------------------------------------------------
+    # --- restores ---------------------------------------------------------------------------
 
     def demand(self, key: int, parts: list[Part], sequence: int) -> Incoming:
-        """Have a record fetched now: what a thread waits for is not given up.
+        """Restore a record now: its chunks are not given up, because a thread waits for them.
 
-        What has not been requested of it is, through the staging area as far as there is room.
+        Chunks that were not requested yet are requested into the staging area, as far as there is
+        room.
         """
         incoming = self.expect(key, parts)
         incoming.is_demanded = True
@@ -161,7 +163,7 @@ class Transfers:
         return incoming
 
     def expect(self, key: int, parts: list[Part]) -> Incoming:
-        """Begin to fetch a record ahead, through the staging area, or go on with it."""
+        """Begin to restore a record into the staging area, or return the restore that has begun."""
         incoming = self.incoming.get(key)
         if incoming is None:
             incoming = self.incoming[key] = Incoming(key, parts)
@@ -170,7 +172,7 @@ class Transfers:
     def expect_into(
         self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
     ) -> Incoming:
-        """Begin to fetch a record into memory of its own, which the daemon maps."""
+        """Begin to restore a record into memory of its own, which the daemon maps."""
         incoming = Incoming(key, parts, storage, is_demanded=is_demanded)
         self.incoming[key] = incoming
         return incoming
@@ -178,7 +180,7 @@ class Transfers:
     def restore(
         self, incoming: Incoming, index: int, route: Route, sequence: int, slot: Slot | None = None
     ) -> Transfer:
-        """Have the daemon restore a chunk to where `route` says: into `slot`, if staged."""
+        """Ask the daemon to restore a chunk to where `route` says: into `slot`, if staged."""
         if self.held.has_grown:
             self.held.turned()
         part = incoming.parts[index]
@@ -195,8 +197,8 @@ class Transfers:
             number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index, message=message
         )
         envelope = Envelope(number, message)
-        # All of it or nothing, for no call is between: nobody waits for what was never asked for,
-        # and nobody else gets what the daemon may write to.
+        # No call is between these statements, so either all are done or none: nobody waits for a
+        # chunk that was never requested, and no memory that the daemon may write to is reused.
         self._pending[number] = transfer
         self.handed_out.counters[number % RESTORED_SLOTS] = number
         incoming.transfers[index] = transfer
@@ -207,11 +209,11 @@ class Transfers:
         return transfer
 
     def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
-        """Request a chunk through the staging area, and those behind it as far as there is room.
+        """Request a chunk into the staging area, and the chunks after it as far as there is room.
 
-        Where there is none for the chunk itself, what only waits to be needed is given up, and then
-        the record's own later chunks, which may lie so that no free range is as long as this one;
-        None where even that is not enough now.
+        If there is no room for the chunk, chunks that are not needed yet are given up. Next are the
+        record's own later chunks, which may leave no free range of this length. Return None if
+        there is still no room.
         """
         nbytes = incoming.parts[index].nbytes
         slot = self.reserve(nbytes)
@@ -224,9 +226,9 @@ class Transfers:
         return transfer
 
     def request_ahead(self, incoming: Incoming, begin: int, sequence: int) -> bool:
-        """Request its chunks from `begin` on through the staging area, before they are needed.
+        """Request a restore's chunks from `begin` on into the staging area, ahead of their use.
 
-        False where what is prefetched has no room for all of them now.
+        Return False if the share for prefetched chunks has no room for all of them.
         """
         for index in range(begin, len(incoming.parts)):
             if index in incoming.transfers:
@@ -238,12 +240,12 @@ class Transfers:
         return True
 
     def reserve_ahead(self, nbytes: int) -> Slot | None:
-        """Return a slot for what is fetched before it is needed, None where its share is used."""
+        """Return a slot for a prefetched chunk, None if the share for those is used up."""
         return self._space.allocate(nbytes) if self._has_room_ahead(nbytes) else None
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether enough of the staging area's share is free to be worth a look."""
+        """Whether enough of the share for prefetched chunks is free to be worth a look ahead."""
         is_free = self._ahead_bytes <= self._ahead_limit * REFILL_SHARE
         return is_free and self._ahead_parts <= AHEAD_PARTS // 2
 
@@ -255,7 +257,7 @@ class Transfers:
         slot = None
         is_pending = transfer.phase in (Phase.REQUESTED, Phase.DROPPED)
         phase = Phase.DROPPED if is_pending else Phase.DONE  # the daemon may be writing it
-        # All of it or nothing, for no call is between.
+        # No call is between these statements: either all are done or none.
         transfer.phase = phase
         del incoming.transfers[index]
         if transfer in self._kept:
@@ -268,7 +270,7 @@ class Transfers:
             self.free(slot)
 
     def forget(self, key: int) -> None:
-        """Give up what is left of a record's way back."""
+        """Give up the remaining chunks of a record's restore."""
         incoming = self.incoming.get(key)
         if incoming is None:
             return
@@ -279,7 +281,7 @@ class Transfers:
     def hand_out(self, incoming: Incoming, user: int) -> list[int]:
         """Let a backward pass use a record's memory on streams that wait; return the tickets.
 
-        The memory is kept until the daemon has answered: it may be writing to it.
+        The memory is kept until the daemon has answered, because the daemon may be writing to it.
         """
         tickets = self.handed_out.take_over(incoming, user)
         if incoming.transfers:
@@ -289,33 +291,34 @@ class Transfers:
         return tickets
 
     def forget_early(self) -> None:
-        """Give up all memory that was taken early: there is none left."""
+        """Give up all memory of restores that no thread waits for: the device has none left."""
         for key, incoming in list(self.incoming.items()):
             if incoming.storage is not None and not incoming.is_demanded:
                 self.forget(key)
 
     def writes_to_memory(self) -> bool:
-        """Tell whether the daemon may be writing to memory that was allocated for that."""
+        """Return whether the daemon may be writing to memory that was allocated for restores."""
         pending = self._pending.values()
         return any(isinstance(one.of, Incoming) and one.slot is None for one in pending)
 
     @property
     def is_restoring(self) -> bool:
-        """Whether the daemon may be writing anywhere, the staging area included."""
+        """Whether the daemon may be writing to any memory, the staging area included."""
         return any(isinstance(one.of, Incoming) for one in self._pending.values())
 
     def resume(
         self, outcome: Callable[[int], int | None] = lambda _: None, last_number: int = 0
     ) -> list[int]:
-        """Ask another daemon for all that the one before has not answered, in the same order.
+        """Repeat all requests that the previous daemon has not answered, in the same order.
 
-        `outcome` returns, by its ticket, the status that the dead daemon's device has left of a
-        restore that it has done, None for one that it has not, and never will: what is done is not
-        done again, because the memory may be in use, and what is not is, as streams may wait for
-        it. They may wait for the number of any store, up to the `last_number` that was drawn.
+        `outcome` takes a restore's ticket and returns the status that the dead daemon's device has
+        left. None means that the restore was not done and never will be by that device. A restore
+        that was done is not repeated, because its memory may be in use. One that was not is
+        repeated, because streams may wait for it. Streams may also wait for the number of any
+        store, up to `last_number`, the last that was drawn.
 
-        Returns the entries that it is to store: it may have stored them already, which it says.
-        What nobody wants any more is not asked for again, as nobody writes it.
+        Returns the entries that the daemon is to store; if it has stored one already, it says so.
+        Chunks that nobody wants are not requested again, and nobody writes them.
         """
         entries: list[int] = []
         last_asked = 0
@@ -340,7 +343,7 @@ class Transfers:
         return entries
 
     def end(self) -> None:
-        """Let all memory go: no answer will come any more."""
+        """Drop all memory: no answer will come any more."""
         self._pending.clear()
         self.incoming.clear()
         self.handed_out.clear()
@@ -350,7 +353,7 @@ class Transfers:
     # --- answers ----------------------------------------------------------------------------
 
     def reply(self, request: int, message: Message) -> None:
-        """Handle the daemon's answer about a transfer; about anything else, do nothing."""
+        """Handle the daemon's answer about a transfer; ignore any other message."""
         match message:
             case RestoredParts():
                 for (ticket,) in unpack(message.places, RESTORED_FIELDS):
@@ -379,8 +382,8 @@ class Transfers:
             self._end(transfer)
 
     def _came(self, transfer: Transfer, message: Message) -> None:
-        """Handle an answer about a part in flight back: it is there, or cannot be had."""
-        if transfer.phase in (Phase.DROPPED, Phase.DONE):  # DONE: this was interrupted here
+        """Handle the answer about a restored chunk: it has arrived, or cannot be restored."""
+        if transfer.phase in (Phase.DROPPED, Phase.DONE):  # DONE: an interrupt came here before
             transfer.move_to(Phase.DONE)
             self._give_back(transfer)
         elif transfer.phase is Phase.REQUESTED:
@@ -395,14 +398,14 @@ class Transfers:
         self._end(transfer)
 
     def _end(self, transfer: Transfer) -> None:
-        """Forget a transfer whose answer has come, and memory that was kept for it alone."""
+        """Forget an answered transfer, and the memory that was kept only for it."""
         del self._pending[transfer.number]
         self.freed += 1
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _give_back(self, transfer: Transfer) -> None:
-        """Give a transfer's slot back, if it has one."""
+        """Free a transfer's slot, if it has one."""
         is_back = isinstance(transfer.of, Incoming)
         slot, transfer.slot = transfer.slot, None
         if slot is None:
@@ -413,7 +416,7 @@ class Transfers:
         self.free(slot)
 
     def _keep(self, transfer: Transfer, out: Outgoing) -> bool:
-        """Leave a stored chunk in its slot as one that has come back already, if there is room."""
+        """Leave a stored chunk in its slot, as if it was restored already, if there is room."""
         record, slot = out.living(), transfer.slot
         if not self._keeps_stored or record is None or slot is None or out.refusal is not None:
             return False
@@ -429,7 +432,7 @@ class Transfers:
         kept = Transfer(
             transfer.number, slot.nbytes, transfer.route, slot, incoming, Phase.ARRIVED, index
         )
-        # All of it or nothing, for no call is between.
+        # No call is between these statements: either all are done or none.
         transfer.slot = None
         incoming.transfers[index] = kept
         self._ahead_bytes += slot.nbytes
@@ -466,7 +469,7 @@ class Transfers:
                 return True
         return False
 
-    # --- what holds between any two calls ---------------------------------------------------
+    # --- invariants, which hold between any two calls ---------------------------------------
 
     def assert_invariants(self) -> None:
         """Check the tables against each other, and every count against what it counts."""
@@ -493,13 +496,13 @@ class Transfers:
 
 
 FAILURES = (Failed, Refused)
-"""What says that something cannot be had."""
+"""Messages that say that something is not available."""
 
 _FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
 
 
 def _restored(transfer: Transfer, status: int) -> Message:
-    """Return what a daemon would have answered whose decoder has left a status."""
+    """Return the answer that a daemon would have given for its decoder's status."""
     message = transfer.message
     assert isinstance(message, Restore)
     if not status:
@@ -509,7 +512,7 @@ def _restored(transfer: Transfer, status: int) -> Message:
 
 
 def number_of(request: int, message: Message) -> int:
-    """Return the number of the transfer that a message answers, if it answers one."""
+    """Return the number of the transfer that a message answers; else the request's number."""
     match message:
         case Admitted() | Stored() | Rejected():
             return message.entry

@@ -1,10 +1,11 @@
-"""Checksums of chunks that are copied as they are: one launch for all that wait.
+"""Checksums of chunks that are copied directly: one launch for all that wait.
 
-Beside kernels that take the whole device a kernel of the daemon gets in where one of them ends and
-the next begins, and hardly another with it, however much it has to read. So there is one launch at
-a time, on a stream of its own, and the next is for whatever has come since.
+Beside kernels that take the whole device, a kernel of the daemon starts only where one of them ends
+and the next begins. A second one hardly starts with it, however much the first has to read. So
+there is one launch at a time, on a stream of its own, and the next launch is for all chunks that
+were added since.
 
-All of it is the store thread's.
+Only the store thread uses this module.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from storm_kernels.errors import KernelsError
 __all__ = ["MOST_TOGETHER", "Check", "Checks"]
 
 MOST_TOGETHER: Final = 16
-"""Chunks of a launch."""
+"""Most chunks in one launch."""
 
 SPAN_WORDS: Final = 2
 
 UNWRITTEN: Final = (1 << 64) - 1
-"""What the device must overwrite first; a sum is that by chance once in 2^64 chunks."""
+"""Initial value that the device must overwrite; a sum has it by chance once in 2^64 chunks."""
 
 
 class Check:
-    """The checksum of `nbytes` bytes at a device address, to be had once `is_known`."""
+    """The checksum of `nbytes` bytes at a device address, available once `is_known`."""
 
     __slots__ = ("_error", "_sums", "address", "nbytes")
 
@@ -50,8 +51,8 @@ class Check:
         """The checksum.
 
         Raises:
-            KernelsError: the device was not asked for it.
-            RuntimeError: it was, and has left none.
+            KernelsError: the launch failed.
+            RuntimeError: the launch ended, but wrote no checksum.
         """
         if self._error is not None:
             raise self._error
@@ -60,16 +61,16 @@ class Check:
         return from_sums(self._sums, self.nbytes)
 
     def found(self, sums: list[int]) -> None:
-        """Take what the device has left."""
+        """Set the sums that the device has written."""
         self._sums = sums
 
     def failed(self, error: KernelsError) -> None:
-        """Take why the device was not asked."""
+        """Set the error because of which the launch failed."""
         self._error = error
 
 
 class Checks:
-    """Has a device read chunks for their checksums. Needs `close`.
+    """Makes a device read chunks for their checksums. Needs `close`.
 
     Raises:
         CudaDriverError: the device gives no stream or memory; nothing is kept.
@@ -87,9 +88,9 @@ class Checks:
             self._made = made.pop_all()
 
     def add(self, address: int, nbytes: int) -> Check:
-        """Have bytes read with the next launch, which is now where none is in flight.
+        """Add bytes to the next launch, which starts now if none is in flight.
 
-        They must stay mapped until the check is known or forgotten.
+        The bytes must stay mapped until the check is known or forgotten.
         """
         check = Check(address, nbytes)
         self._waiting.append(check)
@@ -97,7 +98,7 @@ class Checks:
         return check
 
     def look(self) -> None:
-        """See whether a launch has ended, and begin the next.
+        """Check whether a launch has ended, and begin the next if none is in flight.
 
         Raises:
             CudaDriverError: the device is broken.
@@ -110,12 +111,12 @@ class Checks:
         self._launch_next()
 
     def forget(self, check: Check) -> None:
-        """Have a check not begun that has not been; one that has must have ended."""
+        """Drop a check that has not been launched; one that has been launched must have ended."""
         if check in self._waiting:
             self._waiting.remove(check)
 
     def close(self) -> None:
-        """Free all of it; nothing is in flight."""
+        """Free all of it; nothing may be in flight."""
         self._made.close()
 
     @property

@@ -1,9 +1,9 @@
 """One client's memory and counters as one GPU of the daemon sees them.
 
-An address that is given out lies in memory that the client has offered and the daemon has mapped,
-and what the client writes into the shared page is checked before it is used.
+Every address that this module returns lies in memory that the client has offered and the daemon has
+mapped. Values that the client writes into the shared page are checked before use.
 
-Both directions of a session work with it. Memory is mapped and unmapped between their jobs.
+Both directions of a session use it. Memory is mapped and unmapped between their jobs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 SKIPPED: Final = "the session ended before it was done"
 MOST_RESERVED: Final = 16
-"""Times the GPU's memory of addresses that a session may reserve. PyTorch reserves a little more
-than all of the memory for each stream and size of block."""
+"""Address space that a session may reserve, as a multiple of the GPU's memory. PyTorch reserves
+slightly more than all of the memory for each pair of stream and block size."""
 
 UNWRITTEN: Final = (1 << 64) - 1
 """Status that the codec must overwrite."""
@@ -48,7 +48,7 @@ UNWRITTEN: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What both directions of a session need on the device, from its first segment on."""
+    """The device objects of both directions of a session, which exist from its first segment on."""
 
     page: RegisteredHost
     store_stream: Stream
@@ -56,11 +56,11 @@ class Opened:
     scratch: SessionScratch
     checks: Checks
     owned: ExitStack
-    """What lets all of it go, when no stream uses it any more."""
+    """Frees all of them once no stream uses them any more."""
 
 
 class CudaClient:
-    """What the daemon has of the client of one session; results go to `post`."""
+    """The daemon's view of the client of one session; results go to `post`."""
 
     def __init__(
         self,
@@ -81,30 +81,32 @@ class CudaClient:
         self._direct_bytes = direct_bytes
         self._page = page
         self.timelines = Timelines(page.address)
-        # The four below: written by the store thread while no job needs them, read by both.
+        # The four below are written by the store thread while no job needs them, and read by both
+        # threads.
         self._segments: dict[int, IpcMapping | AddressRange] = {}
-        self._ranges: dict[int, AddressRange] = {}  # those that are such, once more
-        self._pieces: dict[int, tuple[AddressRange, int]] = {}  # with the offset in its range
+        self._ranges: dict[int, AddressRange] = {}  # the segments that are address ranges
+        self._pieces: dict[int, tuple[AddressRange, int]] = {}  # with offset in range
         self._opened: Opened | None = None
 
     # --- for both directions ----------------------------------------------------------------
 
     @property
     def opened(self) -> Opened:
-        """What was made before the first segment was mapped, which every job names one of."""
+        """What `open` made before the first segment was mapped; every job names a segment."""
         assert self._opened is not None, "a job came before a segment"
         return self._opened
 
     @property
     def is_open(self) -> bool:
-        """Whether that has been made."""
+        """Whether `open` has made those objects."""
         return self._opened is not None
 
     def address(self, job: StoreJob | RestoreJob) -> int:
         """Return the device address of a job's range.
 
         Raises:
-            ValueError: it does not lie in its segment, which the ledger has checked before.
+            ValueError: the range does not lie in its segment, although the ledger has checked it
+                before.
         """
         mapping = self._segments[job.segment]
         if job.offset + job.nbytes > mapping.nbytes:
@@ -119,11 +121,11 @@ class CudaClient:
         return self.opened.page.device_address + counter
 
     def has_published(self, sequence: int) -> bool:
-        """Tell whether the client's work up to that number is done, or the client is dead."""
+        """Return whether the client's work up to that number is done, or the client is dead."""
         return self.timelines.read(PUBLISHED) >= sequence
 
     def stored_through(self, sequence: int) -> None:
-        """Raise STORED to a number, behind the encoders on the stream."""
+        """Raise STORED to a number, after the encoders on the store stream."""
         try:
             if self.is_open:
                 write_value(self.opened.store_stream.handle, self.counter(STORED), sequence)
@@ -133,13 +135,13 @@ class CudaClient:
         self.timelines.store(STORED, sequence)
 
     def poison(self) -> None:
-        """Release what waits for the client, now and from now on."""
+        """Release everything that waits for the client, now and later."""
         self.timelines.poison(PUBLISHED)
 
     # --- while neither has a job ------------------------------------------------------------
 
     def open(self) -> None:
-        """Make what both directions need on the device; on an error nothing is kept.
+        """Make the device objects of both directions; on an error none is kept.
 
         Raises:
             LaneUnavailable: the device gives no memory or stream.
@@ -163,10 +165,11 @@ class CudaClient:
         self._opened = Opened(page, stores, restores, scratch, checks, owned)
 
     def map(self, request: Mappable, descriptor: int) -> None:
-        """Map what the client offers; the descriptor, of a piece, stays the caller's.
+        """Map the memory that the client offers; the caller keeps the descriptor of a piece.
 
         Raises:
-            KernelsError, ValueError: it cannot be mapped, or is not what was offered.
+            KernelsError, ValueError: the memory cannot be mapped, or is not as the client described
+                it.
         """
         if isinstance(request, MapPiece):
             into = self._ranges.get(request.into)
@@ -181,7 +184,7 @@ class CudaClient:
             self._segments[request.segment] = _opened(request)
 
     def _reserved(self, nbytes: int) -> AddressRange:
-        """Reserve addresses: far more than a client has memory, far fewer than there are."""
+        """Reserve addresses; the limit is far above a client's memory and far below what exists."""
         total = self.device.context.total_bytes()
         reserved = sum(one.nbytes for one in self._ranges.values()) + nbytes
         if reserved > MOST_RESERVED * total:
@@ -207,11 +210,12 @@ class CudaClient:
             log.exception("segment %d of session %016x cannot be unmapped", segment, self.session)
 
     def close(self) -> None:
-        """Let all go: the memory, the device's objects, the page."""
+        """Free everything: the mapped memory, the device's objects, the page."""
         try:
             self.device.context.make_current()
             if self.is_open:
-                # There may be a number to write yet, or a checksum to make that nobody waits for.
+                # A number may still have to be written, or a checksum computed that nobody waits
+                # for.
                 for stream in (self.opened.store_stream, self.opened.checks.stream):
                     self.device.settle(stream)
             with ExitStack() if self._opened is None else self._opened.owned as owned:
@@ -226,7 +230,7 @@ def _opened(request: MapSegment) -> IpcMapping:
     """Map an allocation by its handle.
 
     Raises:
-        KernelsError, ValueError: it cannot be mapped, or is less than was offered.
+        KernelsError, ValueError: it cannot be mapped, or is smaller than the client said.
     """
     mapping = IpcMapping(request.handle)
     if mapping.nbytes < request.nbytes:
@@ -236,5 +240,5 @@ def _opened(request: MapSegment) -> IpcMapping:
 
 
 def error_text(error: Exception) -> str:
-    """Return the error as the client is told."""
+    """Return the text of the error for the client."""
     return f"{type(error).__name__}: {error}"[:1000]

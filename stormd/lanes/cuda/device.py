@@ -1,8 +1,8 @@
 """One GPU as all its sessions share it: context, codec, the pool as the device sees it, the link.
 
-The pool is registered before the first session and until after the last. Each direction of the link
-has one stream, so that both are busy at once and neither waits for the other. On these two nothing
-waits for a client.
+The pool is registered with the driver before the first session and until after the last. Each
+direction of the link has one stream, so that both are busy at once and neither waits for the other.
+No work on these two streams waits for a client.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class _Registered(NamedTuple):
-    """A range of the pool from offset `begin` to `end`, as the driver knows it."""
+    """A range of the pool from offset `begin` to `end`, as it is registered with the driver."""
 
     begin: int
     end: int
@@ -44,20 +44,20 @@ class _Registered(NamedTuple):
 
 
 class DevicePool:
-    """The host's pool, as far as it is resident, registered for all devices of these ordinals.
+    """The resident ranges of the host's pool, registered for all devices of these ordinals.
 
-    Needs `close`. The driver takes a range once, for all contexts there are. So theirs are made
-    before, and kept.
+    Needs `close`. The driver registers a range once, for all contexts that exist. So this object
+    creates the contexts of all devices first, and keeps them.
 
     Raises:
-        BackendUnavailable, CudaDriverError: there is no such device, or it cannot reach the pool.
+        BackendUnavailable, CudaDriverError: there is no such device, or it cannot access the pool.
         StartStopped: the daemon is to end.
     """
 
     def __init__(self, ordinals: list[int], pool: HostPool) -> None:
         self.address = pool.address
         self._pool = pool
-        # In order; replaced as a whole, so that copies go on while a range is added.
+        # Sorted; replaced as a whole, so that copies continue while a range is added.
         self._ranges: tuple[_Registered, ...] = ()
         with ExitStack() as made:
             contexts = [made.enter_context(closing(PrimaryContext(n))) for n in ordinals]
@@ -71,8 +71,8 @@ class DevicePool:
         """Register a further range; copies may be in flight elsewhere. May take a second.
 
         Raises:
-            CudaDriverError: the driver does not take it; nothing of it is registered.
-            StartStopped: the daemon is to end; the same.
+            CudaDriverError: the driver refuses the range; no part of it is registered.
+            StartStopped: the daemon is to end; no part of the range is registered.
         """
         self._context.make_current()
         memory = RegisteredHost(
@@ -83,7 +83,7 @@ class DevicePool:
         self._ranges = tuple(sorted((*self._ranges, added)))
 
     def retract(self, offset: int, nbytes: int) -> None:
-        """Unregister a range that was registered as one; no copy uses it. May take a second.
+        """Unregister a range that was registered as a whole. No copy may use it. May take a second.
 
         Raises:
             CudaDriverError: the device is broken.
@@ -91,7 +91,7 @@ class DevicePool:
         (gone,) = [one for one in self._ranges if (one.begin, one.end) == (offset, offset + nbytes)]
         self._ranges = tuple(one for one in self._ranges if one is not gone)
         self._context.make_current()
-        gone.memory.close()  # and once more at the end, which does nothing
+        gone.memory.close()  # closed again at the end, which does nothing
 
     def pieces(self, block: Block) -> Iterator[tuple[int, int]]:
         """Yield a block's ranges as (address, bytes), each of which one copy can cover."""
@@ -106,11 +106,11 @@ class DevicePool:
                 begin, index = begin + size, index + 1
 
     def write(self, block: Block, header: bytes) -> None:
-        """Write a blob's header, which no extent cuts in two, to its block from the CPU."""
+        """Write a blob's header into its block from the CPU; the header lies in one extent."""
         ctypes.memmove(self.address + block.extents[0].offset, header, len(header))
 
     def close(self) -> None:
-        """Unregister the pool, which must still be mapped; no device uses it any more."""
+        """Unregister the pool, which must still be mapped; no device may use it any more."""
         self._context.make_current()
         self._made.close()
 
@@ -119,7 +119,7 @@ class CudaDevice:
     """The device of one ordinal, ready to encode. Needs `close`.
 
     Raises:
-        BackendUnavailable, CudaDriverError: the device cannot be used; nothing of it is left.
+        BackendUnavailable, CudaDriverError: the device cannot be used; nothing is left behind.
     """
 
     def __init__(self, ordinal: int, pool: DevicePool) -> None:
@@ -137,12 +137,12 @@ class CudaDevice:
         self.limit = LinkLimit()
         self.heartbeat = Heartbeat(f"cuda:{ordinal}")
         self.fault = ""
-        """Why it is broken, as it stays for this process; empty while it is not."""
+        """Why the device is broken, which is permanent for this process; empty while it works."""
 
     def copy_down(self, source: int, block: Block, begin: int = 0) -> None:
         """Put the copy of a blob, from its byte `begin` on, to its block on the stream `down`.
 
-        Those bytes lie at `source`.
+        `source` is the address of those bytes.
         """
         for target, size in self._pool.pieces(block):
             left_out = min(begin, size)
@@ -152,14 +152,14 @@ class CudaDevice:
                 source += size - left_out
 
     def sends_nothing(self) -> bool:
-        """Tell whether the link to the pool is idle; so it is not where the device is broken."""
+        """Return whether the link to the pool is idle; False if the device is broken."""
         try:
             return self.down.done()
         except CudaDriverError:
             return False
 
     def put_header(self, block: Block, header: bytes) -> None:
-        """Write the header of a blob whose bytes lie behind it in its block."""
+        """Write a blob's header in front of its bytes, which are in the block already."""
         self._pool.write(block, header)
 
     def copy_up(self, block: Block, destination: int) -> None:
@@ -169,7 +169,7 @@ class CudaDevice:
             destination += size
 
     def kind(self, block: Block) -> BlobKind:
-        """Return what the blob's header, whose start no extent cuts in two, says it is.
+        """Return the kind in the blob's header, whose start lies in one extent.
 
         Raises:
             CorruptBlob: it names no element type.
@@ -178,13 +178,13 @@ class CudaDevice:
         return blob_kind(ctypes.string_at(header, KIND_BYTES))
 
     def look(self) -> None:
-        """Note whether the device is broken, by its own work or another process's.
+        """Check and record whether the device is broken, by its own work or another process's.
 
         May take a second. Not for the event loop.
         """
         if self.fault:
             return
-        with self.heartbeat:  # a driver that hangs is told of, too
+        with self.heartbeat:  # the heartbeat reports a driver that hangs, too
             try:
                 self.context.make_current()
                 self.down.done()
@@ -192,20 +192,20 @@ class CudaDevice:
                 self._breaks(error)
 
     def settle(self, stream: Stream) -> None:
-        """Wait until the stream is done; on a device that is broken nothing runs any more."""
+        """Wait until the stream is done; on a broken device nothing runs any more."""
         try:
             stream.synchronize()
         except CudaDriverError as error:
             self._breaks(error)
 
     def _breaks(self, error: CudaDriverError) -> None:
-        """Say by fault and heartbeat that this process has to be started again."""
+        """Report in `fault` and the heartbeat that this process must be restarted."""
         if not self.fault:
             log.error("the device is broken: %s", error)
         self.fault = f"{self.heartbeat.name}: {error}"
         self.heartbeat.ended(str(error))
 
     def close(self) -> None:
-        """Let the device go; its sessions are gone."""
+        """Close the device; its sessions must have ended."""
         self.context.make_current()
         self._made.close()

@@ -1,9 +1,9 @@
-"""When a chunk is copied to the pool as it is, because the device has no room for encoders: pure.
+"""Decides when a chunk is copied to the pool directly, as raw bytes without an encoder. Pure.
 
-Beside kernels of a trainer that take all of the device's registers, as long products and attention
-do, nothing of the daemon runs until they end, but copies do. So the link would idle once the blobs
-that scratch holds have been sent. A chunk that goes as it is takes more of the link and of the pool
-than its blob would: hence only where the link has nothing else to do.
+Long matrix products and attention take all registers of the device. Beside such kernels of a
+trainer no kernel of the daemon runs until they end, but copies do. So the link would idle once the
+blobs in scratch have been sent. A directly copied chunk takes more of the link and the pool than
+its blob would. So it is copied directly only if the link has nothing else to do.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Final, NamedTuple
 __all__ = ["LATE_SECONDS", "MOST_COPIES", "Outlook", "goes_direct"]
 
 MOST_COPIES: Final = 2
-"""Of one session on the link: the second is there before the first ends, and blobs that come
-meanwhile wait for no more."""
+"""Most direct copies of one session on the link. The second is queued before the first ends, and
+blobs that are ready meanwhile wait for no more than these."""
 
 LATE_SECONDS: Final = 0.001
-"""Longer than an encoder takes that gets in, but for large ones beside short products, which keep
-the link busy (DESIGN.md has the measurement)."""
+"""Longer than an encoder takes that can start, except for large ones beside short products, which
+keep the link busy (DESIGN.md has the measurement)."""
 
 
 class Outlook(NamedTuple):
-    """How far a session's stores have come when the next one is to be begun.
+    """The state of a session's stores when the next one is to begin.
 
-    For `encoders_wait` seconds none of the encoders that are queued has passed, 0.0 where none is.
-    Of the session, `blobs` batches and `copies` direct chunks are in flight down the link;
-    `link_is_idle` is whether nothing of anybody's is.
+    `encoders_wait` is for how many seconds no queued encoder has finished, 0.0 if none is queued.
+    Of the session, `blobs` batches and `copies` direct chunks are in flight on the link.
+    `link_is_idle` is whether no session has anything in flight there.
     """
 
     encoders_wait: float
@@ -36,7 +36,7 @@ class Outlook(NamedTuple):
 
 
 def goes_direct(codec: str, outlook: Outlook) -> bool:
-    """Tell whether a large chunk is copied as it is: scratch has no room, or with codec "raw"."""
+    """Return whether to copy a large chunk directly: codec "raw", or no space in scratch."""
     if outlook.copies >= MOST_COPIES:
         return False
     if codec == "raw":  # it has no use for an encoder, whatever the device does

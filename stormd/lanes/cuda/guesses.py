@@ -1,9 +1,9 @@
-"""Which encoder a tensor will probably need: that which the ones like it have needed. Pure.
+"""Predicts which encoder a tensor will need: the one that similar tensors have needed. Pure.
 
-The device chooses a tensor's mode and the host does not wait for it, so without a guess encoders
-for all modes are launched, of which one works. Steps are alike, and tensors of one size and type in
-them mostly are. A guess that was wrong costs bytes, since that tensor is stored raw, and nothing
-else; so it is made only of what has been the same for a while.
+The device chooses a tensor's mode and the host does not wait for it. So without a guess, encoders
+for all modes are launched, of which one works. Steps are alike, and so are most tensors of one size
+and type in them. A wrong guess only costs bytes, since that tensor is stored raw. So a tensor's
+encoder is guessed only after it has been the same for a while.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from storm_kernels.ancf.cuda_launches import pipeline_of
 __all__ = ["SAME_BEFORE", "Guesses"]
 
 SAME_BEFORE: Final = 16
-"""Tensors of a size and type that needed the same encoder before it is guessed of the next. After a
-wrong guess twice as many as the last time."""
+"""How many tensors of one size and type must have needed the same encoder before it is guessed for
+the next. Each wrong guess doubles the number."""
 
 MOST_KINDS: Final = 4096
-"""Sizes and types that are known; beyond them all are forgotten."""
+"""Most pairs of size and type that are known; when there are more, all are forgotten."""
 
 
 class Guesses:
-    """What one session's tensors have needed. For one thread."""
+    """The encoders that one session's tensors have needed. For one thread."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, DType], _Kind] = {}
 
     def likely(self, nbytes: int, dtype: DType) -> str | None:
-        """Return the pipeline that is likely for so many bytes of that type; None where unknown."""
+        """Return the likely pipeline for so many bytes of that type; None if unknown."""
         kind = self._kinds.get((nbytes, dtype))
         return None if kind is None else kind.likely()
 
     def learn(self, nbytes: int, dtype: DType, guessed: str | None, mode: str) -> None:
-        """Note the mode of a blob that was encoded with that guess, or None."""
+        """Note the mode of a blob that was encoded with that guess, or with None."""
         if len(self._kinds) >= MOST_KINDS:
             self._kinds.clear()
         kind = self._kinds.setdefault((nbytes, dtype), _Kind())
@@ -43,7 +43,7 @@ class Guesses:
 
 
 class _Kind:
-    """Tensors of one size and type: the last ones' pipeline, and how many of them there were."""
+    """Tensors of one size and type: the latest ones' pipeline, and how many needed it in a row."""
 
     __slots__ = ("_needed", "_pipeline", "_same")
 

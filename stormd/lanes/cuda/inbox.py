@@ -1,7 +1,7 @@
-"""What other threads hand to the one that waits for it, with waits that end when they should.
+"""Items from other threads for one waiting thread, with waits that end on time.
 
-`SimpleQueue.get(timeout)` may not, before Python 3.13: where its time is over just as it finds that
-what it was told of has been taken already, it waits on for the next item, for ever if none comes.
+`SimpleQueue.get(timeout)` may not end on time before Python 3.13. If its timeout expires just as it
+finds that the announced item has already been taken, it waits for the next item, possibly for ever.
 With waits as short as a pipeline's, a busy host had that once in some 500 batches of stores.
 """
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """Items in the order in which they were put. Any thread puts, one takes and waits."""
+    """Items in the order in which they were put. Any thread puts; one thread takes and waits."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -28,13 +28,13 @@ class Inbox(Generic[Item]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether all has been taken."""
+        """Whether all items have been taken."""
         return not self._items
 
     def put(self, item: Item) -> None:
-        """Add an item, and end the wait for it."""
+        """Add an item and end the wait of the taking thread."""
         self._items.append(item)
-        with suppress(RuntimeError):  # it was let go by another item, which no wait has ended for
+        with suppress(RuntimeError):  # another item has released it already
             self._nothing_new.release()
 
     def take(self) -> Iterator[Item]:
@@ -43,6 +43,6 @@ class Inbox(Generic[Item]):
             yield self._items.popleft()
 
     def wait(self, seconds: float = -1) -> None:
-        """Sleep until there is an item, or for `seconds`; a wait may end early, for nothing."""
+        """Sleep until there is an item, or for `seconds`; a wait may end early without an item."""
         if self.is_empty:
             self._nothing_new.acquire(timeout=seconds)

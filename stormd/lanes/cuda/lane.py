@@ -1,7 +1,7 @@
-"""The cuda lane: tensors in device memory, encoded and decoded there, blobs in the pinned pool.
+"""The cuda lane: tensors in device memory are coded there; their blobs are in the pinned pool.
 
-The event loop makes no CUDA call, it only hands over. A session is served by the device whose UUID
-its Hello names, whatever number that device has in either process.
+The event loop makes no CUDA call; it only queues work for other threads. A session is served by the
+device whose UUID its Hello names, whatever ordinal that device has in either process.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 class CudaLane(Lane):
     """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
 
-    Where they are `is_resumable`, a source may be used again only once what came of it is written
-    down. `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS chunks
-    of `direct_bytes` and more may be copied as they are, none where that is 0. `close` must follow.
+    With `is_resumable`, a source may be reused only once the outcome of its store is recorded.
+    `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS, chunks of at
+    least `direct_bytes` may be copied directly; 0 disables that. `close` must follow.
 
     Raises:
         LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
@@ -68,7 +68,7 @@ class CudaLane(Lane):
         for device in self._devices.values():
             device.limit = LinkLimit(link_limit_bytes)
         self._opened.enter_context(closing(DeviceWatch(self._devices.values())))
-        # Changed on the loop alone.
+        # Changed only on the loop.
         self._sessions: dict[int, CudaSession] = {}
         self._ending: list[CudaSession] = []
 
@@ -76,7 +76,7 @@ class CudaLane(Lane):
 
     @property
     def heartbeats(self) -> tuple[Heartbeat, ...]:
-        """The signs of life of the devices, and of the threads that serve sessions now."""
+        """The heartbeats of the devices, and of the threads that serve sessions now."""
         devices = (device.heartbeat for device in self._devices.values())
         sessions = [*self._sessions.values(), *self._ending]
         return (*devices, *(heartbeat for session in sessions for heartbeat in session.heartbeats))
@@ -87,7 +87,7 @@ class CudaLane(Lane):
 
     @property
     def links(self) -> tuple[LinkMeter, ...]:
-        """What is known of each device's link."""
+        """The meter of each device's link."""
         return tuple(device.link for device in self._devices.values())
 
     def extend(self, offset: int, nbytes: int) -> None:
@@ -173,13 +173,13 @@ class CudaLane(Lane):
         self._sessions[session].unmap_segment(segment)
 
     def detach(self, session: int) -> None:
-        """Release what waits for the client, and let all of the session go."""
+        """Release everything that waits for the client, and free all of the session."""
         self._ending = [ending for ending in self._ending if not ending.join(0.0)]
         self._ending.append(self._sessions.pop(session))
         self._ending[-1].detach()
 
     def close(self, seconds: float) -> bool:
-        """Let the devices go; False, and they are kept, where a session still uses one.
+        """Close the devices; return False and keep them if a session still uses one.
 
         A session that is still attached is left to another daemon, its client's memory untouched
         from then on.
@@ -193,7 +193,7 @@ class CudaLane(Lane):
                 return False
         try:
             self._opened.close()
-        except KernelsError as error:  # a device that is broken, on which nothing runs any more
+        except KernelsError as error:  # a broken device, on which nothing runs any more
             log.warning("not all that was on the devices could be let go: %s", error)
         return True
 
@@ -201,7 +201,7 @@ class CudaLane(Lane):
 def _devices(
     ordinals: list[int], pool: HostPool, opened: ExitStack
 ) -> tuple[DevicePool, dict[str, CudaDevice]]:
-    """Open the pool and the devices, by UUID, all or none, to be closed by `opened`."""
+    """Open the pool and the devices, by UUID, all or none; `opened` closes them."""
     try:
         with ExitStack() as made:
             shared = made.enter_context(closing(DevicePool(ordinals, pool)))

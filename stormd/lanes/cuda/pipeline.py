@@ -1,15 +1,15 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-Every job that was put in is answered exactly once, those that the device does in the order in which
-they were begun, but that a few go beside the others in an order of their own. That is the order in
-which they came, but that a few which are not due do not hold up those behind them, nor one that
-waits for scratch those that need none like it. No more is in flight than there is scratch for. Jobs
-that are due and have scratch are begun before the thread sleeps.
+Every job is answered exactly once. Jobs finish in the order in which they were begun, except for a
+few beside the others that have an order of their own. Jobs begin in the order in which they were
+put, with two exceptions. A few jobs that are not due do not delay the jobs behind them. A job that
+waits for scratch does not delay jobs that need none of that kind. No more jobs are in flight than
+there is scratch for. The thread begins all jobs that are due and have scratch before it sleeps.
 
-Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
-any size. The thread does not wait inside the driver, which costs a processor more than looking
-(DESIGN.md has the measurement): it looks whether the device has got further whenever it has
-something to do, and otherwise several times a millisecond.
+Small jobs that wait together form a batch. They share scratch and the work that the device has for
+a batch of any size. The thread does not wait inside the driver, which costs more CPU time than
+polling (DESIGN.md has the measurement). It polls the device whenever it has something to do, and
+otherwise several times a millisecond.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ __all__ = ["Pipeline", "ScratchSource", "Stages"]
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.0001
-"""Until the device is looked at again; twice as long each time that nothing has happened."""
+"""Seconds until the device is polled again; doubled each time that nothing has happened."""
 
 LONGEST_LOOK_SECONDS: Final = 0.0004
-"""What the link is to do next waits so long at the most; with less, looks at a client that lets us
-wait take more than a few hundredths of a processor."""
+"""Most seconds between polls, for which the link's next work may wait. With less, polling for a
+client that lets us wait takes more than a few hundredths of a CPU."""
 
 IDLE_LOOKS: Final = 2500
-"""So many in vain, a second of them, and the client is not about to go on: it evaluates, or waits
-in a debugger. Then looks are rarer."""
+"""Polls without a result, about a second of them, after which the client is assumed to be idle: it
+evaluates, or waits in a debugger. Then polls are rarer."""
 
 IDLE_LOOK_SECONDS: Final = 0.01
 
 MOST_OVERTAKEN: Final = 16
-"""Jobs that are not due before those behind them wait as well: each is asked at every look."""
+"""Most jobs that are not due before the jobs behind them wait as well: each is checked at every
+poll."""
 
 Job = TypeVar("Job")
 Job_contra = TypeVar("Job_contra", contravariant=True)
@@ -53,66 +54,67 @@ Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
 
 class Stages(Protocol[Job, Scratch_contra]):
-    """What is done with a batch of jobs. Those up to `go_on` may raise; `settle` and `fail` follow.
+    """The steps of a batch of jobs. Those up to `go_on` may raise; `settle` and `fail` follow.
 
-    Where a batch of several cannot be begun, each of its jobs is tried alone before it fails.
+    If a batch of several jobs cannot be begun, each of its jobs is tried alone before it fails.
     """
 
     def is_due(self, job: Job) -> bool:
-        """Tell whether the job may be begun: asked until it may, or others overtake it."""
+        """Return whether the job may be begun; until it may, others may overtake it."""
 
     def fits(self, batch: list[Job], job: Job) -> bool:
-        """Tell whether the job may be done together with those of `batch`, which is not empty."""
+        """Return whether the job may be done together with those of `batch`, which is not empty."""
 
     def begin(self, batch: list[Job], scratch: Scratch_contra) -> None:
         """Put the batch's work on the device, without waiting for it."""
 
     def goes_beside(self, scratch: Scratch_contra) -> bool:
-        """Tell whether what was begun may pass before what was begun before it."""
+        """Return whether this begun batch may finish before batches begun earlier."""
 
     def passed(self, batch: list[Job], scratch: Scratch_contra, /) -> bool:
-        """Tell whether the device has done what was put on it last."""
+        """Return whether the device has done the batch's work that was put on it last."""
 
     def go_on(self, batch: list[Job], scratch: Scratch_contra) -> bool:
-        """Answer the jobs, True, or put what follows on the device, False; `passed` said yes.
+        """Answer the jobs and return True, or put the next work on the device and return False.
 
-        What then stays in the batch is what is left to be answered.
+        Called once `passed` has returned True. The jobs left in `batch` afterwards are those still
+        to be answered.
         """
 
     def settle(self) -> None:
-        """Wait until the device uses no scratch, not that of a batch begun in part either."""
+        """Wait until the device uses no scratch, including that of a batch begun only in part."""
 
     def fail(self, batch: list[Job], scratch: Scratch_contra, error: Exception) -> None:
-        """Answer jobs that came to nothing."""
+        """Answer jobs that failed."""
 
     def refuse(self, job: Job) -> None:
         """Answer a job that was never begun."""
 
 
 class ScratchSource(Protocol[Job_contra, Scratch]):
-    """Scratch for the batches in flight. None of this may raise."""
+    """The source of scratch for the batches in flight. No method may raise."""
 
     def has_for(self, job: Job_contra) -> bool:
-        """Tell whether there is scratch for any batch that begins with the job.
+        """Return whether there is scratch for any batch that begins with the job.
 
-        There must be for any job at all when none is in flight.
+        There must be some for every job when no batch is in flight.
         """
 
     def place_beside(self, waiting: Iterable[tuple[int, Job_contra]]) -> int | None:
-        """Return the place of a job that needs nothing of what one before it waits for.
+        """Return the place of a job that does not need the scratch that an earlier job waits for.
 
-        None where there is none of those that are given, or no scratch for it now.
+        None if none of the given jobs is like that, or if there is no scratch for it now.
         """
 
     def take(self, batch: Sequence[Job_contra]) -> Scratch:
-        """Return scratch for a batch, for whose first job there was some."""
+        """Return scratch for a batch; `has_for` was True for its first job."""
 
     def give_back(self, scratch: Scratch) -> None:
-        """Take back what a batch has used."""
+        """Take back the scratch of a batch."""
 
 
 class _Call(NamedTuple):
-    """What the thread calls once all jobs before it are begun, or `when_finished` not before."""
+    """What the thread calls once all earlier jobs are begun, or finished with `when_finished`."""
 
     action: Callable[[], None]
     when_finished: bool
@@ -121,9 +123,9 @@ class _Call(NamedTuple):
 class Pipeline(Generic[Job, Scratch]):
     """One thread that runs jobs through `stages`, as many batches at one time as have scratch.
 
-    Besides jobs it takes calls, made between jobs: when none is in flight (`run`), or when those
-    before have been begun (`follow`). They must not raise. `heartbeat` says that batches which have
-    gone on go further: the first stage may wait for somebody, no later one.
+    It also takes calls, which it makes between jobs: once the jobs before are finished (`run`) or
+    begun (`follow`). Calls must not raise. `heartbeat` says that batches past their first stage
+    advance: the first stage may wait for the client, no later one may.
     """
 
     def __init__(self, name: str, stages: Stages[Job, Scratch]) -> None:
@@ -133,15 +135,15 @@ class Pipeline(Generic[Job, Scratch]):
         self._items: Inbox[Job | _Call | None] = Inbox()
         self._skip = threading.Event()
         self._stopped = threading.Event()
-        # The thread's own. Loads are in the order in which the device does them.
+        # Used only by the thread. Batches are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
-        self._beside: deque[tuple[list[Job], Scratch]] = deque()  # begun, in its own order
+        self._beside: deque[tuple[list[Job], Scratch]] = deque()  # begun, in an order of their own
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
-        self._taken: list[Job] = []  # out of `_pending`, and not begun
-        self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
+        self._taken: list[Job] = []  # taken out of `_pending`, and not begun
+        self._alone = 0  # how many of the next jobs are tried alone, as one of them fails
         self._pause = LOOK_SECONDS
-        self._in_vain = 0  # looks since there was anything to do
+        self._in_vain = 0  # polls since there was anything to do
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -152,40 +154,40 @@ class Pipeline(Generic[Job, Scratch]):
         self._items.put(job)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Queue a call, made once all jobs before it are finished."""
+        """Queue a call, to be made once all jobs before it are finished."""
         self._items.put(_Call(action, when_finished=True))
 
     def follow(self, action: Callable[[], None]) -> None:
-        """Queue a call, made once all jobs before it have been begun."""
+        """Queue a call, to be made once all jobs before it have been begun."""
         self._items.put(_Call(action, when_finished=False))
 
     def end(self) -> None:
-        """Refuse the jobs that wait, finish those in flight, make the calls, then end."""
+        """Refuse the waiting jobs, finish those in flight, make the calls, then end the thread."""
         self._skip.set()
         self._items.put(None)
 
     def stop(self) -> None:
-        """Begin nothing any more, leave what is in flight unanswered, and end.
+        """Begin no more jobs, leave those in flight unanswered, and end the thread.
 
-        The device has done by then what was put on it.
+        By then the device has done the work that was put on it.
         """
         self._stopped.set()
         self._items.put(None)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it ends because of `stop`."""
+        """Whether the pipeline ends because of `stop`."""
         return self._stopped.is_set()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for the thread; False where it still runs after `seconds`."""
+        """Wait for the thread; return False if it still runs after `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     # --- from the pipeline's own thread, in a call ------------------------------------------
 
     def provide(self, source: ScratchSource[Job, Scratch]) -> None:
-        """Take scratch from `source`. A job that comes before there is any is refused."""
+        """Take scratch from `source` from now on. Jobs before the first source are refused."""
         self._scratch_source = source
 
     # --- the thread -------------------------------------------------------------------------
@@ -200,7 +202,7 @@ class Pipeline(Generic[Job, Scratch]):
             self._give_up(RuntimeError(f"a worker of the daemon has ended ({reason})"))
 
     def _give_up(self, error: Exception) -> None:
-        """Answer what there is and what comes until the end, and do nothing of it any more."""
+        """Answer all jobs that there are and that come until the end, without doing them."""
         self._skip.set()
         self._try(self._stages.settle)
         for batch, scratch in [*self._begun, *self._beside, *self._continued]:
@@ -214,7 +216,7 @@ class Pipeline(Generic[Job, Scratch]):
                 self._try(partial(self._stages.refuse, item))
 
     def _try(self, action: Callable[[], None]) -> None:
-        """Do one of several things that do not depend on each other."""
+        """Run one of several independent actions; log an error instead of raising it."""
         try:
             action()
         except BaseException:
@@ -228,7 +230,7 @@ class Pipeline(Generic[Job, Scratch]):
             if isinstance(item, _Call):
                 if item.when_finished:
                     self._finish_all()
-                if self._stopped.is_set():  # and so it may be in use what the call undoes
+                if self._stopped.is_set():  # the device may still use what the call undoes
                     self._pending.appendleft(item)
                 else:
                     item.action()
@@ -246,7 +248,7 @@ class Pipeline(Generic[Job, Scratch]):
             self._finish_all()
 
     def _leave(self) -> None:
-        """Make the calls that wait, once the device has done what it was given."""
+        """Make the waiting calls, once the device has done the work that it was given."""
         if self._scratch_source is not None:
             self._stages.settle()
         for item in self._until_end():
@@ -254,9 +256,9 @@ class Pipeline(Generic[Job, Scratch]):
                 item.action()
 
     def _next(self) -> tuple[int, Job | _Call | None]:
-        """Take out the next item that may come; go on with what is in flight until then.
+        """Take out the next item that may be handled; advance the batches in flight until then.
 
-        Returned with the place where it was among those that wait.
+        Returns it with its place among the waiting items.
         """
         while True:
             if self._stopped.is_set():
@@ -272,10 +274,10 @@ class Pipeline(Generic[Job, Scratch]):
                 self._wait()
 
     def _place_of_next(self) -> int | None:
-        """Return where the next item is that may come: jobs overtake others that are not due.
+        """Return the place of the next item that may be handled: jobs overtake those not due.
 
-        Nothing overtakes a call, and a job that is due and waits for scratch only what needs none
-        like it.
+        Nothing overtakes a call. A job that is due and waits for scratch is overtaken only by jobs
+        that need none of that kind.
         """
         source = self._open_source()
         for place, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
@@ -298,14 +300,14 @@ class Pipeline(Generic[Job, Scratch]):
                 yield number, item
 
     def _open_source(self) -> ScratchSource[Job, Scratch] | None:
-        """Return where jobs get their scratch; None where they are refused."""
+        """Return the source of scratch; None if jobs are refused."""
         return None if self._skip.is_set() else self._scratch_source
 
     def _take_items(self) -> None:
         self._pending.extend(self._items.take())
 
     def _until_end(self) -> Iterator[Job | _Call]:
-        """Yield all that waits and comes until the end."""
+        """Yield all items that wait and that come until the end."""
         while True:
             self._take_items()
             while self._pending:
@@ -316,7 +318,7 @@ class Pipeline(Generic[Job, Scratch]):
             self._items.wait()
 
     def _wait(self) -> None:
-        """Sleep until there is reason to look again, or something to do."""
+        """Sleep until it is time to poll again, or there is something to do."""
         if self._pending:
             time.sleep(self._pause)
         elif self._begun or self._beside or self._continued:
@@ -334,7 +336,7 @@ class Pipeline(Generic[Job, Scratch]):
         self._in_vain, self._pause = 0, LOOK_SECONDS
 
     def _batch(self, batch: list[Job], place: int) -> list[Job]:
-        """Add to a job those that wait from `place` on and may be done together; return them."""
+        """Add to the batch the jobs from `place` on that may be done with it; return the batch."""
         if self._alone:
             self._alone -= 1
             return batch
@@ -367,8 +369,8 @@ class Pipeline(Generic[Job, Scratch]):
             begun.append((batch, scratch))
 
     def _look(self) -> bool:
-        """Go on with all that the device has done; tell whether there was any."""
-        # The later stage first, because its scratch is free then.
+        """Advance all batches whose work the device has done; return whether there were any."""
+        # The later stage first, because its scratch becomes free then.
         has_moved = self._look_at(self._continued)
         has_moved = self._look_at(self._begun) or has_moved
         has_moved = self._look_at(self._beside) or has_moved
@@ -388,7 +390,7 @@ class Pipeline(Generic[Job, Scratch]):
         return has_moved
 
     def _go_on(self, batch: list[Job], scratch: Scratch) -> bool:
-        """Go on with a batch if the device is ready; tell whether it is in another state now."""
+        """Advance a batch if the device is ready; return whether its state has changed."""
         try:
             if not self._stages.passed(batch, scratch):
                 return False

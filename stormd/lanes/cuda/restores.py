@@ -1,9 +1,9 @@
-"""The way back into one client's GPU memory: copy up from the pool, then decode on the device.
+"""Restores into one client's GPU memory: copy up from the pool, then decode on the device.
 
-A destination is written only from where `published` says that it may be. Behind each decoder the
-stream writes the restore's ticket, which a client's stream may wait for. The decoder's status lies
-in the session's page, where a client finds it that has to know without this daemon; RestoreDone is
-posted once it has been read here.
+A destination is written only once the `published` counter allows it. Behind each decoder the stream
+writes the restore's ticket, for which a client's stream may wait. The decoder's status lies in the
+session's page, where a client can read it if it must know without this daemon. RestoreDone is
+posted once the daemon has read the status.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ __all__ = ["Restores"]
 
 
 class Restores:
-    """The stages of a restore: copy up, then decode to where its client lets it be written."""
+    """The stages of a restore: copy up, then decode once the destination may be written."""
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
         self._in_page: dict[int, int] = {}
-        """By the word of the page in which a decoder leaves its status: the restore's ticket."""
+        """Maps the word of the page that receives a decoder's status to the restore's ticket."""
 
     def is_due(self, job: RestoreJob) -> bool:  # noqa: ARG002 - copies may come before
-        """Tell that its blob may be copied: it is the daemon's own memory that it goes to."""
+        """Return True: the blob may be copied at any time, into the daemon's own memory."""
         return True
 
     def fits(self, batch: list[RestoreJob], job: RestoreJob) -> bool:
-        """Tell whether the job's blob has room beside theirs, and needs to wait no longer.
+        """Return whether the job fits into the batch without making the batch wait longer.
 
-        A client's stream may wait for the first before it comes to what the job waits for.
+        A client's stream may wait for the batch's first restore before it reaches the point that
+        the job waits for.
         """
         is_due = job.sequence <= _last(batch) or self._client.has_published(job.sequence)
         return is_due and self._client.opened.scratch.back.fits(batch, job)
@@ -53,18 +54,18 @@ class Restores:
         scratch.copied.record(device.up.handle)
 
     def goes_beside(self, scratch: Scratch) -> bool:  # noqa: ARG002 - none of them
-        """Tell that restores are done in the order in which they were begun."""
+        """Return False: restores finish in the order in which they were begun."""
         return False
 
     def passed(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
-        """Tell whether the destinations may be written, or the tensors are there and verified."""
+        """Return whether the destinations may be written, or, once begun, decoding has ended."""
         if scratch.is_coding:
             is_over = self._client.device.limit.is_over(scratch.over_at)
             return scratch.coded.done() and is_over
         return self._client.has_published(_last(batch))
 
     def go_on(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
-        """Put the decoders behind the copies, or answer: they have verified what they wrote."""
+        """Put the decoders behind the copies, or answer once they have verified their output."""
         if scratch.is_coding:
             self._answer(batch, scratch)
             return True
@@ -78,7 +79,7 @@ class Restores:
         device.settle(self._client.opened.restore_stream)
 
     def fail(self, batch: list[RestoreJob], scratch: Scratch, error: Exception) -> None:  # noqa: ARG002 - nothing is placed
-        """Answer restores that failed; nothing of them is in flight."""
+        """Answer restores that failed; they have nothing in flight."""
         for job in batch:
             self._let_go_of_status(job)
         self._client.post(*(_failed(job, error) for job in batch))
@@ -127,9 +128,10 @@ class Restores:
         return RestoreDone(session=job.session, ticket=job.ticket, seconds=seconds)
 
     def _place_status(self, job: RestoreJob, scratch: Scratch, index: int) -> int:
-        """Return the device address where a decoder leaves its status: in the session's page.
+        """Return the device address for a decoder's status: in the session's page.
 
-        In scratch where another restore's of the same counter is there: then no stream waits by it.
+        The address is in scratch if another restore with the same counter has its status in the
+        page: then no stream waits for the counter on behalf of this job.
         """
         word = status_slot(job.ticket)
         if word in self._in_page:
@@ -152,7 +154,7 @@ class Restores:
 
 
 def _last(batch: list[RestoreJob]) -> int:
-    """Return the number from which on all destinations may be written."""
+    """Return the value of `published` at which all destinations may be written."""
     return max(job.sequence for job in batch)
 
 

@@ -1,6 +1,6 @@
-"""Which ranges of a memory are in use by what comes and goes in turn: pure rings.
+"""Ring allocation of ranges of a memory, for users that come and go in turn. Pure.
 
-Ranges that are handed out never overlap, and there are never more of them than were allowed.
+Ranges in use never overlap, and there are never more of them than allowed.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ __all__ = ["Ring", "RingPair", "Side"]
 
 
 class Ring:
-    """Hands out ranges within `bounds`, `most` at one time. Not thread-safe.
+    """Allocates ranges within `bounds`, at most `most` at one time. Not thread-safe.
 
-    A range of up to all of it is to be had at the latest when none is in use. Ranges are quickest
-    to be used again if they are given back in their order, but need not be. With `by_halves`, once
-    there was no range to be had, there is none until half of all is free.
+    A range of any size up to all of `bounds` is available at the latest when none is in use. Ranges
+    can be reused soonest if they are given back in their order, but any order works. With
+    `by_halves`, once no range was available, none is until half of everything is free.
     """
 
     def __init__(self, bounds: range, most: int, *, by_halves: bool) -> None:
         self._bounds = bounds
         self._most = most
         self._by_halves = by_halves
-        self._is_full = False  # and half of it not free again yet, where that is asked for
-        self._used: deque[range] = deque()  # in the order in which they were handed out
+        self._is_full = False  # and, with `by_halves`, half of it is not free again yet
+        self._used: deque[range] = deque()  # in the order in which they were taken
 
     def has(self, nbytes: int) -> bool:
-        """Tell whether a range of `nbytes` is to be had now."""
+        """Return whether a range of `nbytes` is available now."""
         if self._is_full and self._by_halves and not self._is_half_free():
             return False
         self._is_full = len(self._used) == self._most or self._find(nbytes) is None
         return not self._is_full
 
     def take(self, nbytes: int) -> range:
-        """Return a range of `nbytes`, at least one; `has` has said that there is one as long."""
+        """Return a range of `nbytes`, at least 1; `has` must have returned True for as many."""
         begin = self._find(nbytes)
         assert begin is not None, f"no range of {nbytes} bytes beside {self._used}"
         taken = range(begin, begin + nbytes)
@@ -43,15 +43,15 @@ class Ring:
         return taken
 
     def give_back(self, taken: range) -> None:
-        """Take a range back that was handed out."""
+        """Take back a range that is in use."""
         self._used.remove(taken)
 
     def touches(self, bounds: range) -> bool:
-        """Tell whether a range in use reaches into `bounds`."""
+        """Return whether a range in use overlaps `bounds`."""
         return any(one.start < bounds.stop and bounds.start < one.stop for one in self._used)
 
     def move_to(self, bounds: range) -> None:
-        """Hand out ranges within other bounds from now on; what is in use lies in them, too."""
+        """Allocate within other bounds from now on; the ranges in use must lie in them."""
         assert all(bounds.start <= one.start and one.stop <= bounds.stop for one in self._used)
         self._bounds = bounds
         self._is_full = False
@@ -61,12 +61,12 @@ class Ring:
         return 2 * used_bytes <= len(self._bounds) and 2 * len(self._used) <= self._most
 
     def _find(self, nbytes: int) -> int | None:
-        """Return where a range of `nbytes` begins: behind the last one, or at the start again."""
+        """Return where a range of `nbytes` can begin: behind the newest one or at the start."""
         start, stop = self._bounds.start, self._bounds.stop
         if not self._used:
             return start if start + nbytes <= stop else None
         oldest, newest = self._used[0], self._used[-1]
-        if newest.start < oldest.start:  # it has begun again
+        if newest.start < oldest.start:  # the ring has wrapped around
             return newest.stop if newest.stop + nbytes <= oldest.start else None
         if newest.stop + nbytes <= stop:
             return newest.stop
@@ -74,7 +74,7 @@ class Ring:
 
 
 class Side(Enum):
-    """An end of a memory that two rings share."""
+    """One end of a memory that two rings share."""
 
     LOW = auto()
     HIGH = auto()
@@ -83,8 +83,9 @@ class Side(Enum):
 class RingPair:
     """Two rings in one memory: an end for each, and the middle for one of them at a time.
 
-    A ring whose end is full gets the middle, too, unless the other has something there. So for
-    `end` bytes neither ever waits for the other, whatever that waits for. Any thread may call.
+    A ring whose end is full also gets the middle, unless the other ring has a range in it. So for
+    up to `end` bytes, neither ring ever waits for the other, whatever the other waits for. Any
+    thread may call.
     """
 
     def __init__(self, end: int, middle: int, most: int, *, by_halves: bool) -> None:
@@ -95,12 +96,12 @@ class RingPair:
         self._more = {Side.LOW: range(end + middle), Side.HIGH: range(end, self.nbytes)}
         self._rings = {side: Ring(self._ends[side], most, by_halves=by_halves) for side in Side}
         self._owner: Side | None = None
-        """Who has the middle."""
+        """The side that has the middle."""
         self._may_take: set[Side] = set()
-        """Who was told that there is room, and has not taken it yet."""
+        """The sides for which `has` returned True and that have not called `take` since."""
 
     def has(self, side: Side, nbytes: int) -> bool:
-        """Tell whether a side can have a range of `nbytes` now."""
+        """Return whether a side can have a range of `nbytes` now."""
         with self._lock:
             ring = self._rings[side]
             if not ring.has(nbytes) and not (self._gets_middle(side) and ring.has(nbytes)):
@@ -109,18 +110,18 @@ class RingPair:
             return True
 
     def take(self, side: Side, nbytes: int) -> range:
-        """Return a range of `nbytes`, at least one; `has` has said that there is one as long."""
+        """Return a range of `nbytes`, at least 1; `has` must have returned True for as many."""
         with self._lock:
             self._may_take.discard(side)
             return self._rings[side].take(nbytes)
 
     def give_back(self, side: Side, taken: range) -> None:
-        """Take a range back that was handed out to that side."""
+        """Take back a range that this side has in use."""
         with self._lock:
             self._rings[side].give_back(taken)
 
     def _gets_middle(self, side: Side) -> bool:
-        """Give the middle to a side if it may have it; tell whether it has more room now."""
+        """Give the middle to a side if it may have it; return whether its space has grown."""
         owner = self._owner
         if owner is side:
             return False

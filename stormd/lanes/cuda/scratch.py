@@ -1,10 +1,10 @@
-"""Device memory in which blobs lie while they are coded and copied, shared by both directions.
+"""Device memory for blobs while they are coded and copied, shared by stores and restores.
 
-A batch has room for its blobs, apart from all others', and a chunk as large as the session's chunks
-may be finds room at the latest when nothing of its direction is in flight.
+Each batch has space for its blobs that overlaps no other batch's. A chunk of a session's largest
+size finds space at the latest when its direction has nothing in flight.
 
-Room is shared by bytes, not by batches: large chunks, which cost the trainer the fewest
-interruptions for their bytes, and many small ones need the same few hundred MiB.
+The space is shared by bytes, not by batches. So the same few hundred MiB suffice for large chunks,
+which cost the trainer the fewest interruptions per byte, and for many small ones.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ __all__ = [
 ]
 
 SHARED_PARTS: Final = 2
-"""For so many of the largest chunks there is room that either direction may have."""
+"""The space that either direction may have, as a number of the largest chunks."""
 
 SHARED_PARTS_IN_TURNS: Final = 4
-"""The same where the daemon and a trainer take turns, which cost less for their bytes if long."""
+"""The same where the daemon and a trainer take turns on the GPU: long turns cost less per byte."""
 
 BATCHES_UNDER_WAY: Final = 16
-"""In a direction, however small they are."""
+"""Most batches in flight per direction, however small they are."""
 
 DIRECT_UNDER_WAY: Final = 16
-"""Chunks that are copied as they are, those among them that wait for their checksums: more than the
-link carries beside two kernels of 10 ms."""
+"""Most chunks that are copied directly, including those that wait for their checksums. The link
+carries fewer during two kernels of 10 ms."""
 
 PARTS_TOGETHER: Final = 8
-"""Small chunks that may make up a batch."""
+"""Most chunks in a batch of small chunks."""
 
 BYTES_TOGETHER: Final = 8 << 20
-"""Of chunks that are done together: what they share costs little then, and the first of them waits
-for the last no longer than 0.2 ms."""
+"""Most bytes of chunks that make up a batch. At this size their shared costs are small, and the
+first chunk waits at most 0.2 ms for the last."""
 
 RESULT_WORDS: Final = 8
-"""Words of mapped host memory for each: the codec leaves a blob's size, status and mode there."""
+"""Words of mapped host memory per chunk: the codec writes a blob's size, status and mode there."""
 
 
 class Transit:
-    """A batch's copy on the link: its begin and end, and, on the way out, where it goes.
+    """A batch's copy on the link: its begin and end, and for stores the blocks of its blobs.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -70,28 +70,28 @@ class Transit:
 
     def __init__(self) -> None:
         with ExitStack() as made:
-            # Nobody sleeps until they are passed: see Pipeline.
+            # No thread sleeps until the device passes these events: see Pipeline.
             self.copy_began, self.copied = (made.enter_context(closing(_event())) for _ in range(2))
             self._made = made.pop_all()
         self.placed: list[Block] = []
         self.over_at = 0.0
-        """When the copy is over on a link that is limited, 0.0 on one that is not."""
+        """When the copy ends on a link with a limit; 0.0 on a link without one."""
 
     def copying_seconds(self) -> float:
-        """Return how long the device copied; that is over."""
+        """Return how long the device copied; the copy must have ended."""
         return elapsed_seconds(self.copy_began, self.copied)
 
     def close(self) -> None:
-        """Free all of it; no stream uses it any more."""
+        """Free all of it; no stream may use it any more."""
         self._made.close()
 
 
 class Scratch(Transit):
-    """What one batch needs in flight: events, and memory for what the codec says and sorts.
+    """What one batch needs in flight: events, and memory for the codec's results and working data.
 
-    `rooms` are the device addresses of its blobs. On the way out, `guessed` is which pipelines
-    alone were launched, None where that was not guessed. On the way back, `kinds` is what they are,
-    and `is_coding` whether the decoders are on their stream.
+    `rooms` are the device addresses of its blobs. For stores, `guessed` names per chunk the only
+    encoder pipeline that was launched, None where none was guessed. For restores, `kinds` are the
+    kinds of the blobs, and `is_coding` says whether the decoders are on their stream.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -108,19 +108,19 @@ class Scratch(Transit):
             self._made = made.pop_all()
         self.words = self.result.words()
         self.taken = range(0)
-        """Of the ring, by bytes."""
+        """The byte range of the ring that the batch uses."""
         self.rooms: list[int] = []
         self.kinds: list[BlobKind] = []
         self.guessed: list[str | None] = []
         self.is_coding = False
 
     def coding_seconds(self) -> float:
-        """Return how long the device coded; that is over."""
+        """Return how long the device coded; the coding must have ended."""
         return elapsed_seconds(self.code_began, self.coded)
 
 
 class DirectScratch(Transit):
-    """What a chunk needs that is copied to the pool as it is: no memory, and a checksum."""
+    """What a chunk needs that is copied to the pool directly: no device memory, but a checksum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DirectScratch(Transit):
 
     @property
     def is_on_link(self) -> bool:
-        """Whether its copy has not ended; so it is on a device that is broken, too."""
+        """Whether its copy has not ended; also True on a broken device."""
         try:
             return not self.copied.done()
         except CudaDriverError:
@@ -136,16 +136,16 @@ class DirectScratch(Transit):
 
 
 class SessionScratch:
-    """The scratch of a session whose chunks are of up to `part_bytes`: one memory, two directions.
+    """The scratch of a session with chunks of up to `part_bytes`: one memory for both directions.
 
-    Stores of `direct_bytes` and more may be copied as they are under MPS; none where that is 0.
+    Under MPS, stores of at least `direct_bytes` may be copied directly; 0 disables that.
 
-    A forward pass stores and a backward pass restores. So each has room for a part of its own, and
-    whoever needs more has the room that is shared, too, while the other has nothing there. What a
-    restore has taken may wait for its client, which may wait for a store.
+    A forward pass stores and a backward pass restores. So each direction has space for one chunk of
+    its own, and the direction that needs more also gets the shared space while the other uses none
+    of it. A restore that holds space may wait for its client, and the client may wait for a store.
 
-    Taking turns with a trainer costs both sides more than coding a chunk. So where there is no MPS,
-    batches are begun again only when half of a direction's room is free.
+    Taking turns with a trainer costs both sides more than coding a chunk. So without MPS, once a
+    direction's space is full, new batches begin only when half of it is free.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -171,12 +171,12 @@ class SessionScratch:
             self._made = made.pop_all()
 
     def close(self) -> None:
-        """Free all of it; no stream uses it any more."""
+        """Free all of it; no stream may use it any more."""
         self._made.close()
 
 
 class DirectionScratch:
-    """What one direction has of it: a `side` of the memory at `address`, `work_bytes` a batch.
+    """One direction's scratch: a `side` of the memory at `address`, and `work_bytes` per batch.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -198,22 +198,22 @@ class DirectionScratch:
     def fits(
         self, batch: Sequence[StoreJob] | Sequence[RestoreJob], job: StoreJob | RestoreJob
     ) -> bool:
-        """Tell whether the job may be done together with those of `batch`."""
+        """Return whether the job may be done together with those of `batch`."""
         nbytes = job.nbytes + sum(one.nbytes for one in batch)
         return len(batch) < PARTS_TOGETHER and nbytes <= self.bytes_together
 
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
-        """Tell whether there is scratch for a batch that begins with the job."""
-        is_alone = job.nbytes >= self.bytes_together  # nothing fits beside it
+        """Return whether there is scratch for a batch that begins with the job."""
+        is_alone = job.nbytes >= self.bytes_together  # no other job fits into its batch
         nbytes = _room_of(job) if is_alone else _room_for(self.bytes_together)
         return self._rings.has(self._side, nbytes)
 
     def place_beside(self, waiting: object) -> int | None:  # noqa: ARG002 - none is like that
-        """Return None: every job waits for room."""
+        """Return None: every job waits for space."""
         return None
 
     def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
-        """Return scratch for a batch; `has_for` has said that there is some."""
+        """Return scratch for a batch; `has_for` must have returned True for it."""
         scratch = self._free.pop()
         sizes = [_room_of(job) for job in batch]
         scratch.taken = self._rings.take(self._side, sum(sizes))
@@ -225,19 +225,20 @@ class DirectionScratch:
         return scratch
 
     def give_back(self, scratch: Scratch) -> None:
-        """Take scratch back: no stream uses it any more."""
+        """Take scratch back; no stream may use it any more."""
         self._rings.give_back(self._side, scratch.taken)
         self._free.append(scratch)
 
     def close(self) -> None:
-        """Free all of it; no stream uses it any more."""
+        """Free all of it; no stream may use it any more."""
         self._made.close()
 
 
 class StoreScratch:
-    """What stores have: room in the ring, or a record alone for what is copied as it is.
+    """The scratch of stores: space in the ring, or only a record for a chunk copied directly.
 
-    Under MPS alone: there the encoders wait for whole kernels of the trainer, and copies for none.
+    Chunks are copied directly only under MPS: there encoders wait for whole kernels of the trainer,
+    but copies wait for none.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -246,7 +247,7 @@ class StoreScratch:
     def __init__(self, device: CudaDevice, ring: DirectionScratch, direct_bytes: int) -> None:
         self._device = device
         self._ring = ring
-        self._direct_bytes = max(direct_bytes, ring.bytes_together + 1)  # each a batch by itself
+        self._direct_bytes = max(direct_bytes, ring.bytes_together + 1)  # each is a batch by itself
         may_be_direct = direct_bytes > 0 and device.is_shared_by_mps
         with ExitStack() as made:
             self._free = [
@@ -255,36 +256,40 @@ class StoreScratch:
             ]
             self._made = made.pop_all()
         self._goes_direct: StoreJob | None = None
-        """For which `has_for` has found no room but another way."""
+        """The job that is to be copied directly, as found by `has_for` or `place_beside`."""
         self._encoding: list[Transit] = []
         self._blobs: list[Transit] = []
         self._copies: list[DirectScratch] = []
-        """Direct ones on the link, as far as they have been looked at."""
+        """The direct copies on the link, as of the last check."""
         self._since = 0.0
-        """When the oldest encoder that is queued became that."""
+        """When the oldest queued batch of encoders became the oldest one."""
 
     def fits(self, batch: Sequence[StoreJob], job: StoreJob) -> bool:
-        """Tell whether the job may be done together with those of `batch`."""
+        """Return whether the job may be done together with those of `batch`."""
         return self._ring.fits(batch, job)
 
     def has_for(self, job: StoreJob) -> bool:
-        """Tell whether there is scratch for a batch that begins with the job."""
+        """Return whether there is scratch for a batch that begins with the job."""
         self._goes_direct = None
         may_be_direct = self._may_be_direct(job)
-        # Who is told of room must take it: the other direction is kept from it until then.
+        # Ask the ring only if its space would be taken: a True keeps the other direction from it
+        # until then.
         if not (may_be_direct and job.part.codec == "raw") and self._ring.has_for(job):
             return True
         return may_be_direct and self._has_direct_for(job)
 
     def place_beside(self, waiting: Iterable[tuple[int, StoreJob]]) -> int | None:
-        """Return the place of the first large chunk, if it goes as it is now: it needs no room."""
+        """Return the place of the first large chunk if it can be copied directly now.
+
+        A direct copy needs no space in the ring.
+        """
         for place, job in waiting:
             if self._may_be_direct(job):
                 return place if self._has_direct_for(job) else None
         return None
 
     def take(self, batch: Sequence[StoreJob]) -> Scratch | DirectScratch:
-        """Return scratch for a batch; `has_for` has said that there is some."""
+        """Return scratch for a batch; `has_for` must have returned True for it."""
         if batch[0] is self._goes_direct:
             direct = self._free.pop()
             self._copies.append(direct)
@@ -296,13 +301,13 @@ class StoreScratch:
         return scratch
 
     def encoded(self, scratch: Scratch) -> None:
-        """Note that a batch's blobs are there: the next encoder has its turn."""
+        """Note that a batch's blobs are encoded: the next encoder has its turn."""
         self._encoding.remove(scratch)
         self._blobs.append(scratch)
         self._since = monotonic()
 
     def give_back(self, scratch: Scratch | DirectScratch) -> None:
-        """Take scratch back: no stream uses it any more."""
+        """Take scratch back; no stream may use it any more."""
         if isinstance(scratch, DirectScratch):
             self._copies = [copy for copy in self._copies if copy is not scratch]
             self._free.append(scratch)
@@ -313,7 +318,7 @@ class StoreScratch:
         self._ring.give_back(scratch)
 
     def close(self) -> None:
-        """Free the records; no stream uses them any more."""
+        """Free the records; no stream may use them any more."""
         self._made.close()
 
     def _may_be_direct(self, job: StoreJob) -> bool:
@@ -334,7 +339,7 @@ class StoreScratch:
 
 
 def session_parts(device: CudaDevice) -> int:
-    """Return the room that a session takes on a device, in its largest chunks."""
+    """Return the space that a session takes on a device, as a number of its largest chunks."""
     return 2 + _shared_parts(device)
 
 
@@ -347,11 +352,11 @@ def _shared_parts(device: CudaDevice) -> int:
 
 
 def _room_of(job: StoreJob | RestoreJob) -> int:
-    """Return the bytes of its blob: at the most, as long as nobody knows its size."""
+    """Return the bytes of the job's blob: an upper bound while the size is not known."""
     known = job.block.nbytes if isinstance(job, RestoreJob) else blob_bound(job.nbytes)
     return granules(known)
 
 
 def _room_for(nbytes: int) -> int:
-    """Return the bytes that blobs of `nbytes`, of however many chunks of a batch, take at most."""
+    """Return the most bytes that a batch's blobs of `nbytes` take, for any number of chunks."""
     return granules(nbytes) + PARTS_TOGETHER * (blob_bound(0) + GRANULE)

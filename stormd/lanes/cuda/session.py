@@ -1,11 +1,11 @@
 """One session on one GPU: its two directions, and its beginning and end.
 
-Each job is answered once, whatever becomes of the client. A client's memory is mapped and unmapped
+Each job is answered once, whatever happens to the client. A client's memory is mapped and unmapped
 only while no job uses it. No stream waits for a client: on a device with fewer queues than streams
-that would hold other sessions up, or this one for ever.
+that would delay other sessions, or block this one for ever.
 
-Stores and restores have a pipeline each, so that they overlap. Their threads look how far the
-client's counter has come, and put on the device what may be done.
+Stores and restores have one pipeline each, so that they overlap. The pipelines' threads read how
+far the client's counter has advanced, and put the work on the device that may be done.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["CudaSession"]
 log = logging.getLogger(__name__)
 
 POISON_SECONDS: Final = 0.01
-"""Between two poisonings of a dead client's counter, until both threads have ended: a write that
-the client's device still had in flight may undo the first."""
+"""Seconds between two poisonings of a dead client's counter, until both threads have ended. A write
+that the client's device still had in flight may undo the first poisoning."""
 
 
 class CudaSession:
     """Serves a client until `detach`; results go to its `post`, from several threads.
 
-    The page stays mapped, and the client's memory too, until Detached has been posted.
+    The page and the client's memory stay mapped until Detached has been posted.
     """
 
     def __init__(self, client: CudaClient) -> None:
@@ -78,12 +78,12 @@ class CudaSession:
             pipeline.run(partial(_meet, both))
 
     def store(self, job: StoreJob) -> None:
-        """Hand a store to its pipeline."""
+        """Queue a store in its pipeline."""
         self._stages.expect(job.sequence)
         self.stores.put(job)
 
     def pass_over(self, sequence: int) -> None:
-        """Note that the store of that number was rejected, behind those before it."""
+        """Note that the store of that number was rejected; ordered after the stores before it."""
         self._stages.expect(sequence)
         if self._client.is_resumable:
             self.recorded([sequence])
@@ -91,27 +91,28 @@ class CudaSession:
             self.stores.follow(partial(self._stages.pass_over, sequence))
 
     def recorded(self, sequences: Sequence[int]) -> None:
-        """Note that what came of these stores outlives the daemon."""
+        """Note that the outcomes of these stores are recorded and so outlive the daemon."""
         self._stages.recorded(sequences)
 
     def leave(self) -> None:
-        """Do nothing more for the client, and let all go; nothing is answered any more.
+        """Stop serving the client and free everything; nothing is answered any more.
 
-        What the device has been given it does; its client's memory is untouched from `join` on.
+        The device does the work that it has been given already. The client's memory is untouched
+        once `join` has returned True.
         """
         self.stores.stop()
         self.restores.stop()
         self._end.start()
 
     def detach(self) -> None:
-        """Release what waits for the client, end both threads, let all go; then Detached."""
+        """Release all that waits for the client, end both threads, free all; then post Detached."""
         self._client.poison()
         self.stores.end()
         self.restores.end()
         self._end.start()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end that `detach` began; False where it is not over after `seconds`."""
+        """Wait for the end that `detach` or `leave` began; return False after `seconds`."""
         self._end.join(seconds)
         return not self._end.is_alive()
 
@@ -157,5 +158,5 @@ class CudaSession:
 
 
 def _meet(barrier: threading.Barrier) -> None:
-    """Wait for the other thread. It comes: calls are made even when the session has ended."""
+    """Wait for the other thread. It arrives: calls are made even when the session has ended."""
     barrier.wait()

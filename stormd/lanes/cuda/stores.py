@@ -1,14 +1,16 @@
-"""The way out of one client's GPU memory: encode on the device, then copy down to the pool.
+"""Stores from one client's GPU memory: encode on the device, then copy down to the pool.
 
-A source is read only from where `published` says that it is ready, and `stored` says through which
-number sources may be used again: one that is ready is read before others that were handed over
-earlier and are not. What an encoder left is checked before it is used to place a blob.
+A source is read only once the `published` counter says that it is ready. The `stored` counter says
+through which number sources may be reused. A source that is ready is read before sources that were
+put earlier and are not ready. An encoder's result is checked before it is used to place a blob.
 
-`stored` has one writer. Where a session ends with the daemon, that is the store stream, behind the
-encoders. Where it goes on with another, a blob must not be in this process' device memory alone
-when its source is used again: the event loop raises it, when the journal says where the blob is.
+`stored` has one writer. If a session ends with the daemon, that writer is the store stream, behind
+the encoders. If another daemon can continue the session, no source may be reused while its blob is
+only in this process's device memory. The event loop then raises `stored`, when the journal says
+where the blob is.
 
-Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed.
+The sizes of a batch's blobs are known, and their blocks placed, only once the codec is done with
+the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ MODE_NAMES: Final = {int(mode): mode.name.lower() for mode in Mode}
 
 
 class EncoderResult(NamedTuple):
-    """What an encoder leaves: nothing in it has been checked."""
+    """What an encoder writes; none of it has been checked."""
 
     nbytes: int
     status: int
@@ -57,31 +59,32 @@ class Stores:
         self._guesses = Guesses()
 
     def expect(self, sequence: int) -> None:
-        """Note the number of a store that will come, or was rejected; from the event loop."""
+        """Expect the number of a store that will follow or was rejected; for the event loop."""
         self._turns.expect(sequence)
 
     def recorded(self, sequences: Sequence[int]) -> None:
-        """Let sources be used again whose outcome is written down; from the event loop."""
+        """Allow the reuse of sources whose outcomes are recorded; for the event loop."""
         self._client.timelines.store(STORED, self._turns.done(sequences))
 
     def pass_over(self, sequence: int) -> None:
-        """Note that nothing is read for the store of that number any more; in the store thread.
+        """Note that the source of that store is not read any more; for the store thread.
 
-        On the stream, behind the encoders that are there: Turns has their numbers as done already.
+        The stream raises the counter behind the encoders on it: Turns has their numbers as done
+        already.
         """
         if not self._client.is_resumable:
             self._client.stored_through(self._turns.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
-        """Tell whether its source is there."""
+        """Return whether the job's source is ready."""
         return self._client.has_published(job.ready)
 
     def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
-        """Tell whether the job's blob has room beside theirs."""
+        """Return whether the job may be done together with those of `batch`."""
         return self._client.opened.scratch.out.fits(batch, job)
 
     def begin(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> None:
-        """Put the encoders on the store stream, and then that the sources may be used again."""
+        """Put the encoders on the store stream, then the write that frees the sources for reuse."""
         scratch.placed.clear()
         if isinstance(scratch, DirectScratch):
             self._copy_as_it_is(batch[0], scratch)
@@ -89,11 +92,11 @@ class Stores:
             self._encode_all(batch, scratch)
 
     def goes_beside(self, scratch: Scratch | DirectScratch) -> bool:
-        """Tell whether a chunk is copied as it is, for which no encoder is waited."""
+        """Return whether the chunk is copied directly: it does not wait for encoders."""
         return isinstance(scratch, DirectScratch)
 
     def passed(self, _batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
-        """Tell whether the blobs are there, or in the pool."""
+        """Return whether the blobs are encoded, or, once placed, copied to the pool."""
         limit = self._client.device.limit
         if isinstance(scratch, DirectScratch):
             self._client.opened.checks.look()
@@ -104,7 +107,7 @@ class Stores:
         return scratch.coded.done()
 
     def go_on(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
-        """Put the copies of the blobs on the link, then answer."""
+        """Put the copies of the blobs on the link, or answer if they have ended."""
         if isinstance(scratch, DirectScratch):
             self._complete(batch[0], scratch)
             return True
@@ -126,10 +129,10 @@ class Stores:
     def fail(
         self, batch: list[StoreJob], scratch: Scratch | DirectScratch, error: Exception
     ) -> None:
-        """Answer stores that failed; their sources are free, and later ones may still succeed."""
+        """Answer stores that failed; their sources are reusable, and later stores may succeed."""
         if isinstance(scratch, DirectScratch) and scratch.check is not None:
             self._client.opened.checks.forget(scratch.check)
-        for job, block in zip(batch, scratch.placed, strict=False):  # of some, where one failed
+        for job, block in zip(batch, scratch.placed, strict=False):  # only some, if one failed
             job.unplace(block)
         for job in batch:
             self._fail(job, error)
@@ -150,7 +153,7 @@ class Stores:
         scratch.coded.record(stream)
 
     def _copy_as_it_is(self, job: StoreJob, scratch: DirectScratch) -> None:
-        """Put the copy of the source on the link, and have the device read it for its checksum."""
+        """Put the source's copy on the link, and have the device read it for its checksum."""
         scratch.check = None
         device, source = self._client.device, self._client.address(job)
         block = job.place(HEADER_BYTES + job.nbytes)
@@ -164,7 +167,7 @@ class Stores:
             scratch.check = self._client.opened.checks.add(source, job.nbytes)
 
     def _complete(self, job: StoreJob, scratch: DirectScratch) -> None:
-        """Put the header before the bytes, which are in the pool, and answer."""
+        """Write the header in front of the bytes, which are in the pool, and answer."""
         client, (block,) = self._client, scratch.placed
         checksum, seconds = _check(scratch).value, scratch.copying_seconds()
         header = Header(Plan(Mode.RAW), DType.BYTES, job.nbytes, 0, checksum)
@@ -192,7 +195,7 @@ class Stores:
             )
 
     def _sources(self, batch: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
-        """Return where the blobs lie and what their encoders say; drop what cannot be stored."""
+        """Return the blobs' addresses and encoder results; answer and drop jobs that failed."""
         found: list[tuple[int, EncoderResult]] = []
         for index, (job, room) in enumerate(zip(tuple(batch), scratch.rooms, strict=True)):
             try:
@@ -255,7 +258,7 @@ class Stores:
         )
 
     def _awaited(self, job: StoreJob) -> int:
-        """Return the number that `recorded` is to say, 0 where nothing waits for it."""
+        """Return the number that `recorded` is to name; 0 if nothing waits for it."""
         return job.sequence if self._client.is_resumable else 0
 
 
@@ -265,10 +268,10 @@ def _check(scratch: DirectScratch) -> Check:
 
 
 def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:
-    """Return what the encoder left, its size checked before it is used to place and copy.
+    """Return the encoder's result, after checking the size that is used to place and copy.
 
     Raises:
-        RuntimeError: it failed, or left what is no size of a blob.
+        RuntimeError: the encoder failed, or its size is not that of a blob.
     """
     result = EncoderResult(*scratch.words[index * RESULT_WORDS : index * RESULT_WORDS + 3])
     if result.status or not 0 < result.nbytes <= job.part.bound:

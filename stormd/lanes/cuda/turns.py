@@ -1,4 +1,4 @@
-"""Through which number all sources may be used again, where some may out of turn: pure."""
+"""The number through which all sources may be reused, although stores end out of order. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Numbers that rise, expected by one thread and done by another, in whatever order.
+    """Increasing numbers that one thread expects and another marks as done, in any order.
 
-    Between two that are expected none follows later: all through the one before the next that is
-    not done are done, those that an earlier daemon has answered included.
+    No number between two expected ones is expected later. So all numbers before the next expected
+    one that is not done are done, including those that an earlier daemon has answered.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class Turns:
         self._through = 0
 
     def expect(self, number: int) -> None:
-        """Expect a number, which is larger than all before."""
+        """Expect a number, which must be larger than all before."""
         self._expected.append(number)
 
     def done(self, numbers: Iterable[int]) -> int:
-        """Note numbers as done; return the one through which all are. Doing so again is fine."""
+        """Mark numbers as done; return the number through which all are. Marking twice is fine."""
         self._done.update(number for number in numbers if number > self._through)
         while self._expected and self._expected[0] in self._done:
             self._through = self._expected.popleft()

@@ -1,9 +1,9 @@
-"""Looks twice a second whether the lane's devices still take work, also where nobody uses them.
+"""Checks twice a second whether the lane's devices still take work, also when nobody uses them.
 
-Under CUDA's MPS a process that is killed while a kernel of its runs takes the contexts of all
-others with it, on every GPU of the server. Theirs fail from then on, and MPS takes no new process
+Suppose that under CUDA's MPS a process is killed while one of its kernels runs. Then the contexts
+of all other processes fail, on every GPU of the server and from then on. MPS takes no new process
 until all of them have ended. So a daemon that did not notice would keep every later training from
-its GPU. It runs in a thread of its own: the driver has taken 0.4 s for the answer.
+its GPU. The watch has a thread of its own: the driver has taken 0.4 s for the answer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["DeviceWatch"]
 
 LOOK_SECONDS: Final = 0.5
 CLOSE_SECONDS: Final = 5.0
-"""For a driver that is slow to answer; one that hangs is left behind."""
+"""How long to wait for a slow driver; a thread whose driver hangs is abandoned."""
 
 
 class DeviceWatch:
-    """Has devices note whether they are broken, from now on until `close`."""
+    """Makes devices check whether they are broken, from now on until `close`."""
 
     def __init__(self, devices: Iterable[CudaDevice]) -> None:
         self._devices = tuple(devices)
@@ -31,7 +31,7 @@ class DeviceWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more; returns once no device is looked at. Twice is fine."""
+        """Stop checking; return once no check runs. Calling it twice is fine."""
         self._stopping.set()
         self._thread.join(CLOSE_SECONDS)
 

@@ -148,7 +148,9 @@ def test_a_step_has_no_float32_beside_tiles(
 
     taken = [peak_bytes(step) for _ in range(5)]
     logits = 512 * 2048 * 2
-    assert taken[3:] == pytest.approx([logits] * 2, abs=4 * (1 << 18) + 2 * weight.nbytes)
+    # Processors without arithmetic for bfloat16 compute products from copies in float32.
+    least = max(logits, peak_bytes(lambda: torch.mm(x, weight.detach())))
+    assert taken[3:] == pytest.approx([least] * 2, abs=4 * (1 << 18) + 2 * weight.nbytes)
     assert taken[0] > 4 * logits
 
 
