@@ -34,7 +34,7 @@ __all__ = [
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
-MOST_WORKERS: Final = 64
+MAX_WORKERS: Final = 64
 
 
 def default_address() -> str:
@@ -351,9 +351,9 @@ def _check_parts(config: Config, lane: str) -> None:
 def _check_workers(config: Config) -> None:
     if config.workers in ("auto", "off"):
         return
-    if not config.workers.isdecimal() or not 2 <= int(config.workers) <= MOST_WORKERS:
+    if not config.workers.isdecimal() or not 2 <= int(config.workers) <= MAX_WORKERS:
         raise ConfigError(
-            f"workers is {config.workers!r}: write auto, off, or a number from 2 to {MOST_WORKERS}"
+            f"workers is {config.workers!r}: write auto, off, or a number from 2 to {MAX_WORKERS}"
         )
     if config.resumable:
         raise ConfigError(

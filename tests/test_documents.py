@@ -65,7 +65,7 @@ def test_commands_are_taken(path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 # --- sentences ------------------------------------------------------------------------------
 
-MOST_WORDS = 35
+MAX_WORDS = 35
 PAGES = sorted(
     [
         *(ROOT / "docs").glob("*.md"),
@@ -113,8 +113,8 @@ def test_sentences_are_told_apart(text: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_can_be_read_once(path: Path) -> None:
-    long = [part for part in sentences(path.read_text("utf-8")) if len(words(part)) > MOST_WORDS]
-    assert not long, f"more than {MOST_WORDS} words: " + "\n\n".join(long)
+    long = [part for part in sentences(path.read_text("utf-8")) if len(words(part)) > MAX_WORDS]
+    assert not long, f"more than {MAX_WORDS} words: " + "\n\n".join(long)
 
 
 # --- files and tests that are named ----------------------------------------------------------

@@ -26,7 +26,7 @@ __all__ = ["TIMEOUT", "Connected", "Embedded", "OnDaemonLoss", "connected", "sha
 
 ADDRESS_VARIABLE = "STORMD_ADDRESS"
 
-LEAST_POOL_BYTES = 1 << 20
+MIN_POOL_BYTES = 1 << 20
 
 TIMEOUT = 5.0
 """Default for the seconds within which a daemon must answer."""
@@ -189,9 +189,9 @@ def _pool_size(pool_bytes: int | str | None) -> int | None:
     if pool_bytes is None:
         return None
     size = size_of(pool_bytes, "pool_bytes")
-    if size < LEAST_POOL_BYTES:
+    if size < MIN_POOL_BYTES:
         raise UsageError(
-            f"pool_bytes is {pool_bytes!r}; it must be at least {LEAST_POOL_BYTES}, or None for "
+            f"pool_bytes is {pool_bytes!r}; it must be at least {MIN_POOL_BYTES}, or None for "
             "the daemon's default"
         )
     return size

@@ -24,7 +24,7 @@ __all__ = [
 
 _PICTURES: Final = (".png", ".svg", ".pdf")
 
-_MOST_SECONDS: Final = 86400.0
+_MAX_SECONDS: Final = 86400.0
 
 
 def positive_int(text: str) -> int:
@@ -41,9 +41,9 @@ def positive_seconds(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0.0 < number <= _MOST_SECONDS:
+    if not 0.0 < number <= _MAX_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number above 0 and of at most {_MOST_SECONDS:.0f} seconds"
+            f"{text!r} is not a number above 0 and of at most {_MAX_SECONDS:.0f} seconds"
         )
     return number
 

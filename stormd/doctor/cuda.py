@@ -23,7 +23,7 @@ __all__ = [
     "check_workers",
 ]
 
-_LEAST_DRIVER: Final = 13000
+_MIN_DRIVER: Final = 13000
 """CUDA 13.0, as cuDriverGetVersion counts."""
 
 _UNIFIED_ADDRESSING: Final = 41
@@ -45,7 +45,7 @@ def check_driver(config: Config) -> Finding:
     count = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     detail = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} devices"
-    if version.value < _LEAST_DRIVER:
+    if version.value < _MIN_DRIVER:
         return Finding("CUDA driver", "fail", detail, "install a driver of release 580 or newer")
     if count.value == 0:
         return Finding("CUDA driver", "warn", detail, "check CUDA_VISIBLE_DEVICES and nvidia-smi")

@@ -19,7 +19,7 @@ from stormd.machine import package_versions
 
 __all__ = ["check_c_library", "check_codec", "check_compiled", "check_packages"]
 
-_LEAST_TORCH: Final = (2, 11)
+_MIN_TORCH: Final = (2, 11)
 _COMPILED: Final = "compiled client"
 _BUILD_SECONDS: Final = 30.0
 
@@ -32,7 +32,7 @@ def check_packages() -> Finding:
     if missing:
         advice = f"pip install {' '.join(missing)}"
         return Finding("python packages", "fail", f"missing: {', '.join(missing)}", advice)
-    if _release(metadata.version("torch")) < _LEAST_TORCH:
+    if _release(metadata.version("torch")) < _MIN_TORCH:
         return Finding("python packages", "fail", shown, "pip install 'torch>=2.11'")
     return Finding("python packages", "ok", shown)
 

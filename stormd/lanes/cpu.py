@@ -47,7 +47,7 @@ __all__ = ["CpuLane"]
 
 log = logging.getLogger(__name__)
 
-LEAST_STAGING: Final = 64 << 10
+MIN_STAGING: Final = 64 << 10
 """Bytes of the smallest staging area, whatever a client asks for."""
 
 STAGING_SEGMENT: Final = 0
@@ -396,7 +396,7 @@ def _codecs(pool: HostPool, part_bytes: list[int]) -> list[HostCodec]:
 
 def _granted(asked: int, most: int) -> int:
     """Return the staging size: whole pages, at most `most`, which is also the default."""
-    wanted = min(max(asked, LEAST_STAGING), most) if asked else most
+    wanted = min(max(asked, MIN_STAGING), most) if asked else most
     return -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -28,7 +28,7 @@ from stormd.memory.extents import disk_bytes
 __all__ = ["Bandwidth", "Direction", "Reads", "Writes"]
 
 MOVING_BYTES: Final = 64 << 20
-MOVING_MOST: Final = 64
+MAX_MOVING: Final = 64
 """In-flight limits of each direction, in bytes and blobs. Every thread finds its next job, but a
 requested read does not wait long behind other jobs."""
 
@@ -98,7 +98,7 @@ class Direction:
     @property
     def has_room(self) -> bool:
         """Whether the tier may get more jobs."""
-        return self.nbytes < MOVING_BYTES and self.count < MOVING_MOST
+        return self.nbytes < MOVING_BYTES and self.count < MAX_MOVING
 
     def begin(self, place: OnDisk, now: float) -> None:
         """Note that the tier gets a job for a blob."""

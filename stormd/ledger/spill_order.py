@@ -16,12 +16,12 @@ from stormd.ledger.holdings import State
 from stormd.ledger.on_disk import Disk, DiskPhase
 from stormd.ledger.sessions import Entry, Phase, Session
 
-__all__ = ["LEAST_BYTES", "Numbered", "SpillOrder", "SpillOrders"]
+__all__ = ["MIN_BYTES", "Numbered", "SpillOrder", "SpillOrders"]
 
 Numbered = tuple[int, Entry]
 """An entry with its number."""
 
-LEAST_BYTES: Final = 16 << 10
+MIN_BYTES: Final = 16 << 10
 """Minimum size of a blob that is written: for a smaller one, a disk operation frees too little."""
 
 _FEW: Final = 64
@@ -206,7 +206,7 @@ class SpillOrders:
 def _is_dirty(entry: Entry) -> bool:
     if entry.disk is not None or entry.in_use or entry.released or entry.block is None:
         return False
-    return entry.loan is None and entry.block.nbytes >= LEAST_BYTES
+    return entry.loan is None and entry.block.nbytes >= MIN_BYTES
 
 
 def _is_clean(entry: Entry) -> bool:

@@ -31,7 +31,7 @@ __all__ = ["ADMIT_SECONDS", "Spills"]
 ADMIT_SECONDS: Final = 1.0
 """Maximum expected wait of a store for the disk. A client keeps the tensor after two seconds."""
 
-LEAST_MOVED: Final = 64 << 20
+MIN_MOVED: Final = 64 << 20
 """Minimum bytes moved before the disk's speed is reported: small writes are slower than large."""
 
 
@@ -183,7 +183,7 @@ class Spills:
         speeds = (
             sum(flow.blob_bytes for flow in flows.values()) / speed.busy_seconds
             for speed, flows in ways
-            if speed.total_bytes >= LEAST_MOVED
+            if speed.total_bytes >= MIN_MOVED
         )
         return int(min(speeds, default=0))
 

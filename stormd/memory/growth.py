@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FIRST_BYTES: Final = 64 << 20
 """The first bytes of a pool that grows, and its least step: a fraction of a second's work."""
 
-MOST_A_STEP: Final = 128 << 20
+MAX_A_STEP: Final = 128 << 20
 """Most bytes of a step: a waiter then waits for well below a second even if the host has yet to
 find the memory."""
 
@@ -48,8 +48,8 @@ ASKED_SECONDS: Final = 0.5
 spare."""
 
 LEFT_PART: Final = 16
-LEFT_LEAST: Final = 64 << 20
-LEFT_MOST: Final = 2 << 30
+MIN_FREE_BYTES: Final = 64 << 20
+MAX_FREE_BYTES: Final = 2 << 30
 """Memory of the machine or the container that is left to others: a 16th, within these bounds."""
 
 
@@ -70,13 +70,13 @@ def next_step(space: Space) -> int:
     needed = max(space.wanted, use.taken + use.ready // AHEAD_PART if use.taken else 0)
     if not space.is_growing or needed <= use.ready:
         return 0
-    step = min(max(needed - use.ready, space.committed // 2, FIRST_BYTES), MOST_A_STEP)
+    step = min(max(needed - use.ready, space.committed // 2, FIRST_BYTES), MAX_A_STEP)
     return min(-(-step // mmap.PAGESIZE) * mmap.PAGESIZE, left)
 
 
 def left_to_others() -> int:
     """Return the bytes of memory that no step may take."""
-    return min(max(memory_limit() // LEFT_PART, LEFT_LEAST), LEFT_MOST)
+    return min(max(memory_limit() // LEFT_PART, MIN_FREE_BYTES), MAX_FREE_BYTES)
 
 
 class PoolGrowth:

@@ -52,7 +52,7 @@ _NEXT: Final = struct.Struct("<I")
 _NEXT_AT: Final = 12
 _ROOM: Final = CELL_BYTES - _HEAD.size
 _FIRST: Final = PAGE_BYTES // CELL_BYTES
-_MOST_BYTES: Final = 1 << 24
+_MAX_BYTES: Final = 1 << 24
 """Most bytes of one record: a cached tensor in half a million chunks."""
 
 _ERASED: Final = bytes(_NEXT_AT)
@@ -132,7 +132,7 @@ class Journal:
 
     def write(self, kind: int, payload: bytes) -> int:
         """Add a record of a kind above 0; return the cell by which to erase or replace it."""
-        if not (0 < kind <= 0xFFFF and len(payload) <= _MOST_BYTES):
+        if not (0 < kind <= 0xFFFF and len(payload) <= _MAX_BYTES):
             raise ValueError(f"a record of kind {kind} with {len(payload)} bytes")
         first = self._free.pop() if self._free else self._new_cell()
         following = self._continue(first, payload) if len(payload) > _ROOM else 0

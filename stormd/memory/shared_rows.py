@@ -13,15 +13,15 @@ import os
 import threading
 from typing import Final
 
-__all__ = ["MOST_USERS", "PoolBudget", "Rows", "UserTotals"]
+__all__ = ["MAX_USERS", "PoolBudget", "Rows", "UserTotals"]
 
-MOST_USERS: Final = 1 << 16
+MAX_USERS: Final = 1 << 16
 """Most users that may have a number: as many as there may be sessions."""
 
-COMMITTED: Final = MOST_USERS
-BUSY: Final = MOST_USERS + 1
-WANTED: Final = MOST_USERS + 2
-COLUMNS: Final = MOST_USERS + 3
+COMMITTED: Final = MAX_USERS
+BUSY: Final = MAX_USERS + 1
+WANTED: Final = MAX_USERS + 2
+COLUMNS: Final = MAX_USERS + 3
 """A row's columns: what each user holds, then the pool's memory, whether there is a session, and
 whether more memory was asked for in vain."""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-__all__ = ["DIRECTIONS", "LEAST_COPIED", "Direction", "LinkLimit", "LinkMeter"]
+__all__ = ["DIRECTIONS", "MIN_COPIED", "Direction", "LinkLimit", "LinkMeter"]
 
 Direction = Literal["store", "restore"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "restore")
@@ -28,7 +28,7 @@ _INTERVAL_SECONDS: Final = 1.0
 _HALVED_SECONDS: Final = 1.0
 """Busy time after which earlier copies count half in the recent speed."""
 
-LEAST_COPIED: Final = 64 << 20
+MIN_COPIED: Final = 64 << 20
 """Least bytes copied in a direction before its speed is reported."""
 
 LARGE_BYTES: Final = 8 << 20
@@ -84,10 +84,10 @@ class LinkMeter:
         with self._lock:
             sums = [
                 self._of_late[one]
-                if self._large_bytes[one] >= LEAST_COPIED
+                if self._large_bytes[one] >= MIN_COPIED
                 else (self._now[one].nbytes, self._now[one].busy_seconds)
                 for one in DIRECTIONS
-                if self._now[one].nbytes >= LEAST_COPIED
+                if self._now[one].nbytes >= MIN_COPIED
             ]
         return int(min((nbytes / max(busy, 1e-9) for nbytes, busy in sums), default=0))
 

@@ -43,15 +43,15 @@ _REPLACED: Final = (EXIT_RESTART, -signal.SIGUSR2)
 before the daemon could handle it."""
 
 _BRIEF_SECONDS: Final = 0.5
-_MOST_BRIEF: Final = 20
-"""A daemon that is killed within _BRIEF_SECONDS, _MOST_BRIEF times in a row, is killed by the state
+_MAX_BRIEF: Final = 20
+"""A daemon that is killed within _BRIEF_SECONDS, _MAX_BRIEF times in a row, is killed by the state
 that it continues with."""
 
-_MOST_STARTS: Final = 3
+_MAX_STARTS: Final = 3
 """Most starts in a row of a daemon that has served before and does not get to serve again."""
 
 _MESSAGE_BYTES: Final = 4096
-_MOST_KEPT: Final = 16
+_MAX_KEPT: Final = 16
 _FIRST: Final = 3
 _ASIDE: Final = 256
 """Descriptor numbers: the first of those that the daemon inherits, and one above all of them."""
@@ -187,7 +187,7 @@ class _Holder:
             name = fields.get("FDNAME", "")
             if "FDSTOREREMOVE" in fields:
                 self._drop(name)
-            if "FDSTORE" in fields and len(descriptors) == 1 and len(self._kept) < _MOST_KEPT:
+            if "FDSTORE" in fields and len(descriptors) == 1 and len(self._kept) < _MAX_KEPT:
                 self._drop(name)
                 self._kept[name] = descriptors.pop()
             for descriptor in descriptors:
@@ -201,7 +201,7 @@ class _Holder:
             try:
                 data, rights, _, _ = self._socket.recvmsg(
                     _MESSAGE_BYTES,
-                    socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MOST_KEPT),
+                    socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MAX_KEPT),
                     socket.MSG_CMSG_CLOEXEC,
                 )
             except BlockingIOError:
@@ -241,7 +241,7 @@ class _Holder:
         else:
             self._brief += 1
         why = f"ended with status {exit_status(ended)}"
-        if self._starts >= _MOST_STARTS or self._brief >= _MOST_BRIEF:
+        if self._starts >= _MAX_STARTS or self._brief >= _MAX_BRIEF:
             say(f"the daemon {why} and is not started any more: see what it said above")
             return False
         say(f"the daemon {why} and is started again with what it held")

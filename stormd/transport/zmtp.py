@@ -17,7 +17,7 @@ __all__ = ["OPENING", "OTHER", "SEVERAL", "Reader", "Token", "ZmtpError", "frame
 SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 MECHANISM: Final = b"NULL".ljust(20, b"\0")
 GREETING_BYTES: Final = 64
-LEAST_VERSION: Final = 3
+MIN_VERSION: Final = 3
 
 MORE: Final = 1
 LONG: Final = 2
@@ -122,8 +122,8 @@ class Reader:
         data = bytes(self.data[:GREETING_BYTES])
         if data[:1] != SIGNATURE[:1][: len(data)] or data[9:10] != SIGNATURE[9:][: len(data[9:10])]:
             raise ZmtpError("not ZMTP")
-        if data[10:11] and data[10] < LEAST_VERSION:
-            raise ZmtpError(f"version {data[10]} of ZMTP, older than {LEAST_VERSION}")
+        if data[10:11] and data[10] < MIN_VERSION:
+            raise ZmtpError(f"version {data[10]} of ZMTP, older than {MIN_VERSION}")
         if len(data) < GREETING_BYTES:
             return False
         if data[12:32] != MECHANISM:
@@ -184,7 +184,7 @@ def _properties(data: bytes) -> dict[bytes, bytes]:
 
 OPENING: Final = (
     SIGNATURE
-    + bytes((LEAST_VERSION, 1))
+    + bytes((MIN_VERSION, 1))
     + MECHANISM
     + bytes(32)
     + framed(b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0", COMMAND)

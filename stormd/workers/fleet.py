@@ -25,7 +25,7 @@ from stormd import errors
 from stormd.config import Config
 from stormd.errors import LaneUnavailable, StartStopped, StormdError
 from stormd.lanes import Lane, Post
-from stormd.memory.shared_rows import MOST_USERS, Rows
+from stormd.memory.shared_rows import MAX_USERS, Rows
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Hello
 from stormd.workers.line import Line, send_first
@@ -40,7 +40,7 @@ REFRESH_SECONDS: Final = 1.0
 state."""
 
 FIRST_DELAY: Final = 0.1
-MOST_DELAY: Final = 5.0
+MAX_DELAY: Final = 5.0
 """Delays before a worker that ended soon after its start is started again, doubled each time."""
 
 BRIEF_SECONDS: Final = 10.0
@@ -283,8 +283,8 @@ class Fleet:
         Raises:
             LaneUnavailable: no worker serves its device, now or ever.
         """
-        if len(self._places) >= MOST_USERS and hello.uid not in self._places:
-            raise LaneUnavailable(f"{MOST_USERS} users have had sessions: restart the daemon")
+        if len(self._places) >= MAX_USERS and hello.uid not in self._places:
+            raise LaneUnavailable(f"{MAX_USERS} users have had sessions: restart the daemon")
         if hello.device == "cuda":
             worker = self._by_uuid.get(hello.device_uuid)
             if worker is None:
@@ -491,7 +491,7 @@ class Fleet:
     def _start_later(self, worker: Worker) -> None:
         if self._is_ending:
             return
-        delay, worker.delay = worker.delay, min(MOST_DELAY, max(FIRST_DELAY, 2 * worker.delay))
+        delay, worker.delay = worker.delay, min(MAX_DELAY, max(FIRST_DELAY, 2 * worker.delay))
         self._restarts[worker.plan.index] = self._loop.call_later(delay, self._start, worker)
 
 

@@ -23,7 +23,7 @@ HEADER: Final = struct.Struct("<I?")
 """The size in bytes of the message that follows, and whether a descriptor came with it."""
 
 READ_BYTES: Final = 1 << 16
-MOST_AT_ONCE: Final = 16
+MAX_AT_ONCE: Final = 16
 """Most descriptors in one read; the kernel ends a read behind the first."""
 
 OnMessage = Callable[[str, list[Any], int], None]
@@ -130,7 +130,7 @@ class Line:
     def _read(self) -> None:
         try:
             data, descriptors, _, _ = socket.recv_fds(
-                self._end, READ_BYTES, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC
+                self._end, READ_BYTES, MAX_AT_ONCE, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return

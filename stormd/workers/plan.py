@@ -31,10 +31,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LEAST_BYTES: Final = 1 << 20
+MIN_BYTES: Final = 1 << 20
 """Least bytes of a pool, and so the size of the front's, in which nothing is stored."""
 
-LEAST_MESSAGE_BYTES: Final = 4 << 20
+MIN_MESSAGE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def front_config(config: Config) -> Config:
     return replace(
         config,
         workers="off",
-        pool_bytes=LEAST_BYTES,
+        pool_bytes=MIN_BYTES,
         device="cpu",
         spill_path="",
         spill_bytes=0,
@@ -126,7 +126,7 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
         pool_bytes=config.pool_bytes // (1 if is_lent(config) else count),
         cache_bytes=0,
         spill_bytes=config.spill_bytes // count,
-        message_bytes=max(LEAST_MESSAGE_BYTES, config.message_bytes // count),
+        message_bytes=max(MIN_MESSAGE_BYTES, config.message_bytes // count),
         device=config.device if plan.ordinals else "cpu",
         all_staging_bytes_cpu=max(config.staging_bytes_cpu, staging // count),
         encode_threads=max(1, config.encode_threads // count),

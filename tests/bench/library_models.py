@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 __all__ = ["LIBRARIES", "Maker", "Trained", "library_models"]
 
-MOST_PARAMETERS = 40_000_000
+MAX_PARAMETERS = 40_000_000
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim"), 64),
@@ -51,7 +51,7 @@ Maker = Callable[[], Trained]
 
 def _small(module: nn.Module) -> nn.Module:
     count = sum(one.numel() for one in module.parameters())
-    if count > MOST_PARAMETERS:
+    if count > MAX_PARAMETERS:
         raise ValueError(f"{count} parameters are too many")
     return module
 

@@ -31,7 +31,7 @@ from storm_bench.train.gpt import Workload
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.workloads import WORKLOADS, make
 from storm_client.planner.decisions import Keep, Replay
-from storm_client.planner.groups import MOST_IN_BLOCK
+from storm_client.planner.groups import MAX_IN_BLOCK
 from storm_client.planner.machine import CUDA, Machine
 from storm_client.planner.prices import operation_seconds
 from storm_client.planner.problem import Problem, Value
@@ -195,7 +195,7 @@ def optimum(
         objective[shipped + n] = value.nbytes * machine.codec + machine.thread_store
         objective[made + n] = max(takes[n], machine.thread_recompute)
         upper[kept + n] = float(value.is_saved)
-        upper[depth + n] = MOST_IN_BLOCK
+        upper[depth + n] = MAX_IN_BLOCK
         if not value.operation or math.isinf(takes[n]):
             upper[made + n], objective[made + n] = 0.0, 0.0
     objective[exposed], upper[exposed] = 1.0, np.inf
@@ -214,8 +214,8 @@ def optimum(
             had = {kept + source: 1.0, shipped + source: 1.0, made + source: 1.0}
             need({**had, made + n: -1.0}, 0.0)
             deeper = {depth + n: 1.0, depth + source: -1.0}
-            both = {made + n: -MOST_IN_BLOCK, made + source: -MOST_IN_BLOCK}
-            need({**deeper, **both}, 1.0 - 2 * MOST_IN_BLOCK)
+            both = {made + n: -MAX_IN_BLOCK, made + source: -MAX_IN_BLOCK}
+            need({**deeper, **both}, 1.0 - 2 * MAX_IN_BLOCK)
     need({kept + v.number: -float(v.nbytes) / 1e6 for v in values}, -room / 1e6)
     need({exposed: 1.0} | {shipped + v.number: -v.nbytes * machine.link for v in values}, -window)
     result = milp(

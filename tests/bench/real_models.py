@@ -57,7 +57,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 STEP: dict[str, Any] = {"min_bytes": 64, "codegen": "eager"}
 WAYS = ("hooks", "compile", "step")
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 POOL_BYTES = 1 << 30
 
 
@@ -433,7 +433,7 @@ def _expected(run: Callable[[Way], list[Tensor]], way: Way) -> tuple[str, list[T
     except ImportError as error:
         return f"missing: {error.name}", []
     except Exception as error:  # noqa: BLE001 - it is no fault of offload's
-        return f"without offload: {type(error).__name__}: {error}"[:MOST_CHARACTERS], []
+        return f"without offload: {type(error).__name__}: {error}"[:MAX_CHARACTERS], []
     return ("" if _same(again, once) else "not deterministic without offload"), once
 
 
@@ -443,7 +443,7 @@ def _outcome(run: Callable[[Way], list[Tensor]], way: Way, expected: list[Tensor
     except UsageError as error:
         return f"refused: {error}".partition(" at ")[0]  # where in the package is no matter
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-        return f"raised {type(error).__name__}: {error}"[:MOST_CHARACTERS]
+        return f"raised {type(error).__name__}: {error}"[:MAX_CHARACTERS]
     finally:
         gc.collect()
     return "same" if _same(found, expected) else "differs"

@@ -32,7 +32,7 @@ MIB = 1 << 20
 ROWS = (192, 256, 128, 320, 224)
 WIDTH = {"cpu": 64, "cuda": 512}
 LAYERS = 4
-LEAST_BYTES = 1 << 14
+MIN_BYTES = 1 << 14
 COMPARED, UNUSED, EMPTIED = 50, 7, 100
 """Every so many steps: gradients are compared, a forward has no backward, the cache is emptied."""
 
@@ -101,7 +101,7 @@ def run(steps: int, device: str) -> dict[str, Any]:
         storm.connect(daemon.address, embedded="never", timeout=30.0) as client,
     ):
         # With the least budget a GPU would keep what is so little.
-        offload = client.offload(model.net, min_bytes=LEAST_BYTES, budget=0.0)
+        offload = client.offload(model.net, min_bytes=MIN_BYTES, budget=0.0)
         wait_until(lambda: _is_quiet(daemon.pid), START_SECONDS)
         for number in range(steps):
             if number % UNUSED == 0:

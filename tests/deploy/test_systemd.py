@@ -20,7 +20,7 @@ from stormd.protocol.addresses import SYSTEM_DIRECTORY
 from stormd.settings import load_config
 
 UNITS = ("stormd.service", "nvidia-mps.service")
-MOST_EXPOSURE = 3.0
+MAX_EXPOSURE = 3.0
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,
@@ -84,7 +84,7 @@ def test_verify_would_notice_a_missing_program(installed: Path) -> None:
 @pytest.mark.parametrize("name", UNITS)
 def test_exposure_is_low(deploy: Path, name: str) -> None:
     unit = deploy / "systemd" / name
-    threshold = f"--threshold={round(MOST_EXPOSURE * 10)}"
+    threshold = f"--threshold={round(MAX_EXPOSURE * 10)}"
     outcome = analyze("security", "--offline=true", "--no-pager", threshold, str(unit))
     assert outcome.returncode == 0, outcome.stdout
 

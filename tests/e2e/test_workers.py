@@ -47,7 +47,7 @@ from stormd.protocol import (
 
 KIB, MIB = 1 << 10, 1 << 20
 FLAGS = ["--pool-bytes=64MiB", "--cache-bytes=8MiB", "--device=cpu", "--workers=2"]
-MOST_SESSIONS = 4
+MAX_SESSIONS = 4
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def daemon() -> Iterator[ChildDaemon]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[ChildDaemon]:
-    with ChildDaemon(flags=[*FLAGS, f"--max-sessions={MOST_SESSIONS}"]) as daemon:
+    with ChildDaemon(flags=[*FLAGS, f"--max-sessions={MAX_SESSIONS}"]) as daemon:
         yield daemon
 
 
@@ -231,7 +231,7 @@ def test_what_a_dead_worker_has_done_stays_counted(daemon: ChildDaemon) -> None:
 def test_places_are_of_all_workers_together(shared: ChildDaemon) -> None:
     with ExitStack() as stack:
         clients = [
-            stack.enter_context(RawClient(shared.address)).open() for _ in range(MOST_SESSIONS)
+            stack.enter_context(RawClient(shared.address)).open() for _ in range(MAX_SESSIONS)
         ]
         with RawClient(shared.address) as one_more:
             refused = one_more.hello()
@@ -426,7 +426,7 @@ def test_a_hello_that_cannot_be_served_reaches_no_worker(
 def test_hellos_without_lifelines_keep_nobody_out(shared: ChildDaemon) -> None:
     """Their places are taken back, in the worker as well, for who means it."""
     with ExitStack() as stack:
-        idle = [stack.enter_context(RawClient(shared.address)) for _ in range(3 * MOST_SESSIONS)]
+        idle = [stack.enter_context(RawClient(shared.address)) for _ in range(3 * MAX_SESSIONS)]
         for client in idle:
             client.hello()
         with RawClient(shared.address) as client:

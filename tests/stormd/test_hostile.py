@@ -18,7 +18,7 @@ import torch
 import zmq
 from bench.fuzz import fuzz
 from storm_client.transport.handshake import is_listening
-from support.checked_training import LEAST_BYTES, Training
+from support.checked_training import MIN_BYTES, Training
 from support.daemon_process import resident_bytes, start_daemon
 from support.daemon_thread import DaemonThread
 from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
@@ -96,7 +96,7 @@ def neighbour(daemon: DaemonThread) -> Iterator[Callable[[], bool]]:
     """Return what tells whether a well-behaved client's next step is right."""
     training = Training()
     with patient_clients(), storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
-        offload = client.offload(training.model, min_bytes=LEAST_BYTES)
+        offload = client.offload(training.model, min_bytes=MIN_BYTES)
         assert training.is_right(offload)
         yield lambda: training.is_right(offload)
         assert offload.stats().offloaded_bytes > 0

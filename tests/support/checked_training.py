@@ -14,13 +14,13 @@ import storm_client as storm
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LEAST_BYTES", "Training", "reports"]
+__all__ = ["MIN_BYTES", "Training", "reports"]
 
 LAYERS = 6
 SIDE = {"cpu": 128, "cuda": 1024}
 """Width and rows by device: a step takes milliseconds, and more than a staging area of 8 MiB."""
 
-LEAST_BYTES = 1 << 14
+MIN_BYTES = 1 << 14
 
 Report = tuple[float, str]
 """When (of time.monotonic, which all processes share) and what: see `reports`."""
@@ -62,7 +62,7 @@ def reports(training: Training, address: str, steps: int) -> Iterator[Report]:
     """
     try:
         with storm.connect(address, embedded="never", timeout=30.0) as client:
-            offload = client.offload(training.model, min_bytes=LEAST_BYTES)
+            offload = client.offload(training.model, min_bytes=MIN_BYTES)
             yield _now("ready")
             for _ in range(steps):
                 yield _now("same" if training.is_right(offload) else "different")

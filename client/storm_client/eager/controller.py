@@ -56,7 +56,7 @@ FINEST: Final = 64
 NEAR: Final = 16
 """Times the minimum size: a tensor up to this size may be below the minimum in a shorter step."""
 
-MOST_BY_PYTHON: Final = 4
+MAX_BY_PYTHON: Final = 4
 """Steps to wait for compiled code before steps that Python follows are compared as well."""
 
 
@@ -146,7 +146,7 @@ class Planning:
             recording,
             self._begun(signature, fills=fills),
             fills=fills,
-            counts=not waits or (plan is not None and plan.by_python >= MOST_BY_PYTHON),
+            counts=not waits or (plan is not None and plan.by_python >= MAX_BY_PYTHON),
             script=script,
             watcher=calls,
             mode=mode,

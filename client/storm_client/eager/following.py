@@ -33,7 +33,7 @@ _CONSTANT = -1
 LONG_ENOUGH = 16
 """Steps of the first rest."""
 
-MOST_DOUBLED = 6
+MAX_DOUBLED = 6
 """The largest number of times that the length of a rest doubles."""
 
 
@@ -102,7 +102,7 @@ class Rest:
 
     def begin(self) -> None:
         """Begin a rest, twice as long as the one before, up to a limit."""
-        self.steps = LONG_ENOUGH << min(self._begun, MOST_DOUBLED)
+        self.steps = LONG_ENOUGH << min(self._begun, MAX_DOUBLED)
         self._begun += 1
 
 

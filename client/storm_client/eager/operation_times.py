@@ -50,7 +50,7 @@ kernels or searched for the fastest: 67 ms of a convolution, where a whole step 
 
 REPEATS: Final = 3
 
-MOST_SECONDS: Final = 5.0
+MAX_SECONDS: Final = 5.0
 """Limit for all kinds of operations together: one step takes that much longer, once. Remaining
 kinds use their events. cuDNN makes plans for each shape of convolutions and attention, in each
 thread anew."""
@@ -63,7 +63,7 @@ An operation that itself waits for the device is never fully queued before it be
 CYCLES_PER_SECOND: Final = 1.7e9
 """Approximate clock of a data-centre GPU. A faster one is kept busy for less time."""
 
-LEAST_FREE: Final = 2.0
+MIN_FREE: Final = 2.0
 """Free memory needed to run an operation again, as a multiple of the operation's memory."""
 
 Timing: TypeAlias = Callable[[], float]
@@ -119,7 +119,7 @@ class OperationTimes:
 
     def allows(self) -> bool:
         """Return whether there is time left to run operations again."""
-        return self._spent < MOST_SECONDS
+        return self._spent < MAX_SECONDS
 
     def spent(self, seconds: float) -> None:
         """Record that running operations again has taken `seconds`."""
@@ -189,7 +189,7 @@ class _Repeated:
         free, _ = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device)
         unused -= torch.cuda.memory_allocated(self._device)
-        return LEAST_FREE * self.nbytes <= free + unused
+        return MIN_FREE * self.nbytes <= free + unused
 
     def _repeated_beside(self) -> float:
         """Run it in a thread of its own; return the seconds, infinity where it cannot be run.
@@ -227,7 +227,7 @@ class _Repeated:
                     place.fill()
                 self._recipe.takes_present_settings()
                 first, _ = self._timed(1)  # the first run takes longer than the others
-                return first if first >= MOST_SECONDS else self._behind_a_full_queue(first)
+                return first if first >= MAX_SECONDS else self._behind_a_full_queue(first)
             finally:
                 for place in self._places:
                     place.clear()

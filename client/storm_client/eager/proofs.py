@@ -27,7 +27,7 @@ __all__ = ["ENOUGH_SIZES", "Evidence", "Proofs", "Sizes", "Trial", "UnchangedTri
 ENOUGH_SIZES: Final = 3
 """As in native/script.h."""
 
-MOST_TRIES = 16
+MAX_TRIES = 16
 """Trials of a value by one plan. That many forward passes may run before the first backward pass.
 If no backward pass has asked for the value by then, none is expected to."""
 
@@ -133,7 +133,7 @@ class Evidence:
         False for a value for which no backward pass is expected to ask.
         """
         self._tries[number] += 1
-        if self._tries[number] > MOST_TRIES:
+        if self._tries[number] > MAX_TRIES:
             self._never_asked.add(number)
         return not self.is_given_up(number)
 

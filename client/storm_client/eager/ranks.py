@@ -44,10 +44,10 @@ __all__ = ["Ranks"]
 STORE_SECONDS: Final = 5.0
 """The longest time that a step waits for the store."""
 
-MOST_TURNS: Final = 16
+MAX_TURNS: Final = 16
 """Queries to the store in one step: enough to form a group and to begin a round."""
 
-MOST_LONELY: Final = 3
+MAX_LONELY: Final = 3
 """Signatures that no other rank had, before later ones are planned without asking. Ranks whose
 routers choose different experts have many."""
 
@@ -133,7 +133,7 @@ class Ranks:
         """Steps of any signature."""
         self._store: Any = None
         self._lonely = 0
-        """Signatures that no other rank had; at least `MOST_LONELY` once ranks did not answer."""
+        """Signatures that no other rank had; at least `MAX_LONELY` once ranks did not answer."""
         self._lock = threading.Lock()
         """Held while a thread works on an agreement; other threads go on with their plans."""
 
@@ -200,7 +200,7 @@ class Ranks:
 
     def _join(self, signature: StepSignature) -> None:
         """Join an agreement on the plan of a signature, unless this rank plans alone."""
-        if self._lonely >= MOST_LONELY or not _are_several():
+        if self._lonely >= MAX_LONELY or not _are_several():
             return
         shared = _Shared(
             Agreement(
@@ -222,12 +222,12 @@ class Ranks:
         agreement.tick(self._now())
         if signature.is_outdated:
             agreement.call()
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             if not self._take_turn(signature, shared, maker):
                 break
         if isinstance(agreement.phase, Alone):
             signature.outdate()
-            self._lonely += MOST_LONELY if agreement.phase.reason else 1
+            self._lonely += MAX_LONELY if agreement.phase.reason else 1
             self._say(agreement.phase)
             return
         agreed, choice = shared.follow_next(), agreement.due(shared.ended)

@@ -35,16 +35,16 @@ from storm_client.planner.decisions import OFFLOAD, Decision
 
 __all__ = ["KNOWN_KINDS", "Recurrence", "StepRecord", "StepSignatures", "behind_repeated"]
 
-MOST_REMEMBERED: Final = 64
+MAX_REMEMBERED: Final = 64
 """Length of the history of steps; a run that is looked for in it can be half as long."""
 
 KNOWN_KINDS: Final = 8
 """Signatures remembered (training, validation, several threads) before the oldest is dropped."""
 
-MOST_EVENTS = 20_000
+MAX_EVENTS = 20_000
 """An endless step, as of a block around a loop, is not watched beyond this."""
 
-MOST_UNLIKE: Final = 4.0
+MAX_UNLIKE: Final = 4.0
 """Count of new steps, less `FORGIVEN` per known one, from which no new signature is learned."""
 
 FORGIVEN: Final = 0.25
@@ -121,7 +121,7 @@ class StepRecord:
     @property
     def is_full(self) -> bool:
         """Whether the step is not remembered: it is too long, or was stopped."""
-        return self._is_stopped or self.count >= MOST_EVENTS
+        return self._is_stopped or self.count >= MAX_EVENTS
 
     def stop(self) -> None:
         """Stop remembering the step: some of its events were not seen."""
@@ -272,7 +272,7 @@ class StepSignatures:
         """The most recently used signature is the last. An OrderedDict would hash all events of
         each signature whenever it is iterated, which takes longer than all else at a step's
         begin."""
-        self._latest: deque[StepSignature | _Unknown] = deque(maxlen=MOST_REMEMBERED)
+        self._latest: deque[StepSignature | _Unknown] = deque(maxlen=MAX_REMEMBERED)
         """The signatures of the latest steps."""
 
     @property
@@ -368,7 +368,7 @@ class StepSignatures:
         return signature
 
     def _have(self, latest: Iterable[StepSignature | _Unknown]) -> None:
-        self._latest = deque(latest, MOST_REMEMBERED)
+        self._latest = deque(latest, MAX_REMEMBERED)
 
     def _add(self, signature: StepSignature) -> None:
         while len(self._known) >= KNOWN_KINDS:
@@ -389,8 +389,8 @@ class Recurrence:
     def saw(self, *, is_new: bool) -> None:
         """Count a step."""
         change = 1.0 if is_new else -FORGIVEN
-        self._unlike = min(max(self._unlike + change, 0.0), MOST_UNLIKE)
-        if self._unlike >= MOST_UNLIKE:
+        self._unlike = min(max(self._unlike + change, 0.0), MAX_UNLIKE)
+        if self._unlike >= MAX_UNLIKE:
             self.is_seen = False
         elif self._unlike <= FEW and not self.is_seen:
             self.is_seen, self._unlike = True, 0.0  # the next watched step is new

@@ -20,7 +20,7 @@ __all__ = ["OBSERVED", "Duration", "StepTimes"]
 OBSERVED: Final = 2
 """Forward passes that are timed before the plan is made anew."""
 
-MOST_FILLED: Final = 0.25
+MAX_FILLED: Final = 0.25
 """Longest time in seconds to keep a device busy, so that its queue is full afterwards."""
 
 
@@ -65,7 +65,7 @@ class StepTimes:
 
         Then the whole pass is queued when the device reaches it, so its time is compute time alone.
         """
-        return self._is_on_gpu and self._full is None and 0 < self.pass_seconds <= MOST_FILLED
+        return self._is_on_gpu and self._full is None and 0 < self.pass_seconds <= MAX_FILLED
 
     def filled(self, forward: Duration, share: float = 1.0) -> None:
         """Record such a forward pass, of a step with a `share` of the largest step's saves."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "tag_activations"]
 
-LEAST_BYTES = 4096
+MIN_BYTES = 4096
 """Smaller activations are left to torchtitan, whose offload skips them too."""
 
 _DEAR = frozenset({"addmm", "baddbmm", "bmm", "convolution", "linear", "mm"})
@@ -242,7 +242,7 @@ def _is_ordinary(node: Node) -> bool:
     target: Any = node.target
     if getattr(target, "namespace", "") == "_c10d_functional" or _writes(node):
         return False
-    return sum(val.nbytes for val in _tensors(node.meta.get("val"))) >= LEAST_BYTES
+    return sum(val.nbytes for val in _tensors(node.meta.get("val"))) >= MIN_BYTES
 
 
 def _layer(node: Node) -> str:
@@ -275,7 +275,7 @@ def _name(node: Node) -> str:
 
 def _is_large_tensor(node: Node) -> bool:
     val = node.meta["val"]
-    return isinstance(val, torch.Tensor) and val.nbytes >= LEAST_BYTES
+    return isinstance(val, torch.Tensor) and val.nbytes >= MIN_BYTES
 
 
 def _tensors(val: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ __all__ = ["NO_KERNELS", "Kernels", "have_same_bits", "kernels_for", "statistics
 PROOF_BYTES: Final = 32 << 20
 """Most bytes for the log-probabilities of compared logits, unless 16 rows need more."""
 
-LEAST_ROWS, MOST_ROWS = 16, 64
+MIN_ROWS, MAX_ROWS = 16, 64
 
 
 class Kernels(NamedTuple):
@@ -81,7 +81,7 @@ def _samples(
 
     In half of the rows the sum is about 2, where its last bit shows in its logarithm.
     """
-    rows = max(LEAST_ROWS, min(MOST_ROWS, PROOF_BYTES // (4 * classes)))
+    rows = max(MIN_ROWS, min(MAX_ROWS, PROOF_BYTES // (4 * classes)))
     random = torch.Generator(device).manual_seed(0)
     memory = torch.empty(rows * classes + offset, dtype=dtype, device=device)
     logits = memory[offset:].view(rows, classes)

@@ -20,10 +20,10 @@ __all__ = ["FirstSteps", "advice"]
 SEEN_STEPS = 2
 """Steps examined: the second is like later ones, since the order of the first is known."""
 
-LEAST_BYTES = 4 << 20
+MIN_BYTES = 4 << 20
 """Per step: steps that save less need no advice."""
 
-LEAST_TENSOR_BYTES = 16 << 10
+MIN_TENSOR_BYTES = 16 << 10
 """Offloading a smaller tensor takes longer than it is worth, on average."""
 
 MANY_PARAMETERS = 8
@@ -70,7 +70,7 @@ def advice(
     small = max(0, skipped.get("small", 0) - steps * small_owned)
     activations = stats.saved_bytes - stats.deduplicated_bytes - skipped.get("small", 0) + small
     activations -= skipped.get("parameter", 0) + skipped.get("leaf", 0)
-    if activations < steps * LEAST_BYTES:
+    if activations < steps * MIN_BYTES:
         large = [one for one in owned if one.requires_grad and one.nbytes >= min_bytes]
         return _taken_over(staying, steps, activations, large)
     reasons = {"small": small, **{name: staying.kept_bytes.get(name, 0) for name in _KEPT}}
@@ -121,7 +121,7 @@ def _small(staying: Staying, min_bytes: int) -> str | None:
     """Advise for most of the bytes: tensors below half of the mean have less than half of them."""
     count = max(1, staying.stats.skipped.get("small", 0))
     mean = staying.skipped_bytes["small"] // count
-    if mean < LEAST_TENSOR_BYTES:
+    if mean < MIN_TENSOR_BYTES:
         return None
     lower = 1 << (mean // 2).bit_length() - 1
     return (
@@ -137,7 +137,7 @@ def _taken_over(
     seen = staying.stats.skipped.get("parameter", 0) / steps
     if len(trained) < MANY_PARAMETERS or seen > FEW_SEEN * len(trained):
         return None
-    if sum(one.nbytes for one in trained) < LEAST_BYTES:
+    if sum(one.nbytes for one in trained) < MIN_BYTES:
         return None
     return (
         f"little is saved: in {steps} steps autograd handed over {format_size(activations)} of "

@@ -23,7 +23,7 @@ __all__ = ["Report"]
 
 HEADINGS = ("layer", "saved", "duplicates", "offloaded", "recomputed", "kept", "ratio")
 
-MOST_BARS = 40
+MAX_BARS = 40
 """Layers in the figure; the table has all of them."""
 
 
@@ -169,7 +169,7 @@ def _draw_stored(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_ratios(axes: Axes, layers: Mapping[str, OffloadStats]) -> None:
-    known = [(name, one.ratio) for name, one in layers.items() if one.stored_bytes][:MOST_BARS]
+    known = [(name, one.ratio) for name, one in layers.items() if one.stored_bytes][:MAX_BARS]
     axes.barh([name for name, _ in known], [ratio for _, ratio in known])
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)

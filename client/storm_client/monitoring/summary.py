@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from storm_client.monitoring.advice import LEAST_BYTES
+from storm_client.monitoring.advice import MIN_BYTES
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder, Staying
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from stormd.protocol.sizes import exact_size, format_size, suggested_pool
@@ -94,7 +94,7 @@ def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> st
     offloaded = (now.stats.offloaded_bytes - before.stats.offloaded_bytes) // steps
     replayed = (now.stats.replayed_bytes - before.stats.replayed_bytes) // steps
     stored = (now.stats.stored_bytes - before.stats.stored_bytes) // steps
-    if offloaded + replayed + stayed < LEAST_BYTES:
+    if offloaded + replayed + stayed < MIN_BYTES:
         return None
     held, pool = "", ""
     if stored:

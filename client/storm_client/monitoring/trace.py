@@ -3,7 +3,7 @@
 Times are the host's, as training threads measure them: on a GPU the work runs later. A step notes
 its actions as it runs. Each note costs a fraction of a microsecond, so after the first steps only
 one step in `EVERY` is traced. Sums are computed when they are read. An endless block is not traced
-beyond `MOST_MOMENTS`.
+beyond `MAX_MOMENTS`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 __all__ = [
     "EVERY",
     "FIRST_STEPS",
-    "MOST_MOMENTS",
+    "MAX_MOMENTS",
     "Fate",
     "Moment",
     "Pause",
@@ -25,7 +25,7 @@ __all__ = [
     "Untraced",
 ]
 
-MOST_MOMENTS = 20_000
+MAX_MOMENTS = 20_000
 
 FIRST_STEPS = 10
 """First steps, which are all traced: a plan is learned in them."""
@@ -96,7 +96,7 @@ class StepTrace:
 
     def saved(self, key: int, fate: Fate, nbytes: int) -> None:
         """Note that a tensor was saved; `key` identifies it as long as the step's graph lives."""
-        if len(self._changes) < MOST_MOMENTS:
+        if len(self._changes) < MAX_MOMENTS:
             self._unused[key] = fate, nbytes
             self._changes.append((perf_counter(), fate, nbytes, self._stored.arrived_bytes))
 
@@ -112,7 +112,7 @@ class StepTrace:
     def paused(self, kind: str, began: float) -> float:
         """Note an activity of a thread since `began`, by perf_counter; return the seconds."""
         ended = perf_counter()
-        if len(self._pauses) < MOST_MOMENTS:
+        if len(self._pauses) < MAX_MOMENTS:
             self._pauses.append(Pause(kind, began - self._began, ended - self._began))
         return ended - began
 

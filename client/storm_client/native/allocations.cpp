@@ -26,7 +26,7 @@ namespace allocations {
 using Method = c10::DataPtr (c10::Allocator::*)(size_t);
 using Function = c10::DataPtr (*)(c10::Allocator*, size_t);
 
-constexpr int MOST_ATTEMPTS = 8;
+constexpr int MAX_ATTEMPTS = 8;
 
 struct Watched {
   std::atomic<Function>* place = nullptr;  // in the virtual method table
@@ -87,7 +87,7 @@ void pass_on_interrupt() {
 }
 
 Answer ask(PyObject* relief, size_t nbytes, int attempt, c10::OutOfMemoryError& error) {
-  if (is_relieving || attempt >= MOST_ATTEMPTS || is_ending()) return Answer::RAISE;
+  if (is_relieving || attempt >= MAX_ATTEMPTS || is_ending()) return Answer::RAISE;
   is_relieving = true;
   Answer answer = Answer::RAISE;
   {

@@ -62,7 +62,7 @@ void Leaving::begin(c10::Device device, int64_t least, int64_t most, bool in_pla
   device_ = device;
   least_ = least;
   most_ = most;
-  most_copied_ = in_place ? std::min(most, MOST_COPIED) : most / static_cast<int64_t>(MOST);
+  most_copied_ = in_place ? std::min(most, MAX_COPIED) : most / static_cast<int64_t>(MOST);
 }
 
 bool Leaving::can_wait(const at::Tensor& tensor) const {

@@ -65,7 +65,7 @@ class Leaving {
   static constexpr size_t MOST = 16;
   static constexpr int64_t LARGE = 16 << 20;
   // Of each tensor that is copied: copying more takes longer than the thread's work for one tensor.
-  static constexpr int64_t MOST_COPIED = 4 << 20;
+  static constexpr int64_t MAX_COPIED = 4 << 20;
 
   struct Waiting {
     Ref kept;

@@ -33,7 +33,7 @@ __all__ = ["Agreement", "Alone", "Deciding", "Limits", "Moment", "Put", "Query",
 MARGIN: Final = 2
 """Steps from the latest step that a rank has reported to the first that follows a decision."""
 
-MOST_MARGIN: Final = 32
+MAX_MARGIN: Final = 32
 """The margin doubles with each decision that a rank has seen too late, up to this limit."""
 
 NEAR: Final = 8
@@ -323,7 +323,7 @@ class Agreement:
         assert not led or (self.leads and self.rank in self.members)
         assert not isinstance(self.phase, Forming) or not self.members
         assert not set(self.members) & set(self._absent)
-        assert MARGIN <= self._margin <= 2 * MOST_MARGIN
+        assert MARGIN <= self._margin <= 2 * MAX_MARGIN
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class Agreement:
         reports = [json.loads(values[key]) for key in sorted(values)]
         if any(report["has_missed"] for report in reports):
             self._margin *= 2
-        if self._margin > MOST_MARGIN:
+        if self._margin > MAX_MARGIN:
             self.part("decisions were seen too late again and again")
             return
         last = max([step, *(report["step"] for report in reports)])

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 __all__ = ["block_ends"]
 
-LEAST_MADE: Final = 4
+MIN_MADE: Final = 4
 """Fewest values of a block: a list of single functions does not consist of blocks."""
 
 FEWEST: Final = 2
@@ -74,7 +74,7 @@ def _numbered(path: str) -> Iterator[str]:
 def _lasts(names: Sequence[str]) -> dict[str, int]:
     """Return each block's last value, by name; `names` has each value's block, or "" for none."""
     made = Counter(names)
-    last = {name: n for n, name in enumerate(names) if name and made[name] >= LEAST_MADE}
+    last = {name: n for n, name in enumerate(names) if name and made[name] >= MIN_MADE}
     lists = Counter(name.rpartition(".")[0] for name in last)
     return {name: n for name, n in last.items() if lists[name.rpartition(".")[0]] >= FEWEST}
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["choices"]
 
-MOST_CHANGES: Final = 500
+MAX_CHANGES: Final = 500
 """Changes that are tried in pairs; if there are more, each is tried alone."""
 
-LEAST_GAIN: Final = 1e-9
+MIN_GAIN: Final = 1e-9
 """Seconds: a change that saves less is ignored."""
 
 
@@ -128,13 +128,13 @@ class _Taken:
         now = _sum(self.alike, self.counts)
         changes = [_Change(), *self._changes()]
         firsts = np.array([change.more for change in changes])
-        seconds = firsts[:1] if len(changes) > MOST_CHANGES else firsts
+        seconds = firsts[:1] if len(changes) > MAX_CHANGES else firsts
         kept, link, totals = (firsts[:, None] + seconds[None]).transpose(2, 0, 1)
         totals += np.maximum(now.link_seconds + link - self.spared, 0.0)
         totals[now.kept_bytes + kept > self.room] = math.inf
         totals[_clash(changes)[:, : len(seconds)]] = math.inf
         found = np.unravel_index(int(totals.argmin()), totals.shape)
-        if totals[found] >= self._late(now.link_seconds) - LEAST_GAIN:
+        if totals[found] >= self._late(now.link_seconds) - MIN_GAIN:
             return False
         for index in found:
             self._make(changes[int(index)])

@@ -20,11 +20,11 @@ from storm_client.planner.prices import Priced
 
 __all__ = ["LINK_SHARES", "Alike", "Choices", "Costs", "Part", "alike_groups"]
 
-MOST_IN_A_ROW: Final = 16
+MAX_IN_A_ROW: Final = 16
 """Most operations in a row that recompute a value from a held one: all values recomputed for it may
 be in memory at once."""
 
-MOST_IN_BLOCK: Final = 48
+MAX_IN_BLOCK: Final = 48
 """The same if blocks are known: no more is in memory at once than with the blocks checkpointed."""
 
 LINK_SHARES: Final = (0.0, 1 / 16, 1 / 4, 1.0)
@@ -148,7 +148,7 @@ class Choices:
             node.nbytes * price * (1.0 - tilt) if node.is_needed else math.inf
             for node, tilt in zip(self.nodes, tilts, strict=True)
         ]
-        most = MOST_IN_BLOCK if priced.problem.block_ends else MOST_IN_A_ROW
+        most = MAX_IN_BLOCK if priced.problem.block_ends else MAX_IN_A_ROW
         found = cheapest(self.nodes, list(map(min, storing, keeping)), most)
         kept = frozenset(place for place in found.held if keeping[place] < storing[place])
         part = Part(kept, found.held - kept, found.recomputed)

@@ -50,7 +50,7 @@ TURN_BYTES = 1 << 28
 """Least limit of held sources at the end of a forward pass. With less, the training thread waits
 for the link before it returns the loss, and the device waits for the thread."""
 
-LEAST_BYTES = 1 << 26
+MIN_BYTES = 1 << 26
 """Even with little memory, some tensors must be in flight to keep the link busy."""
 
 
@@ -113,13 +113,13 @@ class DeviceWindow:
         A prefetched value stays in memory until its use, also at the step's peak, and would raise
         the peak that the next step takes its headroom from.
         """
-        beside_held = max(self.limit - held, min(self.limit, LEAST_BYTES))
+        beside_held = max(self.limit - held, min(self.limit, MIN_BYTES))
         spare = headroom // 2 if self.at_turn is None else 0
         return min(self._ceiling, max(beside_held, spare))
 
     def shrink(self) -> None:
         """Halve the ceiling from now on: the device has run out of memory."""
-        self._ceiling = max(min(LEAST_BYTES, self._ceiling), self._ceiling // 2)
+        self._ceiling = max(min(MIN_BYTES, self._ceiling), self._ceiling // 2)
         self.limit = min(self.limit, self._ceiling)
         self.unread = min(self.unread, self._ceiling)
 
@@ -130,7 +130,7 @@ class DeviceWindow:
 
 def _part(share: float, stored: int, largest: int) -> int:
     """Return a share of the bytes that a forward pass stores, within limits."""
-    return max(min(START_BYTES, max(LEAST_BYTES, int(share * stored))), LARGEST * largest)
+    return max(min(START_BYTES, max(MIN_BYTES, int(share * stored))), LARGEST * largest)
 
 
 def in_flight_bytes(sizes: Sequence[int]) -> int:

@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from storm_client.planner.blocks import LEAST_MADE
+from storm_client.planner.blocks import MIN_MADE
 
 __all__ = ["repeated_ends"]
 
 MANY_READERS: Final = 6
 """Reading operations: a value with more of them is an input of many blocks."""
 
-MOST_SEGMENTS: Final = 8
+MAX_SEGMENTS: Final = 8
 """Most segments of one block."""
 
 
@@ -54,7 +54,7 @@ def repeated_ends(values: Sequence[Made]) -> frozenset[int]:
     found, at = set[int](), 0
     while at < len(segments):
         length, total = max(
-            ((n, _repeating(segments, at, n)) for n in range(1, MOST_SEGMENTS + 1)),
+            ((n, _repeating(segments, at, n)) for n in range(1, MAX_SEGMENTS + 1)),
             key=lambda one: (one[1], -one[0]),
         )
         ends = _lightest(values, joints[at : at + total], length)
@@ -99,5 +99,5 @@ def _repeating(segments: Sequence[tuple[str, ...]], at: int, length: int) -> int
     end = at + length
     while end < len(segments) and segments[end] == segments[end - length]:
         end += 1
-    is_block = end >= at + 2 * length and sum(map(len, block)) >= LEAST_MADE
+    is_block = end >= at + 2 * length and sum(map(len, block)) >= MIN_MADE
     return end - at if is_block else 0

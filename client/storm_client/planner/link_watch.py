@@ -21,7 +21,7 @@ FIRST_STEPS: Final = 8
 it. Each replacement doubles the latter, so that an unsteady link does not restart the comparison
 of plans forever."""
 
-MOST_STEPS: Final = 1024
+MAX_STEPS: Final = 1024
 """Upper bound of that doubling. Then comparing plans takes at most one step of 25."""
 
 
@@ -58,5 +58,5 @@ class LinkWatch:
         if not has_changed(self._planned, link) or not (is_used or link < self._planned):
             return False
         self._planned, self._steps = link, 0
-        self._least_steps = min(2 * self._least_steps, MOST_STEPS)
+        self._least_steps = min(2 * self._least_steps, MAX_STEPS)
         return True

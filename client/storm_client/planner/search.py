@@ -84,7 +84,7 @@ MEASURED: Final = 3
 LOOKED_AT_AGAIN: Final = 6
 """Steps that are counted when a plan is measured once more."""
 
-MOST_STEPS: Final = 40
+MAX_STEPS: Final = 40
 """Most steps of a comparison, smaller steps included; then the best plan so far is chosen."""
 
 WORSE: Final = 1.25
@@ -106,7 +106,7 @@ GAIN: Final = 0.01
 AGAIN: Final = 0.8
 """Share of the chosen plan's time: if all latest steps take less, all plans are measured anew."""
 
-MOST_AGAIN: Final = 3
+MAX_AGAIN: Final = 3
 """Most plans that are measured again if several are followed in turn: the fastest."""
 
 LATEST: Final = 8
@@ -168,7 +168,7 @@ class PlanSearch:
             self._seconds.append(seconds)
         if self._is_measured():
             self._note_result()
-        elif self.steps < MOST_STEPS:
+        elif self.steps < MAX_STEPS:
             return False
         return self._go_on()
 
@@ -180,7 +180,7 @@ class PlanSearch:
         if self.is_settled:
             return []
         if self.looks_again:
-            return self._doubtful()[1:MOST_AGAIN]
+            return self._doubtful()[1:MAX_AGAIN]
         known = {self.current} | self.results.keys() | self.ruled_out
         return [one for one in self._candidates() if one not in known]
 
@@ -289,7 +289,7 @@ class PlanSearch:
 
     def _is_measured(self) -> bool:
         counted = self._seconds[SKIPPED:]
-        is_long = self.looks_again and self.steps < MOST_STEPS
+        is_long = self.looks_again and self.steps < MAX_STEPS
         if len(counted) >= (LOOKED_AT_AGAIN if is_long else MEASURED):
             return True
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
@@ -311,7 +311,7 @@ class PlanSearch:
         following = next((one for one in self._candidates() if one not in done), None)
         if may_doubt:
             following = following or next(iter(self._doubtful()), None)
-        following = None if self.steps >= MOST_STEPS else following
+        following = None if self.steps >= MAX_STEPS else following
         self.is_settled = following is None
         before, self.current = self.current, following or self.best
         return self.current != before
@@ -395,7 +395,7 @@ class PlanSearch:
         if (1 + GAIN) * self.results[best].seconds > latest:
             return False
         self.is_settled, self.current = False, best
-        self.steps = min(self.steps, MOST_STEPS - SKIPPED - LOOKED_AT_AGAIN)  # one measurement left
+        self.steps = min(self.steps, MAX_STEPS - SKIPPED - LOOKED_AT_AGAIN)  # one measurement left
         return True
 
     def _replace(self, before: Followed, found: Followed) -> None:

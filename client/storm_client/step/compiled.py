@@ -256,7 +256,7 @@ _GENERATORS = {
 }
 
 
-MOST_KEPT = (32 << 20) - (1 << 16)
+MAX_KEPT = (32 << 20) - (1 << 16)
 """Bytes of the largest block that can raise glibc's limit, less its header and rounding."""
 
 
@@ -267,7 +267,7 @@ def _keep_freed(nbytes: int) -> None:
     twice the largest block that it has seen freed. Without this, each step would have its memory
     mapped and zeroed again. Where the environment sets the limit, it stays as set.
     """
-    torch.empty(min(nbytes, MOST_KEPT), dtype=torch.uint8, device="cpu")
+    torch.empty(min(nbytes, MAX_KEPT), dtype=torch.uint8, device="cpu")
 
 
 def _finish(program: Program, values: dict[fx.Node, Any]) -> None:

@@ -17,7 +17,7 @@ from storm_client.monitoring.layers import parts_of
 
 __all__ = ["Confirmation", "acts_on_gradients_early"]
 
-MOST_PASSES = 64
+MAX_PASSES = 64
 """Passes remembered; a pass that an error has ended does not report its end."""
 
 _current_pass = torch._C._current_graph_task_id
@@ -38,7 +38,7 @@ class Confirmation:
         if this == _NO_PASS:
             return None
         if this not in self._passes:
-            if len(self._passes) >= MOST_PASSES:
+            if len(self._passes) >= MAX_PASSES:
                 self._passes.clear()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._end, this))

@@ -16,10 +16,10 @@ from stormd.protocol.timeline import RESTORED_SLOTS
 
 __all__ = ["HandedOut"]
 
-MOST_FAILED = 64
+MAX_FAILED = 64
 """Backward passes remembered as failed: a pass that an error has ended never asks."""
 
-MOST_HANDED_OUT = RESTORED_SLOTS // 2
+MAX_HANDED_OUT = RESTORED_SLOTS // 2
 """Limit for the number of chunks in use before the daemon has answered for them."""
 
 
@@ -71,7 +71,7 @@ class HandedOut:
             if transfer.error is not None:
                 raise transfer.error
         count = len(self._transfers) + len(incoming.transfers)
-        return count <= MOST_HANDED_OUT and not self._shares_counters
+        return count <= MAX_HANDED_OUT and not self._shares_counters
 
     def take_over(self, incoming: Incoming, user: int) -> list[int]:
         """Let a backward pass use a record's requested chunks; return their tickets."""
@@ -118,7 +118,7 @@ class HandedOut:
         """Note why a chunk in use cannot be restored."""
         transfer.error = error
         self.failed.setdefault(transfer.used_by, transfer)
-        if len(self.failed) > MOST_FAILED:
+        if len(self.failed) > MAX_FAILED:
             self.failed.pop(next(iter(self.failed)))
         self.settle(transfer, phase)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "kept_bytes", "note", "offload_kept"]
 
-LEAST_BYTES: Final = 1 << 20
+MIN_BYTES: Final = 1 << 20
 """Smaller tensors are kept: moving them would free little."""
 
 CODEC: Final = "ancf"
@@ -57,7 +57,7 @@ _NOTED: Final[Living[Kept]] = Living()
 
 def note(kept: Kept, nbytes: int) -> None:
     """Remember a kept tensor weakly if it may be moved."""
-    if nbytes >= LEAST_BYTES and kept.is_alias:
+    if nbytes >= MIN_BYTES and kept.is_alias:
         _NOTED.add(kept)
 
 
@@ -100,7 +100,7 @@ def _storages(device: torch.device) -> dict[int, list[Kept]]:
         if token.device != device or token.layout is not torch.strided:
             continue
         storage = token.untyped_storage()
-        if storage.nbytes() >= LEAST_BYTES and storage.resizable():
+        if storage.nbytes() >= MIN_BYTES and storage.resizable():
             found.setdefault(storage._cdata, []).append(kept)
     return found
 

@@ -19,9 +19,9 @@ from storm_kernels.ancf.prepared import PreparedCodec
 from storm_kernels.cuda_driver import Event, MappedHost, Stream
 from storm_kernels.errors import KernelsError
 
-__all__ = ["MOST_TOGETHER", "Check", "Checks"]
+__all__ = ["MAX_TOGETHER", "Check", "Checks"]
 
-MOST_TOGETHER: Final = 16
+MAX_TOGETHER: Final = 16
 """Most chunks in one launch."""
 
 SPAN_WORDS: Final = 2
@@ -83,8 +83,8 @@ class Checks:
         with ExitStack() as made:
             self.stream = made.enter_context(closing(Stream(priority)))
             self._done = made.enter_context(closing(Event()))
-            self._spans = made.enter_context(closing(MappedHost(8 * SPAN_WORDS * MOST_TOGETHER)))
-            self._sums = made.enter_context(closing(MappedHost(8 * self._words * MOST_TOGETHER)))
+            self._spans = made.enter_context(closing(MappedHost(8 * SPAN_WORDS * MAX_TOGETHER)))
+            self._sums = made.enter_context(closing(MappedHost(8 * self._words * MAX_TOGETHER)))
             self._made = made.pop_all()
 
     def add(self, address: int, nbytes: int) -> Check:
@@ -126,7 +126,7 @@ class Checks:
     def _launch_next(self) -> None:
         if self._under_way or not self._waiting:
             return
-        count = min(len(self._waiting), MOST_TOGETHER)
+        count = min(len(self._waiting), MAX_TOGETHER)
         checks = [self._waiting.popleft() for _ in range(count)]
         try:
             self._launch(checks)

@@ -38,7 +38,7 @@ __all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
 log = logging.getLogger(__name__)
 
 SKIPPED: Final = "the session ended before it was done"
-MOST_RESERVED: Final = 16
+MAX_RESERVED: Final = 16
 """Address space that a session may reserve, as a multiple of the GPU's memory. PyTorch reserves
 slightly more than all of the memory for each pair of stream and block size."""
 
@@ -187,10 +187,10 @@ class CudaClient:
         """Reserve addresses; the limit is far above a client's memory and far below what exists."""
         total = self.device.context.total_bytes()
         reserved = sum(one.nbytes for one in self._ranges.values()) + nbytes
-        if reserved > MOST_RESERVED * total:
+        if reserved > MAX_RESERVED * total:
             raise ValueError(
                 f"a session has reserved {format_size(reserved)} of addresses, and may "
-                f"{MOST_RESERVED} times the {format_size(total)} of the GPU"
+                f"{MAX_RESERVED} times the {format_size(total)} of the GPU"
             )
         return AddressRange(nbytes, self.device.context.ordinal)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["LATE_SECONDS", "MOST_COPIES", "Outlook", "goes_direct"]
+__all__ = ["LATE_SECONDS", "MAX_COPIES", "Outlook", "goes_direct"]
 
-MOST_COPIES: Final = 2
+MAX_COPIES: Final = 2
 """Most direct copies of one session on the link. The second is queued before the first ends, and
 blobs that are ready meanwhile wait for no more than these."""
 
@@ -37,7 +37,7 @@ class Outlook(NamedTuple):
 
 def goes_direct(codec: str, outlook: Outlook) -> bool:
     """Return whether to copy a large chunk directly: codec "raw", or no space in scratch."""
-    if outlook.copies >= MOST_COPIES:
+    if outlook.copies >= MAX_COPIES:
         return False
     if codec == "raw":  # it has no use for an encoder, whatever the device does
         return True

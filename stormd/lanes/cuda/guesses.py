@@ -19,7 +19,7 @@ SAME_BEFORE: Final = 16
 """How many tensors of one size and type must have needed the same encoder before it is guessed for
 the next. Each wrong guess doubles the number."""
 
-MOST_KINDS: Final = 4096
+MAX_KINDS: Final = 4096
 """Most pairs of size and type that are known; when there are more, all are forgotten."""
 
 
@@ -36,7 +36,7 @@ class Guesses:
 
     def learn(self, nbytes: int, dtype: DType, guessed: str | None, mode: str) -> None:
         """Note the mode of a blob that was encoded with that guess, or with None."""
-        if len(self._kinds) >= MOST_KINDS:
+        if len(self._kinds) >= MAX_KINDS:
             self._kinds.clear()
         kind = self._kinds.setdefault((nbytes, dtype), _Kind())
         kind.learn(guessed, pipeline_of(mode))

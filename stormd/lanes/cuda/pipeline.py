@@ -43,7 +43,7 @@ evaluates, or waits in a debugger. Then polls are rarer."""
 
 IDLE_LOOK_SECONDS: Final = 0.01
 
-MOST_OVERTAKEN: Final = 16
+MAX_OVERTAKEN: Final = 16
 """Most jobs that are not due before the jobs behind them wait as well: each is checked at every
 poll."""
 
@@ -280,7 +280,7 @@ class Pipeline(Generic[Job, Scratch]):
         that need none of that kind.
         """
         source = self._open_source()
-        for place, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
+        for place, item in enumerate(islice(self._pending, MAX_OVERTAKEN + 1)):
             if item is None or isinstance(item, _Call):
                 return None if place else 0
             if source is None:
@@ -293,7 +293,7 @@ class Pipeline(Generic[Job, Scratch]):
 
     def _due_behind(self, place: int) -> Iterator[tuple[int, Job]]:
         """Yield the jobs behind a place that are due, as far as one of them may overtake it."""
-        for number, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
+        for number, item in enumerate(islice(self._pending, MAX_OVERTAKEN + 1)):
             if item is None or isinstance(item, _Call):
                 return
             if number > place and self._stages.is_due(item):

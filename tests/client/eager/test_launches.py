@@ -31,7 +31,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 ROWS, WIDTH = 16, 64
 STEPS = 8
 
-MOST_CALLS = 15
+MAX_CALLS = 15
 """Of Python's, for a launch that is watched, beside those without."""
 
 
@@ -497,7 +497,7 @@ def test_a_watched_launch_takes_the_training_thread_few_calls(
     assert followed[-1]
     plain, watched = counts[:count], counts[count : 2 * count]  # what follows is recomputed
     assert count == 5
-    assert max(map(sub, watched, plain)) <= MOST_CALLS
+    assert max(map(sub, watched, plain)) <= MAX_CALLS
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["written", "read"])

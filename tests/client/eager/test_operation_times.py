@@ -13,7 +13,7 @@ import torch
 from storm_client.eager import operation_times
 from storm_client.eager.operation_times import (
     LONG_SECONDS,
-    MOST_SECONDS,
+    MAX_SECONDS,
     QUEUED_SECONDS,
     REPEATS,
     OperationTimes,
@@ -114,7 +114,7 @@ def test_numbers_and_lists_among_the_arguments_tell_operations_apart() -> None:
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
-    ("seconds", "runs"), [(1e-6, 1 + REPEATS), (LONG_SECONDS, 2), (MOST_SECONDS, 1)]
+    ("seconds", "runs"), [(1e-6, 1 + REPEATS), (LONG_SECONDS, 2), (MAX_SECONDS, 1)]
 )
 def test_the_longer_an_operation_takes_the_less_often_it_is_run_again(
     monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int
@@ -204,7 +204,7 @@ def test_events_are_let_go_of_once_they_are_known_though_nobody_plans(
 def test_no_more_is_run_again_than_there_is_time_for(
     cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operation_times, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(operation_times, "MAX_SECONDS", 0.0)
     assert took(OperationTimes(), torch.sigmoid, torch.ones(8))() == SHORT
     assert cuda.free == FREE
 

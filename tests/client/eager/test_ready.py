@@ -296,7 +296,7 @@ def test_what_a_function_has_saved_itself_and_is_written_to_leaves_late(
 def test_what_no_backward_pass_asks_for_is_not_tried_for_ever(
     device: str, reader: Reader, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proofs, "MOST_TRIES", 2)
+    monkeypatch.setattr(proofs, "MAX_TRIES", 2)
     aside: list[Tensor] = []
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:

@@ -776,7 +776,7 @@ def test_within_function_transforms_nothing_is_watched(
 def test_a_block_around_a_loop_is_watched_only_so_far(
     device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storm_client.eager.recognition.MOST_EVENTS", 100)
+    monkeypatch.setattr("storm_client.eager.recognition.MAX_EVENTS", 100)
     net, x = blocks(device), seeded(device, 32, WIDTH)
     expected = step(net, x, nullcontext)
     offload = client.offload(net, min_bytes=1)

@@ -7,7 +7,7 @@ import storm_client as storm
 import torch
 from bench.saved_bytes import makers, measured
 
-MOST_STAYING = 0.02
+MAX_STAYING = 0.02
 """Of what a step saves, without parameters and small tensors."""
 
 RECOMPUTABLE = {
@@ -38,5 +38,5 @@ def test_what_steps_of_models_save_can_leave_or_be_recomputed(
     torch.manual_seed(0)
     saved = measured(makers()[name](), client)
     assert saved.total > 1 << 18
-    assert saved.staying.total() <= MOST_STAYING * saved.total, saved.staying
+    assert saved.staying.total() <= MAX_STAYING * saved.total, saved.staying
     assert saved.recomputable >= RECOMPUTABLE.get(name, 0.0) * saved.total, saved.offloadable

@@ -8,7 +8,7 @@ import torch
 from storm_client.eager.comparison import Comparison
 from storm_client.eager.events import SAVED, RecordedValue
 from storm_client.eager.plan_maker import planned_values
-from storm_client.eager.proofs import MOST_TRIES
+from storm_client.eager.proofs import MAX_TRIES
 from storm_client.eager.recognition import StepRecord, StepSignatures
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
@@ -93,8 +93,8 @@ def test_while_plans_are_compared_memory_is_given_back_once() -> None:
 def test_what_no_backward_pass_asks_for_is_tried_by_one_plan_alone() -> None:
     made = signature()
     made.follow([REPLAY])
-    goes_on = [made.evidence.goes_on_trying(0) for _ in range(MOST_TRIES + 1)]
-    assert goes_on == [True] * MOST_TRIES + [False]
+    goes_on = [made.evidence.goes_on_trying(0) for _ in range(MAX_TRIES + 1)]
+    assert goes_on == [True] * MAX_TRIES + [False]
     made.follow([OFFLOAD])
     assert not made.evidence.goes_on_trying(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from storm_client.eager.step_times import MOST_FILLED, StepTimes
+from storm_client.eager.step_times import MAX_FILLED, StepTimes
 from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED
 
 
@@ -73,7 +73,7 @@ def test_passes_of_smaller_steps_are_told_as_the_largest_would_take() -> None:
 
 def test_a_device_is_not_kept_busy_for_long_and_the_host_not_at_all() -> None:
     made = on_gpu()
-    made.pass_seconds = MOST_FILLED + 0.01
+    made.pass_seconds = MAX_FILLED + 0.01
     assert not made.wants_full_queue
     host = StepTimes(is_on_gpu=False)
     host.pass_seconds = 0.1

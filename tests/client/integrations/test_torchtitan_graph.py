@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.integrations.torchtitan_graph import LEAST_BYTES, register, tag_activations
+from storm_client.integrations.torchtitan_graph import MIN_BYTES, register, tag_activations
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx import traceback as marks
@@ -163,7 +163,7 @@ def test_what_is_small_or_outside_of_layers_is_left_alone() -> None:
         assert node.meta["custom"]["module_fqn"].startswith("layers.")
         assert not is_backward(node)
         if node.meta["recompute"] is OFFLOAD:
-            assert node.meta["val"].nbytes >= LEAST_BYTES
+            assert node.meta["val"].nbytes >= MIN_BYTES
 
 
 @pytest.fixture

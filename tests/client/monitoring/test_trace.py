@@ -22,7 +22,7 @@ def test_what_reached_the_pool_counts_from_the_first_that_was_saved() -> None:
 
 
 def test_a_block_without_end_is_followed_so_far_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_MOMENTS", 3)
+    monkeypatch.setattr(module, "MAX_MOMENTS", 3)
     trace = made()
     for key in range(10):
         trace.saved(key, "stays", 1)

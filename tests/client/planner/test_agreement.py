@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storm_client.planner.agreement import (
-    MOST_MARGIN,
+    MAX_MARGIN,
     Agreement,
     Alone,
     Decided,
@@ -236,7 +236,7 @@ def test_ranks_that_are_too_far_apart_plan_alone() -> None:
     ranks = ranks_of(2)
     for _ in range(10):
         for rank in reversed(ranks):
-            for _ in range(3 * MOST_MARGIN):
+            for _ in range(3 * MAX_MARGIN):
                 rank.begin(0.0)
     assert ranks[0].agreement.phase == Alone("decisions were seen too late again and again")
     assert ranks[1].is_alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from storm_client.planner.blocks import LEAST_MADE, block_ends
+from storm_client.planner.blocks import MIN_MADE, block_ends
 
 
 @dataclass
@@ -18,9 +18,7 @@ class Made:
 
 def made(*layers: str) -> list[Made]:
     """Return values of layers; of one with a number all that a block has at the least."""
-    return [
-        Made(layer) for layer in layers for _ in range(LEAST_MADE if layer[-1:].isdigit() else 1)
-    ]
+    return [Made(layer) for layer in layers for _ in range(MIN_MADE if layer[-1:].isdigit() else 1)]
 
 
 def test_of_each_block_the_last_that_it_has_made_counts() -> None:
@@ -50,9 +48,7 @@ def test_a_list_of_single_functions_is_none_of_blocks() -> None:
 def stage(name: str, *blocks: int, nbytes: int = 100) -> list[Made]:
     """Return values of blocks inside of one layer, of which each goes on from the one before."""
     return [
-        Made(f"{name}.{block}.mlp.{n}", nbytes=nbytes)
-        for block in blocks
-        for n in range(LEAST_MADE)
+        Made(f"{name}.{block}.mlp.{n}", nbytes=nbytes) for block in blocks for n in range(MIN_MADE)
     ]
 
 
@@ -92,7 +88,7 @@ def test_inner_blocks_that_would_keep_more_than_they_spare_do_not_count() -> Non
 
 def ends(*last: Made) -> frozenset[int]:
     """Return what is kept of a block that ends so, whose last have the numbers from 1 on."""
-    before = [Made(BLOCK, is_saved=False) for _ in range(LEAST_MADE)]
+    before = [Made(BLOCK, is_saved=False) for _ in range(MIN_MADE)]
     first = made("layers.0")
     offset = len(first) + len(before) - 1
 

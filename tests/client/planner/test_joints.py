@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from storm_client.planner.blocks import LEAST_MADE
+from storm_client.planner.blocks import MIN_MADE
 from storm_client.planner.joints import MANY_READERS, repeated_ends
 from storm_client.planner.problem import Value
 from support.planning import alike_blocks, value
@@ -71,5 +71,5 @@ def test_where_nothing_repeats_there_is_no_block() -> None:
 
 
 def test_a_list_of_single_functions_has_blocks_of_several() -> None:
-    found = sorted(repeated_ends(chain(*["linear", "relu"] * 2 * LEAST_MADE)))
-    assert found == [LEAST_MADE, 2 * LEAST_MADE, 3 * LEAST_MADE]
+    found = sorted(repeated_ends(chain(*["linear", "relu"] * 2 * MIN_MADE)))
+    assert found == [MIN_MADE, 2 * MIN_MADE, 3 * MIN_MADE]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from storm_client.planner.link_watch import FIRST_STEPS, MOST_STEPS, LinkWatch
+from storm_client.planner.link_watch import FIRST_STEPS, MAX_STEPS, LinkWatch
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def watch() -> LinkWatch:
     return made
 
 
-def steps_until_called(watch: LinkWatch, link: float, most: int = 2 * MOST_STEPS) -> int | None:
+def steps_until_called(watch: LinkWatch, link: float, most: int = 2 * MAX_STEPS) -> int | None:
     due = (step for step in range(1, most) if watch.is_due())
     calls = (step for step in due if watch.calls(link, is_used=True))
     return next(calls, None)
@@ -33,7 +33,7 @@ def test_what_is_much_slower_or_faster_has_a_plan_made_once(watch: LinkWatch, li
 def test_a_link_that_never_rests_has_few_plans_made(watch: LinkWatch) -> None:
     steps = [steps_until_called(watch, link) for link in (2.0, 1.0) * 6]
     assert steps[:3] == [FIRST_STEPS, 2 * FIRST_STEPS, 4 * FIRST_STEPS]
-    assert steps[-2:] == [MOST_STEPS, MOST_STEPS]
+    assert steps[-2:] == [MAX_STEPS, MAX_STEPS]
 
 
 def test_without_a_plan_there_is_none_to_be_made_anew() -> None:

@@ -13,7 +13,7 @@ from storm_client.planner import DeviceWindow, OrderHistory, Step
 from storm_client.planner.in_flight import (
     LARGEST,
     LATEST,
-    LEAST_BYTES,
+    MIN_BYTES,
     TURN_BYTES,
     in_flight_bytes,
 )
@@ -242,7 +242,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("stored", "limit"),
-    [([LEAST_BYTES // 8], LEAST_BYTES), ([GIB // 4], 3 * GIB // 4), ([GIB] * 20, 3 * GIB)],
+    [([MIN_BYTES // 8], MIN_BYTES), ([GIB // 4], 3 * GIB // 4), ([GIB] * 20, 3 * GIB)],
 )
 def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -> None:
     window = DeviceWindow(4 * GIB)
@@ -272,7 +272,7 @@ def test_what_a_plan_counts_on_is_in_flight_however_much_was_used_before() -> No
     assert window.ahead(5 * GIB, 0) == 5 * GIB // 2
     window.at_turn = 0
     assert window.ahead(5 * GIB, 0) == window.limit
-    assert window.ahead(5 * GIB, window.limit) == LEAST_BYTES
+    assert window.ahead(5 * GIB, window.limit) == MIN_BYTES
 
 
 def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
@@ -283,15 +283,15 @@ def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     assert window.unread == 2 * GIB
     for _ in range(10):
         window.shrink()
-    assert window.limit == window.ahead(100 * GIB, 0) == LEAST_BYTES
+    assert window.limit == window.ahead(100 * GIB, 0) == MIN_BYTES
     window.saw(GIB)
-    assert window.limit == LEAST_BYTES
+    assert window.limit == MIN_BYTES
 
 
 def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
     """There it lies beside the loss."""
     window = DeviceWindow(4 * GIB)
-    window.at_turn = TURN_BYTES + LEAST_BYTES
+    window.at_turn = TURN_BYTES + MIN_BYTES
     held: list[int] = []
     for _ in range(2):
         held.clear()

@@ -14,10 +14,10 @@ from storm_client.planner.search import (
     LADDER,
     LATEST,
     LOOKED_AT_AGAIN,
+    MAX_AGAIN,
+    MAX_STEPS,
     MEASURED,
     MORE_BESIDE,
-    MOST_AGAIN,
-    MOST_STEPS,
     OFFLOAD_ALONE,
     PREDICTED,
     SKIPPED,
@@ -83,7 +83,7 @@ def test_of_plans_in_turn_those_that_take_as_long_are_looked_at_once_more() -> N
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
     assert settled_in_turn(search, lambda one: 0.2 if one == NOTHING else 0.201) <= LONGEST
     assert NOTHING in search.seen_again
-    assert len(search.seen_again) == MOST_AGAIN
+    assert len(search.seen_again) == MAX_AGAIN
 
 
 def test_a_plan_of_too_few_steps_is_followed_again() -> None:
@@ -95,7 +95,7 @@ def test_a_plan_of_too_few_steps_is_followed_again() -> None:
 
 def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
     search = PlanSearch()
-    for number in range(MOST_STEPS):
+    for number in range(MAX_STEPS):
         assert not search.is_settled
         search.took(search.current, None if number % 4 else 1.0)
     assert search.is_settled
@@ -105,7 +105,7 @@ def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
 
 def test_where_all_steps_are_smaller_the_first_plan_stays() -> None:
     search = PlanSearch()
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         search.took(search.current, None)
     assert search.is_settled
     assert search.current is NOTHING
@@ -288,7 +288,7 @@ def test_what_delays_all_steps_of_a_plan_once_decides_nothing() -> None:
 
     search = settled(PlanSearch(), seconds)
     assert search.current is TWO_THIRDS
-    assert search.steps <= MOST_STEPS
+    assert search.steps <= MAX_STEPS
     assert followed[TWO_THIRDS] == followed[NOTHING] == 2 * SKIPPED + MEASURED + LOOKED_AT_AGAIN
 
 
@@ -305,7 +305,7 @@ def test_what_delays_the_first_plan_as_a_training_begins_decides_nothing(best: A
 
     search = settled(PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE)), seconds)
     assert search.current is best
-    assert search.steps <= MOST_STEPS
+    assert search.steps <= MAX_STEPS
 
 
 @pytest.mark.parametrize("later", [1.3, 1.2])
@@ -412,7 +412,7 @@ def test_what_takes_longer_than_it_did_gives_way_to_what_was_nearly_as_fast() ->
 def test_the_other_is_looked_at_however_long_the_search_has_taken() -> None:
     first = {TWO_THIRDS: 1.0, NOTHING: 1.1}
     search = settled(PlanSearch(), lambda one: first.get(one, 1.5))
-    search.steps = MOST_STEPS
+    search.steps = MAX_STEPS
     settle_at(search, 1.2)
     for _ in range(SKIPPED + LOOKED_AT_AGAIN):
         assert not search.is_settled

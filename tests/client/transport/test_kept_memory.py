@@ -25,7 +25,7 @@ NBYTES = SIDE * SIDE * 4
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_memory, "LEAST_BYTES", NBYTES)
+    monkeypatch.setattr(kept_memory, "MIN_BYTES", NBYTES)
 
 
 @pytest.fixture(params=PATHS)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.transport.supply import ATTEMPT_SECONDS, Outage, Supply
-from support.checked_training import LEAST_BYTES, Training
+from support.checked_training import MIN_BYTES, Training
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
@@ -54,7 +54,7 @@ def test_steps_go_on_without_a_daemon_and_return_to_the_next(
     place: Place, keeping: storm.Client
 ) -> None:
     training = Training()
-    offload = keeping.offload(training.model, min_bytes=LEAST_BYTES)
+    offload = keeping.offload(training.model, min_bytes=MIN_BYTES)
     assert training.is_right(offload)
     offloaded = offload.stats().offloaded_bytes
     assert offloaded > 0
@@ -204,7 +204,7 @@ def _offloads(offload: storm.Offload) -> bool:
     """Do a step; tell whether it gave the daemon anything."""
     before = offload.stats().offloaded_bytes
     with offload:
-        loss = torch.ones(LEAST_BYTES, requires_grad=True).exp().square().sum()
+        loss = torch.ones(MIN_BYTES, requires_grad=True).exp().square().sum()
     loss.backward()
     return offload.stats().offloaded_bytes > before
 

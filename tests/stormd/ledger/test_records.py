@@ -327,7 +327,7 @@ def test_what_is_on_disk_alone_is_not_written_down(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file ends with its daemon; what another one finds is what was in the pool."""
-    monkeypatch.setattr(spill_order, "LEAST_BYTES", 1)
+    monkeypatch.setattr(spill_order, "MIN_BYTES", 1)
     limits = replace(LIMITS, max_entries=100, quota_bytes=0)
     made = bench(journal, limits=limits, disk_bytes=1024 * KIB, reserve=9 * KIB)
     made.open()

@@ -27,7 +27,7 @@ LARGE = 100 * ON_DISK
 
 @pytest.fixture(autouse=True)
 def _small_blobs_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_order, "LEAST_BYTES", 1)
+    monkeypatch.setattr(spill_order, "MIN_BYTES", 1)
 
 
 def _bench(disk_bytes: int = LARGE, sessions: int = 1) -> LedgerBench:
@@ -370,7 +370,7 @@ def test_status_tells_bytes_age_and_speed(monkeypatch: pytest.MonkeyPatch) -> No
     (session,) = made.ledger.sessions_status()
     assert session["spilled_bytes"] == ON_DISK
     assert made.ledger.spills.bytes_per_second == 0, "too little to tell"
-    monkeypatch.setattr(spills, "LEAST_MOVED", 1)
+    monkeypatch.setattr(spills, "MIN_MOVED", 1)
     assert made.ledger.spills.bytes_per_second == 8 * nbytes // 2, "of which it has moved one"
     made.ledger.spills.end("a test has ended it")
     assert made.ledger.spills.bytes_per_second == 0

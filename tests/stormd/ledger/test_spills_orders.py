@@ -31,8 +31,8 @@ class SpillMachine(LedgerMachine):
     disk_bytes = 1024 * KIB
 
     def __init__(self) -> None:
-        self.least_bytes, spill_order.LEAST_BYTES = spill_order.LEAST_BYTES, 1
-        self.moving_most, spill_moves.MOVING_MOST = spill_moves.MOVING_MOST, 3
+        self.least_bytes, spill_order.MIN_BYTES = spill_order.MIN_BYTES, 1
+        self.moving_most, spill_moves.MAX_MOVING = spill_moves.MAX_MOVING, 3
         super().__init__()
 
     def bench(self) -> LedgerBench:
@@ -124,7 +124,7 @@ class SpillMachine(LedgerMachine):
             assert not record.tickets, "a restore waits for ever"
 
     def teardown(self) -> None:
-        spill_order.LEAST_BYTES, spill_moves.MOVING_MOST = self.least_bytes, self.moving_most
+        spill_order.MIN_BYTES, spill_moves.MAX_MOVING = self.least_bytes, self.moving_most
         for session in self.living:
             self.made.end(session)
         while self.made.ledger.leases.is_freeing:

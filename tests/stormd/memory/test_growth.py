@@ -13,7 +13,7 @@ import pytest
 from stormd.errors import LaneUnavailable
 from stormd.memory import growth, host_pool
 from stormd.memory.arena import GRANULE, Space
-from stormd.memory.growth import FIRST_BYTES, MOST_A_STEP, PoolGrowth, left_to_others, next_step
+from stormd.memory.growth import FIRST_BYTES, MAX_A_STEP, PoolGrowth, left_to_others, next_step
 from stormd.memory.host_pool import HostPool
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def space_of(capacity: int, committed: int, used: int = 0) -> Space:
         (FIRST_BYTES, 32 * MIB, 0),  # enough is free
         (FIRST_BYTES, 60 * MIB, FIRST_BYTES),
         (256 * MIB, 250 * MIB, 128 * MIB),  # larger with the space
-        (GIB, GIB, MOST_A_STEP),
+        (GIB, GIB, MAX_A_STEP),
         (2 * GIB - 8 * MIB, 2 * GIB - 8 * MIB, 8 * MIB),  # to the end, and no further
         (2 * GIB, 2 * GIB, 0),
     ],

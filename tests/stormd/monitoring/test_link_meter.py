@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stormd.monitoring.link_meter import DIRECTIONS, LEAST_COPIED, LinkMeter
+from stormd.monitoring.link_meter import DIRECTIONS, MIN_COPIED, LinkMeter
 
 GB = 10**9
 
@@ -72,7 +72,7 @@ def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copie
 ) -> None:
     """Another GPU on the same switch has copies take twice as long, until it rests."""
     assert meter.bytes_per_second() == 0
-    meter.copied("store", LEAST_COPIED - 1, 1.0)
+    meter.copied("store", MIN_COPIED - 1, 1.0)
     assert meter.bytes_per_second() == 0, "too little to tell"
     for rate in (50 * GB, 25 * GB, 50 * GB):
         for _ in range(80):
@@ -86,7 +86,7 @@ def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copie
 
 
 def test_where_no_copy_is_large_all_count(meter: LinkMeter) -> None:
-    for _ in range(LEAST_COPIED >> 20):
+    for _ in range(MIN_COPIED >> 20):
         meter.copied("store", 1 << 20, 1e-3)
     assert meter.bytes_per_second() == pytest.approx(1000 << 20)
 

@@ -63,7 +63,7 @@ for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGCHLD):
 
 PATIENT = """
 from stormd.supervise import holder
-holder._BRIEF_SECONDS, holder._MOST_BRIEF = 60.0, 5
+holder._BRIEF_SECONDS, holder._MAX_BRIEF = 60.0, 5
 """
 """A daemon's life is brief on a busy machine, too; and there are not as many of them."""
 

@@ -20,7 +20,7 @@ from stormd.transport.control import STRANGER_BYTES, Connection, ControlSocket
 from stormd.transport.zmtp import OPENING, framed
 
 SECONDS = 60.0
-HELD_MOST = 4 << 20
+MAX_HELD = 4 << 20
 ENDLESS = 50_000
 """Pieces of work that take 10 s and more: by then, whatever was to come between has not come."""
 
@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.control = ControlSocket(asyncio.get_running_loop(), address, held_most=HELD_MOST)
+        self.control = ControlSocket(asyncio.get_running_loop(), address, held_most=MAX_HELD)
         self.context = zmq.Context()
         self.seen: asyncio.Queue[tuple[Connection, bytes | None]] = asyncio.Queue()
         self.given_up: list[Connection] = []
@@ -148,7 +148,7 @@ async def test_the_parts_of_a_message_are_not_kept(bench: Bench) -> None:
     """However many, and however large they are in all."""
     line = await bench.raw(CLIENT_OPENING)
     part = b"\3" + (60_000).to_bytes(8) + bytes(60_000)
-    for _ in range(3 * HELD_MOST // len(part)):
+    for _ in range(3 * MAX_HELD // len(part)):
         await asyncio.to_thread(line.sendall, part)
     await asyncio.to_thread(line.sendall, b"\1\0" * 100_000 + framed(b"") + framed(b"after"))
     assert (await bench.next())[1] is None
@@ -173,7 +173,7 @@ async def test_who_reads_nothing_fills_nothing_but_its_own_place(bench: Bench) -
     greedy, _ = await bench.next()
     while greedy.is_open:
         bench.control.send(greedy, bytes(100_000))
-        assert bench.control._held_bytes < HELD_MOST + 200_000
+        assert bench.control._held_bytes < MAX_HELD + 200_000
         await asyncio.sleep(0)
     assert bench.given_up == [greedy]
     assert greedy.unsent == 0
@@ -185,7 +185,7 @@ async def test_who_reads_nothing_fills_nothing_but_its_own_place(bench: Bench) -
 async def test_of_halves_of_frames_no_more_is_kept_than_may_be(bench: Bench) -> None:
     """Each may hold one that is not complete, all together no more than the sum."""
     lines, connections = [], []
-    for _ in range(2 * HELD_MOST // MAX_FRAME_BYTES):
+    for _ in range(2 * MAX_HELD // MAX_FRAME_BYTES):
         lines.append(await bench.raw(CLIENT_OPENING + framed(b"hello")))
         connections.append((await bench.next())[0])
         half = b"\2" + MAX_FRAME_BYTES.to_bytes(8) + bytes(MAX_FRAME_BYTES - 1000)
@@ -195,7 +195,7 @@ async def test_of_halves_of_frames_no_more_is_kept_than_may_be(bench: Bench) -> 
                 len(one.reader.data) >= MAX_FRAME_BYTES - 1000 or not one.is_open
             )
         )
-        assert bench.control._held_bytes <= HELD_MOST + control.READ_BYTES
+        assert bench.control._held_bytes <= MAX_HELD + control.READ_BYTES
     assert len(bench.given_up) >= 4
     for line in lines:
         line.close()
@@ -323,5 +323,5 @@ def _is_ended(line: socket.socket) -> bool:
 async def test_an_address_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         ControlSocket(
-            asyncio.get_running_loop(), f"ipc://{tmp_path}/no/such/directory", held_most=HELD_MOST
+            asyncio.get_running_loop(), f"ipc://{tmp_path}/no/such/directory", held_most=MAX_HELD
         )

@@ -57,7 +57,7 @@ def test_each_is_the_checksum_of_its_bytes(bench: Bench, checks: Any) -> None:
 def test_what_has_come_meanwhile_is_launched_together(
     bench: Bench, checks: Any, counts: list[int]
 ) -> None:
-    most = sys.modules["stormd.lanes.cuda.checks"].MOST_TOGETHER
+    most = sys.modules["stormd.lanes.cuda.checks"].MAX_TOGETHER
     with held(checks.stream):
         some = [checks.add(bench.area.address, n) for n in range(1, most + 4)]
         checks.look()

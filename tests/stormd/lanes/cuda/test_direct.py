@@ -16,7 +16,7 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offer
 from support.waiting import wait_until
 
-from stormd.lanes.cuda.direct import LATE_SECONDS, MOST_COPIES, Outlook, goes_direct
+from stormd.lanes.cuda.direct import LATE_SECONDS, MAX_COPIES, Outlook, goes_direct
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -45,7 +45,7 @@ LATE = Outlook(encoders_wait=LATE_SECONDS, blobs=0, copies=0, link_is_idle=True)
         (LATE._replace(link_is_idle=False, blobs=1), False),
         (LATE._replace(link_is_idle=False, copies=1), True),  # the next follows without a gap
         (LATE._replace(link_is_idle=False, copies=1, blobs=1), False),
-        (LATE._replace(link_is_idle=False, copies=MOST_COPIES), False),
+        (LATE._replace(link_is_idle=False, copies=MAX_COPIES), False),
     ],
 )
 def test_a_part_goes_as_it_is_where_the_link_is_free_and_encoders_are_late(
@@ -56,9 +56,9 @@ def test_a_part_goes_as_it_is_where_the_link_is_free_and_encoders_are_late(
 
 def test_what_is_to_be_raw_waits_for_no_encoder() -> None:
     for wait, blobs, idle in itertools.product((0.0, 1.0), (0, 2), (False, True)):
-        for copies in range(MOST_COPIES + 2):
+        for copies in range(MAX_COPIES + 2):
             outlook = Outlook(wait, blobs, copies, link_is_idle=idle)
-            assert goes_direct("raw", outlook) is (copies < MOST_COPIES)
+            assert goes_direct("raw", outlook) is (copies < MAX_COPIES)
 
 
 class Clock:
@@ -291,9 +291,9 @@ def test_raw_parts_go_as_they_are_two_at_a_time(bench: Bench) -> None:
     before = bench.memory.copy()
     with held(link(bench)):
         store(bench, *range(1, 6), codec="raw")
-        wait_until(lambda: len(begun(bench)) == MOST_COPIES)
+        wait_until(lambda: len(begun(bench)) == MAX_COPIES)
         wait_for_looks(bench)
-        assert begun(bench) == [True] * MOST_COPIES
+        assert begun(bench) == [True] * MAX_COPIES
         assert bench.counters.read(STORED) == 0  # though all kernels may run
     stored = done(bench, 5)
     wait_until(lambda: bench.counters.read(STORED) == 5)

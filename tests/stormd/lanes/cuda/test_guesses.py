@@ -57,10 +57,10 @@ def test_what_several_encoders_come_to_is_not_guessed() -> None:
 def test_kinds_are_bounded() -> None:
     known = Guesses()
     settle(known, "window")
-    for nbytes in range(guesses.MOST_KINDS):
+    for nbytes in range(guesses.MAX_KINDS):
         known.learn(nbytes, DType.UINT8, None, "integer")
     assert known.likely(*KIND) is None
-    assert len(known._kinds) <= guesses.MOST_KINDS
+    assert len(known._kinds) <= guesses.MAX_KINDS
 
 
 def test_a_session_guesses_and_a_tensor_that_is_different_comes_back(bench: Bench) -> None:

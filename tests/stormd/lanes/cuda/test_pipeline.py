@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pytest
 from support.waiting import wait_until
 
-from stormd.lanes.cuda.pipeline import MOST_OVERTAKEN, Pipeline
+from stormd.lanes.cuda.pipeline import MAX_OVERTAKEN, Pipeline
 
 WAIT = 60.0
 BROKEN = (13, 17, 19)
@@ -299,7 +299,7 @@ def test_only_so_many_are_overtaken(pipeline: Pipeline[int, str], stages: Record
     """Each is asked at every look."""
     stages.due = 10
     pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
-    late = list(range(20, 20 + MOST_OVERTAKEN))
+    late = list(range(20, 20 + MAX_OVERTAKEN))
     put_at_once(pipeline, [*late, 1, 70, 2])
     wait_until(stages.answered(1), WAIT, lambda: stages.events)
     pipeline.put(3)
