@@ -102,7 +102,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("fate", ["offloaded", "recomputed"])
+@pytest.mark.parametrize("fate", [pytest.param("offloaded", marks=pytest.mark.slow), "recomputed"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", some_and_all(1, 8))
 @pytest.mark.usefixtures("one_thread")

@@ -56,6 +56,7 @@ def test_free_programs(batch: int, device: str, client: storm.Client) -> None:
     compare_freely(range(batch * BATCH, (batch + 1) * BATCH), device, client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_free_programs_of_two_processes(device: str, daemon: DaemonProcess, tmp_path: Path) -> None:
     ranks = [

@@ -175,6 +175,7 @@ def test_a_disk_that_stands_still_holds_nobody_up(
     assert daemon.status()["spill"]["used_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_a_hundred_faults_and_more() -> None:
     found = run(150, seed=1 << 20)
     assert found["faults"] >= 150

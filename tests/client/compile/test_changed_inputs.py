@@ -72,7 +72,7 @@ def given_other_data(wrap: Wrap, device: str) -> list[Tensor]:
     return [loss.detach(), *gradients(net)]
 
 
-@pytest.mark.parametrize("codegen", PLAIN)
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_parameters_that_are_given_other_data_are_computed_from_as_they_were(
     codegen: str, device: str, client: storm.Client
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_norm_is_computed_again_from_its_statistic(
     assert again == ({"prims.convert_element_type.default"} if device == "cuda" else set())
 
 
+@pytest.mark.slow
 def test_what_products_read_is_handed_over_besides(client: storm.Client, full_link: None) -> None:
     """It is in memory anyway: the forward pass has the same kernels as without offload."""
     x = seeded("cpu", 2, 16, 32)

@@ -59,7 +59,7 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+@pytest.mark.parametrize("codegen", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
 def test_stored_values_live_until_their_last_use(
     codegen: str, client: storm.Client, stored: Watch, brought: Watch
 ) -> None:

@@ -155,6 +155,7 @@ def test_ranks_on_gpus_compare_plans_together(case: str) -> None:
     assert not first["messages"]
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_plan_with_those_that_run_the_same(
     three: dict[str, list[Any]],
 ) -> None:
@@ -165,6 +166,7 @@ def test_stages_of_a_pipeline_plan_with_those_that_run_the_same(
     assert not [message for one in (first, second, third) for message in one["messages"]]
 
 
+@pytest.mark.slow
 def test_a_rank_that_offloads_later_takes_over_the_others_plan(three: dict[str, list[Any]]) -> None:
     last = {one["followed"][-1] for one in three["late"]}
     assert len(last) == 1

@@ -102,7 +102,7 @@ def assert_same(with_offload: Any, without: Any) -> storm.OffloadStats:
     ("dtype", "settings"),
     [
         pytest.param(torch.float32, {}, id="float32"),
-        pytest.param(torch.bfloat16, {}, id="bfloat16"),
+        pytest.param(torch.bfloat16, {}, id="bfloat16", marks=pytest.mark.slow),
         pytest.param(torch.float32, {"bf16": True}, id="autocast"),
     ],
 )

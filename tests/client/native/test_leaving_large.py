@@ -144,7 +144,7 @@ BY_PYTHON = {products: 1, held: 2, attention: 1, parts: 4}
 
 @pytest.mark.parametrize(
     "forward",
-    [products, attention, *(pytest.param(f, marks=pytest.mark.slow) for f in (held, parts))],
+    [products, *(pytest.param(f, marks=pytest.mark.slow) for f in (attention, held, parts))],
 )
 def test_bits_are_those_without(
     forward: Forward, kind: str, any_client: storm.Client, followed: Followed, calls: Calls
@@ -218,7 +218,8 @@ def test_a_graph_that_is_dropped_is_given_up(any_client: storm.Client, followed:
     del kept
 
 
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_leaves_all_whole(
     when: str,
     any_client: storm.Client,

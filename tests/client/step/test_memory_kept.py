@@ -38,6 +38,7 @@ PROCESSES = 12
 """In two of five importing has freed a block so large that glibc keeps all of this anyway."""
 
 
+@pytest.mark.slow
 def test_what_was_freed_is_kept_by_the_c_library() -> None:
     if "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
         pytest.skip("this is how glibc does it")

@@ -78,7 +78,7 @@ FLOATS = [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64]
 
 @pytest.mark.parametrize(
     "dtype",
-    [*FLOATS[:3], pytest.param(DType.FLOAT64, marks=pytest.mark.slow)],
+    [FLOATS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FLOATS[1:])],
     ids=lambda d: d.name,
 )
 def test_floats_choose_and_encode_as_the_reference(check, dtype):
@@ -87,7 +87,17 @@ def test_floats_choose_and_encode_as_the_reference(check, dtype):
         check(bits(values, dtype), dtype, speed="dense", checksum=name != "relu")
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, DType.UINT8, DType.FLOAT8_E5M2], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *FLOATS[:3],
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (DType.FLOAT64, DType.UINT8, DType.FLOAT8_E5M2)
+        ),
+    ],
+    ids=lambda d: d.name,
+)
 def test_launches_have_the_warps_that_the_kernels_count_on(kernels, dtype):
     for number, pipeline in enumerate(PIPELINES):
         launched = ENCODE_WARPS.get(f"ancf_encode_{pipeline}", {}).get(dtype.element_bytes, 16)
@@ -115,7 +125,9 @@ def test_a_guess_of_the_pipeline_changes_no_bit_and_a_wrong_one_makes_a_raw_blob
                 assert blob.tobytes() == wanted.tobytes(), (name, likely)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E5M2], ids=lambda d: d.name)
 def test_warps_in_any_order(kernels, check, dtype, seed):
     normal = np.random.default_rng(seed).standard_normal(4096 * 13 + 77)

@@ -178,8 +178,11 @@ def test_the_products_of_a_device_as_ptx_has_them(
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
-@pytest.mark.parametrize("dtype", [ancf.DType.BFLOAT16, ancf.DType.FLOAT16])
-@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize(
+    "dtype",
+    [ancf.DType.BFLOAT16, pytest.param(ancf.DType.FLOAT16, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("pairs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_compiles_for_hopper(tmp_path: Path, dtype: ancf.DType, pairs: bool) -> None:
     variant = Variant(dtype, pairs=pairs, encodes=True, activation="silu" if pairs else "none")
     defines = [f"-D{name}={value}" for name, value in variant.defines().items()]
