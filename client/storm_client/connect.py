@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from storm_client.arguments import size_of
 from storm_client.embedded import EmbeddedDaemon, shared_daemon
 from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.monitoring.summary import say
+from storm_client.monitoring.summary import log_line
 from storm_client.transport.handshake import is_listening, socket_path
 from storm_client.transport.sessions import Sessions
 from storm_client.transport.supply import Supply
@@ -66,7 +66,7 @@ def connected(
         known = ", ".join(get_args(OnDaemonLoss))
         raise UsageError(f"on_daemon_loss is {on_daemon_loss!r}; choose {known}")
     _warn_of_unknown_variables()
-    keeps = on_daemon_loss == "keep"
+    keeps_without_daemon = on_daemon_loss == "keep"
     named = address if address is not None else os.environ.get(ADDRESS_VARIABLE) or None
     if named is not None:
         socket_path(named)
@@ -76,16 +76,16 @@ def connected(
                 f"address is {address!r} and embedded is 'always', which starts a daemon at an "
                 "address of its own: pass one of both"
             )
-        return _connect_embedded(EmbeddedDaemon(pool), timeout, keeps)
+        return _connect_embedded(EmbeddedDaemon(pool), timeout, keeps_without_daemon)
     found = named or _running()
     if found is not None:
-        return Connected(_supply(found, timeout, keeps), None)
+        return Connected(_supply(found, timeout, keeps_without_daemon), None)
     if embedded == "never":
         raise DaemonUnavailable(
             f"no daemon that this user can use listens at {_looked()}; start one with "
             "`stormd serve`, pass its address, or allow one of your own with embedded='auto'"
         )
-    return _connect_embedded(shared_daemon(pool), timeout, keeps)
+    return _connect_embedded(shared_daemon(pool), timeout, keeps_without_daemon)
 
 
 def shared_supply() -> Supply:
@@ -122,9 +122,11 @@ _SHARED = _Shared()
 os.register_at_fork(after_in_child=_SHARED.forked)
 
 
-def _connect_embedded(daemon: EmbeddedDaemon, timeout: float, keeps: bool) -> Connected:
+def _connect_embedded(
+    daemon: EmbeddedDaemon, timeout: float, keeps_without_daemon: bool
+) -> Connected:
     try:
-        supply = _supply(daemon.address, timeout, keeps)
+        supply = _supply(daemon.address, timeout, keeps_without_daemon)
         _tell_once(supply, daemon, timeout)
     except BaseException:
         if daemon.users > 1:
@@ -145,7 +147,7 @@ def _tell_once(supply: Supply, daemon: EmbeddedDaemon, timeout: float) -> None:
         return
     _told.add(daemon.address)
     most = supply.status(timeout).pool.capacity_bytes
-    say(
+    log_line(
         f"stormd: started a private daemon (process {daemon.pid}), which takes "
         f"{format_size(daemon.resident_bytes())} of host memory now, and up to "
         f"{format_size(most)} more as it is used; connect(pool_bytes=) or STORMD_POOL_BYTES sets "
@@ -153,8 +155,8 @@ def _tell_once(supply: Supply, daemon: EmbeddedDaemon, timeout: float) -> None:
     )
 
 
-def _supply(address: str, timeout: float, keeps: bool) -> Supply:
-    return Supply(lambda: Sessions(address, timeout), keeps=keeps)
+def _supply(address: str, timeout: float, keeps_without_daemon: bool) -> Supply:
+    return Supply(lambda: Sessions(address, timeout), keeps_without_daemon=keeps_without_daemon)
 
 
 def _running() -> str | None:

@@ -66,7 +66,7 @@ class StepHooks:
         history: OrderHistory,
         *,
         planning: Planning,
-        keeps: bool,
+        keeps_without_daemon: bool,
         traces: Traces,
         layers: CheckpointedLayers,
         tiles_losses: bool,
@@ -78,28 +78,34 @@ class StepHooks:
         """Counts the bytes that compiled graphs save, in the first steps."""
         self._layers = layers
         self._sessions = sessions
-        self._keeps = keeps
-        self._unpacking = Unpacking(policy, recorder, keeps=keeps)
+        self._keeps_without_daemon = keeps_without_daemon
+        self._unpacking = Unpacking(policy, recorder, keeps_without_daemon=keeps_without_daemon)
         self._policy = policy
         self._codec = codec
         self._recorder = recorder
         self._step = Step(history)
         path, follow = self._native_path(), native.module()
-        self._least = planning.least(policy.min_bytes)
+        self._min_bytes = planning.min_bytes(policy.min_bytes)
         """Smallest tensor, in bytes, that is not kept as small."""
         self._planned = planning.begin(
-            self._least,
+            self._min_bytes,
             SaveHooks(
                 self._pack_input,
-                self._unpacking.bring,
+                self._unpacking.restore_input,
                 self._publish_ready,
-                self._leave_when_ready,
+                self._offload_when_ready,
             ),
             native=path,
             follow=follow,
         )
         self._results = Results(
-            self._planned, self._step, policy, recorder, least=self._least, codec=codec, keeps=keeps
+            self._planned,
+            self._step,
+            policy,
+            recorder,
+            min_bytes=self._min_bytes,
+            codec=codec,
+            keeps_without_daemon=keeps_without_daemon,
         )
         self._session: Session | None = None
         """The session of the first tensor; it is used to tell the daemon of the plan."""
@@ -133,7 +139,7 @@ class StepHooks:
         if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
             return None
         follow = native.module()
-        if follow is None or ranges.are_wanted():
+        if follow is None or ranges.is_profiling():
             return None
         if self._recorder.native is None:
             self._recorder.native = NativeCounts(follow.Tallies())
@@ -144,30 +150,30 @@ class StepHooks:
         script = self._planned.script
         if path is None or script is None:
             return None
-        if self._planned.is_news:  # no save of such a step may tell the daemon
+        if self._planned.has_unsent_plan:  # no save of such a step may tell the daemon
             with suppress(DaemonLost):
                 self._session = self._sessions.of(self._planned.device)
         follow, counts = path
         hooks = (
-            self._pack_beside,
+            self._pack_unexpected,
             self._pack_expected,
-            self._pack_tried,
+            self._pack_trial,
             self._unpacking.unpack,
-            self._results.leave_together,
-            self._results.leave_unshared,
+            self._results.offload_waiting,
+            self._results.offload_unshared,
             self._unpacking.load_bytes,
             self._planned.pack_input,
-            self._unpacking.bring,
+            self._unpacking.restore_input,
             self._planned.note_made,
-            self._results.leave_made,
-            self._unpacking.note_asked,
+            self._results.offload_when_made,
+            self._unpacking.note_unpack,
         )
         return follow.Follower(  # type: ignore[no-any-return]
             script,
             counts.tallies,
             self._policy.owned(follow),
             hooks,
-            self._least,
+            self._min_bytes,
             counts.row("", "skipped", "small"),
             counts.row("", "skipped", "parameter"),
         )
@@ -185,15 +191,15 @@ class StepHooks:
         """
         self._layers.end(self)
         self._end_launches()
-        self._tell()
+        self._send_plan()
         followed = self._end_plan()
         try:
             self._sessions.send_unshared()
             self._results.send()
             if followed is not None:
-                self._unpacking.turn = followed, Mark(followed.clock)
+                self._unpacking.forward_end = followed, Mark(followed.clock)
         except DaemonLost as loss:
-            if not self._keeps:
+            if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
 
     def _end_launches(self) -> None:
@@ -208,22 +214,22 @@ class StepHooks:
             try:
                 position = follower.end()
             except DaemonLost as loss:
-                if not self._keeps:
+                if not self._keeps_without_daemon:
                     raise lost_in_forward(loss) from loss
                 position = -1
             self._planned.note_sizes(*follower.sizes)
             if position >= 0:
-                self._planned.stand_at(position)
-            elif follower.walks:
-                self._planned.leave()
+                self._planned.set_position(position)
+            elif follower.follows_script:
+                self._planned.leave_script()
         return self._planned.end()
 
-    def _tell(self) -> None:
+    def _send_plan(self) -> None:
         """Tell the daemon of the plan that the block has followed, unless the daemon knows it."""
         if self._session is not None:
-            plan = self._planned.news_for(self._session)
+            plan = self._planned.unsent_plan(self._session)
             if plan is not None:
-                self._session.tell(plan, self._planned.budget)
+                self._session.apply_plan(plan, self._planned.budget)
 
     def abandon(self) -> None:
         """Drop all that was noted of a block that an exception has ended."""
@@ -242,26 +248,26 @@ class StepHooks:
         return self._pack, self._unpacking.unpack
 
     @untraced
-    def _pack_beside(self, tensor: torch.Tensor, position: int) -> Packed:
+    def _pack_unexpected(self, tensor: torch.Tensor, position: int) -> Packed:
         """Pack a tensor that compiled code passes to Python; `position` is the step's event."""
         follower = self._follower
-        if follower is None or not follower.walks:
+        if follower is None or not follower.follows_script:
             return self._pack(tensor)
         if (local := local_of(tensor)) is not None:
             return Distributed(tensor, follower.pack(local), follower.unpack)
         if position < 0:  # the step has departed from its script
-            self._planned.stand_at(-1 - position)
-            self._planned.leave()
-            follower.leave()
+            self._planned.set_position(-1 - position)
+            self._planned.leave_script()
+            follower.leave_script()
             return self._pack(tensor)
-        self._planned.stand_at(position)
+        self._planned.set_position(position)
         packed = self._pack(tensor)
         position = self._planned.position
         if position < 0:
-            self._planned.leave()
-            follower.leave()
+            self._planned.leave_script()
+            follower.leave_script()
         else:
-            follower.go_on(position)
+            follower.continue_at(position)
         return packed
 
     @untraced
@@ -269,7 +275,7 @@ class StepHooks:
         """Offload a result that compiled code has matched with the script's event at `position`."""
         layer = self._planned.layer_of(position)
         try:
-            decision = self._policy.decide(tensor, self._least)
+            decision = self._policy.decide(tensor, self._min_bytes)
             if tensor.is_cuda and is_capturing(tensor.device):
                 decision = Keep("capture")
             if isinstance(decision, Keep):
@@ -281,15 +287,15 @@ class StepHooks:
                 self._session = session
             if self._follower is not None and self._results.session is None:
                 self._results.session = session
-                self._follower.together(tensor, session.together_bytes, session.has_in_place)
+                self._follower.batch_offloads(tensor, session.together_bytes, session.has_in_place)
             return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
-            if not self._keeps:
+            if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
-            return self._keep(tensor)
+            return self._keep_after_loss(tensor)
 
     @untraced
-    def _pack_tried(
+    def _pack_trial(
         self, tensor: torch.Tensor, position: int, recomputed: _follow.Recomputed
     ) -> Packed:
         """Offload a result that compiled code recomputes, so that both can be compared."""
@@ -309,25 +315,27 @@ class StepHooks:
             return Distributed(tensor, self._pack(local), self._unpacking.unpack)
         recording = self._planned.recording
         if recording is not None and self._session is not None and self._policy.layers is None:
-            expected = recording.staying(tensor)
+            expected = recording.expected_keep(tensor)
             if expected is not None:
-                return self._stay(tensor, tensor.nbytes, expected.stays, expected.value.layer)
+                return self._keep_counted(
+                    tensor, tensor.nbytes, expected.keep_reason, expected.value.layer
+                )
         try:
-            return self._consider(tensor)
+            return self._pack_by_decision(tensor)
         except DaemonLost as loss:
-            if not self._keeps:
+            if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
-            return self._keep(tensor)
+            return self._keep_after_loss(tensor)
 
-    def _consider(self, tensor: torch.Tensor) -> Packed:
+    def _pack_by_decision(self, tensor: torch.Tensor) -> Packed:
         """Pack a tensor for which no script expects that it is kept.
 
         Raises:
             DaemonLost: the tensor was to be offloaded, and the daemon is gone.
         """
-        decision = self._policy.decide(tensor, self._least)
+        decision = self._policy.decide(tensor, self._min_bytes)
         if self._compiled is not None and not _is_no_activation(decision):
-            self._compiled.saves(_nbytes(tensor))
+            self._compiled.count_saved(_nbytes(tensor))
         if tensor.is_cuda and is_capturing(tensor.device):
             decision = Keep("capture")  # opening a session would already spoil the graph
         if isinstance(decision, Keep):
@@ -345,29 +353,31 @@ class StepHooks:
         if isinstance(decision, Keep):
             return self._skip(tensor, decision.reason, value.layer)
         if isinstance(decision, Replay) and result is not None:
-            return self._give_up(tensor, storage, value, result, session)
+            return self._recompute(tensor, storage, value, result, session)
         return self._offload(tensor, storage, session, value.layer)
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
-        return self._stay(tensor, _nbytes(tensor), reason, layer)
+        return self._keep_counted(tensor, _nbytes(tensor), reason, layer)
 
-    def _stay(self, tensor: torch.Tensor, nbytes: int, reason: str, layer: str) -> KeptTensor:
+    def _keep_counted(
+        self, tensor: torch.Tensor, nbytes: int, reason: str, layer: str
+    ) -> KeptTensor:
         self._recorder.of_layer(layer).skipped(nbytes, reason)
         kept = KeptTensor.keeping(tensor)
         if nbytes and reason not in NO_ACTIVATIONS:
-            self._trace.saved(id(kept), "stays", nbytes)
+            self._trace.saved(id(kept), "kept", nbytes)
             note(kept, nbytes)
         return kept
 
-    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
+    def _keep_after_loss(self, tensor: torch.Tensor) -> KeptTensor:
         """Keep a tensor that was meant for a daemon that is lost."""
         self._recorder.saved(tensor.nbytes, 0.0)
         self._recorder.kept(tensor.nbytes, "daemon_lost")
         kept = KeptTensor.keeping(tensor)
-        self._trace.saved(id(kept), "stays", tensor.nbytes)
+        self._trace.saved(id(kept), "kept", tensor.nbytes)
         return kept
 
-    def _give_up(
+    def _recompute(
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
@@ -381,7 +391,7 @@ class StepHooks:
             packed = self._offload(tensor, storage, session, value.layer)
             trial = trial._replace(packed=packed)
         else:
-            self._recorder.of_layer(value.layer).gives_up(tensor.nbytes)
+            self._recorder.of_layer(value.layer).will_recompute(tensor.nbytes)
             self._trace.saved(id(result), "replayed", tensor.nbytes)
         return Replayed(
             result,
@@ -395,13 +405,13 @@ class StepHooks:
         """Offload or keep an input of recipes; called right after an operation has run."""
         try:
             session = self._sessions.of(tensor.device)
-            decided = decision, self._policy.decide(tensor, self._least)
+            decided = decision, self._policy.decide(tensor, self._min_bytes)
             if session is None or any(isinstance(one, Keep) for one in decided):
                 return KeptTensor.keeping(tensor)
             storage = tensor.untyped_storage()
             return self._offload(tensor, storage, session, layer)
         except DaemonLost as loss:
-            if not self._keeps:
+            if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
             return KeptTensor.keeping(tensor)
 
@@ -413,14 +423,14 @@ class StepHooks:
         except DaemonLost:
             return 0
 
-    def _leave_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
+    def _offload_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
         """Offload a result as it was computed, if the function that computed it has saved it."""
         try:
             session = self._sessions.of(tensor.device)
             if session is not None:
                 session.saved_before_ready(tensor.untyped_storage(), ready)
         except DaemonLost as loss:
-            if not self._keeps:
+            if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
 
     def _offload(
@@ -465,7 +475,7 @@ class StepHooks:
                 ready=ready if ready is not None and ready.holds_for(tensor) else None,
             )
             if record.proof is not None:
-                self._results.note(record)
+                self._results.send_at_end(record)
         recorder.saved(tensor.nbytes, perf_counter() - began)
         self._trace.paused("store", began)
         self._trace.saved(id(record), "offloaded", nbytes)

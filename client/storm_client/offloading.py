@@ -25,10 +25,10 @@ from storm_client.losses import in_blocks
 from storm_client.monitoring.advice import FirstSteps, advice
 from storm_client.monitoring.advising import Advising
 from storm_client.monitoring.compiled_models import CompiledModels
-from storm_client.monitoring.layers import Layers, parts_of
+from storm_client.monitoring.layers import Layers, modules_inside
 from storm_client.monitoring.report import Report
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder
-from storm_client.monitoring.summary import Summary, say
+from storm_client.monitoring.summary import Summary, log_line
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import OrderHistory
 from storm_client.planner.decisions import NO_ACTIVATIONS
@@ -99,7 +99,7 @@ class Offload:
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
         self._summary = Summary()
-        self._advising = Advising.asked()
+        self._advising = Advising.from_environment()
         self._traces = Traces()
         self._compiled = CompiledModels()
         self._planning = Planning(
@@ -135,12 +135,12 @@ class Offload:
             self._planning.is_comparing,
         )
         if line is not None:
-            say(line)
+            log_line(line)
         if self._advising is not None:
             self._advise(self._advising)
         sessions.sweep()
         self._policy.refresh()
-        self._compiled.look(self._policy.modules)
+        self._compiled.warn_if_compiled(self._policy.modules)
         step = StepHooks(
             sessions,
             self._policy,
@@ -148,15 +148,15 @@ class Offload:
             self._recorder,
             self._history,
             planning=self._planning,
-            keeps=supply.keeps,
+            keeps_without_daemon=supply.keeps_without_daemon,
             traces=self._traces,
             layers=self._layers,
             tiles_losses=self._loss == "tiled",
-            compiled=self._compiled if self._first_steps.are_looked_at else None,
+            compiled=self._compiled if self._first_steps.is_pending else None,
         )
         line = self._planning.settled_line()
         if line is not None:
-            say(line)
+            log_line(line)
         self.blocks.enter(step)
         step.begin()
         return self
@@ -248,17 +248,17 @@ class Offload:
 
     def _look_back(self) -> None:
         """Warn if the first steps offloaded little of their activations; `__enter__` calls this."""
-        staying, steps = self._recorder.staying(), self._first_steps.begun - 1
-        if not staying.stats.saved_bytes:
-            self._first_steps.look_later()
+        totals, steps = self._recorder.kept_totals(), self._first_steps.begun - 1
+        if not totals.stats.saved_bytes:
+            self._first_steps.postpone()
             return
         # Checkpointed layers do not hand their parameters over to the saved-tensor hooks.
-        named = set(map(id, parts_of(self._layers.modules)))
-        outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
+        named = set(map(id, modules_inside(self._layers.modules)))
+        outside = (part for part in modules_inside(self._policy.modules) if id(part) not in named)
         parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
-        text = advice(staying, steps, self._policy.min_bytes, parameters)
-        activations = staying.stats.saved_bytes - sum(
-            staying.skipped_bytes.get(reason, 0) for reason in NO_ACTIVATIONS
+        text = advice(totals, steps, self._policy.min_bytes, parameters)
+        activations = totals.stats.saved_bytes - sum(
+            totals.skipped_bytes.get(reason, 0) for reason in NO_ACTIVATIONS
         )
         text = self._compiled.advice(activations // steps) or text
         if text is not None:

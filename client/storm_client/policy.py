@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from storm_client.monitoring.layers import parts_of
+from storm_client.monitoring.layers import modules_inside
 from storm_client.planner import OFFLOAD, Decision, Keep
 from storm_client.saved.distributed import part_of
 from storm_client.saved.snapshots import base_of
@@ -56,7 +56,7 @@ class Policy:
         """If set, only tensors saved inside these layers may be offloaded."""
         self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
         """By storage address: one of the modules' tensors in that storage."""
-        self._native: _follow.Owned | None = None
+        self._native: _follow.ModelStorages | None = None
         """The same table for compiled code."""
         self._may_be_stale = True
         self._looks = -1
@@ -75,7 +75,7 @@ class Policy:
         if self._looks % LOOK_EVERY and all(map(self._is_known, self._owned)):
             return  # nothing has moved; new ones are kept anyway, since somebody else holds them
         owned: dict[int, weakref.ref[torch.Tensor]] = {}
-        for part in parts_of(self.modules):
+        for part in modules_inside(self.modules):
             for table in (part._parameters, part._buffers):
                 for tensor in table.values() if table else ():
                     if tensor is None or type(local := part_of(tensor)) not in _PLAIN:
@@ -84,13 +84,13 @@ class Policy:
                         owned[local.untyped_storage()._cdata] = weakref.ref(local)
         self._owned, self._native = owned, None
 
-    def owned(self, follow: Native) -> _follow.Owned:
+    def owned(self, follow: Native) -> _follow.ModelStorages:
         """Return the modules' storages at the last look-up, for compiled code."""
         if self._native is None:
             if not self._owned:
                 self._look_up()
             living = (reference() for reference in self._owned.values())
-            self._native = follow.Owned([one for one in living if one is not None])
+            self._native = follow.ModelStorages([one for one in living if one is not None])
         return self._native
 
     def small_owned_bytes(self) -> int:
@@ -117,7 +117,7 @@ class Policy:
             return Keep("meta" if tensor.is_meta else "device")
         if self.layers is not None and not self.layers.depth:
             return _OUTSIDE
-        return self._decide_further(tensor, least)
+        return self._decide_large(tensor, least)
 
     def decide_storage(self, storage: torch.UntypedStorage, least: int | None = None) -> Decision:
         """Return the decision about a storage; `decide` has to allow one of its tensors first."""
@@ -125,7 +125,7 @@ class Policy:
             return _SMALL
         return _FOREIGN if _is_foreign(storage) else OFFLOAD
 
-    def _decide_further(self, tensor: torch.Tensor, least: int) -> Decision:
+    def _decide_large(self, tensor: torch.Tensor, least: int) -> Decision:
         """Finish `decide` for a plain tensor that is large enough."""
         if tensor._is_zerotensor():
             return Keep("zero")  # forward-mode differentiation makes these, without memory

@@ -63,16 +63,21 @@ Packed = Handle | KeptTensor | Replayed | Tried | Distributed
 class Unpacking:
     """The unpack hook of one step. The graph keeps it alive while it has handles."""
 
-    def __init__(self, policy: Policy, recorder: StatsRecorder, *, keeps: bool) -> None:
-        """Count in `recorder`; `keeps` says whether later steps continue without a lost daemon."""
-        self.turn: tuple[StepSignature, Mark] | None = None
+    def __init__(
+        self, policy: Policy, recorder: StatsRecorder, *, keeps_without_daemon: bool
+    ) -> None:
+        """Count in `recorder`.
+
+        `keeps_without_daemon` says whether later steps continue without a lost daemon.
+        """
+        self.forward_end: tuple[StepSignature, Mark] | None = None
         """The signature that the forward pass has followed, and when the pass had sent all its
         tensors. None once the backward pass has asked for a tensor."""
         self._policy = policy
         self._recorder = recorder
-        self._keeps = keeps
+        self._keeps_without_daemon = keeps_without_daemon
         self._replaying = threading.RLock()  # protects all results of the step, and the following
-        self._brought = 0.0
+        self._restore_seconds = 0.0
         """Seconds spent on restoring inputs of recomputation, which count as waiting."""
 
     def begin(self, planned: PlannedStep, trace: StepTrace | Untraced) -> None:
@@ -95,13 +100,13 @@ class Unpacking:
                 return self.unpack(packed)
         if isinstance(packed, (Handle, Distributed)):
             return self._load(packed) if isinstance(packed, Handle) else packed.unpack()
-        replaced = self._asked(packed if isinstance(packed, KeptTensor) else packed.version)
+        replaced = self._note_request(packed if isinstance(packed, KeptTensor) else packed.version)
         if replaced is not None:
             return replaced
         if isinstance(packed, Replayed):
             return self._replay(packed)
         if isinstance(packed, Tried):
-            return self._try(packed.trial, lambda: packed.recompute(packed.recomputed))
+            return self._run_trial(packed.trial, lambda: packed.recompute(packed.recomputed))
         self._trace.used(id(packed))
         return self._kept(packed)
 
@@ -115,22 +120,22 @@ class Unpacking:
         """Whether memory may be used before the daemon has confirmed its restore."""
         return not acts_on_gradients_early(self._policy.modules)
 
-    def _asked(self, version: SavedVersion) -> torch.Tensor | None:
+    def _note_request(self, version: SavedVersion) -> torch.Tensor | None:
         """Note that a tensor saved at `version` is needed; return its replacement, if it has one.
 
         Raises:
             RuntimeError: it was modified in place after it was saved.
         """
-        self.note_asked()
+        self.note_unpack()
         version.check()
         return version.replaced()
 
-    def note_asked(self) -> None:
+    def note_unpack(self) -> None:
         """Note that the backward pass asks for a tensor."""
-        turn, self.turn = self.turn, None
-        if turn is not None:
-            signature, ended = turn
-            signature.times.turned(ended.until_now())
+        end, self.forward_end = self.forward_end, None
+        if end is not None:
+            signature, moment = end
+            signature.times.record_turn(moment.until_now())
 
     def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
         """Return a saved tensor, or the tensor with other data that has replaced it.
@@ -142,7 +147,7 @@ class Unpacking:
         """
         if is_input:
             handle.version.check()
-        elif (replaced := self._asked(handle.version)) is not None:
+        elif (replaced := self._note_request(handle.version)) is not None:
             return replaced
         return handle.version.alias(handle.view.rebuild(self.load_bytes(handle)))
 
@@ -158,13 +163,13 @@ class Unpacking:
         record = use.record
         began, worked = perf_counter(), thread_time()
         try:
-            if ranges.are_wanted():
+            if ranges.is_profiling():
                 with ranges.span("unpack", record.nbytes, record.key):
                     located = self._located(use, is_first=is_first)
             else:
                 located = self._located(use, is_first=is_first)
         except DaemonLost as loss:
-            raise lost_in_backward(loss, keeps=self._keeps) from loss
+            raise lost_in_backward(loss, keeps=self._keeps_without_daemon) from loss
         ready = record.ready
         if ready is not None and ready.trial is not None:
             record.ready = None
@@ -184,37 +189,39 @@ class Unpacking:
         may_hand_out = session.has_in_place and self._may_hand_out
         return session.load(use, is_first=is_first, may_hand_out=may_hand_out)
 
-    def bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
+    def restore_input(self, packed: Handle | KeptTensor) -> torch.Tensor:
         """Return an input of recomputation as it was when it was saved."""
         if isinstance(packed, KeptTensor):
             packed.check()
             return self._kept(packed)
         began = perf_counter()
         tensor = self._load(packed, is_input=True)
-        self._brought += perf_counter() - began
+        self._restore_seconds += perf_counter() - began
         return tensor
 
     def _replay(self, replayed: Replayed) -> torch.Tensor:
         """Return a recomputed tensor, or, while its recipe is on trial, the saved tensor itself."""
         with self._replaying:
             if replayed.trial is not None:
-                tensor = self._try(replayed.trial, lambda: self._tried(replayed.result))
+                tensor = self._run_trial(replayed.trial, lambda: self._recomputed(replayed.result))
                 is_handle = isinstance(replayed.trial.packed, Handle)
                 return tensor if is_handle else replayed.version.alias(tensor)
-            began, brought = perf_counter(), self._brought
+            began, restore_seconds = perf_counter(), self._restore_seconds
             with ranges.span("replay", replayed.result.nbytes):
                 tensor = replayed.result.viewed(replayed.view)
-            replayed.result.given(replayed.version)
-            waited = self._brought - brought
+            replayed.result.add_user(replayed.version)
+            waited = self._restore_seconds - restore_seconds
         if replayed.checksum is not None:
             compare(replayed.checksum, tensor.untyped_storage())
         self._trace.used(id(replayed.result))
         self._recorder.replayed(self._trace.paused("replay", began) - waited)
         return replayed.version.alias(tensor)
 
-    def _try(self, trial: Trial, recompute: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+    def _run_trial(
+        self, trial: Trial, recompute: Callable[[], torch.Tensor | None]
+    ) -> torch.Tensor:
         """Return the offloaded tensor, and note whether recomputation gives the same bits."""
-        tensor = self.bring(trial.packed)
+        tensor = self.restore_input(trial.packed)
         try:
             made = recompute()
             if made is None:
@@ -229,6 +236,6 @@ class Unpacking:
             trial.fail(f"could not be recomputed: {error}")
         return tensor
 
-    def _tried(self, result: Result) -> torch.Tensor | None:
+    def _recomputed(self, result: Result) -> torch.Tensor | None:
         """Return the recomputed tensor; None if the step departed before a recipe was made."""
-        return None if self._planned.has_parted and not result.has_recipe else result.made()
+        return None if self._planned.has_diverged and not result.has_recipe else result.made()

@@ -29,7 +29,7 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CudaLane, "keeps_stored", False)
     monkeypatch.setattr(window, "START_BYTES", 0)
-    monkeypatch.setattr(DeviceWindow, "saw", lambda window, nbytes: None)
+    monkeypatch.setattr(DeviceWindow, "record_store", lambda window, nbytes: None)
     monkeypatch.setattr(StepPlan, "needed_at_once", lambda plan, nbytes: False)
 
 

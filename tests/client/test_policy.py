@@ -95,7 +95,7 @@ def test_modules_are_not_looked_through_for_what_operations_have_made(
     def looked(modules: object) -> NoReturn:
         raise AssertionError("looked through")
 
-    monkeypatch.setattr(policy_module, "parts_of", looked)
+    monkeypatch.setattr(policy_module, "modules_inside", looked)
     policy.refresh()
     for tensor in (result, result[1:], net.weight, net.weight.t()):
         policy.decide(tensor)

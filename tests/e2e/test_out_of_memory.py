@@ -97,7 +97,7 @@ def test_steps_are_exact_or_end_in_pytorchs_error(
     exact: list[int] = []
     for index in range(LIMITS):
         limit = least + (peak + 512 * MIB - least) * index // (LIMITS - 1)
-        shortage._LACKED.clear()
+        shortage._SHORTAGES.clear()
         offload = client.offload(budget=budget)
         limit_to(1 << 50)
         for _ in range(4):
@@ -106,7 +106,7 @@ def test_steps_are_exact_or_end_in_pytorchs_error(
         try:
             found = step(offload, layers)
         except torch.OutOfMemoryError as error:
-            assert "stormd: all that may leave" in str(error)  # noqa: PT017 - or none at all
+            assert "stormd: everything that can be offloaded from" in str(error)  # noqa: PT017 - or none at all
         else:
             exact.append(limit)
             assert all(map(torch.equal, found, expected))
@@ -132,7 +132,7 @@ def test_the_plan_after_a_shortage_keeps_less(client: storm.Client) -> None:
     before = offload.plan
     peak = torch.cuda.max_memory_allocated()
     limit_to(peak - 512 * MIB)
-    shortage._LACKED.clear()
+    shortage._SHORTAGES.clear()
     for _ in range(3):
         step(offload, layers)
     assert before is not None

@@ -10,7 +10,7 @@ from storm_client.eager import plan_maker
 from storm_client.eager.events import RecordedValue
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
-from storm_client.planner.search import PREDICTED, Followed, PlanSearch
+from storm_client.planner.search import PREDICTED, PlanResult, PlanSearch
 
 __all__ = [
     "FREE_REPLAYS",
@@ -44,7 +44,7 @@ def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no plans be compared."""
-    predicted = {PREDICTED: Followed(0.0, 0)}
+    predicted = {PREDICTED: PlanResult(0.0, 0)}
     settled = lambda *_, **__: PlanSearch(is_settled=True, results=dict(predicted))  # noqa: E731
     monkeypatch.setattr(plan_maker, "search_for", settled)
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from storm_client.planner.alternatives import choose_alternative, staying_bytes
+from storm_client.planner.alternatives import choose_alternative, kept_bytes
 from storm_client.planner.decisions import Decision
 from storm_client.planner.in_flight import device_bytes
 from storm_client.planner.link_watch import has_changed
 from storm_client.planner.machine import Machine
 from storm_client.planner.search import (
-    ALL_STAYS,
+    ALL_KEPT,
     AS_BLOCKS,
     OFFLOAD_ALONE,
     Alternative,
@@ -43,21 +43,21 @@ class Comparison:
         self.search = search
         self.machine = machine
         """The figures from which all plans are made; None until the first plan is made."""
-        self.decided: dict[Alternative, list[Decision]] = {}
-        self._staying: dict[Alternative, int] = {}
+        self.decisions: dict[Alternative, list[Decision]] = {}
+        self._kept_bytes: dict[Alternative, int] = {}
         """Bytes that each plan keeps on the device."""
         self._turn = math.inf
         self.followed: Alternative | None = None
         """The alternative that steps follow now; ranks follow a decision only some steps later."""
-        self.is_told = False
+        self.is_reported = False
         """Whether the result has been reported to the user."""
 
     def start_again(self, machine: Machine) -> None:
         """Have all plans made anew from other figures, and measured again."""
         faster = 1.0 if self.machine is None else self.machine.link / machine.link
-        self.machine, self.is_told = machine, False
-        self.decided.clear()
-        self._staying.clear()
+        self.machine, self.is_reported = machine, False
+        self.decisions.clear()
+        self._kept_bytes.clear()
         self.search.start_again(faster)
 
     def is_for_another_link(self, machine: Machine) -> bool:
@@ -77,12 +77,12 @@ class Comparison:
             self._turn = times.turn_seconds()
         return self._turn
 
-    def took(self, times: StepTimes) -> bool:
+    def record_times(self, times: StepTimes) -> bool:
         """Record the times of the latest steps; return whether to follow another plan."""
-        goes_on = False
+        follows_another = False
         for alternative, seconds in times.known_steps():
-            goes_on |= self.search.took(alternative, seconds)
-        return goes_on
+            follows_another |= self.search.record_step(alternative, seconds)
+        return follows_another
 
     def choose(self, problem: Problem, machine: Machine, room: int | None) -> Choice:
         """Return the choice to follow next: that of the first plan that has to be measured.
@@ -92,14 +92,14 @@ class Comparison:
         search = self.search
         while True:
             choice = choose_alternative(search.current, problem, machine, room=room)
-            if search.is_settled or search.looks_again:
+            if search.is_settled or search.is_remeasuring:
                 break
             like = self.measured_like(choice.decisions)
             if like is not None:
-                search.is_like(like)
-            elif not search.rules_out(choice.link_seconds):
+                search.reuse_result_of(like)
+            elif not search.skip_if_slow(choice.link_seconds):
                 break
-        self.follows(problem, choice)
+        self.record_decisions(problem, choice)
         return choice
 
     def choose_several(
@@ -111,40 +111,40 @@ class Comparison:
         """
         search, choice = self.search, self.choose(problem, machine, room)
         found = [(search.current, choice)]
-        for alternative in search.coming():
+        for alternative in search.upcoming():
             choice = choose_alternative(alternative, problem, machine, room=room)
             others = [other.decisions for _, other in found]
-            if not search.looks_again:
-                others += [self.decided[other] for other in search.results]
+            if not search.is_remeasuring:
+                others += [self.decisions[other] for other in search.results]
             if choice.decisions in others or search.is_too_slow(choice.link_seconds):
                 continue
             found.append((alternative, choice))
-            self._decides(alternative, problem, choice)
+            self._record(alternative, problem, choice)
         return found
 
-    def follows(self, problem: Problem, choice: Choice) -> None:
+    def record_decisions(self, problem: Problem, choice: Choice) -> None:
         """Record the decisions of the current plan."""
-        self.search.follows(self._decides(self.search.current, problem, choice))
+        self.search.record_kept_bytes(self._record(self.search.current, problem, choice))
 
-    def _decides(self, alternative: Alternative, problem: Problem, choice: Choice) -> int:
+    def _record(self, alternative: Alternative, problem: Problem, choice: Choice) -> int:
         """Record the decisions of a plan; return the bytes that it keeps on the device."""
-        self.decided[alternative] = choice.decisions
-        staying = self._staying[alternative] = staying_bytes(problem, choice)
-        return staying
+        self.decisions[alternative] = choice.decisions
+        nbytes = self._kept_bytes[alternative] = kept_bytes(problem, choice)
+        return nbytes
 
-    def took_in_turn(
+    def record_turns(
         self, followed: Sequence[Alternative], steps: Sequence[Sequence[float | None]]
     ) -> None:
         """Record the times of the steps that followed some plans one after another."""
-        self.search.took_in_turn(
-            (one, self._staying[one], seconds)
+        self.search.record_turns(
+            (one, self._kept_bytes[one], seconds)
             for one, seconds in zip(followed, steps, strict=False)
-            if one in self._staying
+            if one in self._kept_bytes
         )
 
     def measured_like(self, decisions: list[Decision]) -> Alternative | None:
         """Return a measured plan with the same decisions; None if there is none."""
-        for alternative, others in self.decided.items():
+        for alternative, others in self.decisions.items():
             if alternative in self.search.results and others == decisions:
                 return alternative
         return None
@@ -152,9 +152,9 @@ class Comparison:
     def line(self) -> str | None:
         """Return the result of the comparison, once, as soon as steps follow the chosen plan."""
         search = self.search
-        if self.is_told or not search.is_settled or self.followed != search.current:
+        if self.is_reported or not search.is_settled or self.followed != search.current:
             return None
-        self.is_told = True
+        self.is_reported = True
         return f"stormd: of the plans that steps have followed: {self.search}"
 
 
@@ -166,7 +166,7 @@ def search_for(signature: StepSignature, problem: Problem, *, is_least: bool) ->
     step saves little.
     """
     if is_least and signature.saved_bytes <= LITTLE * device_bytes(signature.devices):
-        return PlanSearch((ALL_STAYS, OFFLOAD_ALONE), slack_bytes=signature.saved_bytes)
+        return PlanSearch((ALL_KEPT, OFFLOAD_ALONE), slack_bytes=signature.saved_bytes)
     blocks = AS_BLOCKS if is_least and problem.checkpointed_bytes else ()
     return PlanSearch(
         (*blocks, OFFLOAD_ALONE),

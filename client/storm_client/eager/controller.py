@@ -36,7 +36,7 @@ from storm_client.planner.in_flight import give_back_unused
 from storm_client.planner.machine import LinkFigures
 from storm_client.planner.plan import Plan
 from storm_client.planner.search import Alternative
-from storm_client.planner.shortage import lacked
+from storm_client.planner.shortage import shortage_bytes
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Planning"]
 
-FINER: Final = 8
+DIVISOR_STEP: Final = 8
 """Divides the minimum tensor size where steps differ only in whether some tensors are too small."""
 
-FINEST: Final = 64
+MAX_DIVISOR: Final = 64
 """The largest total divisor."""
 
 NEAR: Final = 16
@@ -84,7 +84,7 @@ class Planning:
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """Each step's pins, and their weak storages, to be freed once the pins are gone."""
         self._operations = OperationTimes()
-        self._finer = 1
+        self._size_divisor = 1
         """Divides the user's minimum tensor size."""
         self._recurrence = Recurrence()
         self._ranks = Ranks((options.budget, options.verifies, options.replays), options.functions)
@@ -93,23 +93,23 @@ class Planning:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def least(self, min_bytes: int) -> int:
+    def min_bytes(self, asked: int) -> int:
         """Return the minimum size in bytes of a tensor that is not always kept.
 
-        It is below `min_bytes` where steps of several sizes would otherwise have different
+        It is below `asked` where steps of several sizes would otherwise have different
         signatures, so that compiled code could not follow them.
         """
-        return max(1, min_bytes // self._finer)
+        return max(1, asked // self._size_divisor)
 
     def begin(
         self,
-        least: int,
+        min_bytes: int,
         hooks: SaveHooks,
         *,
         native: NativePath | None = None,
         follow: Native | None = None,
     ) -> PlannedStep:
-        """Begin a step that handles tensors of at least `least` bytes, and offloads by `hooks`.
+        """Begin a step that handles tensors of at least `min_bytes` bytes, and offloads by `hooks`.
 
         Compiled code follows the step where `native` allows that. `follow` is the compiled module
         if there is one: only with it are random draws and kernel launches seen.
@@ -124,18 +124,18 @@ class Planning:
         fills = signature is not None and signature.wants_full_queue
         script = None if native is None or fills else self._script(record, native)
         watches = watches and script is None
-        is_noted = watches and self._is_noted(record, native)
-        calls = follow.CallLog(least, is_noted) if watches and follow is not None else None
+        logs_events = watches and self._logs_events(record, native)
+        calls = follow.CallLog(min_bytes, logs_events) if watches and follow is not None else None
         recording = Recording(
             record,
-            least,
+            min_bytes,
             hooks,
             functions=self._functions,
             layers=self._layers,
             times=self._operations,
             calls=calls,
-            is_noted=is_noted,
-            leaves_early=not self.options.verifies,
+            logs_events=logs_events,
+            reads_early=not self.options.verifies,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = self._recorder(recording, follow) if watches else None
@@ -166,8 +166,10 @@ class Planning:
             signature = None
         watches = self._is_watched(signature, learns=learns)
         learns = learns and (watches or bool(self.maker.why_not))
-        walks = signature is not None and signature.has_functions == watches
-        return StepRecord(self._signatures, signature, walks=walks, is_learned=learns), watches
+        may_follow_script = signature is not None and signature.has_functions == watches
+        return StepRecord(
+            self._signatures, signature, may_follow_script=may_follow_script, is_learned=learns
+        ), watches
 
     def _has_run_here(self) -> bool:
         """Return whether a block of this thread has ended.
@@ -197,17 +199,17 @@ class Planning:
             return None
         if self.options.verifies:
             return None
-        if signature.rest.steps > 0:
-            signature.rest.steps -= 1
+        if signature.fallback.steps > 0:
+            signature.fallback.steps -= 1
             return None
         return compiled(signature, plan, native.follow, native.counts)
 
-    def _is_noted(self, record: StepRecord, native: NativePath | None) -> bool:
+    def _logs_events(self, record: StepRecord, native: NativePath | None) -> bool:
         """Return whether the calls of a step have to be recorded for compiled code."""
         plan = record.plan
         if native is None or plan is None or record.script is None or self.options.verifies:
             return False
-        return not plan.noted
+        return not plan.logged
 
     def _recorder(self, recording: Recording, follow: Native | None) -> Recorder:
         """Return a mode that watches the functions of a step, and times those of an unknown one."""
@@ -232,14 +234,14 @@ class Planning:
         self._thread.followed = None
         if followed is not None:
             span = followed.begun.until_now() if followed.is_compared else None
-            followed.times.took(followed.alternative, span)
+            followed.times.record_step(followed.alternative, span)
 
     def ended(
-        self, step: PlannedStep, *, least: int, pass_seconds: float, tries: bool
+        self, step: PlannedStep, *, min_bytes: int, pass_seconds: float, tries: bool
     ) -> StepSignature | None:
         """Learn from a step that has ended; return its signature if it has followed its plan.
 
-        The step handled tensors of at least `least` bytes. `pass_seconds` is the length of its
+        The step handled tensors of at least `min_bytes` bytes. `pass_seconds` is the length of its
         forward pass by the host's clock. A step that `tries` something takes longer than others,
         so its time does not count.
         """
@@ -248,21 +250,21 @@ class Planning:
         self._thread.has_run = True
         record.ended_as = signature = self._signatures.ended(record)
         if record.count:  # a validation step saves nothing
-            self._recurrence.saw(is_new=signature is None or signature.seen == 1)
+            self._recurrence.count_step(is_new=signature is None or signature.seen == 1)
         if signature is not None:
             signature.note_loss(record.plain_loss_bytes)
             signature.note_gradients(record.gradients)
             self._ranks.ended(signature)
-            if signature.seen == 1 and self._finer < FINEST:
-                self._look_finer(signature, least)
+            if signature.seen == 1 and self._size_divisor < MAX_DIVISOR:
+                self._handle_smaller(signature, min_bytes)
         if signature is None or signature is not followed or signature.followed is None:
             return None
         signature.times.pass_seconds = pass_seconds
         if tries:
             return None
-        share = signature.share(record.handed_over)
+        share = signature.share(record.saved_bytes_with_repeats)
         if step.fills:
-            signature.times.filled(step.begun.until_now(), share)
+            signature.times.record_full_queue(step.begun.until_now(), share)
             return None
         signature.observe(step.begun.until_now(), share, by_python=not step.counts)
         if signature.comparison is not None and step.counts:
@@ -271,10 +273,10 @@ class Planning:
             self._thread.followed = _FollowedStep(signature.times, current, step.begun, is_compared)
         return signature
 
-    def _look_finer(self, signature: StepSignature, least: int) -> None:
+    def _handle_smaller(self, signature: StepSignature, min_bytes: int) -> None:
         """Handle smaller tensors and learn anew, if a new signature differs only by small ones."""
-        if least > 1 and self._signatures.has_but_for(signature, NEAR * least):
-            self._finer *= FINER
+        if min_bytes > 1 and self._signatures.has_except_small(signature, NEAR * min_bytes):
+            self._size_divisor *= DIVISOR_STEP
             self._signatures, self._recurrence = StepSignatures(), Recurrence()
 
     def _free_pins(self) -> None:
@@ -310,8 +312,8 @@ class Planning:
         if signature is None or signature.comparison is None:
             return
         if self._ranks.shares(signature):
-            self._ranks.took(signature, signature.times.known_steps())
-        elif signature.comparison.took(signature.times):
+            self._ranks.record_times(signature, signature.times.known_steps())
+        elif signature.comparison.record_times(signature.times):
             signature.outdate()
 
     def _note_link(self) -> None:
@@ -325,7 +327,7 @@ class Planning:
 
     def _note_shortage(self) -> None:
         """Have plans made anew, with less memory, where a device has run out of memory since."""
-        short = lacked(self.devices)
+        short = shortage_bytes(self.devices)
         if short != self.maker.lacked_bytes:
             self.maker.lacked_bytes = short
             self._signatures.outdate()

@@ -128,7 +128,7 @@ class PlanMaker:
         if not signature.link.is_due():
             return False
         plan = signature.followed.shown
-        return signature.link.calls(
+        return signature.link.needs_new_plan(
             machine_of(device).link_by(self._link_of_late(device)),
             is_used=plan is None or plan.link_seconds > 0.0,
         )
@@ -141,7 +141,7 @@ class PlanMaker:
         Raises:
             UsageError: the budget cannot be kept.
         """
-        signature.is_told()  # later knowledge is reported in the next round
+        signature.mark_planned()  # later knowledge is reported in the next round
         problem = self.problem(signature)
         self._check_budget(problem)
         return Figures.of(problem, self.measured(signature), self._asked_room(signature), steps)
@@ -158,7 +158,7 @@ class PlanMaker:
         if comparison is not None and comparison.is_for_another_link(machine):
             comparison.start_again(machine)
         elif comparison is not None and any(slowest.steps):
-            comparison.took_in_turn(followed, slowest.steps)
+            comparison.record_turns(followed, slowest.steps)
         problem = slowest.put_into(self.problem(signature))
         machine = (comparison and comparison.machine) or machine
         comparison, room = self._comparison(signature, problem, machine), slowest.room
@@ -187,7 +187,7 @@ class PlanMaker:
                 comparison.search = agreed.search
             comparison.search.current = comparison.followed = alternative
             if not leads:
-                comparison.follows(problem, choice)
+                comparison.record_decisions(problem, choice)
         self._follow(signature, problem, choice, agreed.measured)
         planned = signature
         if signature.has_functions and not signature.may_replay:

@@ -47,7 +47,7 @@ STORE_SECONDS: Final = 5.0
 MAX_TURNS: Final = 16
 """Queries to the store in one step: enough to form a group and to begin a round."""
 
-MAX_LONELY: Final = 3
+MAX_UNSHARED: Final = 3
 """Signatures that no other rank had, before later ones are planned without asking. Ranks whose
 routers choose different experts have many."""
 
@@ -105,7 +105,7 @@ class _Shared:
         turns = () if self.agreed is None else self.agreed.turns[: self.turn + 1]
         return [alternative for alternative, _ in turns]
 
-    def took(self, alternative: Alternative, seconds: float | None) -> bool:
+    def record_time(self, alternative: Alternative, seconds: float | None) -> bool:
         """Record a step's time; return True once, when enough steps have followed the last plan."""
         agreed, followed = self.agreed, self.followed
         if agreed is None or alternative not in followed:
@@ -132,8 +132,8 @@ class Ranks:
         self._begun = 0
         """Steps of any signature."""
         self._store: Any = None
-        self._lonely = 0
-        """Signatures that no other rank had; at least `MAX_LONELY` once ranks did not answer."""
+        self._unshared = 0
+        """Signatures that no other rank had; at least `MAX_UNSHARED` once ranks did not answer."""
         self._lock = threading.Lock()
         """Held while a thread works on an agreement; other threads go on with their plans."""
 
@@ -156,7 +156,7 @@ class Ranks:
         if shared is not None:
             shared.ended += 1
 
-    def took(
+    def record_times(
         self, signature: StepSignature, steps: Iterable[tuple[Alternative, float | None]]
     ) -> None:
         """Record the times of a signature's latest steps, and call for other plans if due.
@@ -171,10 +171,10 @@ class Ranks:
         for alternative, seconds in steps:
             if search.is_settled:
                 if shared.agreement.leads:
-                    search.took(search.current, seconds)
+                    search.record_step(search.current, seconds)
                     if not search.is_settled:
                         root.outdate()
-            elif shared.took(alternative, seconds):
+            elif shared.record_time(alternative, seconds):
                 root.outdate()
 
     def agree(self, maker: PlanMaker, expect: Expect) -> None:
@@ -200,7 +200,7 @@ class Ranks:
 
     def _join(self, signature: StepSignature) -> None:
         """Join an agreement on the plan of a signature, unless this rank plans alone."""
-        if self._lonely >= MAX_LONELY or not _are_several():
+        if self._unshared >= MAX_UNSHARED or not _are_several():
             return
         shared = _Shared(
             Agreement(
@@ -221,13 +221,13 @@ class Ranks:
         agreement = shared.agreement
         agreement.tick(self._now())
         if signature.is_outdated:
-            agreement.call()
+            agreement.start_round()
         for _ in range(MAX_TURNS):
             if not self._take_turn(signature, shared, maker):
                 break
         if isinstance(agreement.phase, Alone):
             signature.outdate()
-            self._lonely += MAX_LONELY if agreement.phase.reason else 1
+            self._unshared += MAX_UNSHARED if agreement.phase.reason else 1
             self._say(agreement.phase)
             return
         agreed, choice = shared.follow_next(), agreement.due(shared.ended)
@@ -248,7 +248,7 @@ class Ranks:
             slowest = Figures.slowest([Figures.from_text(text) for text in phase.reports])
             agreement.decide(maker.decide(signature, slowest, shared.followed).to_text(), step)
         else:
-            queries = agreement.asks(step, now)
+            queries = agreement.queries(step, now)
             if not queries and not agreement.outbox:
                 return False
             try:
@@ -258,7 +258,7 @@ class Ranks:
                 return False
             if found is None:
                 return False
-            agreement.found(found, step, now)
+            agreement.receive(found, step, now)
         return True
 
     def _exchange(self, agreement: Agreement, queries: Sequence[Query]) -> dict[str, str] | None:
@@ -337,8 +337,8 @@ def _digest(signature: StepSignature, options: str) -> str:
     for what, *rest in signature.events:
         hashed.update(f"{_name(what)} {rest}\n".encode())
     for value in signature.values:
-        told = value.dtype, value.device.type, value.operation, value.uses
-        hashed.update(f"{told} {value.is_result}\n".encode())
+        described = value.dtype, value.device.type, value.operation, value.uses
+        hashed.update(f"{described} {value.is_result}\n".encode())
     return hashed.hexdigest()[:16]
 
 

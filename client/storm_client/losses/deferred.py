@@ -42,27 +42,27 @@ _MOVES: Final[frozenset[Any]] = frozenset(
 
 _ALIASES: Final[frozenset[Any]] = frozenset((_aten.alias.default, _aten.detach.default))
 
-_LOOKS: Final = """
+_METADATA_ATTRIBUTES: Final = """
     device dtype is_cpu is_cuda is_leaf is_meta is_sparse itemsize layout nbytes ndim requires_grad
     shape
 """
-_ASKS: Final = """
+_METADATA_METHODS: Final = """
     __getitem__ __len__ contiguous dim element_size flatten float is_contiguous is_floating_point
     narrow nelement numel permute reshape select size squeeze stride transpose unflatten unsqueeze
     view
 """
-_PASSED: Final[frozenset[Any]] = frozenset(
-    [getattr(Tensor, name).__get__ for name in _LOOKS.split()]
+_METADATA_ONLY: Final[frozenset[Any]] = frozenset(
+    [getattr(Tensor, name).__get__ for name in _METADATA_ATTRIBUTES.split()]
     + [
         getattr(owner, name)
         for owner in (Tensor, torch)
-        for name in _ASKS.split()
+        for name in _METADATA_METHODS.split()
         if hasattr(owner, name)
     ]
 )
 """Functions that need no values of the tensor."""
 
-_WATCHES: Final[frozenset[Any]] = frozenset(
+_READS_GRADIENT: Final[frozenset[Any]] = frozenset(
     (
         torch._C.TensorBase.__dict__["grad"].__get__,
         torch._C.TensorBase.__dict__["grad_fn"].__get__,
@@ -99,36 +99,36 @@ class Root(ABC):
 
     def __init__(self) -> None:
         self.watch = Watch()
-        self._shown: list[tuple[Tensor, int]] = []
+        self._tracked: list[tuple[Tensor, int]] = []
         """Tensors that readers were given, and their versions at that time."""
 
     @property
     @abstractmethod
-    def has_halves(self) -> bool:
-        """Whether the tensor itself was never read, so that `halves` may be used instead."""
+    def has_half_precision(self) -> bool:
+        """Whether the tensor itself was never read, so that `half_precision` may be used."""
 
     @abstractmethod
-    def halves(self) -> Tensor:
+    def half_precision(self) -> Tensor:
         """Return the tensor in half precision, outside of the graph."""
 
     @abstractmethod
-    def values(self) -> Tensor:
+    def full_precision(self) -> Tensor:
         """Return the tensor, outside of the graph."""
 
-    def show(self, tensor: Tensor) -> None:
+    def track(self, tensor: Tensor) -> None:
         """Note a tensor in whose storage the values, or a part of them, are."""
-        self._shown.append((tensor, tensor._version))
+        self._tracked.append((tensor, tensor._version))
 
-    def check(self, *, are_alone: bool) -> None:
+    def check(self, *, only_reader: bool) -> None:
         """Check that no reader misses an in-place change made through a tensor that was shown.
 
         Raises:
             RuntimeError: a shown tensor was modified in place; other readers do not see this. With
-                `are_alone` a single shown tensor is exempt: its own reader sees the change.
+                `only_reader` a single shown tensor is exempt: its own reader sees the change.
         """
-        if are_alone and len(self._shown) < 2:
+        if only_reader and len(self._tracked) < 2:
             return
-        if any(tensor._version != version for tensor, version in self._shown):
+        if any(tensor._version != version for tensor, version in self._tracked):
             raise RuntimeError(
                 "float() of logits was changed in place, by a view or by other ways than PyTorch's "
                 f"Python functions, and is read elsewhere; {ADVICE}"
@@ -143,7 +143,7 @@ class Deferred(Tensor):
     """The moves that make this tensor from the root's."""
     _like: Tensor
     """A tensor of its shape and strides on the meta device."""
-    _there: Tensor | None
+    _materialized: Tensor | None
     """The tensor itself, once it was read; it follows this one in the graph."""
 
     @classmethod
@@ -155,29 +155,31 @@ class Deferred(Tensor):
         made: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=torch.float32, device=device
         )
-        made.root, made._path, made._there = root, path, None
+        made.root, made._path, made._materialized = root, path, None
         made._like = torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
         return made
 
-    def halves(self) -> Tensor | None:
+    def half_precision(self) -> Tensor | None:
         """Return its values in half precision; None if the tensor itself has been read."""
-        return _moved(self.root.halves(), self._path) if self.root.has_halves else None
+        return (
+            _moved(self.root.half_precision(), self._path) if self.root.has_half_precision else None
+        )
 
-    def there(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the tensor itself; its gradient flows through this one.
 
         Raises:
             RuntimeError: another tensor of the root was modified in place.
         """
-        if self._there is None:
+        if self._materialized is None:
             with torch.no_grad():
-                values = _moved(self.root.values(), self._path)
+                values = _moved(self.root.full_precision(), self._path)
             with torch.enable_grad():
-                apply: Any = _There.apply
-                self._there = apply(self, values)
-            self.root.show(self._there)
-        self.root.check(are_alone=True)
-        return self._there
+                apply: Any = _Materialize.apply
+                self._materialized = apply(self, values)
+            self.root.track(self._materialized)
+        self.root.check(only_reader=True)
+        return self._materialized
 
     @classmethod
     def __torch_function__(
@@ -185,12 +187,12 @@ class Deferred(Tensor):
     ) -> Any:
         """Answer what needs no memory, and do moves; run anything else on the tensor itself."""
         kwargs = kwargs or {}
-        if func in _WATCHES:
+        if func in _READS_GRADIENT:
             for one in tree_leaves((args, kwargs)):
                 if isinstance(one, Deferred):
                     one.root.watch.is_on = True
-        elif func not in _PASSED:
-            args, kwargs = tree_map_only(Deferred, Deferred.there, (args, kwargs))
+        elif func not in _METADATA_ONLY:
+            args, kwargs = tree_map_only(Deferred, Deferred.materialize, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -210,7 +212,7 @@ class Deferred(Tensor):
                 path = (*one._path, (func, args[1:], kwargs))
                 return cls.of(one.root, like, one.device, path)
         _check_writes(func, args, kwargs)
-        args, kwargs = tree_map_only(Deferred, _values, (args, kwargs))
+        args, kwargs = tree_map_only(Deferred, _full_precision, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -220,10 +222,10 @@ def _moved(tensor: Tensor, path: tuple[_Move, ...]) -> Tensor:
     return tensor
 
 
-def _values(deferred: Deferred) -> Tensor:
+def _full_precision(deferred: Deferred) -> Tensor:
     """Return its values for an operation below autograd, which is in the graph already."""
-    deferred.root.check(are_alone=False)
-    return _moved(deferred.root.values(), deferred._path)
+    deferred.root.check(only_reader=False)
+    return _moved(deferred.root.full_precision(), deferred._path)
 
 
 def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,7 +244,7 @@ def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             )
 
 
-class _There(torch.autograd.Function):
+class _Materialize(torch.autograd.Function):
     """An identity in the graph: makes the tensor itself follow a deferred tensor."""
 
     @staticmethod

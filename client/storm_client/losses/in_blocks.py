@@ -27,7 +27,7 @@ from storm_client.hook_stack import innermost, untraced
 from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.kernels import have_same_bits
-from storm_client.losses.upcasts import is_asked_for, is_eligible, learn
+from storm_client.losses.upcasts import are_tiles_enabled, is_eligible, learn_call_site
 from storm_client.planner.in_flight import give_back_unused
 from storm_client.transport.memory_pressure import MayFail
 
@@ -57,13 +57,13 @@ def substitute() -> None:
     """Make PyTorch's function call this module from now on; leave an unknown version unchanged."""
     global _plain, _code  # noqa: PLW0603 - exchanged once, as the code is
     with _LOCK:
-        function = _pytorchs()
+        function = _pytorch_function()
         if function is None or function.__code__ is _code:
             return
         original = function.__code__
         _plain = FunctionType(original, function.__globals__, _NAME, function.__defaults__)
         # Readers of sources, such as TorchScript, have to find PyTorch's.
-        _code = _asks.__code__.replace(
+        _code = _replacement.__code__.replace(
             co_filename=original.co_filename,
             co_firstlineno=original.co_firstlineno,
             co_name=original.co_name,
@@ -74,7 +74,7 @@ def substitute() -> None:
         del function.__dict__["_torchdynamo_disable"]  # Dynamo knows the function, as before
 
 
-def _pytorchs() -> FunctionType | None:
+def _pytorch_function() -> FunctionType | None:
     """Return PyTorch's function; None if a script has replaced it, or its signature is unknown."""
     function = F.cross_entropy
     if type(function) is not FunctionType or function.__globals__ is not F.__dict__:
@@ -82,7 +82,7 @@ def _pytorchs() -> FunctionType | None:
     return function if tuple(signature(function).parameters) == _PARAMETERS else None
 
 
-def _asks(  # noqa: PLR0917 - PyTorch's order
+def _replacement(  # noqa: PLR0917 - PyTorch's order
     input: Any,  # noqa: A002 - PyTorch's name
     target: Any,
     weight: Any = None,
@@ -124,7 +124,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     label_smoothing: float,
 ) -> Tensor:
     """Return what PyTorch's function returns, in tiles if they are known to have its bits."""
-    if size_average is None and reduce is None and is_asked_for():
+    if size_average is None and reduce is None and are_tiles_enabled():
         options = Options(weight, ignore_index, reduction, label_smoothing)
         loss = _in_tiles(logits, target, options)
         if loss is not None:
@@ -142,11 +142,11 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
         return None
     if logits.is_cuda and logits.dim() > 2:  # PyTorch itself adds their sum in no fixed order
         return None
-    halves = logits.halves() if isinstance(logits, Deferred) else None
-    if halves is not None:
-        call = _Call(halves, target, options, torch.float32)
+    half = logits.half_precision() if isinstance(logits, Deferred) else None
+    if half is not None:
+        call = _Call(half, target, options, torch.float32)
     else:
-        logits = logits.there() if isinstance(logits, Deferred) else logits
+        logits = logits.materialize() if isinstance(logits, Deferred) else logits
         call = _Call(logits, target, options, None)
     try:
         with torch._C.DisableTorchFunction():
@@ -155,8 +155,8 @@ def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None
         return None
     if loss is not None:
         innermost().note_loss(call.plain_bytes(loss.dtype))
-        if halves is None:
-            learn(logits)
+        if half is None:
+            learn_call_site(logits)
     return loss
 
 
@@ -246,7 +246,7 @@ class _Proved:
         if found:
             self._rows.setdefault(kind, set()).add(len(call.logits))
         else:
-            log.info("the loss of %s stays PyTorch's own", kind)
+            log.info("PyTorch's own loss is used for %s", kind)
             self._rows[kind] = set()
         return found
 

@@ -46,16 +46,16 @@ def log_probabilities(
         dtype: type of the log-probabilities.
         smoothing: whether to return sums.
     """
-    halves, watch = None, None
+    half, watch = None, None
     if isinstance(logits, Deferred):
-        halves, watch = logits.halves(), logits.root.watch
-        if halves is None:
-            logits, watch = logits.there(), None
+        half, watch = logits.half_precision(), logits.root.watch
+        if half is None:
+            logits, watch = logits.materialize(), None
         else:  # an alias that nothing else holds, so that holders of the other can be counted
-            halves = halves.detach()
-    tiles = Tiles.of(logits if halves is None else halves, dtype, smoothing)
+            half = half.detach()
+    tiles = Tiles.of(logits if half is None else half, dtype, smoothing)
     apply: Any = _LogProbabilities.apply
-    found: tuple[Tensor, Tensor | None] = apply(logits, _Given(halves, watch, index, weight, tiles))
+    found: tuple[Tensor, Tensor | None] = apply(logits, _Given(half, watch, index, weight, tiles))
     return found
 
 
@@ -108,7 +108,7 @@ def rows_that_fill(device: torch.device) -> int:
 class _Given(NamedTuple):
     """Inputs of a forward pass besides the tensor that represents the logits in the graph."""
 
-    halves: Tensor | None
+    half: Tensor | None
     """The half-precision logits, if the logits are deferred."""
     watch: Watch | None
     classes: Tensor
@@ -122,7 +122,7 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, given: _Given) -> tuple[Tensor, Tensor | None]:
-        logits = place if given.halves is None else given.halves
+        logits = place if given.half is None else given.half
         index, weight, tiles = given.classes, given.weight, given.tiles
         forward = _forward_by_kernel if tiles.kernels.forward else _forward_by_tiles
         picked, sums, statistics = forward(logits, index, weight, tiles)
@@ -142,9 +142,9 @@ class _LogProbabilities(torch.autograd.Function):
         tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
         gradient = _Gradient(logits, spread, tiles, statistics, own=own)
         if ctx.watch is None:  # a gradient with a graph keeps all its tensors
-            found = gradient.kept() if torch.is_grad_enabled() else gradient.halves()
+            found = gradient.with_graph() if torch.is_grad_enabled() else gradient.half_precision()
         elif torch.is_grad_enabled() or ctx.watch.is_on:
-            found = _differentiable_once(gradient.values())
+            found = _differentiable_once(gradient.full_precision())
         else:
             like = torch.empty(logits.shape, dtype=tiles.dtype, device="meta")
             found = Deferred.of(gradient, like, logits.device)
@@ -169,26 +169,26 @@ class _Gradient(Root):
         self._tiles = tiles
         self._statistics = statistics
         self._own = own
-        self._is_taken = False
+        self._has_overwritten_logits = False
         """Whether the gradient has overwritten the logits."""
-        self._values: Tensor | None = None
+        self._full_precision: Tensor | None = None
 
     @property
-    def has_halves(self) -> bool:
+    def has_half_precision(self) -> bool:
         """Whether nothing has read the unrounded gradient."""
-        return self._values is None
+        return self._full_precision is None
 
-    def kept(self) -> Tensor:
+    def with_graph(self) -> Tensor:
         """Return the gradient with a graph of its own, in the logits' type."""
         return _softmax_gradient(self._logits, self._spread, self._tiles.dtype).to(
             self._logits.dtype
         )
 
-    def halves(self) -> Tensor:
+    def half_precision(self) -> Tensor:
         """Return the gradient in the logits' type, in their memory if that may be overwritten."""
         logits, tiles, spread = self._logits, self._tiles, self._spread
         self._check()
-        self._is_taken = self._own
+        self._has_overwritten_logits = self._own
         found = logits.detach() if self._own else _contiguous_like(logits, logits.dtype)
         if tiles.kernels.backward:
             known = cuda.Statistics(*self._statistics)
@@ -198,13 +198,13 @@ class _Gradient(Root):
         self._fill(found)
         return found
 
-    def values(self) -> Tensor:
+    def full_precision(self) -> Tensor:
         """Return the unrounded gradient, in the type of the log-probabilities."""
-        if self._values is None:
+        if self._full_precision is None:
             self._check()
-            self._values = _contiguous_like(self._logits, self._tiles.dtype)
-            self._fill(self._values)
-        return self._values
+            self._full_precision = _contiguous_like(self._logits, self._tiles.dtype)
+            self._fill(self._full_precision)
+        return self._full_precision
 
     def _fill(self, found: Tensor) -> None:
         logits, tiles = self._logits, self._tiles
@@ -213,7 +213,7 @@ class _Gradient(Root):
             found[begin:end] = _softmax_gradient(logits[begin:end], part, tiles.dtype)
 
     def _check(self) -> None:
-        if self._is_taken:
+        if self._has_overwritten_logits:
             raise RuntimeError(f"the gradient of float() of logits is read twice; {ADVICE}")
 
 

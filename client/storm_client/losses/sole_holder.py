@@ -74,7 +74,7 @@ def is_held_by_graph_alone(
     if (
         (saved[0].is_leaf and not aliased)
         or not saved[0].is_contiguous()
-        or _is_lent(saved[0].untyped_storage())
+        or _is_shared_memory(saved[0].untyped_storage())
     ):
         return False
     # For the result of an operation, compiled code makes a new alias at each unpack, as Python
@@ -84,7 +84,7 @@ def is_held_by_graph_alone(
     return _counts(saved) in _counts_of_nobody_else(by_python, aliased)
 
 
-def _is_lent(storage: torch.UntypedStorage) -> bool:
+def _is_shared_memory(storage: torch.UntypedStorage) -> bool:
     """Return whether the memory is NumPy's, DLPack's or shared with another process."""
     return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
 

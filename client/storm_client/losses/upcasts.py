@@ -29,7 +29,7 @@ from storm_client.losses.cross_entropy import is_plain
 from storm_client.losses.deferred import ADVICE, USE, Deferred, Root
 from storm_client.losses.log_probabilities import TILE_BYTES
 
-__all__ = ["is_asked_for", "is_eligible", "learn"]
+__all__ = ["are_tiles_enabled", "is_eligible", "learn_call_site"]
 
 _HALF: Final = frozenset((torch.float16, torch.bfloat16))
 _CAST: Final = "ToCopy"
@@ -72,7 +72,7 @@ _deferring: set[_Site] = set()
 _refused: set[_Site] = set()
 
 
-def is_asked_for() -> bool:
+def are_tiles_enabled() -> bool:
     """Return whether the thread's innermost saved-tensor hooks are a block that wants tiles."""
     return bool(getattr(innermost(), "tiles_losses", False))
 
@@ -87,7 +87,7 @@ def is_eligible(logits: Tensor) -> bool:
     return not (are_altered() or (logits.is_cuda and is_capturing(logits.device)))
 
 
-def learn(logits: Tensor) -> None:
+def learn_call_site(logits: Tensor) -> None:
     """Note that a loss was given float32 logits; if they are a copy, note where it was made."""
     node = logits.grad_fn
     while node is not None and _operation(node) in _VIEWING:
@@ -95,8 +95,8 @@ def learn(logits: Tensor) -> None:
     if node is None or _operation(node) != _CAST or logits.dtype != torch.float32:
         return
     if Tensor.float is _float:
-        EXCHANGED[_asks] = _float
-        Tensor.float = _asks  # type: ignore[method-assign,assignment]
+        EXCHANGED[_replacement] = _float
+        Tensor.float = _replacement  # type: ignore[method-assign,assignment]
     elif _latest.site is not None and node._sequence_nr() == _latest.node:
         _deferring.update({_latest.site} - _refused)
 
@@ -105,7 +105,7 @@ def _operation(node: Any) -> str:
     return sub(r"Backward\d*$", "", node.name())
 
 
-def _asks(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+def _replacement(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Act as `Tensor.float`; compilers trace this, and know C's function by its place alone."""
     if torch.compiler.is_compiling():
         return self.to(torch.float32, *arguments, **options)
@@ -117,7 +117,7 @@ def _asks(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 def _may_defer(source: Tensor) -> bool:
     """Return whether a tensor may be logits whose copy will be given to a loss in tiles."""
-    if type(source) is not Tensor or source.dtype not in _HALF or not is_asked_for():
+    if type(source) is not Tensor or source.dtype not in _HALF or not are_tiles_enabled():
         return False
     return is_eligible(source) and source.is_contiguous()
 
@@ -141,40 +141,40 @@ class _Upcast(Root):
 
     def __init__(self, source: Tensor, site: _Site) -> None:
         super().__init__()
-        self._halves = source.detach()
+        self._half = source.detach()
         self._version = source._version
         self._site = site
-        self._values: Tensor | None = None
+        self._full_precision: Tensor | None = None
 
     @property
-    def has_halves(self) -> bool:
+    def has_half_precision(self) -> bool:
         """Whether the copy has not been made."""
-        return self._values is None
+        return self._full_precision is None
 
-    def halves(self) -> Tensor:
+    def half_precision(self) -> Tensor:
         """Return the logits.
 
         Raises:
             RuntimeError: the logits were modified in place since `float()` was called.
         """
-        if self._halves._version != self._version:
+        if self._half._version != self._version:
             raise RuntimeError(
-                f"logits {list(self._halves.shape)} were changed in place after float() was called "
+                f"logits {list(self._half.shape)} were changed in place after float() was called "
                 f"on them, and before anything has read what that returned; {ADVICE}"
             )
-        return self._halves
+        return self._half
 
-    def values(self) -> Tensor:
+    def full_precision(self) -> Tensor:
         """Return the copy; from now on its call site's copies are made at once.
 
         Raises:
-            RuntimeError: as `halves`.
+            RuntimeError: as `half_precision`.
         """
-        if self._values is None:
+        if self._full_precision is None:
             _deferring.discard(self._site)
             _refused.add(self._site)
-            self._values = _float(self.halves())
-        return self._values
+            self._full_precision = _float(self.half_precision())
+        return self._full_precision
 
 
 class _Deferral(torch.autograd.Function):
@@ -187,5 +187,5 @@ class _Deferral(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        halves = gradient.halves() if isinstance(gradient, Deferred) else None
-        return gradient.to(ctx.dtype) if halves is None else halves, None
+        half = gradient.half_precision() if isinstance(gradient, Deferred) else None
+        return gradient.to(ctx.dtype) if half is None else half, None

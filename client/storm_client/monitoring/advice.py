@@ -12,12 +12,12 @@ from typing import Final
 
 import torch
 
-from storm_client.monitoring.stats import Staying
+from storm_client.monitoring.stats import KeptTotals
 from stormd.protocol.sizes import format_size
 
 __all__ = ["FirstSteps", "advice"]
 
-SEEN_STEPS = 2
+EXAMINED_STEPS = 2
 """Steps examined: the second is like later ones, since the order of the first is known."""
 
 MIN_BYTES = 4 << 20
@@ -29,7 +29,7 @@ MIN_TENSOR_BYTES = 16 << 10
 MANY_PARAMETERS = 8
 """A model with so many large ones has operations in sequence, most of which save a parameter."""
 
-FEW_SEEN = 1 / 16
+MAX_SEEN_SHARE = 1 / 16
 """Share of a model's parameters that are saved if only its ends run outside of a checkpoint."""
 
 
@@ -39,10 +39,10 @@ class FirstSteps:
     def __init__(self) -> None:
         """Start before the first step."""
         self.begun = 0
-        self._due = SEEN_STEPS + 1
+        self._due = EXAMINED_STEPS + 1
 
     @property
-    def are_looked_at(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether the first steps were not examined yet."""
         return self.begun < self._due
 
@@ -51,20 +51,20 @@ class FirstSteps:
         self.begun += 1
         return self.begun == self._due
 
-    def look_later(self) -> None:
+    def postpone(self) -> None:
         """Postpone the examination: nothing has been saved, as in a validation."""
         self._due = 2 * self.begun
 
 
 def advice(
-    staying: Staying, steps: int, min_bytes: int, parameters: Iterable[torch.nn.Parameter]
+    totals: KeptTotals, steps: int, min_bytes: int, parameters: Iterable[torch.nn.Parameter]
 ) -> str | None:
     """Return the problem seen in `steps` steps, its cause, and what to set; None without a problem.
 
     `parameters` are those of the Offload's modules.
     """
     owned = list(parameters)
-    stats, skipped = staying.stats, staying.skipped_bytes
+    stats, skipped = totals.stats, totals.skipped_bytes
     # Small tensors are not examined any further: parameters may be among them.
     small_owned = sum(one.nbytes for one in owned if one.nbytes < min_bytes)
     small = max(0, skipped.get("small", 0) - steps * small_owned)
@@ -72,55 +72,56 @@ def advice(
     activations -= skipped.get("parameter", 0) + skipped.get("leaf", 0)
     if activations < steps * MIN_BYTES:
         large = [one for one in owned if one.requires_grad and one.nbytes >= min_bytes]
-        return _taken_over(staying, steps, activations, large)
-    reasons = {"small": small, **{name: staying.kept_bytes.get(name, 0) for name in _KEPT}}
+        return _without_hooks(totals, steps, activations, large)
+    reasons = {"small": small, **{name: totals.kept_bytes.get(name, 0) for name in _KEPT}}
     reason = max(reasons, key=lambda name: reasons[name])
-    stayed = reasons[reason]
-    if stayed <= stats.offloaded_bytes or 4 * stayed < activations:
+    kept = reasons[reason]
+    if kept <= stats.offloaded_bytes or 4 * kept < activations:
         return None
-    why = _small(staying, min_bytes) if reason == "small" else _KEPT[reason](staying, steps)
+    why = _small(totals, min_bytes) if reason == "small" else _KEPT[reason](totals, steps)
     if why is None:
         return None
     return (
-        f"little is saved: of {format_size(activations)} of activations in {steps} steps, "
-        f"{format_size(stayed)} stayed in memory and {format_size(stats.offloaded_bytes)} left; "
-        + why
+        f"little memory is saved: of {format_size(activations)} of activations in {steps} steps, "
+        f"{format_size(kept)} were kept on the device and "
+        f"{format_size(stats.offloaded_bytes)} offloaded; " + why
     )
 
 
-def _pool_full(staying: Staying, steps: int) -> str:
-    more = format_size(staying.kept_bytes["pool_full"] / steps / staying.stats.ratio)
+def _pool_full(totals: KeptTotals, steps: int) -> str:
+    more = format_size(totals.kept_bytes["pool_full"] / steps / totals.stats.ratio)
     return (
         f"the daemon's pool was full: set pool_bytes larger by about {more}, in connect() for a "
-        "daemon that it starts, else with `stormd serve --pool-bytes`" + _said(staying, "pool_full")
+        "daemon that it starts, else with `stormd serve --pool-bytes`"
+        + _daemon_detail(totals, "pool_full")
     )
 
 
-def _quota(staying: Staying, steps: int) -> str:
-    more = format_size(staying.kept_bytes["quota"] / steps)
+def _quota(totals: KeptTotals, steps: int) -> str:
+    more = format_size(totals.kept_bytes["quota"] / steps)
     return (
         f"a quota of the daemon was reached: {more} more is wanted of its session_quota_bytes, "
-        "uid_quota_bytes or pool_bytes" + _said(staying, "quota")
+        "uid_quota_bytes or pool_bytes" + _daemon_detail(totals, "quota")
     )
 
 
-def _said(staying: Staying, reason: str) -> str:
+def _daemon_detail(totals: KeptTotals, reason: str) -> str:
     """Return the daemon's own message about the last range that it did not accept, if any."""
-    detail = staying.details.get(reason, "")
+    detail = totals.details.get(reason, "")
     return f" (it said: {detail})" if detail else ""
 
 
-def _daemon_slow(staying: Staying, steps: int) -> str:  # noqa: ARG001 - as its neighbours
+def _daemon_slow(totals: KeptTotals, steps: int) -> str:  # noqa: ARG001 - as its neighbours
     return (
         "the daemon did not take it in time: see `stormd status` and `stormd doctor`; give it more "
         'cores with encode_threads, or set codec="raw"'
     )
 
 
-def _small(staying: Staying, min_bytes: int) -> str | None:
+def _small(totals: KeptTotals, min_bytes: int) -> str | None:
     """Advise for most of the bytes: tensors below half of the mean have less than half of them."""
-    count = max(1, staying.stats.skipped.get("small", 0))
-    mean = staying.skipped_bytes["small"] // count
+    count = max(1, totals.stats.skipped.get("small", 0))
+    mean = totals.skipped_bytes["small"] // count
     if mean < MIN_TENSOR_BYTES:
         return None
     lower = 1 << (mean // 2).bit_length() - 1
@@ -130,17 +131,17 @@ def _small(staying: Staying, min_bytes: int) -> str | None:
     )
 
 
-def _taken_over(
-    staying: Staying, steps: int, activations: int, trained: list[torch.nn.Parameter]
+def _without_hooks(
+    totals: KeptTotals, steps: int, activations: int, trained: list[torch.nn.Parameter]
 ) -> str | None:
     """Return a warning if a model of some size seems to have run without the hooks."""
-    seen = staying.stats.skipped.get("parameter", 0) / steps
-    if len(trained) < MANY_PARAMETERS or seen > FEW_SEEN * len(trained):
+    seen = totals.stats.skipped.get("parameter", 0) / steps
+    if len(trained) < MANY_PARAMETERS or seen > MAX_SEEN_SHARE * len(trained):
         return None
     if sum(one.nbytes for one in trained) < MIN_BYTES:
         return None
     return (
-        f"little is saved: in {steps} steps autograd handed over {format_size(activations)} of "
+        f"little memory is saved: in {steps} steps the hooks saw {format_size(activations)} of "
         f"activations, and {seen:.0f} of the model's {len(trained)} large parameters a step; only "
         "the innermost pair of saved-tensor hooks applies, so what runs under "
         "torch.utils.checkpoint or other hooks inside `with offload:` is not seen: checkpoint "
@@ -148,7 +149,7 @@ def _taken_over(
     )
 
 
-_KEPT: Final[dict[str, Callable[[Staying, int], str]]] = {
+_KEPT: Final[dict[str, Callable[[KeptTotals, int], str]]] = {
     "pool_full": _pool_full,
     "quota": _quota,
     "daemon_slow": _daemon_slow,

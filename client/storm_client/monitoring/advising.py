@@ -41,7 +41,7 @@ class Advising:
         self._first = 0.0
 
     @classmethod
-    def asked(cls) -> Advising | None:
+    def from_environment(cls) -> Advising | None:
         """Return an instance if the environment asks for advice, else None."""
         path = os.environ.get(ADVISE_VARIABLE)
         return cls(path) if path else None
@@ -65,13 +65,13 @@ class Advising:
             return
         lasted = (seconds - self._first) / TIMED_STEPS
         found = plans(BUDGETS)
-        self._tell(answers(found, ratio(), lasted, devices()))
+        self._send(answers(found, ratio(), lasted, devices()))
 
-    def _tell(self, told: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         # If the command has ended, training goes on without an answer.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
             there.connect(self._path)
-            there.send(json.dumps(told).encode())
+            there.send(json.dumps(message).encode())
 
 
 def answers(

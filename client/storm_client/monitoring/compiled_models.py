@@ -35,19 +35,19 @@ class CompiledModels:
     """The warning state of one Offload."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._has_warned = False
         self.graph_bytes = 0
         """The most that one graph has saved."""
         self._counted = (0, 0)
         """The graph that saved last, by autograd's sequence number, and its saved bytes so far."""
 
-    def look(self, modules: Iterable[torch.nn.Module]) -> None:
+    def warn_if_compiled(self, modules: Iterable[torch.nn.Module]) -> None:
         """Warn once if one of the Offload's modules is compiled itself."""
-        if self._said:
+        if self._has_warned:
             return
         for module in modules:
             if is_compiled(module) and _compiler(module) != "stormd":
-                self._said = True
+                self._has_warned = True
                 warnings.warn(
                     f"{_name(module)} is compiled as a whole: its backward pass begins by asking "
                     "for all that was saved, so offload does not lower the peak; compile it by "
@@ -59,7 +59,7 @@ class CompiledModels:
                 )
 
     @untraced
-    def saves(self, nbytes: int) -> None:
+    def count_saved(self, nbytes: int) -> None:
         """Count the bytes that autograd has just saved, if a compiled graph made them."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and _module_of(frame) in _BETWEEN:
@@ -73,9 +73,9 @@ class CompiledModels:
 
     def advice(self, saved_bytes: int) -> str | None:
         """Return the warning, once, for steps that save so much each; None if blocks save it."""
-        if self._said or self.graph_bytes <= saved_bytes // 2:
+        if self._has_warned or self.graph_bytes <= saved_bytes // 2:
             return None
-        self._said = True
+        self._has_warned = True
         return (
             f"one compiled graph saves {format_size(self.graph_bytes)} of the "
             f"{format_size(saved_bytes)} that autograd saves in a step, and its backward pass "
@@ -90,7 +90,7 @@ _GRAPHS: Final = "torch._functorch._aot_autograd."
 """Modules of the code that runs a graph, in an autograd function whose `apply` saves tensors."""
 
 _BETWEEN: Final = frozenset({"storm_client.hooks", "torch.autograd.function"})
-"""Modules of functions between those and `saves`. Before PyTorch 2.14 `apply` is one of them."""
+"""Modules of functions between those and `count_saved`, before PyTorch 2.14 with `apply`."""
 
 _autograd: Any = torch._C._autograd
 

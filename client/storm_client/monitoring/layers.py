@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["MODEL", "NOWHERE", "Layers", "Place", "layer_name", "parts_of"]
+__all__ = ["MODEL", "NOWHERE", "Layers", "Place", "layer_name", "modules_inside"]
 
 MODEL = "(model)"
 """Name for values that the model's own forward saves, outside of its layers."""
@@ -58,7 +58,7 @@ class Layers:
         return NOWHERE
 
 
-def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+def modules_inside(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """Yield some modules and all modules inside them, each once.
 
     Every step iterates over them before its first kernel. So this does not use `modules()`, which

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["are_wanted", "span"]
+__all__ = ["is_profiling", "span"]
 
 _NSYS: Final = "NVTX_INJECTION64_PATH"
 """Set by NVIDIA's profilers in the environment of the processes they start, for NVTX."""
@@ -22,20 +22,20 @@ _nothing: Final = nullcontext()
 _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # torch's gap
 
 
-def are_wanted() -> bool:
+def is_profiling() -> bool:
     """Return whether a profiler is listening."""
     return _listening or bool(_profiler_enabled())
 
 
 def span(what: str, nbytes: int, number: int = 0) -> AbstractContextManager[object]:
     """Return a context that is the range `storm WHAT #NUMBER, NBYTES B` to a profiler."""
-    if not are_wanted():
+    if not is_profiling():
         return _nothing
-    return _told(f"storm {what} #{number}, {nbytes} B")
+    return _reported_range(f"storm {what} #{number}, {nbytes} B")
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _reported_range(name: str) -> Iterator[None]:
     """Report a range to NVTX and to torch's own profiler."""
     with ExitStack() as entered:
         if _listening and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap

@@ -142,7 +142,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     moments = timeline.moments
     bands = {
         name: [getattr(moment, name) / 2**30 for moment in moments]
-        for name in ("stays", "offloaded", "replayed")
+        for name in ("kept", "offloaded", "replayed")
     }
     axes.stackplot([m.seconds for m in moments], *bands.values(), labels=list(bands), step="post")
     axes.legend(loc="upper left")
@@ -158,7 +158,7 @@ def _draw_threads(axes: Axes, timeline: Timeline) -> None:
         axes.broken_barh(spans, (height - 0.4, 0.8), color=f"C{height}")
     axes.set_yticks(range(len(kinds)), ["recomputing", "restoring", "storing"])
     axes.set_xlim(0.0, end or 1.0)
-    axes.set_ylabel("else computing")
+    axes.set_ylabel("otherwise computing")
 
 
 def _draw_stored(axes: Axes, timeline: Timeline) -> None:

@@ -56,15 +56,15 @@ class SharedRecorder:
                 recorder.deduplicated(share.duplicates)
             seconds = 0.0
 
-    def stays_in_use(self, nbytes: int) -> None:  # noqa: ARG002 - as a StatsRecorder's
+    def kept_in_use(self, nbytes: int) -> None:  # noqa: ARG002 - as a StatsRecorder's
         """Count the storages as kept because something else references their memory."""
         for recorder, share in self._shares.items():
-            recorder.stays_in_use(share.own)
+            recorder.kept_in_use(share.own)
 
-    def leaves(self, nbytes: int) -> None:  # noqa: ARG002
-        """Undo `stays_in_use`."""
+    def undo_in_use(self, nbytes: int) -> None:  # noqa: ARG002
+        """Undo `kept_in_use`."""
         for recorder, share in self._shares.items():
-            recorder.leaves(share.own)
+            recorder.undo_in_use(share.own)
 
     def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str = "ancf") -> None:  # noqa: ARG002
         """Count the storages as accepted by the daemon."""

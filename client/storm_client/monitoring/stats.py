@@ -23,7 +23,7 @@ from storm_client.monitoring.native_counts import NativeCounts
 from storm_client.notebooks import table_html
 from stormd.protocol.sizes import format_size
 
-__all__ = ["OffloadStats", "StatsRecorder", "Staying"]
+__all__ = ["KeptTotals", "OffloadStats", "StatsRecorder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class OffloadStats:
             ("  duplicates", self.deduplicated_bytes, ""),
             ("  offloaded", self.offloaded_bytes, _listed(self.offloaded_by_dtype, format_size)),
             ("  recomputed", self.replayed_bytes, ""),
-            ("  not taken", self.kept_bytes, _listed(self.kept, str)),
+            ("  not accepted", self.kept_bytes, _listed(self.kept, str)),
             (
                 "stored in the pool",
                 self.stored_bytes,
@@ -121,7 +121,7 @@ class OffloadStats:
                 object.__setattr__(self, item.name, MappingProxyType(value))
 
 
-class Staying(NamedTuple):
+class KeptTotals(NamedTuple):
     """Totals, and the bytes that were kept, by reason."""
 
     stats: OffloadStats
@@ -172,13 +172,13 @@ class StatsRecorder:
         """Count a saved tensor that the policy does not offload."""
         self._count("skipped", reason, nbytes)
 
-    def stays_in_use(self, nbytes: int) -> None:
+    def kept_in_use(self, nbytes: int) -> None:
         """Count a saved range that is kept because something else references its memory."""
-        self._count("stays", "in_use", nbytes)
+        self._count("kept_in_use", "in_use", nbytes)
 
-    def leaves(self, nbytes: int) -> None:
-        """Undo `stays_in_use`: nothing else references the memory any more."""
-        self._count("stays", "in_use", -nbytes, -1)
+    def undo_in_use(self, nbytes: int) -> None:
+        """Undo `kept_in_use`: nothing else references the memory any more."""
+        self._count("kept_in_use", "in_use", -nbytes, -1)
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a duplicate: a saved tensor whose bytes were stored before."""
@@ -190,15 +190,15 @@ class StatsRecorder:
 
     def restored(self, seconds: float) -> None:
         """Count the time that a thread spent on restoring a tensor."""
-        self._spent("restore", seconds)
+        self._add_seconds("restore", seconds)
 
-    def gives_up(self, nbytes: int) -> None:
+    def will_recompute(self, nbytes: int) -> None:
         """Count a saved tensor that will be recomputed, or that shares the storage of one."""
         self._count("replayed", "", nbytes)
 
     def replayed(self, seconds: float) -> None:
         """Count the time that a thread spent on recomputing a tensor."""
-        self._spent("replay", seconds)
+        self._add_seconds("replay", seconds)
 
     def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str = "ancf") -> None:
         """Count a range that the daemon has accepted."""
@@ -225,12 +225,14 @@ class StatsRecorder:
         stored = sums.total("stored")
         return max(1.0, sums.total("offloaded") / stored) if stored else 1.0
 
-    def staying(self) -> Staying:
+    def kept_totals(self) -> KeptTotals:
         """Return the totals and the bytes kept so far."""
         sums = self._sums()
         with self._lock:
             details = dict(self._details)
-        return Staying(_totals(sums), sums.nbytes("skipped", "stays"), sums.nbytes("kept"), details)
+        return KeptTotals(
+            _totals(sums), sums.nbytes("skipped", "kept_in_use"), sums.nbytes("kept"), details
+        )
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
@@ -261,9 +263,9 @@ class StatsRecorder:
         counted, seconds = self.native.drain()
         for one in counted:
             self.of_layer(one.layer)._count(one.what, one.reason, one.nbytes, one.tensors)
-        self._spent("replay", seconds)
+        self._add_seconds("replay", seconds)
 
-    def _spent(self, on: str, seconds: float) -> None:
+    def _add_seconds(self, on: str, seconds: float) -> None:
         with self._lock:
             self._seconds[on] += seconds
 
@@ -333,13 +335,13 @@ class _Sums:
 def _totals(sums: _Sums) -> OffloadStats:
     return OffloadStats(
         saved_bytes=sums.total(*_SAVED),
-        skipped_bytes=sums.total("skipped", "stays"),
+        skipped_bytes=sums.total("skipped", "kept_in_use"),
         deduplicated_bytes=sums.total("deduplicated"),
         offloaded_bytes=sums.total("offloaded"),
         stored_bytes=sums.total("stored"),
         kept_bytes=sums.total("kept"),
         replayed_bytes=sums.total("replayed"),
-        skipped=sums.counts("skipped", "stays"),
+        skipped=sums.counts("skipped", "kept_in_use"),
         kept=sums.counts("kept"),
         store_seconds=sums.seconds["store"],
         restore_wait_seconds=sums.seconds["restore"],

@@ -2,7 +2,7 @@
 
 The first steps learn a plan and try it, so only later ones count. The report has measured figures
 only. The time of a step without offloading is unknown, so the cost is the time that training
-threads spent on offloading. The text is made here by pure functions; `say` logs it.
+threads spent on offloading. The text is made here by pure functions; `log_line` logs it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from storm_client.monitoring.advice import MIN_BYTES
-from storm_client.monitoring.stats import OffloadStats, StatsRecorder, Staying
+from storm_client.monitoring.stats import KeptTotals, OffloadStats, StatsRecorder
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from stormd.protocol.sizes import exact_size, format_size, suggested_pool
 
-__all__ = ["Summary", "say"]
+__all__ = ["Summary", "log_line"]
 
 FIRST_STEP = 3
 """The first step that is counted: earlier ones learn the plan and try it."""
@@ -33,11 +33,11 @@ class _Begin(NamedTuple):
 
     step: int
     seconds: float
-    staying: Staying
+    totals: KeptTotals
 
     @property
     def stats(self) -> OffloadStats:
-        return self.staying.stats
+        return self.totals.stats
 
 
 class Summary:
@@ -66,7 +66,7 @@ class Summary:
         self.begun += 1
         if self.begun != self._due:
             return None
-        now = _Begin(self.begun, seconds, recorder.staying())
+        now = _Begin(self.begun, seconds, recorder.kept_totals())
         before = self._before
         if before is not None and now.stats.saved_bytes > before.stats.saved_bytes:
             self._due, self._before = 0, None
@@ -77,7 +77,7 @@ class Summary:
         return None
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Log a line for the user: on stderr if the script has not configured logging."""
     if log.hasHandlers():
         log.info(text)
@@ -90,7 +90,7 @@ def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> st
     """Return a report of the steps between the two; None if they saved too little."""
     steps = now.step - before.step
     small = (_small(now) - _small(before)) // steps
-    stayed = (_stayed(now) - _stayed(before)) // steps - min(small, small_owned)
+    stayed = (_kept_activations(now) - _kept_activations(before)) // steps - min(small, small_owned)
     offloaded = (now.stats.offloaded_bytes - before.stats.offloaded_bytes) // steps
     replayed = (now.stats.replayed_bytes - before.stats.replayed_bytes) // steps
     stored = (now.stats.stored_bytes - before.stats.stored_bytes) // steps
@@ -120,15 +120,15 @@ def _shown(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def _stayed(begin: _Begin) -> int:
+def _kept_activations(begin: _Begin) -> int:
     """Return the bytes of kept activations; the reasons in NO_ACTIVATIONS do not count."""
-    staying = begin.staying
-    skipped = sum(n for reason, n in staying.skipped_bytes.items() if reason not in NO_ACTIVATIONS)
-    return skipped + sum(staying.kept_bytes.values())
+    totals = begin.totals
+    skipped = sum(n for reason, n in totals.skipped_bytes.items() if reason not in NO_ACTIVATIONS)
+    return skipped + sum(totals.kept_bytes.values())
 
 
 def _small(begin: _Begin) -> int:
-    return begin.staying.skipped_bytes.get("small", 0)
+    return begin.totals.skipped_bytes.get("small", 0)
 
 
 def _spent(stats: OffloadStats) -> float:

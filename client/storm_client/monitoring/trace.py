@@ -33,21 +33,21 @@ FIRST_STEPS = 10
 EVERY = 50
 """Of the later steps, one in so many is traced."""
 
-Fate = Literal["stays", "offloaded", "replayed"]
+Fate = Literal["kept", "offloaded", "replayed"]
 """The outcome of a saved tensor: kept on the device, offloaded, or recomputed."""
 
-FATES: tuple[Fate, ...] = ("stays", "offloaded", "replayed")
+FATES: tuple[Fate, ...] = ("kept", "offloaded", "replayed")
 
 
 class Moment(NamedTuple):
     """Seconds since the step began, and byte counts at that time.
 
-    `stays`, `offloaded` and `replayed` are the bytes of each fate that are saved and not used yet.
+    `kept`, `offloaded` and `replayed` are the bytes of each fate that are saved and not used yet.
     `stored` is the bytes that have arrived in the pool since the step began.
     """
 
     seconds: float
-    stays: int
+    kept: int
     offloaded: int
     replayed: int
     stored: int

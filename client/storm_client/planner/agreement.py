@@ -202,20 +202,20 @@ class Agreement:
         phase = self.phase
         if isinstance(phase, Forming):
             if phase.is_known and self._is_overdue(phase.since, now, self._limits.steps):
-                self.part("no rank has claimed to plan for the others")
+                self.leave_group("no rank has claimed to plan for the others")
         elif isinstance(phase, Joining | Waiting | Gathering) and self._is_overdue(
             phase.since, now, self._limits.steps
         ):
             missing = "the other ranks' figures" if isinstance(phase, Gathering) else "a decision"
-            self.part(f"{missing} did not come within {self._limits.seconds:g} s")
+            self.leave_group(f"{missing} did not come within {self._limits.seconds:g} s")
 
-    def asks(self, step: int, now: Moment) -> list[Query]:
+    def queries(self, step: int, now: Moment) -> list[Query]:
         """Return queries, to be tried in this order until one succeeds; mostly none."""
         phase = self.phase
         over = Query((self._key("over"),))
         match phase:
             case Forming():
-                return [over, *self._asks_forming(phase, now)]
+                return [over, *self._forming_queries(phase, now)]
             case Joining():
                 return [over, Query((self._key("latest"),))]
             case Gathering():
@@ -228,7 +228,7 @@ class Agreement:
                 return [Query((self._key(f"{phase.round + 1}/call"),))]
         return []
 
-    def found(self, values: Mapping[str, str], step: int, now: Moment) -> None:
+    def receive(self, values: Mapping[str, str], step: int, now: Moment) -> None:
         """Continue with the values that a query has found."""
         phase = self.phase
         if self._key("over") in values:
@@ -236,15 +236,15 @@ class Agreement:
             return
         match phase:
             case Forming() if self._key("leader") in values:
-                self._led(values[self._key("leader")], now)
+                self._record_leader(values[self._key("leader")], now)
             case Forming():
-                self._see_ranks(values, now)
+                self._record_ranks(values, now)
             case Joining():
                 self.phase = Waiting(int(values[self._key("latest")]), now)
             case Gathering():
-                self._gathered(phase, values, step)
+                self._record_reports(phase, values, step)
             case Waiting():
-                self._see_decision(phase, values, step)
+                self._record_decision(phase, values, step)
             case Following():
                 self.phase = Reporting(phase.round + 1)
 
@@ -291,7 +291,7 @@ class Agreement:
         assert isinstance(phase, Decided)
         self.phase = Following(phase.round, step)
 
-    def call(self) -> bool:
+    def start_round(self) -> bool:
         """Begin a round, since this rank learned something new; return whether a round begins."""
         phase = self.phase
         if not isinstance(phase, Following):
@@ -299,7 +299,7 @@ class Agreement:
         self.phase = Reporting(phase.round + 1)
         return True
 
-    def part(self, reason: str) -> None:
+    def leave_group(self, reason: str) -> None:
         """Go on alone, and make the other ranks of the group do so, too."""
         self.outbox.append(Put(self._key("over"), f"{self.rank}: {reason}", is_claim=True))
         at = getattr(self.phase, "round", None)
@@ -342,7 +342,7 @@ class Agreement:
         is_late = now.seconds - since.seconds >= self._limits.seconds
         return is_late and now.step - since.step >= steps
 
-    def _asks_forming(self, phase: Forming, now: Moment) -> list[Query]:
+    def _forming_queries(self, phase: Forming, now: Moment) -> list[Query]:
         queries = [Query((self._key("leader"),))]
         if not phase.is_known:
             queries.append(Query(self._firsts))
@@ -350,12 +350,12 @@ class Agreement:
                 queries.append(Query((), self._firsts))
         return queries
 
-    def _see_ranks(self, values: Mapping[str, str], now: Moment) -> None:
+    def _record_ranks(self, values: Mapping[str, str], now: Moment) -> None:
         seen = {rank: values[key] for rank, key in enumerate(self._firsts) if key in values}
         same = sorted({self.rank, *(r for r, digest in seen.items() if digest == self._digest)})
         absent = [rank for rank in range(self._world) if rank not in seen and rank != self.rank]
         if len(same) == 1 and absent:
-            self.part(f"ranks {absent} have not shown which steps they run")
+            self.leave_group(f"ranks {absent} have not shown which steps they run")
             return
         if len(same) == 1:
             self.phase = Alone("")
@@ -365,24 +365,24 @@ class Agreement:
             self.outbox.append(Put(self._key("leader"), said, is_claim=True))
         self.phase = Forming(now, is_known=True)
 
-    def _led(self, said: str, now: Moment) -> None:
+    def _record_leader(self, said: str, now: Moment) -> None:
         claim = json.loads(said)
         self._leader, self.members = claim["leader"], tuple(claim["members"])
         self._absent = tuple(claim["absent"])
         self.phase = Reporting(0) if self._is_aligned else Joining(now)
 
-    def _gathered(self, phase: Gathering, values: Mapping[str, str], step: int) -> None:
+    def _record_reports(self, phase: Gathering, values: Mapping[str, str], step: int) -> None:
         reports = [json.loads(values[key]) for key in sorted(values)]
         if any(report["has_missed"] for report in reports):
             self._margin *= 2
         if self._margin > MAX_MARGIN:
-            self.part("decisions were seen too late again and again")
+            self.leave_group("decisions were seen too late again and again")
             return
         last = max([step, *(report["step"] for report in reports)])
         figures = tuple(report["figures"] for report in reports)
         self.phase = Deciding(phase.round, figures, last)
 
-    def _see_decision(self, phase: Waiting, values: Mapping[str, str], step: int) -> None:
+    def _record_decision(self, phase: Waiting, values: Mapping[str, str], step: int) -> None:
         said = json.loads(values[self._key(f"{phase.round}/decision")])
         if self._is_aligned and step > said["step"]:
             self.phase = Reporting(phase.round + 1, has_missed=True)

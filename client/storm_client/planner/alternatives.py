@@ -12,7 +12,7 @@ from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative
 from storm_client.planner.solver import Choice, choose
 
-__all__ = ["choose_alternative", "staying_bytes"]
+__all__ = ["choose_alternative", "kept_bytes"]
 
 _LITTLE: Final = Keep("little")
 
@@ -47,16 +47,16 @@ def choose_alternative(
     return choice if window is None else choice._replace(forward_seconds=window)
 
 
-def staying_bytes(problem: Problem, choice: Choice) -> int:
+def kept_bytes(problem: Problem, choice: Choice) -> int:
     """Return the bytes of saved values that a choice keeps on the device.
 
     Return at most the bytes that checkpointing each block would keep if the step's peak with this
     choice is not above that with its blocks checkpointed.
     """
     decided = zip(problem.values, choice.decisions, strict=True)
-    staying = sum(
+    kept = sum(
         value.nbytes for value, decision in decided if value.is_saved and isinstance(decision, Keep)
     )
-    if staying > problem.checkpointed_bytes and is_below_checkpointing(problem, choice):
+    if kept > problem.checkpointed_bytes and is_below_checkpointing(problem, choice):
         return problem.checkpointed_bytes
-    return staying
+    return kept

@@ -21,9 +21,9 @@ from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import Choice, Solver
 from storm_client.planner.timeline import (
     Timeline,
-    asked_between,
     checkpointed,
     kept_by_checkpointing,
+    needed_between,
     planned,
 )
 
@@ -53,7 +53,7 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
     most = checkpointed(problem)
     found = [_as_full(solver, problem, best, most)]
     kept = {n for n in kept_by_checkpointing(problem) if problem.values[n].is_saved}
-    begun = solver.choose(0, stays=kept)
+    begun = solver.choose(0, kept=kept)
     if not problem.lacked_bytes and min(planned(problem, begun.decisions).room_below(most)) >= 0:
         found.append(_keeping_what_fits(solver, problem, begun, most))
     return min(found, key=lambda one: (min(_room(problem, one, most)) < 0, one.seconds))
@@ -62,7 +62,7 @@ def choose_below_checkpointing(problem: Problem, machine: Machine) -> Choice:
 def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> Choice:
     """Return a choice that extends `best`, the best for its bytes, to the room there is."""
     room = _room(problem, best, most)
-    allowed, budget = _at_least(room), best.kept_bytes + room[-1]
+    allowed, budget = _min_room(room), best.kept_bytes + room[-1]
     for _ in range(TRIES):
         if budget <= best.kept_bytes:
             break
@@ -75,7 +75,7 @@ def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> 
     return _keeping_what_fits(solver, problem, best, most)
 
 
-def _at_least(room: Sequence[int]) -> list[int]:
+def _min_room(room: Sequence[int]) -> list[int]:
     """Return the room that a choice must leave if it extends one that leaves `room`.
 
     Where the latter exceeds the peak, the extended choice may exceed it equally. So values that fit
@@ -144,11 +144,11 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
     Then less is recomputed or in flight. So the other decisions are made anew, as long as that
     saves time.
     """
-    allowed = _at_least(_room(problem, choice, most))
+    allowed = _min_room(_room(problem, choice, most))
     while True:
         choice = _filled(solver, problem, choice, most, allowed)
         kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
-        again = solver.choose(0, stays=kept)
+        again = solver.choose(0, kept=kept)
         lacking = max(map(sub, allowed, _room(problem, again, most)))
         if lacking > 0 or again.seconds >= choice.seconds:
             return choice
@@ -165,7 +165,7 @@ def _filled(
     room = _room(problem, choice, most)
     more = _fitting(problem, choice, room)
     while more or (more := _in_flight_anyway(problem, choice)):
-        found = solver.keeping(choice, more)
+        found = solver.with_kept(choice, more)
         left = _room(problem, found, most)
         if max(map(sub, allowed, left)) > 0:
             more = more[: len(more) // 2]
@@ -185,7 +185,7 @@ def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> list[int]
     memory from then on, kept or not.
     """
     left, found = list(room), []
-    asked, used = asked_between(problem, choice.decisions), problem.used_between
+    needed, used = needed_between(problem, choice.decisions), problem.used_between
 
     def order(number: int) -> tuple[bool, float, int]:
         spared = choice.costs[number] / problem.values[number].nbytes
@@ -193,7 +193,7 @@ def _fitting(problem: Problem, choice: Choice, room: Sequence[int]) -> list[int]
 
     numbers = (value.number for value in problem.saved if choice.costs[value.number])
     for number in sorted(numbers, key=order, reverse=True):
-        begin = asked[number][0] + 1
+        begin = needed[number][0] + 1
         nbytes = problem.values[number].nbytes
         if min(left[begin:], default=nbytes) >= nbytes:
             left[begin:] = [one - nbytes for one in left[begin:]]

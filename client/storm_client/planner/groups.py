@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from storm_client.planner.min_cut import Node, cheapest
 from storm_client.planner.prices import Priced
 
-__all__ = ["LINK_SHARES", "Alike", "Choices", "Costs", "Part", "alike_groups"]
+__all__ = ["LINK_SHARES", "Alike", "Choices", "Costs", "GroupChoice", "identical_groups"]
 
 MAX_IN_A_ROW: Final = 16
 """Most operations in a row that recompute a value from a held one: all values recomputed for it may
@@ -41,16 +41,16 @@ TILT: Final = 0.02
 """Share by which a price rises or falls from the first value of a group to the last."""
 
 
-class Part(NamedTuple):
+class GroupChoice(NamedTuple):
     """The decisions for the values of one group; its values in none of the sets are not needed."""
 
     kept: frozenset[int]
     stored: frozenset[int]
     recomputed: frozenset[int]
 
-    def of(self, numbers: Sequence[int]) -> Part:
+    def of(self, numbers: Sequence[int]) -> GroupChoice:
         """Return the same decisions for a group whose places have these numbers."""
-        return Part(*(frozenset(numbers[place] for place in places) for places in self))
+        return GroupChoice(*(frozenset(numbers[place] for place in places) for places in self))
 
 
 class Costs(NamedTuple):
@@ -62,7 +62,7 @@ class Costs(NamedTuple):
     seconds: float
     """All other costs: encoding, decoding, recomputing and the training thread."""
 
-    def less(self, other: Costs) -> Costs:
+    def minus(self, other: Costs) -> Costs:
         """Return how much more this costs than another."""
         return Costs(
             self.kept_bytes - other.kept_bytes,
@@ -77,12 +77,12 @@ class Choices:
 
     nodes: tuple[Node, ...]
     """The values, in the order in which they are made."""
-    costs: dict[Part, Costs] = field(default_factory=dict)
+    costs: dict[GroupChoice, Costs] = field(default_factory=dict)
     """The known choices with their costs, by places among the nodes."""
     _has_kept: bool = False
     """Whether choices that keep something were searched."""
 
-    def look(self, priced: Priced, *, keeps: bool) -> None:
+    def explore(self, priced: Priced, *, keeps: bool) -> None:
         """Find the best choices at several prices; without `keeps` none of them keeps anything."""
         if self._has_kept or (self.costs and not keeps):
             return
@@ -91,22 +91,22 @@ class Choices:
         for share in LINK_SHARES:
             fewest = self._cut(priced, share, math.inf)
             if keeps:
-                self._look_between(priced, share, fewest, self._cut(priced, share, 0.0), depth)
+                self._explore_between(priced, share, fewest, self._cut(priced, share, 0.0), depth)
         most, least = self._cut(priced, 0.0, math.inf), self._cut(priced, 1.0, math.inf)
-        self._look_for_shares(priced, most, least, depth)
+        self._explore_link_shares(priced, most, least, depth)
 
-    def at(self, share: float, price: float) -> Part:
+    def best_at(self, share: float, price: float) -> GroupChoice:
         """Return the best known choice for a `price` of a kept byte and a `share` of link time."""
 
-        def cost(part: Part) -> float:
-            costs = self.costs[part]
+        def cost(choice: GroupChoice) -> float:
+            costs = self.costs[choice]
             kept = price * costs.kept_bytes if costs.kept_bytes else 0.0
             return costs.seconds + share * costs.link_seconds + kept
 
         return min(self.costs, key=cost)
 
-    def _look_between(
-        self, priced: Priced, share: float, fewer: Part, more: Part, depth: int
+    def _explore_between(
+        self, priced: Priced, share: float, fewer: GroupChoice, more: GroupChoice, depth: int
     ) -> None:
         """Find the best choices that keep more than `fewer` and less than `more`."""
         little, much = self.costs[fewer], self.costs[more]
@@ -117,10 +117,12 @@ class Choices:
         spared += share * (little.link_seconds - much.link_seconds)
         between = self._cut(priced, share, spared / nbytes)
         if between not in (fewer, more):
-            self._look_between(priced, share, fewer, between, depth - 1)
-            self._look_between(priced, share, between, more, depth - 1)
+            self._explore_between(priced, share, fewer, between, depth - 1)
+            self._explore_between(priced, share, between, more, depth - 1)
 
-    def _look_for_shares(self, priced: Priced, more: Part, less: Part, depth: int) -> None:
+    def _explore_link_shares(
+        self, priced: Priced, more: GroupChoice, less: GroupChoice, depth: int
+    ) -> None:
         """Find choices that use the link less than `more` and more than `less`."""
         much, little = self.costs[more], self.costs[less]
         link = much.link_seconds - little.link_seconds
@@ -128,10 +130,10 @@ class Choices:
             return
         between = self._cut(priced, (little.seconds - much.seconds) / link, math.inf)
         if between not in (more, less):
-            self._look_for_shares(priced, more, between, depth - 1)
-            self._look_for_shares(priced, between, less, depth - 1)
+            self._explore_link_shares(priced, more, between, depth - 1)
+            self._explore_link_shares(priced, between, less, depth - 1)
 
-    def _cut(self, priced: Priced, share: float, price: float) -> Part:
+    def _cut(self, priced: Priced, share: float, price: float) -> GroupChoice:
         """Return the best choice if a kept byte costs `price` and link time counts by `share`.
 
         Equal operations cost the same per byte, and would all get the same decision. Prices differ
@@ -151,18 +153,18 @@ class Choices:
         most = MAX_IN_BLOCK if priced.problem.block_ends else MAX_IN_A_ROW
         found = cheapest(self.nodes, list(map(min, storing, keeping)), most)
         kept = frozenset(place for place in found.held if keeping[place] < storing[place])
-        part = Part(kept, found.held - kept, found.recomputed)
-        self.costs.setdefault(part, self._costs(priced, part))
-        return part
+        choice = GroupChoice(kept, found.held - kept, found.recomputed)
+        self.costs.setdefault(choice, self._costs(priced, choice))
+        return choice
 
-    def _costs(self, priced: Priced, part: Part) -> Costs:
+    def _costs(self, priced: Priced, choice: GroupChoice) -> Costs:
         nodes, machine = self.nodes, priced.machine
-        stored = sum(nodes[place].nbytes for place in part.stored)
-        seconds = stored * machine.codec + len(part.stored) * machine.thread_store
+        stored = sum(nodes[place].nbytes for place in choice.stored)
+        seconds = stored * machine.codec + len(choice.stored) * machine.thread_store
         return Costs(
-            sum(nodes[place].nbytes for place in part.kept),
+            sum(nodes[place].nbytes for place in choice.kept),
             stored * machine.link,
-            seconds + sum(nodes[place].seconds for place in part.recomputed),
+            seconds + sum(nodes[place].seconds for place in choice.recomputed),
         )
 
 
@@ -175,14 +177,14 @@ class Alike(NamedTuple):
     """The numbers of each group's values, in order."""
 
 
-def alike_groups(
-    priced: Priced, there: Set[int], known: dict[tuple[Node, ...], Choices]
+def identical_groups(
+    priced: Priced, present: Set[int], known: dict[tuple[Node, ...], Choices]
 ) -> list[Alike]:
     """Return the groups of a step's values, with identical ones together.
 
-    Values that are `there` in any case belong to no group. Choices that are `known` are reused.
+    Values that are `present` in any case belong to no group. Choices that are `known` are reused.
     """
-    sources = _sources(priced, there)
+    sources = _sources(priced, present)
     found: dict[tuple[Node, ...], list[list[int]]] = {}
     for numbers in _connected(sources):
         places = {number: place for place, number in enumerate(numbers)}
@@ -201,13 +203,13 @@ def alike_groups(
     ]
 
 
-def _sources(priced: Priced, there: Set[int]) -> dict[int, tuple[int, ...] | None]:
+def _sources(priced: Priced, present: Set[int]) -> dict[int, tuple[int, ...] | None]:
     """Return each value's inputs that are not present anyway; None if it is never recomputed.
 
     Values that no saved value is recomputed from are left out.
     """
     found: dict[int, tuple[int, ...] | None] = {}
-    waiting = [number for number in priced.saved if number not in there]
+    waiting = [number for number in priced.saved if number not in present]
     while waiting:
         number = waiting.pop()
         if number in found:
@@ -216,15 +218,15 @@ def _sources(priced: Priced, there: Set[int]) -> dict[int, tuple[int, ...] | Non
         sources = priced.sources[number]
         if priced.is_recomputable[number]:
             found[number] = tuple(
-                one for one in sources if one >= 0 and not _is_there(one, priced, there)
+                one for one in sources if one >= 0 and not _is_present(one, priced, present)
             )
             waiting += found[number] or ()
     return found
 
 
-def _is_there(number: int, priced: Priced, there: Set[int]) -> bool:
+def _is_present(number: int, priced: Priced, present: Set[int]) -> bool:
     is_had = priced.values[number].is_saved and not priced.is_recomputable[number]
-    return is_had or number in there
+    return is_had or number in present
 
 
 def _connected(sources: dict[int, tuple[int, ...] | None]) -> list[list[int]]:

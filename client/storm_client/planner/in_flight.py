@@ -70,26 +70,26 @@ class DeviceWindow:
         """Bytes of sources that may be held after they were stored."""
         self.unread = self.limit
         """Bytes of sources that may be released before they were read."""
-        self.at_turn: int | None = None
+        self.limit_at_forward_end: int | None = None
         """Bytes of sources that may be held when a forward pass ends; None for the full limit."""
         self._largest = 0
         self._pass_bytes = 0
         self._passes: deque[tuple[int, int]] = deque(maxlen=LATEST)
         """Bytes that each of the latest passes stored, and its largest tensor."""
 
-    def saw(self, nbytes: int) -> None:
+    def record_store(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
         self._largest = max(self._largest, nbytes)
         self._pass_bytes += nbytes
         self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
         self.unread = max(self.unread, self.limit)
 
-    def turned(self) -> None:
+    def on_backward_begin(self) -> None:
         """Note that a restore begins: the stores since the last call were one forward pass."""
         self._passes.append((self._pass_bytes, self._largest))
         self._pass_bytes = self._largest = 0
-        self.limit = self._part_of_passes(HELD_SHARE)
-        self.unread = self._part_of_passes(UNREAD_SHARE)
+        self.limit = self._share_of_passes(HELD_SHARE)
+        self.unread = self._share_of_passes(UNREAD_SHARE)
 
     def may_hold(self) -> int:
         """Return how many bytes of sources may be held now.
@@ -97,24 +97,24 @@ class DeviceWindow:
         Sources that are held when a forward pass ends are in memory together with the loss. So the
         limit shrinks as the pass approaches the point where the last pass ended.
         """
-        if self.at_turn is None:
+        if self.limit_at_forward_end is None:
             return self.limit
         latest, _ = self._passes[-1] if self._passes else (0, 0)
         to_come = max(0, latest - self._pass_bytes)
-        return min(self.limit, max(self.at_turn, TURN_BYTES) + to_come)
+        return min(self.limit, max(self.limit_at_forward_end, TURN_BYTES) + to_come)
 
-    def ahead(self, headroom: int, held: int) -> int:
+    def prefetch_limit(self, headroom: int, held: int) -> int:
         """Return how many bytes may be prefetched.
 
         `headroom` is the peak of allocated bytes less the bytes allocated now. `held` is the bytes
         of sources that are held although they were stored. When a backward pass begins, held and
         prefetched values would be in memory at once, which is more than without offload. If
-        `at_turn` is set, prefetches do not use `headroom`: the plan counts on this in-flight limit.
-        A prefetched value stays in memory until its use, also at the step's peak, and would raise
-        the peak that the next step takes its headroom from.
+        `limit_at_forward_end` is set, prefetches do not use `headroom`: the plan counts on this
+        in-flight limit. A prefetched value stays in memory until its use, also at the step's peak,
+        and would raise the peak that the next step takes its headroom from.
         """
         beside_held = max(self.limit - held, min(self.limit, MIN_BYTES))
-        spare = headroom // 2 if self.at_turn is None else 0
+        spare = headroom // 2 if self.limit_at_forward_end is None else 0
         return min(self._ceiling, max(beside_held, spare))
 
     def shrink(self) -> None:
@@ -123,12 +123,12 @@ class DeviceWindow:
         self.limit = min(self.limit, self._ceiling)
         self.unread = min(self.unread, self._ceiling)
 
-    def _part_of_passes(self, share: float) -> int:
+    def _share_of_passes(self, share: float) -> int:
         stored, largest = map(max, zip(*self._passes, strict=True))
-        return min(self._ceiling, _part(share, stored, largest))
+        return min(self._ceiling, _share_of(share, stored, largest))
 
 
-def _part(share: float, stored: int, largest: int) -> int:
+def _share_of(share: float, stored: int, largest: int) -> int:
     """Return a share of the bytes that a forward pass stores, within limits."""
     return max(min(START_BYTES, max(MIN_BYTES, int(share * stored))), LARGEST * largest)
 
@@ -136,7 +136,7 @@ def _part(share: float, stored: int, largest: int) -> int:
 def in_flight_bytes(sizes: Sequence[int]) -> int:
     """Return the most bytes in flight in a step that stores tensors of these sizes."""
     stored = sum(sizes)
-    return min(stored, max(TURN_BYTES, _part(HELD_SHARE, stored, max(sizes, default=0))))
+    return min(stored, max(TURN_BYTES, _share_of(HELD_SHARE, stored, max(sizes, default=0))))
 
 
 def last_bytes(saved: int) -> int:

@@ -49,7 +49,7 @@ class LinkWatch:
         is_late = self._planned is not None and self._steps >= self._least_steps
         return is_late and self._steps % FIRST_STEPS == 0
 
-    def calls(self, link: float, *, is_used: bool) -> bool:
+    def needs_new_plan(self, link: float, *, is_used: bool) -> bool:
         """Return whether the link, just checked, calls for another plan.
 
         A plan that offloads nothing is not replaced because the link has become slower.

@@ -20,7 +20,7 @@ from storm_client.saved.versions import SavedVersion, View
 
 __all__ = ["OrderHistory", "Step"]
 
-LOOK_AGAIN = 32
+RECHECK_AFTER = 32
 """After so many tensors, all in sight are checked again: the device's copies may be gone."""
 
 KNOWN_STEPS = 8
@@ -30,7 +30,7 @@ dropped."""
 LOOKAHEAD = 64
 """Handles considered at a time; more than fit into a staging area, fewer than a step has."""
 
-LOOK_EVERY = 16
+CHECK_EVERY = 16
 """After all in sight were checked, so many are unpacked before the next check. A check, and the
 request that it sends to the daemon, cost about the same for one tensor as for several."""
 
@@ -62,7 +62,7 @@ class OrderHistory:
                 self._orders.popitem(last=False)
         return known
 
-    def soon(self) -> dict[int, float]:
+    def needed_at_once(self) -> dict[int, float]:
         """Return the tensors that the last step needed at once, with sizes relative to the first's.
 
         While such a tensor was packed, fewer than twice its bytes of others were packed or
@@ -92,7 +92,7 @@ class StepPlan:
     def __init__(self, history: OrderHistory) -> None:
         """Begin a step of the Offload that owns `history`."""
         self._history = history
-        self._soon: dict[int, float] | None = None
+        self._needed_at_once: dict[int, float] | None = None
         """Tensors that the step before needed at once; None before the first query."""
         self._sizes: list[int] = []
         self._actual: list[int] = []
@@ -100,7 +100,7 @@ class StepPlan:
         self._expected: list[int] = []
         self._position: dict[int, int] = {}
         self._next = 0
-        self._seen_to = 0  # how far the expected order has been checked
+        self._checked_to = 0  # how far the expected order has been checked
 
     def packed(self, nbytes: int) -> int:
         """Note that a tensor of `nbytes` was packed; return its number."""
@@ -112,10 +112,10 @@ class StepPlan:
 
         It is the same tensor if its size relative to the first is equal, for batches of any length.
         """
-        if self._soon is None:
-            self._soon = self._history.soon()
+        if self._needed_at_once is None:
+            self._needed_at_once = self._history.needed_at_once()
         first = self._sizes[0] if self._sizes else nbytes
-        return self._soon.get(len(self._sizes)) == nbytes / first
+        return self._needed_at_once.get(len(self._sizes)) == nbytes / first
 
     def unpacked(self, number: int) -> None:
         """Note that the tensor `number` is unpacked, for the first time or again."""
@@ -125,17 +125,17 @@ class StepPlan:
             self._asked.add(number)
             self._actual.append(number)
         position = self._position[number]
-        if position < self._next or not position % LOOK_AGAIN:
-            self._seen_to = 0
+        if position < self._next or not position % RECHECK_AFTER:
+            self._checked_to = 0
         self._next = position + 1
 
     @property
-    def is_going_back(self) -> bool:
+    def is_in_backward(self) -> bool:
         """Whether a tensor was unpacked, and none has been packed since then."""
         return bool(self._sizes) and len(self._expected) == len(self._sizes)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Number of tensors that are expected to be unpacked still."""
         return len(self._expected) - self._next
 
@@ -146,11 +146,11 @@ class StepPlan:
 
     def unseen(self, reach: int) -> list[int]:
         """Return the unchecked ones of the next `reach` expected tensors; see `saw`."""
-        return self._expected[max(self._next, self._seen_to) : self._next + reach]
+        return self._expected[max(self._next, self._checked_to) : self._next + reach]
 
     def saw(self, count: int) -> None:
         """Note that the first `count` of the unseen need no new check for a while."""
-        self._seen_to = max(self._next, self._seen_to) + count
+        self._checked_to = max(self._next, self._checked_to) + count
 
     def predict(self) -> None:
         """Fix the expected order, at the first unpack and again if more was packed after it."""
@@ -163,7 +163,7 @@ class StepPlan:
         missing = set(range(count)).difference(learned)
         self._expected = learned + sorted(missing, reverse=True)
         self._position = {number: index for index, number in enumerate(self._expected)}
-        self._seen_to = 0
+        self._checked_to = 0
 
 
 class _Pass:
@@ -176,7 +176,7 @@ class _Pass:
         self.first = first
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether any of its records is alive, and so may be needed."""
         return any(record() is not None for record in self.records)
 
@@ -194,7 +194,7 @@ class _Pass:
         while one is not None and reach > 0:
             one.plan.predict()
             yield one, reach
-            reach -= one.plan.left
+            reach -= one.plan.remaining
             one = one.earlier
 
 
@@ -248,7 +248,7 @@ class Step:
             if use.number < asked.first:
                 asked = asked.with_number(use.number)
             self._asked = asked
-            is_first = not asked.plan.is_going_back
+            is_first = not asked.plan.is_in_backward
             asked.plan.unpacked(use.number - asked.first)
             self._rests = 0 if is_first else self._rests - 1
             return is_first
@@ -289,12 +289,12 @@ class Step:
                 one.plan.saw(seen)
                 count -= seen
                 is_all = is_all and seen == unseen
-            self._rests = LOOK_EVERY if is_all else 0
+            self._rests = CHECK_EVERY if is_all else 0
 
     def _pass_of_next(self) -> _Pass:
         """Return the pass of the next packed handle, which may differ from that of the last."""
         packing = self._packing
-        if packing.plan.is_going_back or len(packing.records) >= PASS_HANDLES:
+        if packing.plan.is_in_backward or len(packing.records) >= PASS_HANDLES:
             earlier = _living(packing)
             if earlier is not None:
                 earlier.earlier = _living(earlier.earlier)
@@ -305,6 +305,6 @@ class Step:
 
 def _living(latest: _Pass | None) -> _Pass | None:
     """Return the latest pass, up to this one, with a living record."""
-    while latest is not None and not latest.lives:
+    while latest is not None and not latest.is_alive:
         latest = latest.earlier
     return latest

@@ -107,8 +107,8 @@ class Plan:
             choice.replay_seconds,
             choice.forward_seconds,
             checkpointed_bytes=problem.nbytes(others_keep) if beside else None,
-            fullest_bytes=planned(problem, choice.decisions).fullest if beside else None,
-            checkpointed_fullest_bytes=checkpointed(problem).fullest if beside else None,
+            fullest_bytes=planned(problem, choice.decisions).peak_bytes if beside else None,
+            checkpointed_fullest_bytes=checkpointed(problem).peak_bytes if beside else None,
             measured=measured,
         )
 
@@ -237,7 +237,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            "to draw needs matplotlib: pip install matplotlib, or print instead"
+            "drawing needs matplotlib: pip install matplotlib, or print instead"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -29,14 +29,14 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 __all__ = [
-    "ALL_STAYS",
+    "ALL_KEPT",
     "AS_BLOCKS",
     "MORE_BESIDE",
     "NOTHING",
     "OFFLOAD_ALONE",
     "PREDICTED",
     "Alternative",
-    "Followed",
+    "PlanResult",
     "PlanSearch",
 ]
 
@@ -64,15 +64,19 @@ LADDER: Final = (NOTHING, TWO_THIRDS, PREDICTED, MORE)
 """From the least offloaded to the most."""
 
 AS_BLOCKS: Final = (
-    Alternative("as much stays as checkpointing keeps", 0.0, fills_blocks=True),
-    Alternative("the same and two thirds of the link", 0.65, fills_blocks=True),
+    Alternative("as much kept as by checkpointing", 0.0, fills_blocks=True),
+    Alternative(
+        "as much kept as by checkpointing and two thirds of the link", 0.65, fills_blocks=True
+    ),
 )
 """For a step with known blocks: uses the memory of checkpointing for the values that pay most."""
-MORE_BESIDE: Final = Alternative("the same and all of the link", fills_blocks=True)
+MORE_BESIDE: Final = Alternative(
+    "as much kept as by checkpointing and all of the link", fills_blocks=True
+)
 """Measured after `AS_BLOCKS`, if the second of them takes less time than the first."""
 
 OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
-ALL_STAYS: Final = Alternative("all stays", keeps_all=True)
+ALL_KEPT: Final = Alternative("everything kept", keeps_all=True)
 """For a step that saves little: offloading it may cost the thread more than the step computes."""
 
 SKIPPED: Final = 1
@@ -81,7 +85,7 @@ SKIPPED: Final = 1
 MEASURED: Final = 3
 """Steps that are counted."""
 
-LOOKED_AT_AGAIN: Final = 6
+REMEASURED: Final = 6
 """Steps that are counted when a plan is measured once more."""
 
 MAX_STEPS: Final = 40
@@ -103,21 +107,21 @@ FAR: Final = 2.0
 GAIN: Final = 0.01
 """Share of a step's time: two plans that differ by less take the same time."""
 
-AGAIN: Final = 0.8
+RESTART_SHARE: Final = 0.8
 """Share of the chosen plan's time: if all latest steps take less, all plans are measured anew."""
 
-MAX_AGAIN: Final = 3
+MAX_REMEASURED: Final = 3
 """Most plans that are measured again if several are followed in turn: the fastest."""
 
 LATEST: Final = 8
 """Number of latest steps that are considered for this."""
 
 
-class Followed(NamedTuple):
+class PlanResult(NamedTuple):
     """The measured result of a plan."""
 
     seconds: float
-    staying_bytes: int
+    kept_bytes: int
     """Bytes that the plan keeps on the device."""
 
 
@@ -133,16 +137,16 @@ class PlanSearch:
     """Bytes of a step that may be kept at no penalty."""
     current: Alternative = PREDICTED
     """Initially the first plan to compare, unless results are known already."""
-    results: dict[Alternative, Followed] = field(default_factory=dict)
+    results: dict[Alternative, PlanResult] = field(default_factory=dict)
     """The measurements so far."""
     ruled_out: set[Alternative] = field(default_factory=set)
     """Plans whose link time alone exceeds the measured step time."""
-    seen_again: set[Alternative] = field(default_factory=set)
+    remeasured: set[Alternative] = field(default_factory=set)
     """Plans that were measured twice."""
     is_settled: bool = False
     steps: int = 0
     """Steps of the comparison until it settled."""
-    _staying: int = 0
+    _kept_bytes: int = 0
     _seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -150,11 +154,11 @@ class PlanSearch:
         if not self.results:
             self.current = self._first
 
-    def follows(self, staying_bytes: int) -> None:
+    def record_kept_bytes(self, kept_bytes: int) -> None:
         """Note how many bytes the current plan keeps."""
-        self._staying = staying_bytes
+        self._kept_bytes = kept_bytes
 
-    def took(self, alternative: Alternative, seconds: float | None) -> bool:
+    def record_step(self, alternative: Alternative, seconds: float | None) -> bool:
         """Note the time of a step that followed a plan; return whether to change to another plan.
 
         `seconds` is None for a step that is smaller than the compared ones.
@@ -162,29 +166,29 @@ class PlanSearch:
         if alternative != self.current:
             return False
         if self.is_settled:
-            return seconds is not None and self._took_settled(seconds)
+            return seconds is not None and self._record_settled(seconds)
         self.steps += 1
         if seconds is not None:
             self._seconds.append(seconds)
         if self._is_measured():
-            self._note_result()
+            self._record_result()
         elif self.steps < MAX_STEPS:
             return False
-        return self._go_on()
+        return self._advance()
 
-    def coming(self) -> list[Alternative]:
+    def upcoming(self) -> list[Alternative]:
         """Return the plans to measure after the current one, mostly whatever its result is.
 
         A plan that offloads more is not included before measurements show whether that may pay.
         """
         if self.is_settled:
             return []
-        if self.looks_again:
-            return self._doubtful()[1:MAX_AGAIN]
+        if self.is_remeasuring:
+            return self._doubtful()[1:MAX_REMEASURED]
         known = {self.current} | self.results.keys() | self.ruled_out
         return [one for one in self._candidates() if one not in known]
 
-    def took_in_turn(
+    def record_turns(
         self, found: Iterable[tuple[Alternative, int, Sequence[float | None]]]
     ) -> None:
         """Note the kept bytes and the step times of plans that were followed one after another.
@@ -192,14 +196,14 @@ class PlanSearch:
         A plan counts with at least two steps beside those that are skipped. None is measured a
         third time.
         """
-        looked_again = self.looks_again
-        for alternative, staying, seconds in found:
-            self.current, self._staying = alternative, staying
+        was_remeasuring = self.is_remeasuring
+        for alternative, kept, seconds in found:
+            self.current, self._kept_bytes = alternative, kept
             self.steps += len(seconds)
             self._seconds = [one for one in seconds if one is not None]
             if len(self._seconds) > SKIPPED + 1:
-                self._note_result()
-        self._go_on(may_doubt=not looked_again)
+                self._record_result()
+        self._advance(may_doubt=not was_remeasuring)
 
     def is_too_slow(self, least_seconds: float) -> bool:
         """Return whether to skip a plan whose steps take at least `least_seconds`."""
@@ -227,12 +231,12 @@ class PlanSearch:
         self.ruled_out |= hopeless
         self.is_settled, self.steps, self.current = False, 0, self._first
 
-    def is_like(self, other: Alternative) -> None:
+    def reuse_result_of(self, other: Alternative) -> None:
         """Note that the current plan decides the same as `other`, and need not be followed."""
         self.results[self.current] = self.results[other]
-        self._go_on()
+        self._advance()
 
-    def rules_out(self, least_seconds: float) -> bool:
+    def skip_if_slow(self, least_seconds: float) -> bool:
         """Return whether to skip the current plan, whose steps take at least `least_seconds`.
 
         If so, the next plan becomes the current one.
@@ -240,11 +244,11 @@ class PlanSearch:
         if not self.is_too_slow(least_seconds):
             return False
         self.ruled_out.add(self.current)
-        self._go_on()
+        self._advance()
         return True
 
     @property
-    def looks_again(self) -> bool:
+    def is_remeasuring(self) -> bool:
         """Whether the current plan has been measured, and is being measured once more."""
         return not self.is_settled and self.current in self.results
 
@@ -261,7 +265,7 @@ class PlanSearch:
         small = [one for one in measured if self._beyond_bytes(one) == least]
         longest = (1 + GAIN) * min((self.results[one].seconds for one in small), default=0.0)
         fast = [one for one in small if self.results[one].seconds <= longest]
-        return min(fast, key=lambda one: self.results[one].staying_bytes, default=self._first)
+        return min(fast, key=lambda one: self.results[one].kept_bytes, default=self._first)
 
     def __str__(self) -> str:
         """Return the results in one line."""
@@ -276,7 +280,7 @@ class PlanSearch:
         """Return the kept bytes beyond what checkpointing keeps, or beyond `slack_bytes`."""
         if alternative.fills_blocks:
             return 0
-        return max(0, self.results[alternative].staying_bytes - self.slack_bytes)
+        return max(0, self.results[alternative].kept_bytes - self.slack_bytes)
 
     @property
     def _longest(self) -> float:
@@ -289,22 +293,22 @@ class PlanSearch:
 
     def _is_measured(self) -> bool:
         counted = self._seconds[SKIPPED:]
-        is_long = self.looks_again and self.steps < MAX_STEPS
-        if len(counted) >= (LOOKED_AT_AGAIN if is_long else MEASURED):
+        is_long = self.is_remeasuring and self.steps < MAX_STEPS
+        if len(counted) >= (REMEASURED if is_long else MEASURED):
             return True
         return len(counted) > 1 and min(counted) > WORSE * self._fastest
 
-    def _note_result(self) -> None:
+    def _record_result(self) -> None:
         """Record the times of the current plan; a second measurement replaces the first."""
-        found = Followed(_shortest_of(self._seconds[SKIPPED:]), self._staying)
+        found = PlanResult(_shortest_of(self._seconds[SKIPPED:]), self._kept_bytes)
         before = self.results.get(self.current)
         if before is None:
             self.results[self.current] = found
             return
-        self.seen_again.add(self.current)
+        self.remeasured.add(self.current)
         self._replace(before, found)
 
-    def _go_on(self, *, may_doubt: bool = True) -> bool:
+    def _advance(self, *, may_doubt: bool = True) -> bool:
         """Change to the next plan to measure, or to the best; return whether it is another."""
         self._seconds.clear()
         done = self.results.keys() | self.ruled_out
@@ -360,7 +364,7 @@ class PlanSearch:
         The best comes first, and is measured again in any case. The first measured plan follows.
         """
         results = self.results  # plans that decide the same share one result
-        seen = {id(results[one]) for one in self.seen_again}
+        seen = {id(results[one]) for one in self.remeasured}
         most = dict.fromkeys(results, CLOSE * self._fastest)
         most |= dict.fromkeys(islice(results, 1), FAR * self._fastest) | {self.best: math.inf}
         left: dict[int, Alternative] = {}
@@ -370,19 +374,19 @@ class PlanSearch:
                 left.setdefault(id(found), one)
         return list(left.values())
 
-    def _took_settled(self, seconds: float) -> bool:
+    def _record_settled(self, seconds: float) -> bool:
         self._seconds = [*self._seconds, seconds][-LATEST:]
         found = self.results.get(self.current)
         if len(self._seconds) < LATEST or found is None:
             return False
-        if max(self._seconds) < AGAIN * found.seconds:
+        if max(self._seconds) < RESTART_SHARE * found.seconds:
             self._forget()
             self.is_settled, self.steps = False, 0
         elif min(self._seconds) > CLOSE * found.seconds:
             return self._takes_longer(found)
         return False  # the current plan is measured first
 
-    def _takes_longer(self, found: Followed) -> bool:
+    def _takes_longer(self, found: PlanResult) -> bool:
         """Measure again the plan that beats the chosen plan's latest time, if there is one.
 
         Other work on the machine may have disturbed either measurement. If all plans take longer
@@ -395,10 +399,10 @@ class PlanSearch:
         if (1 + GAIN) * self.results[best].seconds > latest:
             return False
         self.is_settled, self.current = False, best
-        self.steps = min(self.steps, MAX_STEPS - SKIPPED - LOOKED_AT_AGAIN)  # one measurement left
+        self.steps = min(self.steps, MAX_STEPS - SKIPPED - REMEASURED)  # one measurement left
         return True
 
-    def _replace(self, before: Followed, found: Followed) -> None:
+    def _replace(self, before: PlanResult, found: PlanResult) -> None:
         """Replace the result of all plans that decide the same."""
         for one, result in self.results.items():
             if result is before:
@@ -407,7 +411,7 @@ class PlanSearch:
     def _forget(self) -> None:
         self.results.clear()
         self.ruled_out.clear()
-        self.seen_again.clear()
+        self.remeasured.clear()
         self._seconds.clear()
 
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["lacked", "note_shortage"]
+__all__ = ["record_shortage", "shortage_bytes"]
 
-_LACKED: dict[torch.device, int] = {}
+_SHORTAGES: dict[torch.device, int] = {}
 
 
-def note_shortage(device: torch.device, nbytes: int) -> None:
+def record_shortage(device: torch.device, nbytes: int) -> None:
     """Note that `nbytes` could not be allocated although nothing was in flight any more."""
-    _LACKED[device] = _LACKED.get(device, 0) + nbytes
+    _SHORTAGES[device] = _SHORTAGES.get(device, 0) + nbytes
 
 
-def lacked(devices: Iterable[torch.device]) -> int:
+def shortage_bytes(devices: Iterable[torch.device]) -> int:
     """Return the largest shortage so far of any of these devices, in bytes."""
-    return max((_LACKED.get(device, 0) for device in devices), default=0)
+    return max((_SHORTAGES.get(device, 0) for device in devices), default=0)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import Alternative, Followed, PlanSearch
+from storm_client.planner.search import Alternative, PlanResult, PlanSearch
 from storm_client.planner.solver import Choice
 
 __all__ = ["Agreed", "Figures", "Seconds", "Turn"]
@@ -219,7 +219,7 @@ def _decision(text: str) -> Decision:
 def _search(said: dict[str, Any] | None) -> PlanSearch | None:
     if said is None:
         return None
-    results = {Alternative(*one): Followed(*found) for one, found in said["results"]}
+    results = {Alternative(*one): PlanResult(*found) for one, found in said["results"]}
     ruled_out = {Alternative(*one) for one in said["ruled_out"]}
     current = Alternative(*said["current"])
     others = tuple(Alternative(*one) for one in said["others"])

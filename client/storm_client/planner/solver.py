@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep, Replay
 from storm_client.planner.exchange import choices
-from storm_client.planner.groups import Alike, Choices, Part, alike_groups
+from storm_client.planner.groups import Alike, Choices, GroupChoice, identical_groups
 from storm_client.planner.machine import Machine
 from storm_client.planner.min_cut import Node
 from storm_client.planner.prices import Priced, operation_seconds
@@ -91,21 +91,21 @@ class Solver:
         self._known: dict[tuple[Node, ...], Choices] = {}
         """The known choices for each group of nodes."""
 
-    def choose(self, budget_bytes: int, stays: Set[int] = frozenset()) -> Choice:
+    def choose(self, budget_bytes: int, kept: Set[int] = frozenset()) -> Choice:
         """Return the decision for each value if `budget_bytes` may be kept, as `choose` does.
 
-        Values in `stays` are kept in any case, and count toward the budget.
+        Values in `kept` are kept in any case, and count toward the budget.
         """
         priced = self._priced
-        begun = _State(priced, budget_bytes, kept=set(stays))
-        begun.keep_what_is_asked_for_at_once()
-        there = frozenset(begun.kept | begun.last)
-        if there not in self._alike:
-            self._alike[there] = alike_groups(priced, there, self._known)
-        found = choices(priced, self._alike[there], begun.budget_left)
-        return _choice(min(map(begun.taking, found), key=_State.total))
+        begun = _State(priced, budget_bytes, kept=set(kept))
+        begun.keep_needed_at_once()
+        present = frozenset(begun.kept | begun.last)
+        if present not in self._alike:
+            self._alike[present] = identical_groups(priced, present, self._known)
+        found = choices(priced, self._alike[present], begun.budget_left)
+        return _choice(min(map(begun.with_group_choices, found), key=_State.total))
 
-    def keeping(self, choice: Choice, more: Iterable[int]) -> Choice:
+    def with_kept(self, choice: Choice, more: Iterable[int]) -> Choice:
         """Return the choice that also keeps `more`, with all other decisions unchanged."""
         state = _State(self._priced, choice.kept_bytes)
         for number, decision in enumerate(choice.decisions):
@@ -163,7 +163,7 @@ class _State:
 
     # --- steps of a choice ------------------------------------------------------------------
 
-    def keep_what_is_asked_for_at_once(self) -> None:
+    def keep_needed_at_once(self) -> None:
         """Keep values that are needed before the link could have offloaded them.
 
         Candidates are the values that the backward pass begins with, which would occupy memory
@@ -185,14 +185,14 @@ class _State:
                 return
             behind += priced.seconds[number]
 
-    def taking(self, parts: Sequence[Part]) -> _State:
+    def with_group_choices(self, chosen: Sequence[GroupChoice]) -> _State:
         """Return the decisions if groups of values take these choices."""
         state = replace(
             self,
-            kept=self.kept.union(*(part.kept for part in parts)),
+            kept=self.kept.union(*(choice.kept for choice in chosen)),
             last=set(self.last),
-            stored=set().union(*(part.stored for part in parts)),
-            recomputed=set().union(*(part.recomputed for part in parts)),
+            stored=set().union(*(choice.stored for choice in chosen)),
+            recomputed=set().union(*(choice.recomputed for choice in chosen)),
         )
         state.keep_what_fits()
         state.drop_what_is_not_needed()
@@ -210,8 +210,8 @@ class _State:
             seconds = priced.recompute_seconds if number in self.recomputed else storing
             return seconds[number] / priced.nbytes[number], number
 
-        stays = self.kept | self.last
-        for number in sorted(set(priced.saved) - stays, key=order, reverse=True):
+        kept_anyway = self.kept | self.last
+        for number in sorted(set(priced.saved) - kept_anyway, key=order, reverse=True):
             if priced.nbytes[number] <= left:
                 left -= priced.nbytes[number]
                 self.kept.add(number)
@@ -234,14 +234,14 @@ class _State:
 
     def drop_what_is_not_needed(self) -> None:
         """Recompute and store only unkept saved values and inputs of recomputations."""
-        stays = self.kept | self.last
-        needed = {n for n in self.priced.saved if n not in stays}
+        kept_anyway = self.kept | self.last
+        needed = {n for n in self.priced.saved if n not in kept_anyway}
         found = list(needed)
         while found:
             number = found.pop()
             if number in self.recomputed:
                 sources = self.priced.sources[number]
-                more = [n for n in sources if n >= 0 and n not in needed and n not in stays]
+                more = [n for n in sources if n >= 0 and n not in needed and n not in kept_anyway]
                 needed.update(more)
                 found += more
         self.recomputed &= needed

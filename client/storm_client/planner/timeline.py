@@ -36,7 +36,7 @@ from operator import add
 from storm_client.planner.decisions import Decision, Keep, Replay
 from storm_client.planner.problem import Problem
 
-__all__ = ["Timeline", "asked_between", "checkpointed", "kept_by_checkpointing", "planned"]
+__all__ = ["Timeline", "checkpointed", "kept_by_checkpointing", "needed_between", "planned"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Timeline:
     """Whether gradients may exist before the step."""
 
     @property
-    def fullest(self) -> int:
+    def peak_bytes(self) -> int:
         """The peak of a step that finds no parameter gradients."""
         return max(*self.forward, *self._with(self.gradients))
 
     @property
-    def fullest_beside_gradients(self) -> int:
+    def peak_bytes_beside_gradients(self) -> int:
         """The peak if all gradients exist before, without these: the step adds new ones to them."""
         return max(*self.forward, *self._with(self._new))
 
@@ -70,7 +70,7 @@ class Timeline:
         gradients (if the step may find any) and without. A result is negative where this step
         exceeds that already.
         """
-        first, later = other.fullest, other.fullest_beside_gradients
+        first, later = other.peak_bytes, other.peak_bytes_beside_gradients
         new = [first - filling for filling in self._with(self.gradients)]
         if not self.finds_gradients:
             return new
@@ -92,20 +92,20 @@ def planned(problem: Problem, decisions: Iterable[Decision]) -> Timeline:
     decided = list(zip(problem.values, decisions, strict=True))
     kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
     recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
-    return _timeline(problem, kept, recomputed, _when_asked)
+    return _timeline(problem, kept, recomputed, _when_needed)
 
 
-def asked_between(problem: Problem, decisions: Iterable[Decision]) -> dict[int, tuple[int, int]]:
+def needed_between(problem: Problem, decisions: Iterable[Decision]) -> dict[int, tuple[int, int]]:
     """Return the first and last backward moment at which a plan needs each value.
 
     Autograd needs the values that it saved, and recomputed values need their inputs.
     """
     decided = zip(problem.values, decisions, strict=True)
     recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
-    return _spans(problem, recomputed, _when_asked)
+    return _spans(problem, recomputed, _when_needed)
 
 
-def _when_asked(number: int) -> int:
+def _when_needed(number: int) -> int:
     """Return the moment itself: a plan recomputes a saved value only when it is needed."""
     return number
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from storm_client.monitoring.layers import parts_of
+from storm_client.monitoring.layers import modules_inside
 
 __all__ = ["Confirmation", "acts_on_gradients_early"]
 
@@ -59,7 +59,7 @@ def acts_on_gradients_early(modules: Iterable[torch.nn.Module]) -> bool:
         return True
     return any(
         parameter._post_accumulate_grad_hooks or parameter._backward_hooks
-        for part in parts_of(modules)
+        for part in modules_inside(modules)
         for parameter in part._parameters.values()
         if parameter is not None
     )

@@ -26,14 +26,14 @@ class HeldSources:
 
     def hold(self, out: Outgoing) -> None:
         """Hold a source."""
-        self._window.saw(out.nbytes)
+        self._window.record_store(out.nbytes)
         self.has_grown = True
         self._sources[out.key] = out
         self.nbytes += out.nbytes
 
-    def turned(self) -> None:
+    def on_backward_begin(self) -> None:
         """Tell the window that a restore begins."""
-        self._window.turned()
+        self._window.on_backward_begin()
         self.has_grown = False
 
     def excess(self, limit: int | None = None) -> Outgoing | None:
@@ -49,7 +49,7 @@ class HeldSources:
         """Return whether the source of the record with that key is held."""
         return key in self._sources
 
-    def let_go(self, key: int) -> None:
+    def drop(self, key: int) -> None:
         """Stop holding a source: its record was freed, or the source is given up."""
         out = self._sources.get(key)
         if out is None:

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 import torch
 
 from storm_client import native
-from storm_client.planner.shortage import note_shortage
+from storm_client.planner.shortage import record_shortage
 from storm_client.transport.interrupts import Living
 from storm_client.transport.kept_memory import kept_bytes
 from stormd.protocol.sizes import format_size
@@ -143,7 +143,7 @@ def relieve(device: torch.device, nbytes: int, attempt: int) -> bool | str:
             owner.make_room()
         return True
     if attempt == 1:
-        note_shortage(device, nbytes)
+        record_shortage(device, nbytes)
     moved = sum(owner.offload_kept() for owner in owners) if attempt == 1 else 0
     if moved:
         for owner in owners:
@@ -158,10 +158,10 @@ def _line(device: torch.device, nbytes: int) -> str:
     others = max(0, total - free - torch.cuda.memory_reserved(device))
     kept, used = kept_bytes(device), torch.cuda.memory_allocated(device)
     said = (
-        f"stormd: all that may leave {device} has left: of {format_size(used)} in use "
-        f"{format_size(used - kept)} are parameters, gradients, optimizer states and what "
-        f"operations work on, {format_size(kept)} saved tensors that the script holds or the "
-        f"daemon did not take; {format_size(others)} are other processes'"
+        f"stormd: everything that can be offloaded from {device} has been offloaded: of "
+        f"{format_size(used)} in use {format_size(used - kept)} are parameters, gradients, "
+        f"optimizer states and what operations work on, {format_size(kept)} saved tensors that the "
+        f"script holds or the daemon did not take; {format_size(others)} are other processes'"
     )
     if kept >= nbytes:
         return f"{said}; `stormd status` says what the pool has room for"

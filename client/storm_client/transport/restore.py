@@ -20,7 +20,7 @@ import torch
 
 from storm_client.errors import ActivationLost, DaemonLost, UsageError, lost_in_backward
 from storm_client.lanes import Lane, Mapped
-from storm_client.lanes.segments import tell
+from storm_client.lanes.segments import send_offers
 from storm_client.monitoring.profiler_ranges import span
 from storm_client.saved.ranges import Part, RangePhase, StoredRange, UpcomingUses, Use
 from storm_client.transport.confirmation import Confirmation
@@ -62,7 +62,7 @@ class Inbound:
         With `may_hand_out` the memory may be returned before the bytes are there. Then the thread's
         stream waits for them, and the backward pass ends with `confirm`.
 
-        This thread has set the record's phase to RETURNING; afterwards the phase is another one in
+        This thread has set the record's phase to RESTORING; afterwards the phase is another one in
         any case.
 
         Raises:
@@ -76,18 +76,18 @@ class Inbound:
             if self._in_place is not None:
                 storage = self._fetch_in_place(record, use.step, may_hand_out=may_hand_out)
             if storage is None:
-                storage = self.bring(record.key, record.parts, record.nbytes, use.step)
+                storage = self.restore_staged(record.key, record.parts, record.nbytes, use.step)
         finally:
             with connection.lock:
                 if storage is not None:
-                    record.came_back(storage, use)
-                if record.phase is RangePhase.RETURNING:
-                    record.move_to(RangePhase.AWAY)
+                    record.keep_restored(storage, use)
+                if record.phase is RangePhase.RESTORING:
+                    record.move_to(RangePhase.OFFLOADED)
                 if connection.waiting:
                     connection.notify()
         return storage
 
-    def bring(
+    def restore_staged(
         self, key: int, parts: list[Part], nbytes: int, uses: UpcomingUses | None = None
     ) -> torch.UntypedStorage:
         """Restore `parts` through the staging area, and return them in new memory of `nbytes`.
@@ -378,7 +378,9 @@ class Inbound:
 
     def _request_placed(self, placed: list[_Placed], *, is_demanded: bool) -> None:
         assert self._in_place is not None
-        sequence = self._in_place.produced(1)[0]  # after all work that used the memory before
+        sequence = self._in_place.publish_numbers(1)[
+            0
+        ]  # after all work that used the memory before
         try:
             for record, storage, place in placed:
                 incoming = self._transfers.expect_into(
@@ -403,7 +405,7 @@ class Inbound:
             if storage is None or record.key in self._transfers.incoming:
                 continue  # no memory to prefetch into, or another thread has begun the restore
             place = self._in_place.find(storage.data_ptr(), record.nbytes)
-            tell(self._connection, self._in_place.segments)
+            send_offers(self._connection, self._in_place.segments)
             self._is_mapped = place is not None
             if place is None:
                 return placed, False
@@ -455,7 +457,9 @@ class Inbound:
         """Return how many bytes may be prefetched now."""
         assert self._in_place is not None
         transfers = self._transfers
-        self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held.nbytes)
+        self._allowed = transfers.window.prefetch_limit(
+            self._in_place.headroom(), transfers.held.nbytes
+        )
         return self._allowed
 
     def _taken_bytes(self) -> int:

@@ -23,7 +23,7 @@ from storm_client.errors import ActivationLost, DaemonLost
 from storm_client.lanes import Lane, Stream
 from storm_client.lanes.dtypes import ENCODED
 from storm_client.lanes.offers import Mappable
-from storm_client.lanes.segments import tell
+from storm_client.lanes.segments import send_offers
 from storm_client.monitoring.shared_counts import RangeRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.planner.plan import Plan
@@ -176,7 +176,7 @@ class Session(Listener):
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
         record = self.record(storage, dtype, codec, stats, soon=soon, stream=stream)
-        self.stays_in_use(record, proof)
+        self.defer_until_unshared(record, proof)
         record.ready = ready
         if ready is not None and ready.sequence:
             self.send(record)
@@ -194,7 +194,8 @@ class Session(Listener):
     ) -> StoredRange:
         """Return a new record of `storage`, which a stream's work fills, and watch its death.
 
-        Send it with `send_results` if nobody else holds its storage; otherwise call `stays_in_use`.
+        If nobody else holds its storage, send it with `send_results`; otherwise call
+        `defer_until_unshared`.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -210,11 +211,11 @@ class Session(Listener):
             self.saved.add(record)
         return record
 
-    def stays_in_use(self, record: StoredRange, proof: SnapshotProof | None) -> None:
+    def defer_until_unshared(self, record: StoredRange, proof: SnapshotProof | None) -> None:
         """Keep a record until nobody else holds its storage: see `hold` and `send_unshared`."""
         record.proof = proof
         self._shared[record.key] = weakref.ref(record)
-        record.stats.stays_in_use(record.nbytes)
+        record.stats.kept_in_use(record.nbytes)
 
     def send_results(self, records: list[StoredRange]) -> None:
         """Send records whose storages nobody else holds, and others that may be sent by now.
@@ -248,7 +249,7 @@ class Session(Listener):
         if in_place is None or self.lane.is_capturing():
             return 0
         with self.connection.lock:
-            return in_place.produced(1)[0]
+            return in_place.publish_numbers(1)[0]
 
     def send_unshared(
         self, latest: int | None = None, but: Collection[StoredRange] = frozenset()
@@ -284,8 +285,8 @@ class Session(Listener):
         if not self.lane.reaches(stream):
             return
         with self.connection.lock:
-            leaving = [record for record in records if self._begins_to_leave(record)]
-        self._store(leaving, stream)
+            to_send = [record for record in records if self._begin_offload(record)]
+        self._store(to_send, stream)
 
     def _store(self, records: list[StoredRange], stream: Stream) -> None:
         """Store records in the stream order of the work that fills them."""
@@ -296,15 +297,15 @@ class Session(Listener):
         with elsewhere:
             self._outbound.store(records)
 
-    def _begins_to_leave(self, record: StoredRange) -> bool:
+    def _begin_offload(self, record: StoredRange) -> bool:
         """Remove a record from `_shared` (locked); return whether it is to be sent."""
         if self._shared.pop(record.key, None) is None:
             return False
         if record.source is None or not record.is_whole(record.source):
-            record.move_to(RangePhase.STAYING)
+            record.move_to(RangePhase.KEPT)
             return False  # its memory was replaced: only the present bytes can be returned
         record.leaves.clear()
-        record.stats.leaves(record.nbytes)
+        record.stats.undo_in_use(record.nbytes)
         return True
 
     def load(self, use: Use, *, is_first: bool = False, may_hand_out: bool = False) -> Located:
@@ -326,7 +327,7 @@ class Session(Listener):
             if deaths and (len(deaths) >= DEATHS_TOGETHER or not isinstance(deaths[-1], DeadRange)):
                 self._forget_dead()
             if self._shared.pop(record.key, None) is not None:
-                record.move_to(RangePhase.STAYING)  # needed now, so not worth sending
+                record.move_to(RangePhase.KEPT)  # needed now, so not worth sending
             located = self._claim(record)
             if located is not None:
                 record.unpacked(use)
@@ -365,11 +366,11 @@ class Session(Listener):
             self._release_dead()
             if self._in_place is not None:
                 self._in_place.sweep()
-                tell(self.connection, self._in_place.segments)
+                send_offers(self.connection, self._in_place.segments)
             if self.connection.outbox:
                 self.connection.flush()
 
-    def tell(self, plan: Plan, budget: Budget) -> None:
+    def apply_plan(self, plan: Plan, budget: Budget) -> None:
         """Limit held sources as the plan says, and tell the daemon of the plan, for monitoring."""
         sizes = plan.bytes_by_decision
         message = PlanLearned(
@@ -379,7 +380,7 @@ class Session(Listener):
             budget=budget_text(budget),
         )
         with self.connection.lock:
-            self.transfers.window.at_turn = plan.turn_bytes
+            self.transfers.window.limit_at_forward_end = plan.turn_bytes
             self._plan = message
             self.connection.post(0, message)
 
@@ -398,7 +399,7 @@ class Session(Listener):
             segments = in_place.segments
             if segments.concerns(request):
                 segments.answered(request, getattr(message, "detail", None))
-                tell(self.connection, segments)
+                send_offers(self.connection, segments)
                 return
         if in_place is not None and isinstance(message, FAILURES):
             number = number_of(request, message)
@@ -420,9 +421,9 @@ class Session(Listener):
         self._offered = {offer.segment for offer in segments}
         return segments
 
-    def descriptor(self, number: int) -> int | None:
+    def piece_descriptor(self, number: int) -> int | None:
         """Return the descriptor of a piece among the offers, None if the piece was freed."""
-        return None if self._in_place is None else self._in_place.segments.descriptor(number)
+        return None if self._in_place is None else self._in_place.segments.piece_descriptor(number)
 
     def on_loss(self) -> None:
         """Drop what is retained for the daemon: PyTorch may want to free it."""
@@ -443,7 +444,7 @@ class Session(Listener):
             asked = self.transfers.resume()
         else:
             in_place.segments.resume(self._offered, mapped & self._offered)
-            tell(self.connection, in_place.segments)
+            send_offers(self.connection, in_place.segments)
             asked = self.transfers.resume(in_place.outcome, in_place.last_number)
         self._forget_dead()
         there, held = entries.union(asked), set[int]()
@@ -465,7 +466,7 @@ class Session(Listener):
 
     def _claim(self, record: StoredRange) -> Located | None:
         """Return the bytes if they are in memory; otherwise take the duty to restore them."""
-        if record.phase is RangePhase.RETURNING:
+        if record.phase is RangePhase.RESTORING:
             self._await_return(record)
         located = record.locate()
         if located is not None:
@@ -485,14 +486,14 @@ class Session(Listener):
             self._outbound.check_steady(record)
             self._await_admission(record)
             return self._claim(record)
-        record.move_to(RangePhase.RETURNING)
+        record.move_to(RangePhase.RESTORING)
         return None
 
     def _await_return(self, record: StoredRange) -> None:
         """Wait until the thread that restores a record has succeeded or failed."""
         patience = STALL_SECONDS * len(record.parts)  # the other thread's longest wait
         deadline = time.monotonic() + patience
-        while record.phase is RangePhase.RETURNING:
+        while record.phase is RangePhase.RESTORING:
             if not self.connection.wait(deadline):
                 raise ActivationLost(
                     f"another thread has been restoring record {record.key} for {patience:g} s; "
@@ -505,7 +506,7 @@ class Session(Listener):
         If the daemon refuses one chunk, its admissions of the other chunks are void.
         """
         deadline = time.monotonic() + STALL_SECONDS
-        while record.phase is RangePhase.LEAVING:
+        while record.phase is RangePhase.OFFLOADING:
             if not self.connection.wait(deadline):
                 raise ActivationLost(
                     f"the storage of record {record.key} was resized before the daemon had said "
@@ -528,7 +529,7 @@ class Session(Listener):
             self._shared.pop(reference.key, None)
             if reference.key in self.transfers.incoming:
                 self.transfers.forget(reference.key)
-            self.transfers.held.let_go(reference.key)
+            self.transfers.held.drop(reference.key)
             for part in reference.parts:
                 self._unreleased.append(part.entry)
                 self._unreleased_bytes += part.nbytes

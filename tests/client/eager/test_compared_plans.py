@@ -24,11 +24,11 @@ from storm_client.eager.step_times import StepTimes
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Replay
 from storm_client.planner.machine import CPU, LinkFigures
 from storm_client.planner.search import (
-    ALL_STAYS,
+    ALL_KEPT,
     OFFLOAD_ALONE,
     PREDICTED,
     Alternative,
-    Followed,
+    PlanResult,
     PlanSearch,
 )
 from storm_client.transport.supply import Supply
@@ -56,12 +56,12 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Alternative], f
     """Return what has steps take so long, by the plan that they follow."""
 
     def take(seconds: Callable[[Alternative], float]) -> None:
-        known = step_times.StepTimes.took
+        known = step_times.StepTimes.record_step
 
-        def took(self: step_times.StepTimes, alternative: Alternative, _: Span) -> None:
+        def record_step(self: step_times.StepTimes, alternative: Alternative, _: Span) -> None:
             known(self, alternative, _Passed(seconds(alternative)))
 
-        monkeypatch.setattr(step_times.StepTimes, "took", took)
+        monkeypatch.setattr(step_times.StepTimes, "record_step", record_step)
 
     return take
 
@@ -169,11 +169,11 @@ def test_plans_are_compared_anew_for_a_link_that_others_use_as_well(
     for seconds, is_news in ((1.1e-7, False), (3e-7, True), (1e-7, True)):
         compared = comparison_of(offload)
         assert compared.search.is_settled
-        compared.is_told = True
+        compared.is_reported = True
         found += trained(net, offload, steps=100)
         assert compared is comparison_of(offload)
         assert compared.search.is_settled
-        assert compared.is_told is True
+        assert compared.is_reported is True
         planned_for = seconds if is_news else 1e-7
         assert compared.machine is not None
         assert compared.machine.link == pytest.approx(planned_for)
@@ -193,7 +193,7 @@ def test_of_a_step_that_saves_little_all_stays_if_that_takes_less(
     net = network()
     offload = client.offload(net, min_bytes=4096)
     assert all(map(torch.equal, trained(network(), nullcontext()), trained(net, offload)))
-    assert search_of(offload).current == ALL_STAYS
+    assert search_of(offload).current == ALL_KEPT
     before = offload.stats()
     trained(net, offload, steps=2)
     after = offload.stats()
@@ -218,7 +218,7 @@ def test_steps_that_python_follows_are_not_compared_while_compiled_code_may_yet(
             and signature.comparison
             and not signature.comparison.search.is_settled
         ):
-            signature.rest.steps = 0 if compared else 2
+            signature.fallback.steps = 0 if compared else 2
             compared.append(step.counts)
             assert step.counts == followed[-1]
         return signature
@@ -247,7 +247,7 @@ def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
     signature.reject(again[0], "it had other bits")
     trained(net, offload, steps=20)
     assert signature.comparison is not None
-    for decisions in signature.comparison.decided.values():
+    for decisions in signature.comparison.decisions.values():
         assert len(decisions) == len(signature.root.values)
     plan = signature.root.followed
     assert plan is not None
@@ -259,16 +259,16 @@ def test_plans_that_are_compared_are_told_of_the_same_turn() -> None:
     times, compared = StepTimes(is_on_gpu=True), Comparison(PlanSearch(), CPU)
     assert compared.turn_seconds(times) == math.inf
     for seconds in (0.5, 1.0, 2.0):
-        times.turned(_Passed(seconds))
+        times.record_turn(_Passed(seconds))
     assert compared.turn_seconds(times) == 2.0
-    times.turned(_Passed(3.0))
+    times.record_turn(_Passed(3.0))
     assert compared.turn_seconds(times) == 2.0 != times.turn_seconds()
 
 
 def test_a_plan_is_like_one_that_decides_the_same_and_was_measured() -> None:
     compared = Comparison(PlanSearch(), CPU)
-    compared.decided[PREDICTED] = [OFFLOAD]
+    compared.decisions[PREDICTED] = [OFFLOAD]
     assert compared.measured_like([OFFLOAD]) is None
-    compared.search.results[PREDICTED] = Followed(1.0, 0)
+    compared.search.results[PREDICTED] = PlanResult(1.0, 0)
     assert compared.measured_like([OFFLOAD]) is PREDICTED
     assert compared.measured_like([REPLAY]) is None

@@ -26,13 +26,13 @@ STEPS = 8
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the plans that sessions are told, as they are told of them."""
     plans: list[Any] = []
-    tell = Session.tell
+    apply_plan = Session.apply_plan
 
     def noting(session: Session, plan: Any, budget: Any) -> None:
         plans.append(plan)
-        tell(session, plan, budget)
+        apply_plan(session, plan, budget)
 
-    monkeypatch.setattr(Session, "tell", noting)
+    monkeypatch.setattr(Session, "apply_plan", noting)
     return plans
 
 
@@ -142,13 +142,13 @@ def test_with_the_least_budget_no_more_is_in_flight_than_checkpointing_would_kee
         assert plan.turn_bytes == (kept - plan.bytes_by_decision["keep"] if is_bounded else None)
         assert "checkpointing each block would keep" in str(plan)
         (session,) = client._supply.sessions._open_sessions()
-        assert session.transfers.window.at_turn == plan.turn_bytes
+        assert session.transfers.window.limit_at_forward_end == plan.turn_bytes
 
 
 def test_a_plan_has_less_room_where_memory_has_run_out(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shortage, "_LACKED", {})
+    monkeypatch.setattr(shortage, "_SHORTAGES", {})
     net = network()
     offload = client.offload(net, min_bytes=4096, budget=1.0)
     train(offload, net)
@@ -156,7 +156,7 @@ def test_a_plan_has_less_room_where_memory_has_run_out(
     before = offload.plan.bytes_by_decision["keep"]
     cpu = torch.device("cpu")
     monkeypatch.setattr(Planning, "devices", [cpu])
-    shortage.note_shortage(cpu, before // 2)
+    shortage.record_shortage(cpu, before // 2)
     train(offload, net)
     assert 0 < offload.plan.bytes_by_decision["keep"] <= before - before // 2
 

@@ -49,8 +49,8 @@ class Reader:
         self.copies[number] = tensor.untyped_storage().clone()
         return number
 
-    def leave(self, stores: Stores, record: StoredRange) -> Outgoing:
-        out = LEAVE(stores, record)
+    def begin_store(self, stores: Stores, record: StoredRange) -> Outgoing:
+        out = BEGIN_STORE(stores, record)
         if out.ready:
             self.used.append(out.ready)
         if out.ready in self.copies:
@@ -59,7 +59,7 @@ class Reader:
         return out
 
 
-LEAVE = Stores.leave
+BEGIN_STORE = Stores.begin_store
 PLANNED = RecordedValue.planned
 
 
@@ -78,11 +78,11 @@ def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     monkeypatch.setattr(signature, "repeated_ends", lambda _values: frozenset())  # so that all may
     monkeypatch.setattr(early_reads, "LARGE_BYTES", 0)
     monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
-    monkeypatch.setattr(DeviceWindow, "saw", lambda _window, _nbytes: None)
+    monkeypatch.setattr(DeviceWindow, "record_store", lambda _window, _nbytes: None)
     monkeypatch.setattr(
         Stores,
-        "leave",
-        lambda *args: reader.leave(*args),  # noqa: PLW0108 - no method of Stores
+        "begin_store",
+        lambda *args: reader.begin_store(*args),  # noqa: PLW0108 - no method of Stores
     )
     if device == "cpu":
         publish = lambda _hooks, tensor: reader.publish(tensor)  # noqa: E731

@@ -21,7 +21,7 @@ def advised(
     recorder = StatsRecorder()
     for _ in range(2):
         count(recorder)
-    return advice(recorder.staying(), 2, min_bytes, parameters)
+    return advice(recorder.kept_totals(), 2, min_bytes, parameters)
 
 
 def parameters(count: int, nbytes: int) -> list[torch.nn.Parameter]:
@@ -52,8 +52,8 @@ def skips(tensors: int, nbytes: int, reason: str = "small") -> Callable[[StatsRe
 def test_a_full_pool() -> None:
     text = advised(saves(40 * MIB, 200 * MIB, "pool_full"))
     assert text is not None
-    assert "of 480.0 MiB of activations in 2 steps, 400.0 MiB stayed in memory" in text
-    assert "80.0 MiB left; the daemon's pool was full: set pool_bytes larger by about" in text
+    assert "of 480.0 MiB of activations in 2 steps, 400.0 MiB were kept on the device" in text
+    assert "80.0 MiB offloaded; the daemon's pool was full: set pool_bytes larger by about" in text
     assert "about 100.0 MiB" in text  # at the ratio of what was stored
 
 
@@ -109,7 +109,7 @@ def test_a_model_that_ran_unseen() -> None:
     model = parameters(16, MIB)
     text = advised(skips(1, MIB, "in_use"), *model)
     assert text is not None
-    assert "handed over 2.0 MiB of activations, and 0 of the model's 16 large parameters" in text
+    assert "the hooks saw 2.0 MiB of activations, and 0 of the model's 16 large parameters" in text
     assert "torch.utils.checkpoint" in text
     assert advised(skips(8, MIB, "parameter"), *model) is None
     assert advised(skips(1, MIB, "in_use"), *model[:2]) is None
@@ -122,7 +122,7 @@ def test_a_model_that_ran_unseen() -> None:
 def test_a_look_that_found_nothing_is_repeated_later() -> None:
     steps = FirstSteps()
     assert [steps.is_due() for _ in range(3)][-1]
-    steps.look_later()
+    steps.postpone()
     assert [steps.is_due() for _ in range(5)] == [False, False, True, False, False]
 
 

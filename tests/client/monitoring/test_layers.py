@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from storm_client.monitoring.layers import MODEL, NOWHERE, Layers, layer_name, parts_of
+from storm_client.monitoring.layers import MODEL, NOWHERE, Layers, layer_name, modules_inside
 from torch import Tensor, nn
 
 
@@ -27,7 +27,7 @@ def test_parts_are_those_that_pytorch_finds() -> None:
     shared = nn.Linear(1, 1)
     net = nn.Sequential(nn.ModuleList([nn.Sequential(shared, nn.ReLU()), shared]), nn.ModuleDict())
     net.register_module("none", None)
-    parts = list(parts_of([net, shared]))
+    parts = list(modules_inside([net, shared]))
     assert len(parts) == len(set(parts))
     assert set(parts) == set(net.modules())
 

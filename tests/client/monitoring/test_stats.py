@@ -37,7 +37,7 @@ def recorded() -> OffloadStats:
     recorder.stored(256 << 20, "raw")
     recorder.kept(512 << 20, "pool_full")
     recorder.restored(1.25)
-    recorder.gives_up(64 << 20)
+    recorder.will_recompute(64 << 20)
     recorder.replayed(0.125)
     return recorder.snapshot()
 
@@ -49,7 +49,7 @@ def test_printed_it_is_a_table() -> None:
         "  duplicates         260.0 MiB",
         "  offloaded            2.5 GiB  bfloat16 2.0 GiB, bool 512.0 MiB",
         "  recomputed          64.0 MiB",
-        "  not taken          512.0 MiB  pool_full 1",
+        "  not accepted       512.0 MiB  pool_full 1",
         "stored in the pool     1.2 GiB  ratio 2.00, window 1.0 GiB, raw 256.0 MiB",
         "storing                0.500 s",
         "waiting to restore     1.250 s",
@@ -116,7 +116,7 @@ def test_what_a_layer_counts_the_whole_counts_too() -> None:
     first.saved(10, 0.5)
     first.offloaded(10, torch.float32)
     first.stored(4, "window")
-    second.gives_up(7)
+    second.will_recompute(7)
     second.replayed(0.25)
     second.kept(3, "pool_full", "said so")
     whole.skipped(5, "small")
@@ -128,4 +128,4 @@ def test_what_a_layer_counts_the_whole_counts_too() -> None:
     assert (stats.saved_bytes, stats.stored_bytes, stats.replayed_bytes) == (22, 4, 7)
     assert (whole.arrived_bytes, whole.ratio()) == (4, 2.5)
     assert (stats.store_seconds, stats.replay_seconds, stats.kept_bytes) == (0.5, 0.25, 3)
-    assert whole.staying().details == {"pool_full": "said so"}
+    assert whole.kept_totals().details == {"pool_full": "said so"}

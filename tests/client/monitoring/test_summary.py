@@ -9,7 +9,7 @@ import storm_client as storm
 import torch
 from storm_client.eager.step_times import StepTimes
 from storm_client.monitoring.stats import StatsRecorder
-from storm_client.monitoring.summary import Summary, say
+from storm_client.monitoring.summary import Summary, log_line
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ class Steps:
             self.recorder.stored(offloaded // 2, "window")
             self.recorder.restored(0.25)
         if replayed:
-            self.recorder.gives_up(replayed)
+            self.recorder.will_recompute(replayed)
             self.recorder.replayed(0.125)
 
 
@@ -114,7 +114,7 @@ def test_a_script_without_logging_has_it_on_stderr(
 ) -> None:
     monkeypatch.setattr(logger, "propagate", False)  # pytest has set up the root logger
     logger.setLevel(level)
-    say("saved much")
+    log_line("saved much")
     assert capsys.readouterr() == ("", shown)
 
 

@@ -25,7 +25,7 @@ def test_a_block_without_end_is_followed_so_far_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MAX_MOMENTS", 3)
     trace = made()
     for key in range(10):
-        trace.saved(key, "stays", 1)
+        trace.saved(key, "kept", 1)
         trace.paused("store", perf_counter())
     timeline = trace.timeline()
     assert len(timeline.moments) == 1 + 3
@@ -37,12 +37,12 @@ def test_the_step_that_a_backward_pass_used_last_is_shown() -> None:
     first, second, validation = made(traces), made(traces), made(traces)
     assert traces.timeline() is None
     for trace, nbytes in ((first, 1), (second, 2), (validation, 3)):
-        trace.saved(0, "stays", nbytes)
+        trace.saved(0, "kept", nbytes)
     for trace in (first, second, first):  # a graph that is kept
         trace.used(0)
     timeline = traces.timeline()
     assert timeline is not None
-    assert timeline.moments[1].stays == 2
+    assert timeline.moments[1].kept == 2
 
 
 def test_after_the_first_steps_one_in_some_is_followed() -> None:

@@ -70,7 +70,7 @@ class Rank:
         agreement, now = self.agreement, Moment(self.step, seconds)
         agreement.tick(now)
         if has_news:
-            agreement.call()
+            agreement.start_round()
         while turns and self._turn(now):
             agreement.assert_invariants()
             turns -= 1
@@ -94,9 +94,9 @@ class Rank:
             return True
         while agreement.outbox:
             self.store.put(agreement.outbox.popleft())
-        found = self.store.find(agreement.asks(self.step, now))
+        found = self.store.find(agreement.queries(self.step, now))
         if found is not None:
-            agreement.found(found, self.step, now)
+            agreement.receive(found, self.step, now)
         return found is not None
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from storm_client.planner.alternatives import choose_alternative, staying_bytes
+from storm_client.planner.alternatives import choose_alternative, kept_bytes
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import ALL_STAYS, AS_BLOCKS, LADDER, OFFLOAD_ALONE, PREDICTED
+from storm_client.planner.search import ALL_KEPT, AS_BLOCKS, LADDER, OFFLOAD_ALONE, PREDICTED
 from storm_client.planner.solver import choose
 from support.planning import value
 
@@ -61,13 +61,13 @@ def test_as_much_stays_as_checkpointing_would_keep_of_what_pays_most() -> None:
 
 
 def test_all_stays_where_that_is_asked_for() -> None:
-    assert decided(ALL_STAYS) == [Keep("little")] * 5
+    assert decided(ALL_KEPT) == [Keep("little")] * 5
 
 
 def test_what_stays_is_what_is_saved_and_kept() -> None:
     problem = replace(PROBLEM, values=(*PROBLEM.values, value(5, 70, saved=False)))
     choice = choose_alternative(PREDICTED, problem, MACHINE, room=250)
-    assert staying_bytes(problem, choice) == choice.kept_bytes == 200
+    assert kept_bytes(problem, choice) == choice.kept_bytes == 200
 
 
 def test_what_stays_below_checkpointing_is_as_much_as_that_keeps() -> None:
@@ -76,6 +76,6 @@ def test_what_stays_below_checkpointing_is_as_much_as_that_keeps() -> None:
     problem = Problem(values, forward_seconds=0.0, block_ends=frozenset({1, 5}), used_between=used)
     choice = choose_alternative(AS_BLOCKS[0], problem, MACHINE, room=None)
     assert choice.kept_bytes == 1400
-    assert staying_bytes(problem, choice) == problem.checkpointed_bytes == 1000
+    assert kept_bytes(problem, choice) == problem.checkpointed_bytes == 1000
     fuller = replace(problem, block_ends=frozenset({1}))
-    assert staying_bytes(fuller, choice) == 1400
+    assert kept_bytes(fuller, choice) == 1400

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storm_client.planner.exchange import choices
-from storm_client.planner.groups import Part, alike_groups
+from storm_client.planner.groups import GroupChoice, identical_groups
 from storm_client.planner.machine import CPU
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
@@ -23,13 +23,13 @@ def priced(values: list[Value], ends: frozenset[int], window: float = 0.0) -> Pr
     return Priced(problem, MACHINE, operation_seconds(values, MACHINE), window)
 
 
-def parts_of(priced: Priced, room: int) -> Iterator[list[Part]]:
-    return choices(priced, alike_groups(priced, frozenset(), {}), room)
+def parts_of(priced: Priced, room: int) -> Iterator[list[GroupChoice]]:
+    return choices(priced, identical_groups(priced, frozenset(), {}), room)
 
 
 def test_blocks_are_groups_of_which_one_is_chosen_for() -> None:
     values, ends = alike_blocks(5)
-    found = alike_groups(priced(values, ends), frozenset(), {})
+    found = identical_groups(priced(values, ends), frozenset(), {})
     assert sorted(len(one.groups) for one in found) == [1, 1, 4]
     # The first is given what is saved; others what the one before has made, if it is asked for.
     assert [len(one.choices.nodes) for one in found if len(one.groups) > 1] == [4]
@@ -37,7 +37,7 @@ def test_blocks_are_groups_of_which_one_is_chosen_for() -> None:
 
 def test_what_is_there_anyway_is_of_no_group() -> None:
     values, ends = alike_blocks(2)
-    found = alike_groups(priced(values, ends), {0, 1}, {})
+    found = identical_groups(priced(values, ends), {0, 1}, {})
     assert not {0, 1}.intersection(n for one in found for group in one.groups for n in group)
 
 
@@ -52,7 +52,7 @@ def test_of_blocks_that_are_alike_some_keep_more_and_the_last_most() -> None:
 def test_what_is_made_from_a_later_value_is_behind_it_and_nothing_is_made_from_itself() -> None:
     values = [value(0, 100, "to", 1), value(1, 40, saved=False)]
     values += [value(2, 100, "add", 3, saved=False), value(3, 100, "add", 2)]
-    first, second = alike_groups(priced(values, frozenset()), frozenset(), {})
+    first, second = identical_groups(priced(values, frozenset()), frozenset(), {})
     assert (first.groups, second.groups) == ([[1, 0]], [[3, 2]])
     assert first.choices.nodes[1].sources == (0,)
     assert [node.sources for node in second.choices.nodes] == [(), (0,)]

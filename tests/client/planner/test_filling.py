@@ -87,7 +87,7 @@ def test_nothing_is_given_up_that_could_stay(
         lacking = min(room_below_checkpointing(problem, before))
         assert lacking <= min(room_below_checkpointing(problem, found)) < 0
         return
-    assert planned(problem, found.decisions).fullest <= most.fullest
+    assert planned(problem, found.decisions).peak_bytes <= most.peak_bytes
     for one in problem.saved:
         if not isinstance(found.decisions[one.number], Keep):
             decisions = list(found.decisions)
@@ -122,9 +122,11 @@ def test_what_is_chosen_takes_no_longer_than_checkpointing_does(
 ) -> None:
     """Also where one value is so large that to have it in flight leaves no room to keep others."""
     problem = step(count, wide=wide, loss=loss)
-    stays = kept_by_checkpointing(problem)
-    as_checkpointed = Solver(problem, CUDA).choose(0, stays=stays)
-    assert planned(problem, as_checkpointed.decisions).fullest <= checkpointed(problem).fullest
+    kept = kept_by_checkpointing(problem)
+    as_checkpointed = Solver(problem, CUDA).choose(0, kept=kept)
+    assert (
+        planned(problem, as_checkpointed.decisions).peak_bytes <= checkpointed(problem).peak_bytes
+    )
     assert choose_below_checkpointing(problem, CUDA).seconds <= as_checkpointed.seconds
 
 
@@ -154,7 +156,9 @@ def test_what_devices_have_lacked_is_left_free(lacked: int) -> None:
     before = choose_below_checkpointing(problem, CUDA)
     found = choose_below_checkpointing(replace(problem, lacked_bytes=lacked * MIB), CUDA)
     least = choose(problem, CUDA, budget_bytes=0)
-    full, less, lowest = (planned(problem, one.decisions).fullest for one in (before, found, least))
+    full, less, lowest = (
+        planned(problem, one.decisions).peak_bytes for one in (before, found, least)
+    )
     assert less <= max(full - lacked * MIB, lowest)
     assert less < full
 

@@ -15,7 +15,7 @@ def watch() -> LinkWatch:
 
 def steps_until_called(watch: LinkWatch, link: float, most: int = 2 * MAX_STEPS) -> int | None:
     due = (step for step in range(1, most) if watch.is_due())
-    calls = (step for step in due if watch.calls(link, is_used=True))
+    calls = (step for step in due if watch.needs_new_plan(link, is_used=True))
     return next(calls, None)
 
 
@@ -42,5 +42,5 @@ def test_without_a_plan_there_is_none_to_be_made_anew() -> None:
 
 def test_what_sends_nothing_minds_no_slower_link(watch: LinkWatch) -> None:
     steps = range(2 * FIRST_STEPS)
-    assert not any(watch.is_due() and watch.calls(2.0, is_used=False) for _ in steps)
-    assert watch.calls(0.5, is_used=False)
+    assert not any(watch.is_due() and watch.needs_new_plan(2.0, is_used=False) for _ in steps)
+    assert watch.needs_new_plan(0.5, is_used=False)

@@ -19,8 +19,8 @@ from storm_client.planner.in_flight import (
 )
 from storm_client.planner.order import (
     KNOWN_STEPS,
-    LOOK_AGAIN,
     PASS_HANDLES,
+    RECHECK_AFTER,
     StepPlan,
 )
 from storm_client.saved.ranges import Handle
@@ -99,7 +99,7 @@ def test_a_second_pass_over_a_retained_graph_starts_again() -> None:
 
 
 def test_after_a_while_all_is_looked_at_again() -> None:
-    count = 2 * LOOK_AGAIN + 2
+    count = 2 * RECHECK_AFTER + 2
     plan = packed(OrderHistory(), *[1] * count)
     looked = 0
     for number in reversed(range(1, count)):
@@ -108,7 +108,7 @@ def test_after_a_while_all_is_looked_at_again() -> None:
         assert number - 1 in unseen or not unseen
         looked += len(unseen)
         plan.saw(len(unseen))
-    assert looked == sum(range(1, count, LOOK_AGAIN))
+    assert looked == sum(range(1, count, RECHECK_AFTER))
 
 
 def test_only_the_latest_kinds_are_remembered() -> None:
@@ -157,7 +157,7 @@ def test_threads_that_share_a_history() -> None:
     thread.start()
     try:
         for _ in range(20000):
-            assert set(history.soon()) <= {0, 1, 2}
+            assert set(history.needed_at_once()) <= {0, 1, 2}
     finally:
         over.set()
         thread.join()
@@ -247,8 +247,8 @@ GIB = 1 << 30
 def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -> None:
     window = DeviceWindow(4 * GIB)
     for nbytes in stored:
-        window.saw(nbytes)
-    window.turned()
+        window.record_store(nbytes)
+    window.on_backward_begin()
     assert window.limit == limit
 
 
@@ -257,51 +257,51 @@ def test_what_learning_has_stored_soon_counts_no_more() -> None:
     window, own = DeviceWindow(4 * GIB), [GIB // 8] * 8
     for stored in ([GIB] * 20, *[own] * LATEST):
         for nbytes in stored:
-            window.saw(nbytes)
-        window.turned()
+            window.record_store(nbytes)
+        window.on_backward_begin()
     assert window.limit == LARGEST * GIB // 8
     assert window.unread == window.limit
-    assert window.ahead(0, 0) <= in_flight_bytes(own)
+    assert window.prefetch_limit(0, 0) <= in_flight_bytes(own)
 
 
 def test_what_a_plan_counts_on_is_in_flight_however_much_was_used_before() -> None:
     """What the fullest moment has free again is free at no later one."""
     window = DeviceWindow(4 * GIB)
-    window.saw(GIB // 8)
-    window.turned()
-    assert window.ahead(5 * GIB, 0) == 5 * GIB // 2
-    window.at_turn = 0
-    assert window.ahead(5 * GIB, 0) == window.limit
-    assert window.ahead(5 * GIB, window.limit) == MIN_BYTES
+    window.record_store(GIB // 8)
+    window.on_backward_begin()
+    assert window.prefetch_limit(5 * GIB, 0) == 5 * GIB // 2
+    window.limit_at_forward_end = 0
+    assert window.prefetch_limit(5 * GIB, 0) == window.limit
+    assert window.prefetch_limit(5 * GIB, window.limit) == MIN_BYTES
 
 
 def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     window = DeviceWindow(4 * GIB)
-    window.saw(GIB)
+    window.record_store(GIB)
     window.shrink()
-    assert (window.limit, window.ahead(100 * GIB, 0)) == (2 * GIB, 2 * GIB)
+    assert (window.limit, window.prefetch_limit(100 * GIB, 0)) == (2 * GIB, 2 * GIB)
     assert window.unread == 2 * GIB
     for _ in range(10):
         window.shrink()
-    assert window.limit == window.ahead(100 * GIB, 0) == MIN_BYTES
-    window.saw(GIB)
+    assert window.limit == window.prefetch_limit(100 * GIB, 0) == MIN_BYTES
+    window.record_store(GIB)
     assert window.limit == MIN_BYTES
 
 
 def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
     """There it lies beside the loss."""
     window = DeviceWindow(4 * GIB)
-    window.at_turn = TURN_BYTES + MIN_BYTES
+    window.limit_at_forward_end = TURN_BYTES + MIN_BYTES
     held: list[int] = []
     for _ in range(2):
         held.clear()
         for _ in range(32):
-            window.saw(GIB // 10)
+            window.record_store(GIB // 10)
             held.append(window.may_hold())
-        window.turned()
+        window.on_backward_begin()
     assert held[0] == window.limit
     assert held == sorted(held, reverse=True)
-    assert held[-1] == window.at_turn
-    assert held[-2] == min(window.limit, window.at_turn + GIB // 10)
-    window.at_turn = None
+    assert held[-1] == window.limit_at_forward_end
+    assert held[-2] == min(window.limit, window.limit_at_forward_end + GIB // 10)
+    window.limit_at_forward_end = None
     assert window.may_hold() == window.limit

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.search import (
-    ALL_STAYS,
+    ALL_KEPT,
     AS_BLOCKS,
     LADDER,
     LATEST,
-    LOOKED_AT_AGAIN,
-    MAX_AGAIN,
+    MAX_REMEASURED,
     MAX_STEPS,
     MEASURED,
     MORE_BESIDE,
     OFFLOAD_ALONE,
     PREDICTED,
+    REMEASURED,
     SKIPPED,
     Alternative,
     PlanSearch,
@@ -37,10 +37,10 @@ def settled(
     search: PlanSearch, seconds: Seconds, staying: Callable[[Alternative], int] = lambda _: 0
 ) -> PlanSearch:
     """Follow plans that take so many seconds, until one stays."""
-    search.follows(staying(search.current))
+    search.record_kept_bytes(staying(search.current))
     for _ in range(2 * LONGEST):
-        if search.took(search.current, seconds(search.current)):
-            search.follows(staying(search.current))
+        if search.record_step(search.current, seconds(search.current)):
+            search.record_kept_bytes(staying(search.current))
         if search.is_settled:
             return search
     raise AssertionError(f"not settled: {search}")
@@ -50,10 +50,10 @@ def settled_in_turn(search: PlanSearch, seconds: Seconds) -> int:
     """Follow plans as ranks do, four steps each and one after another; return the steps."""
     count = 0
     for _ in range(LONGEST):
-        turns = [search.current, *search.coming()]
+        turns = [search.current, *search.upcoming()]
         assert len(set(turns)) == len(turns)
         count += len(turns) * (SKIPPED + MEASURED)
-        search.took_in_turn((one, 0, [9.0, *[seconds(one)] * 2]) for one in turns)
+        search.record_turns((one, 0, [9.0, *[seconds(one)] * 2]) for one in turns)
         if search.is_settled:
             return count
     raise AssertionError(f"not settled: {search}")
@@ -62,11 +62,11 @@ def settled_in_turn(search: PlanSearch, seconds: Seconds) -> int:
 @pytest.mark.parametrize("best", [NOTHING, TWO_THIRDS, PREDICTED, *AS_BLOCKS, OFFLOAD_ALONE])
 def test_plans_that_are_followed_in_turn_end_the_search_in_few_rounds(best: Alternative) -> None:
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    assert [search.current, *search.coming()] == [*AS_BLOCKS, NOTHING, TWO_THIRDS]
+    assert [search.current, *search.upcoming()] == [*AS_BLOCKS, NOTHING, TWO_THIRDS]
     seconds = lambda one: 0.1 if one == best else 0.2  # noqa: E731
     assert settled_in_turn(search, seconds) <= LONGEST
     assert search.current == best
-    assert not search.coming()
+    assert not search.upcoming()
 
 
 def test_more_on_the_link_is_followed_once_the_others_have_shown_that_it_may_pay() -> None:
@@ -79,16 +79,16 @@ def test_of_plans_in_turn_those_that_take_as_long_are_looked_at_once_more() -> N
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
     close = {NOTHING: 0.100, AS_BLOCKS[0]: 0.101}
     assert settled_in_turn(search, lambda one: close.get(one, 0.2)) <= LONGEST
-    assert search.seen_again == close.keys()
+    assert search.remeasured == close.keys()
     search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
     assert settled_in_turn(search, lambda one: 0.2 if one == NOTHING else 0.201) <= LONGEST
-    assert NOTHING in search.seen_again
-    assert len(search.seen_again) == MAX_AGAIN
+    assert NOTHING in search.remeasured
+    assert len(search.remeasured) == MAX_REMEASURED
 
 
 def test_a_plan_of_too_few_steps_is_followed_again() -> None:
     search = PlanSearch()
-    search.took_in_turn([(NOTHING, 0, [0.1, 0.1, 0.1]), (TWO_THIRDS, 0, [0.1, 0.1, None])])
+    search.record_turns([(NOTHING, 0, [0.1, 0.1, 0.1]), (TWO_THIRDS, 0, [0.1, 0.1, None])])
     assert set(search.results) == {NOTHING}
     assert search.current == TWO_THIRDS
 
@@ -97,25 +97,25 @@ def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
     search = PlanSearch()
     for number in range(MAX_STEPS):
         assert not search.is_settled
-        search.took(search.current, None if number % 4 else 1.0)
+        search.record_step(search.current, None if number % 4 else 1.0)
     assert search.is_settled
     assert set(search.results) == {NOTHING, TWO_THIRDS}
-    assert not search.took(search.current, None)
+    assert not search.record_step(search.current, None)
 
 
 def test_where_all_steps_are_smaller_the_first_plan_stays() -> None:
     search = PlanSearch()
     for _ in range(MAX_STEPS):
-        search.took(search.current, None)
+        search.record_step(search.current, None)
     assert search.is_settled
     assert search.current is NOTHING
-    assert not any(search.took(NOTHING, 1.0) for _ in range(2 * LATEST))
+    assert not any(search.record_step(NOTHING, 1.0) for _ in range(2 * LATEST))
 
 
 def test_larger_steps_have_plans_compared_anew() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
-        search.took(NOTHING, 1.0)
+        search.record_step(NOTHING, 1.0)
     assert search.current is TWO_THIRDS
     search.forget()
     assert search.current is NOTHING
@@ -171,9 +171,9 @@ def test_nothing_is_put_on_the_link_where_as_much_as_checkpointing_keeps_is_far_
 
 
 def test_of_little_it_is_tried_what_takes_as_long_if_all_stays() -> None:
-    little = PlanSearch((ALL_STAYS, OFFLOAD_ALONE))
-    assert settled(little, lambda one: 0.1 if one.keeps_all else 0.2).current == ALL_STAYS
-    assert ALL_STAYS not in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
+    little = PlanSearch((ALL_KEPT, OFFLOAD_ALONE))
+    assert settled(little, lambda one: 0.1 if one.keeps_all else 0.2).current == ALL_KEPT
+    assert ALL_KEPT not in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
 
 
 def test_what_checkpointing_keeps_may_stay_where_blocks_are_known() -> None:
@@ -189,10 +189,10 @@ def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
     for _ in range(10 * (SKIPPED + MEASURED)):
         if search.is_settled:
             break
-        if search.current == OFFLOAD_ALONE and search.rules_out(0.2):
+        if search.current == OFFLOAD_ALONE and search.skip_if_slow(0.2):
             continue
-        assert not search.rules_out(0.1)
-        search.took(search.current, 0.1)
+        assert not search.skip_if_slow(0.1)
+        search.record_step(search.current, 0.1)
     assert search.is_settled
     assert OFFLOAD_ALONE not in search.results
     assert OFFLOAD_ALONE in search.ruled_out
@@ -237,7 +237,7 @@ def test_what_would_be_too_slow_on_another_link_is_not_followed_again(
 
 def test_a_plan_is_not_ruled_out_before_another_was_followed() -> None:
     search = PlanSearch()
-    assert not search.rules_out(1e9)
+    assert not search.skip_if_slow(1e9)
     assert search.current == NOTHING
 
 
@@ -248,9 +248,9 @@ def test_plans_that_decide_what_the_first_does_hide_none_behind_them() -> None:
         if search.is_settled:
             break
         if search.current == TWO_THIRDS and TWO_THIRDS not in search.results:
-            search.is_like(NOTHING)
+            search.reuse_result_of(NOTHING)
         else:
-            search.took(search.current, seconds(search.current))
+            search.record_step(search.current, seconds(search.current))
     assert search.current == PREDICTED
 
 
@@ -264,14 +264,14 @@ def test_what_takes_much_longer_is_given_up_early() -> None:
     settled(search, lambda one: 1.0 if one is NOTHING else 2.0)
     assert set(search.results) == {NOTHING, TWO_THIRDS}
     full = SKIPPED + MEASURED
-    assert search.steps < 2 * full + SKIPPED + LOOKED_AT_AGAIN
+    assert search.steps < 2 * full + SKIPPED + REMEASURED
 
 
 def test_a_delay_decides_nothing() -> None:
     """As of an evaluation between two steps."""
     search = PlanSearch()
     for seconds in (9.0, 0.1, 9.0, 0.1):
-        search.took(NOTHING, seconds)
+        search.record_step(NOTHING, seconds)
     assert search.results[NOTHING].seconds == pytest.approx(0.1)
 
 
@@ -289,7 +289,7 @@ def test_what_delays_all_steps_of_a_plan_once_decides_nothing() -> None:
     search = settled(PlanSearch(), seconds)
     assert search.current is TWO_THIRDS
     assert search.steps <= MAX_STEPS
-    assert followed[TWO_THIRDS] == followed[NOTHING] == 2 * SKIPPED + MEASURED + LOOKED_AT_AGAIN
+    assert followed[TWO_THIRDS] == followed[NOTHING] == 2 * SKIPPED + MEASURED + REMEASURED
 
 
 @pytest.mark.parametrize("best", AS_BLOCKS)
@@ -327,15 +327,15 @@ def test_a_plan_that_takes_longer_for_long_is_taken_back(later: float) -> None:
 
 def test_what_is_clear_is_looked_at_once_but_the_best() -> None:
     search = settled(PlanSearch(), lambda one: 1.0 if one is NOTHING else 1.1)
-    assert search.seen_again == {NOTHING}
+    assert search.remeasured == {NOTHING}
     first = (SKIPPED + MEASURED) * len(search.results)
-    assert search.steps == first + SKIPPED + LOOKED_AT_AGAIN
+    assert search.steps == first + SKIPPED + REMEASURED
 
 
 def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
-        assert not search.took(PREDICTED, 1.0)
+        assert not search.record_step(PREDICTED, 1.0)
     assert not search.results
 
 
@@ -362,13 +362,13 @@ def test_what_may_stay_for_nothing_is_no_reason() -> None:
 def test_plans_that_decide_the_same_are_followed_once() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
-        search.took(NOTHING, 0.1)
-    while not search.looks_again:
-        search.is_like(NOTHING)
+        search.record_step(NOTHING, 0.1)
+    while not search.is_remeasuring:
+        search.reuse_result_of(NOTHING)
     assert search.steps == SKIPPED + MEASURED
     assert {PREDICTED, NOTHING, OFFLOAD_ALONE} <= search.results.keys()
     settled(search, lambda _: 0.1)
-    assert search.steps == 2 * SKIPPED + MEASURED + LOOKED_AT_AGAIN
+    assert search.steps == 2 * SKIPPED + MEASURED + REMEASURED
     assert [one.seconds for one in search.results.values()] == pytest.approx(
         [0.1] * len(search.results)
     )
@@ -377,7 +377,7 @@ def test_plans_that_decide_the_same_are_followed_once() -> None:
 def test_what_has_settled_stays_as_long_as_steps_take_as_long() -> None:
     search = settled(PlanSearch(), by_share(PREDICTED.link_share))
     for seconds in (0.1, 0.09, 0.3, 0.08) * LATEST:
-        assert not search.took(search.current, seconds)
+        assert not search.record_step(search.current, seconds)
     assert search.is_settled
 
 
@@ -385,7 +385,7 @@ def test_all_is_measured_anew_where_steps_take_much_less_for_long() -> None:
     """A neighbour has gone that used the device or the link."""
     search = settled(PlanSearch(), by_share(PREDICTED.link_share))
     for _ in range(LATEST):
-        search.took(search.current, 0.05)
+        search.record_step(search.current, 0.05)
     assert not search.is_settled
     assert not search.results
     assert settled(search, by_share(NOTHING.link_share)).current == NOTHING
@@ -394,7 +394,7 @@ def test_all_is_measured_anew_where_steps_take_much_less_for_long() -> None:
 def settle_at(search: PlanSearch, seconds: float) -> int:
     """Follow the settled plan, whose steps take so many seconds now; return after how many more."""
     for number in range(3 * LATEST):
-        if search.took(search.current, seconds):
+        if search.record_step(search.current, seconds):
             return number
     return 3 * LATEST
 
@@ -414,9 +414,9 @@ def test_the_other_is_looked_at_however_long_the_search_has_taken() -> None:
     search = settled(PlanSearch(), lambda one: first.get(one, 1.5))
     search.steps = MAX_STEPS
     settle_at(search, 1.2)
-    for _ in range(SKIPPED + LOOKED_AT_AGAIN):
+    for _ in range(SKIPPED + REMEASURED):
         assert not search.is_settled
-        search.took(NOTHING, 1.3)
+        search.record_step(NOTHING, 1.3)
     assert search.is_settled
     assert search.current is TWO_THIRDS
     assert search.results[NOTHING].seconds == pytest.approx(1.3)
@@ -446,13 +446,13 @@ def test_it_says_in_one_line_what_it_has_found() -> None:
     assert "\n" not in str(search)
 
 
-alternatives = [*LADDER, OFFLOAD_ALONE, ALL_STAYS, *AS_BLOCKS, MORE_BESIDE]
+alternatives = [*LADDER, OFFLOAD_ALONE, ALL_KEPT, *AS_BLOCKS, MORE_BESIDE]
 
 
 @given(
     st.fixed_dictionaries({one: st.floats(0.01, 1.0) for one in alternatives}),
     st.fixed_dictionaries({one: st.integers(0, 10) for one in alternatives}),
-    st.sampled_from([(OFFLOAD_ALONE,), (ALL_STAYS,), AS_BLOCKS]),
+    st.sampled_from([(OFFLOAD_ALONE,), (ALL_KEPT,), AS_BLOCKS]),
     st.sampled_from([0.0, 0.1]),
 )
 def test_what_stays_is_never_worse_than_what_was_followed(

@@ -79,9 +79,9 @@ def test_what_is_agreed_on_crosses_the_store_unchanged() -> None:
     decisions = [OFFLOAD, REPLAY, Keep("last")]
     choice = Choice(decisions, ["a", "b", "c"], [0.1, 0.2, 0.0], 3, 1, 2, 4, 5)
     search = PlanSearch(allowance=0.5, slack_bytes=7, ruled_out={OFFLOAD_ALONE})
-    search.follows(11)
+    search.record_kept_bytes(11)
     for seconds in (3.0, 1.0, 1.0, 1.0):
-        search.took(PREDICTED, seconds)
+        search.record_step(PREDICTED, seconds)
     turns = (Turn(PREDICTED, choice), Turn(OFFLOAD_ALONE, choice._replace(kept_bytes=5)))
     for one in (search, None):
         agreed = Agreed.from_text(Agreed(turns, one, frozenset({"link"})).to_text())

@@ -79,11 +79,11 @@ def test_gradients_of_parameters_come_to_be_and_stay() -> None:
     found = planned(replace(CHAIN, values=tuple(values)), [OFFLOAD] * 4)
     assert found.gradients == [14, 14, 9, 9, 0]
     assert found.backward == [0, 10 + 20, 20 + 60, 80 + 120, 80]
-    assert found.fullest == 80 + 120 + 9  # while value 3 is undone
-    assert found.fullest_beside_gradients == found.fullest  # one is added to what was there
+    assert found.peak_bytes == 80 + 120 + 9  # while value 3 is undone
+    assert found.peak_bytes_beside_gradients == found.peak_bytes  # one is added to what was there
     values[1] = replace(values[1], parameter_bytes=1000)
     found = planned(replace(CHAIN, values=tuple(values)), [OFFLOAD] * 4)
-    assert (found.fullest, found.fullest_beside_gradients) == (1000 + 9 + 20 + 10, 1030)
+    assert (found.peak_bytes, found.peak_bytes_beside_gradients) == (1000 + 9 + 20 + 10, 1030)
 
 
 def test_parameters_that_are_gathered_lie_beside_those_of_the_next_block() -> None:
@@ -107,7 +107,7 @@ def test_there_is_room_up_to_another_step_s_fullest_moment() -> None:
     """Whether gradients of parameters come to be in the step, or are there before."""
     other = Timeline([10, 20], [35, 50, 40], [30, 5, 0])
     own = Timeline([10, 20], [10, 20, 30], [30, 5, 0])
-    assert (other.fullest, other.fullest_beside_gradients) == (65, 60)
+    assert (other.peak_bytes, other.peak_bytes_beside_gradients) == (65, 60)
     assert own.room_below(other) == [25, 35, 30]
     new = replace(own, finds_gradients=False)
     assert new.room_below(other) == [65 - 10 - 30, 65 - 20 - 5, 65 - 30]
@@ -272,6 +272,6 @@ def test_gradients_of_what_is_freed_with_the_block_do_not_stay(client: storm.Cli
 
 def assert_near(predicted: Timeline, work: Workload) -> None:
     """Compare with what a step takes that finds no gradients, and then with one that does."""
-    for nbytes in (predicted.fullest, predicted.fullest_beside_gradients):
+    for nbytes in (predicted.peak_bytes, predicted.peak_bytes_beside_gradients):
         recorded = peak_bytes(lambda: train(work))
         assert abs(nbytes - recorded) < NEAR * recorded, (nbytes, recorded)

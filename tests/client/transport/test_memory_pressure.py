@@ -141,11 +141,11 @@ def test_no_room_is_made_for_what_may_fail(memory: None, monkeypatch: pytest.Mon
 
 
 def test_the_next_plan_has_less_room(memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortage, "_LACKED", {})
+    monkeypatch.setattr(shortage, "_SHORTAGES", {})
     memory_pressure._OWNERS.add(one := Owner(0))
     memory_pressure.relieve(DEVICE, 100, 0)
-    assert shortage.lacked([DEVICE]) == 0
+    assert shortage.shortage_bytes([DEVICE]) == 0
     one.kept = 10
     memory_pressure.relieve(DEVICE, 100, 1)
     memory_pressure.relieve(DEVICE, 100, 2)
-    assert shortage.lacked([torch.device("cuda", 1), DEVICE]) == 100
+    assert shortage.shortage_bytes([torch.device("cuda", 1), DEVICE]) == 100
