@@ -1,6 +1,7 @@
-"""The manual page stormd(1), made of the parser: it says what `--help` says, all of it.
+"""Renders the manual page stormd(1) from the argument parser: it contains all texts of `--help`.
 
-`make man` writes it beside this file, where packages take it from; a test holds it to this.
+`make man` writes the page beside this file, from where packages install it. A test checks that the
+file is up to date.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FILES: Final = (
 
 
 def render_manual(parser: argparse.ArgumentParser) -> str:
-    """Return the page, in man(7)'s macros."""
+    """Return the page in the macros of man(7)."""
     whole, *commands = all_commands(parser)
     title = _plain(whole.description or "").rstrip(".")
     lines = [
@@ -94,7 +95,7 @@ def _plain(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Return the text so that roff takes none of it for its own."""
+    """Return the text, escaped so that roff treats none of it as markup."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-").replace("'", r"\(aq")
     return rf"\&{escaped}" if escaped.startswith(".") else escaped
 

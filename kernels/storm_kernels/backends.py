@@ -1,7 +1,7 @@
-"""Which implementations of an operation work on this machine, and which one a call gets.
+"""Finds the backends of an operation that work on this machine, and selects one for a call.
 
-Nothing here loads torch, CuPy, Triton or CUDA until a probe needs to. The environment variable
-`STORM_KERNELS_BACKEND` is read in this module alone; it names what "auto" stands for.
+Nothing here loads torch, CuPy, Triton or CUDA until a probe needs it. Only this module reads the
+environment variable `STORM_KERNELS_BACKEND`, which names the backend that "auto" stands for.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ _ORDER: dict[str, tuple[BackendName, ...]] = {"cuda": BACKENDS, "cpu": ("cpu", "
 def backends(operation: str = "ancf") -> dict[str, BackendInfo]:
     """Return all backends of an operation by name, the fastest first.
 
-    Probing never raises; an unknown operation is a UsageError.
+    A probe of a known operation never raises. An unknown operation raises UsageError.
     """
     return {name: probe(operation, name) for name in BACKENDS}
 
 
 def setting() -> str:
-    """Return what "auto" stands for: a backend's name, or "auto" where nobody says."""
+    """Return what "auto" stands for: a backend's name, or "auto" if the variable is unset."""
     return os.environ.get(SETTING, "auto")
 
 
 def resolve(asked: str, device_type: str, operation: str = "ancf") -> BackendName:
     """Return the backend for data on a device of `device_type` ("cpu" or "cuda").
 
-    "auto" is what STORM_KERNELS_BACKEND names or, where that is "auto" or unset, the fastest that
-    works; where that is NumPy, one warning says why and what to do. Raises UsageError for an
-    unknown name and BackendUnavailable for one that is missing.
+    "auto" means the backend that STORM_KERNELS_BACKEND names. If the variable is "auto" or unset,
+    "auto" means the fastest backend that works. If that is NumPy, a warning, once per reason, says
+    why and what to do. Raises UsageError for an unknown name and BackendUnavailable for a backend
+    that is missing.
     """
     if asked == "auto":
         asked = setting()
@@ -56,7 +57,7 @@ def resolve(asked: str, device_type: str, operation: str = "ancf") -> BackendNam
 
 @cache
 def _warn_of_numpy(reason: str) -> None:
-    """Warn once a process, and reason."""
+    """Warn of the fallback to NumPy, once per process and reason."""
     warnings.warn(
         f"storm_kernels falls back to NumPy, which is many times slower than its C library: "
         f"{reason}; `stormd doctor` checks for it",

@@ -1,7 +1,7 @@
-"""CuPy, which compiles CUDA sources for the device at hand: found, and asked what device there is.
+"""Loads CuPy, which compiles CUDA sources for the present device, and probes for a device.
 
-ANCF's and ternary's kernels are compiled by it at first use and kept in its cache on disk. CuPy is
-loaded when something here is called, not before.
+CuPy compiles the kernels of ANCF and ternary at first use and keeps them in its cache on disk.
+CuPy is loaded when a function here is called, not before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load_cupy() -> Any:
 
 
 def probe() -> tuple[bool, str]:
-    """Return whether a device can be used, and its name or why not."""
+    """Return whether a device can be used, and its name or the reason why not."""
     try:
         cupy = load_cupy()
         count = cupy.cuda.runtime.getDeviceCount()

@@ -1,7 +1,7 @@
-"""A mark on memory that holds ANCF blobs, for whoever would encode it again.
+"""Marks storages that hold ANCF blobs, so that callers do not encode them again.
 
-The mark is on the storage, so views share it, and detached copies of the tensor that autograd
-makes. It ends with the storage. Nothing of a blob is read.
+The mark is an attribute of the storage. So views share it, as do the detached copies of a tensor
+that autograd makes. The mark lives as long as the storage. No bytes of a blob are read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NAME: Final = "storm_encoded"
 
 
 def mark_encoded(tensor: torch.Tensor) -> None:
-    """Say that all of a tensor's memory is encoded: to encode it again would gain nothing."""
+    """Mark the tensor's whole storage as encoded: encoding it again would gain nothing."""
     setattr(tensor.untyped_storage(), _NAME, True)
 
 
 def is_encoded(storage: torch.UntypedStorage) -> bool:
-    """Tell whether a storage was marked."""
+    """Return whether a storage was marked."""
     return getattr(storage, _NAME, False)

@@ -1,7 +1,7 @@
-"""What can go wrong in storm_kernels, by whose fault it is.
+"""The exceptions of storm_kernels.
 
-`UsageError` and `BackendUnavailable` are the caller's to fix, `CorruptBlob` is about bytes that
-came from elsewhere. No function returns wrong data instead of raising one of these.
+The caller can fix the cause of a `UsageError` or `BackendUnavailable`. `CorruptBlob` is about
+bytes that came from elsewhere. No function returns wrong data instead of raising one of these.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ __all__ = ["BackendUnavailable", "CorruptBlob", "CudaDriverError", "KernelsError
 
 
 class KernelsError(Exception):
-    """Anything raised by storm_kernels on purpose."""
+    """The base class of all exceptions that storm_kernels defines."""
 
 
 class UsageError(KernelsError, ValueError):
@@ -18,22 +18,22 @@ class UsageError(KernelsError, ValueError):
 
 
 class BackendUnavailable(KernelsError, RuntimeError):
-    """The backend asked for is missing on this machine; the message says why."""
+    """The requested backend is missing on this machine; the message says why."""
 
 
 class CorruptBlob(KernelsError, ValueError):
     """Encoded bytes that are damaged, truncated or not ANCF at all.
 
-    The output given to the decoder may hold anything; nothing outside it was touched.
+    The decoder's output buffer may hold arbitrary bytes; nothing outside it was written.
     """
 
 
 class CudaDriverError(KernelsError, RuntimeError):
-    """A CUDA driver call failed. Nothing that the call was to create exists.
+    """A CUDA driver call failed, and created nothing.
 
     Attributes:
-        call: the driver's name of the call, such as "cuMemAlloc".
-        code: the driver's name of the outcome, such as "CUDA_ERROR_OUT_OF_MEMORY".
+        call: the name of the driver call, such as "cuMemAlloc".
+        code: the driver's name of the error, such as "CUDA_ERROR_OUT_OF_MEMORY".
     """
 
     def __init__(self, call: str, code: str, detail: str) -> None:

@@ -1,9 +1,8 @@
-"""Which module implements an operation on a backend, and whether that works on this machine.
+"""Maps each operation and backend to the module that implements it, and probes that module.
 
-Operations such as `ancf`, `gemm`, `scan` and `ternary` stand beside each other here, each with up
-to three backends: "cuda", "cpu" and "numpy", the reference, which is always there. A module that
-implements one of the first two has `probe() -> (available, detail)`. Nothing is loaded before it
-is asked for.
+Each operation (`ancf`, `gemm`, `scan`, `ternary`) has up to three backends: "cuda", "cpu" and
+"numpy". "numpy" is the reference and always available. A module that implements "cuda" or "cpu"
+has `probe() -> (available, detail)`. No module is loaded before it is requested.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["BACKENDS", "BackendInfo", "BackendName", "implementation", "operatio
 BackendName: TypeAlias = Literal["cuda", "cpu", "numpy"]
 
 BACKENDS: Final[tuple[BackendName, ...]] = ("cuda", "cpu", "numpy")
-"""The fastest first."""
+"""All backends, the fastest first."""
 
 _MODULES: Final[dict[str, dict[BackendName, str]]] = {
     "ancf": {
@@ -50,7 +49,7 @@ _MODULES: Final[dict[str, dict[BackendName, str]]] = {
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """Whether a backend works here; `detail` is its variant, or why it is missing."""
+    """Whether a backend works here; `detail` is its variant, or the reason why it is missing."""
 
     name: BackendName
     available: bool
@@ -65,7 +64,7 @@ def operations() -> tuple[str, ...]:
 def implementation(operation: str, backend: str) -> ModuleType:
     """Load and return the module that implements `operation` on `backend`.
 
-    Raises UsageError for unknown names, ImportError where what the module needs is missing.
+    Raises UsageError for unknown names, ImportError if a dependency of the module is missing.
     """
     return import_module(_module_name(operation, backend))
 

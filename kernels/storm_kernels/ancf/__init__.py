@@ -1,8 +1,8 @@
-"""ANCF: lossless storage of activations, with the same bytes from every backend.
+"""ANCF: lossless compression of activations, with the same bytes from every backend.
 
-`encode` and `decode` take tensors. The functions on addresses, for data that is no tensor, are
-`host_backend(name).encode_into` and `.decode_into`; `max_encoded_bytes` and `read_header` go
-with them. FORMAT.md specifies every byte of a blob.
+`encode` and `decode` work on tensors. For other data, `host_backend(name).encode_into` and
+`.decode_into` work on addresses, together with `max_encoded_bytes` and `read_header`. FORMAT.md
+specifies every byte of a blob.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`analyze`: how far a tensor can be compressed, how far each mode gets, and why one is chosen."""
+"""`analyze`: reports how well a tensor compresses, in each mode, and why one mode is chosen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Analysis", "Candidate", "analyze"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mode on this tensor; `reached` differs from `asked` where that does not pay."""
+    """The result of one mode; `reached` differs from `asked` if mode `asked` does not pay."""
 
     asked: str
     speed: str
@@ -35,10 +35,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `analyze` found. Bits are per element, shares 0..1, ratios original / encoded.
+    """The result of `analyze`. Bits are per element, shares 0..1, ratios original / encoded.
 
-    `bound` is the ratio of an ideal order-0 coder of +0.0, -0.0, and of sign and exponent together,
-    which keeps mantissas as they are; for integers and booleans, of whole values.
+    `bound` is the ratio of an ideal order-0 coder. It codes +0.0, -0.0, and sign and exponent
+    together, and stores mantissas uncompressed. For integers and booleans it codes whole values.
     """
 
     dtype: str
@@ -54,7 +54,7 @@ class Analysis:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        """Return a small table."""
+        """Return the result as a small table."""
         lines = [
             f"{self.dtype} {list(self.shape)}, {self.raw_nbytes} bytes, {self.zeros:.1%} zeros",
             f"order-0 bound {self.bound:.3f}x ({self.bound_bits:.2f} bits an element)",
@@ -70,11 +70,12 @@ class Analysis:
 
 
 def analyze(tensor: torch.Tensor, speed: str = "fast", backend: str = "auto") -> Analysis:
-    """Return what is known about encoding `tensor`, which is encoded once in each mode for it.
+    """Encode `tensor` once in each mode and return the results.
 
-    Raises what `encode` raises. Meant for people: it takes about as long as twenty encodes.
+    Raises what `encode` raises. This is for interactive use: it takes about as long as twenty
+    encodes.
     """
-    chosen = encode(tensor, speed=speed, backend=backend)  # refuses what cannot be encoded
+    chosen = encode(tensor, speed=speed, backend=backend)  # raises if it cannot be encoded
     dtype = dtype_of(tensor.dtype)
     elements = _elements(tensor, dtype)
     bits = bound_bits(elements, dtype)
@@ -94,7 +95,7 @@ def analyze(tensor: torch.Tensor, speed: str = "fast", backend: str = "auto") ->
 
 
 def bound_bits(elements: NDArray[np.unsignedinteger], dtype: DType) -> float:
-    """Return the bits an element of the order-0 bound; `elements` are unsigned bit patterns."""
+    """Return the order-0 bound in bits per element; `elements` are unsigned bit patterns."""
     if not elements.size:
         return 0.0
     if not dtype.is_float:
@@ -105,7 +106,7 @@ def bound_bits(elements: NDArray[np.unsignedinteger], dtype: DType) -> float:
     if not others.size:
         return _entropy(kinds)
     share = others.size / elements.size
-    drop = Sample(others, dtype).drop  # of all elements here: low bits that none has set
+    drop = Sample(others, dtype).drop  # low bits that none of all elements has set
     mantissa = dtype.mantissa_bits - drop
     symbols = np.bincount((others >> others.dtype.type(dtype.mantissa_bits)).astype(np.int64))
     return _entropy(kinds) + float(share) * (_entropy(symbols) + mantissa)

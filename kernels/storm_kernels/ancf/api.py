@@ -1,7 +1,7 @@
-"""`encode` and `decode`: tensors in, tensors out, on whichever backend suits.
+"""`encode` and `decode` for tensors, on the backend that fits the device.
 
-Lossless unless `tolerance` is above 0. A backend that is missing is never replaced by one with
-other results: all of them write the same bytes.
+They are lossless unless `tolerance` is above 0. All backends write the same bytes, so the choice of
+backend never changes a result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CENTRES = {"conservative": 126, "adaptive": 254, "aggressive": 510}  # and zero
 
 
 class _Options(TypedDict):
-    """What every backend's encoder takes."""
+    """The options of every backend's encoder."""
 
     mode: str
     speed: str
@@ -38,7 +38,7 @@ class _Options(TypedDict):
 
 
 class HostBackend(Protocol):
-    """The low-level functions on host addresses, as reference.py describes them."""
+    """The low-level functions on host addresses, documented in reference.py."""
 
     def encode_into(
         self,
@@ -62,11 +62,11 @@ class HostBackend(Protocol):
         """Decode to `dst` or raise CorruptBlob."""
 
     def copy_checksum(self, src: int, dst: int, nbytes: int) -> int:
-        """Copy and return the checksum of what was copied."""
+        """Copy `nbytes` bytes and return their checksum."""
 
 
 def host_backend(name: str = "auto") -> HostBackend:
-    """Return the backend of that name for host memory: "cpu", "numpy" or the faster of them."""
+    """Return the named backend for host memory: "cpu", "numpy", or "auto" for the faster one."""
     found = resolve(name, "cpu")
     if found == "cuda":
         raise UsageError("backend 'cuda' has no functions for host memory; choose 'cpu' or 'auto'")
@@ -86,16 +86,19 @@ def encode(
 ) -> Blob:
     """Return `tensor` encoded: any shape and strides, any type of `DType`, on the CPU or CUDA.
 
-    `mode` is "auto" or a name of `Mode` in lower case; `speed` is "fast" or "dense"; `policy`
-    sizes the dictionary of mode "values" ("conservative", "adaptive" or "aggressive"); `threads`
-    is for the C backend. With `tolerance` above 0 elements may come back changed by at most that
-    much, complex ones in the plane (floating point only; modes "values" and "auto", which takes
-    the smaller of mode values and the lossless blob); NaNs and infinities stay exact.
+    `mode` is "auto" or a name of `Mode` in lower case. `speed` is "fast" or "dense". `policy`
+    sets the dictionary size of mode "values": "conservative", "adaptive" or "aggressive".
+    `threads` is for the C backend.
 
-    Raises UsageError for arguments no backend takes, BackendUnavailable for a missing backend.
-    A mode that does not pay on this data gives a blob of mode "raw".
+    With `tolerance` above 0, decoded elements may differ from the original by at most `tolerance`,
+    for complex elements as a distance in the plane. NaNs and infinities remain exact. This needs
+    floating point and mode "values" or "auto". "auto" returns the smaller of the blob of mode
+    "values" and the lossless blob.
+
+    Raises UsageError for arguments that no backend accepts, BackendUnavailable for a missing
+    backend. If a mode does not pay for this data, the blob has mode "raw".
     """
-    parse_mode(mode, speed, policy)  # an unknown name is refused before any work
+    parse_mode(mode, speed, policy)  # raises for an unknown name before any work
     _check_source(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     _check_address(flat)
@@ -117,12 +120,12 @@ def decode(
     *,
     threads: int = 1,
 ) -> torch.Tensor:
-    """Return the tensor that `blob` holds, written to `out` where given.
+    """Return the tensor that `blob` holds, in `out` if given.
 
-    `out` must have the blob's shape and dtype (any strides); otherwise the tensor is new, on
-    `device` or where the encoded tensor was. Raises CorruptBlob for damage, `out` may then hold
-    anything; UsageError where `out` does not fit. To autograd `out` was changed in place: a
-    backward pass that needs what it held raises.
+    `out` must have the blob's shape and dtype, with any strides. Without `out` the function
+    allocates a tensor, on `device` or on the device of the encoded tensor. Raises CorruptBlob for a
+    damaged blob; `out` may then hold arbitrary values. Raises UsageError if `out` does not match.
+    For autograd, `out` is modified in place: a backward pass that needs its old values raises.
     """
     import torch
 
@@ -146,7 +149,7 @@ def decode(
 
 
 def _to_be_written(out: torch.Tensor) -> torch.Tensor:
-    """Return `out` for writing by address; autograd, which cannot see that, is told of a change."""
+    """Return `out` detached for writing by address, which autograd cannot see; bump its version."""
     import torch
 
     if not out.is_inference():
@@ -155,7 +158,7 @@ def _to_be_written(out: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory holds other bits than its values (conjugate or negated views)."""
+    """Return whether the memory's bits differ from the values (conjugate or negated views)."""
     return tensor.is_conj() or tensor.is_neg()
 
 
@@ -181,9 +184,10 @@ def _check_memory(device: torch.device) -> None:
 
 
 def _check_address(tensor: torch.Tensor) -> None:
-    """Refuse what says that it is on a CPU or CUDA device and has no elements at its address.
+    """Raise UsageError for a tensor that has no elements at its address.
 
-    To read or write there ends the process: a wrapper's address (DTensor, FakeTensor) is 0.
+    Wrappers such as DTensor and FakeTensor report a CPU or CUDA device, but their address is 0. To
+    read or write there would crash the process.
     """
     if tensor.nbytes and not _has_address(tensor):
         raise UsageError(
@@ -196,7 +200,7 @@ def _has_address(tensor: torch.Tensor) -> bool:
     try:
         storage = tensor.untyped_storage()
         return storage.device.type != "meta" and storage.data_ptr() != 0
-    except RuntimeError:  # as PyTorch has it for wrappers, and under torch.func's transforms
+    except RuntimeError:  # PyTorch raises this for wrappers, and under torch.func's transforms
         return False
 
 
@@ -227,8 +231,8 @@ def _encode(flat: torch.Tensor, options: _Options, backend: str, threads: int) -
 def _encode_on_host(
     flat: torch.Tensor, dtype: DType, backend: BackendName, threads: int, options: _Options
 ) -> NDArray[np.uint8]:
-    # New memory costs more than the codec where pages are small. What is not written to stays
-    # without pages, and is given back in place: nothing is copied.
+    # If pages are small, new memory costs more than the codec. Unwritten memory gets no pages, and
+    # `resize` frees it in place without a copy.
     buffer = np.empty(max_encoded_bytes(flat.nbytes, dtype), np.uint8)
     size = host_backend(backend).encode_into(
         flat.data_ptr(),

@@ -1,7 +1,7 @@
-"""An encoded tensor: the blob's bytes, and the shape that they do not hold.
+"""An encoded tensor: the blob's bytes, and the shape, which the bytes do not contain.
 
-A `Blob` is immutable. Its bytes lie in host memory or on a CUDA device, wherever the encoder
-left them; `to_bytes` and `from_bytes` are the serialised form (FORMAT.md, section 13).
+A `Blob` is immutable. Its bytes are in host memory or on a CUDA device, where the encoder wrote
+them. `to_bytes` and `from_bytes` convert to and from the serialised form (FORMAT.md, section 13).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Blob"]
 
-_TOTAL_AT = 24  # of the header: the blob's size
+_TOTAL_AT = 24  # offset of the blob's size in the header
 _TRAILER_HEAD = struct.Struct("<4sI")
 _CHECK = struct.Struct("<Q")
 
 
 class Blob:
-    """A tensor as `encode` left it. `data` is the blob: a NumPy or a torch array of uint8."""
+    """An encoded tensor, as `encode` returns it. `data` is a NumPy or torch array of uint8."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Blob:
 
     @property
     def data(self) -> NDArray[np.uint8] | torch.Tensor:
-        """The blob's bytes where they lie; not to be written to."""
+        """The blob's bytes in their current memory; do not write to them."""
         return self._data
 
     @property
     def device(self) -> str:
-        """Where the tensor was, and where `decode` puts it unless told otherwise."""
+        """The original tensor's device, and the default device of `decode`."""
         return self._device
 
     @property
@@ -64,7 +64,7 @@ class Blob:
 
     @property
     def ratio(self) -> float:
-        """Original bytes for each encoded byte."""
+        """Original bytes divided by encoded bytes."""
         return self.raw_nbytes / self.nbytes
 
     @property
@@ -87,13 +87,13 @@ class Blob:
 
     @cached_property
     def header(self) -> Header:
-        """The blob's header; raises CorruptBlob where it is damaged."""
+        """The blob's header; raises CorruptBlob if it is damaged."""
         head = self._data[:HEAD_BYTES]
         on_host = head if isinstance(head, np.ndarray) else head.cpu().numpy()
         return read_header(on_host, self.nbytes)
 
     def host_data(self) -> NDArray[np.uint8]:
-        """Return the blob's bytes in host memory, copied there if they are on a device."""
+        """Return the blob's bytes in host memory; bytes on a device are copied."""
         if isinstance(self._data, np.ndarray):
             return self._data
         copied: NDArray[np.uint8] = self._data.cpu().numpy()
@@ -109,7 +109,7 @@ class Blob:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Blob:
-        """Return the blob that `to_bytes` made; raises CorruptBlob for anything damaged."""
+        """Return the blob that `to_bytes` serialised; raise CorruptBlob for damaged bytes."""
         view = np.frombuffer(data, np.uint8)
         end = _blob_bytes(view)
         shape = _read_trailer(view, end)
@@ -128,7 +128,7 @@ class Blob:
 
 
 def _check_possible(shape: tuple[int, ...]) -> None:
-    """Raise CorruptBlob for a shape that no tensor has, though an extent of 0 makes it hold 0."""
+    """Raise CorruptBlob for a shape that no tensor can have, even if an extent is 0."""
     import torch
 
     try:

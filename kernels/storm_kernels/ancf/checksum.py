@@ -1,7 +1,7 @@
 """ANCF's checksum of original bytes, in NumPy (FORMAT.md, section 8).
 
-The sum over independent columns has no order, so every backend may compute it in any order;
-a change of any single word changes the result for certain.
+The checksum is a sum over independent columns, so every backend may add them in any order. A change
+of any single word certainly changes the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["checksum", "from_sums", "header_check"]
 
 _MASK = (1 << 64) - 1
-_COLUMNS = 32  # of a chunk
+_COLUMNS = 32  # per chunk
 _BATCH_CHUNKS = 2048  # 4 MiB at a time, so that temporaries stay small
 
 
@@ -34,7 +34,7 @@ def checksum(data: NDArray[np.uint8]) -> int:
 
 
 def from_sums(sums: Iterable[int], nbytes: int) -> int:
-    """Return the checksum of `nbytes` bytes from what its columns add up to, in whatever parts."""
+    """Return the checksum of `nbytes` bytes from partial sums of its columns."""
     return (sum(sums) + nbytes * layout.CHECK_LENGTH) & _MASK
 
 

@@ -1,7 +1,7 @@
-"""Which plan suits a tensor: a pure function of a small sample (FORMAT.md, sections 9 to 11).
+"""Chooses the plan for a tensor: a pure function of a small sample (FORMAT.md, sections 9 to 11).
 
-Only integers are compared and every order is fixed, so that all backends choose alike. What the
-sample suggests may be untrue elsewhere in the tensor: that costs bytes, never correctness.
+It compares only integers and fixes every order, so all backends choose alike. If the sample does
+not represent the rest of the tensor, that costs bytes, never correctness.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def take_sample(elements: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedint
 def choose(
     sample: Sample, mode: Mode | None, *, dense: bool, policy: str, fill: int | None = None
 ) -> Plan:
-    """Return the plan for a tensor of which `sample` was taken.
+    """Return the plan for the tensor that `sample` was taken from.
 
-    `mode` None chooses among all lossless modes; `fill` replaces the zero that mode sparse
-    leaves out. `policy` is one of options.POLICIES and concerns mode values alone.
+    `mode` None chooses among all lossless modes. `fill` is the value that mode sparse omits,
+    instead of zero. `policy` is one of options.POLICIES and affects only mode values.
     """
     if fill is not None:
         sample = Sample(sample.elements, sample.dtype, fill)
@@ -93,7 +93,7 @@ class _Coding:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the choice looks at. `elements` are unsigned bit patterns, at least one."""
+    """The input of the choice. `elements` are unsigned bit patterns, at least one."""
 
     elements: NDArray[np.unsignedinteger]
     dtype: DType
@@ -101,19 +101,19 @@ class Sample:
 
     @property
     def count(self) -> int:
-        """Elements in the sample (N)."""
+        """The number of elements in the sample (N)."""
         return self.elements.size
 
     @cached_property
     def rest(self) -> NDArray[np.unsignedinteger]:
-        """The elements other than `fill`, as a sparse tile codes them."""
+        """The elements other than `fill`, in the form that a sparse tile codes."""
         elements = self.sparse_elements
         others: NDArray[np.unsignedinteger] = elements[elements != self.fill]
         return others
 
     @property
     def fills(self) -> int:
-        """How many elements equal `fill` (Z)."""
+        """The number of elements equal to `fill` (Z)."""
         return self.count - int((self.elements != self.fill).sum())
 
     @cached_property
@@ -125,9 +125,10 @@ class Sample:
 
     @cached_property
     def keeps_signs_apart(self) -> bool:
-        """Whether so many zeros have a sign that all signs get a plane of their own.
+        """Whether all signs get a separate plane, because many zeros are negative.
 
-        That costs a bit for each zero, and a -0.0 that is coded costs at least its residue.
+        The plane costs one bit for each zero. Without it each -0.0 is coded, and costs at least its
+        residue.
         """
         if self.fill or not self.dtype.is_float:
             return False
@@ -136,12 +137,12 @@ class Sample:
 
     @property
     def sparse_elements(self) -> NDArray[np.unsignedinteger]:
-        """What a bitmap tells `fill` from: the elements, or their magnitudes."""
+        """The values that the bitmap compares with `fill`: the elements or their magnitudes."""
         return self.magnitudes if self.keeps_signs_apart else self.elements
 
     @cached_property
     def drop(self) -> int:
-        """Low bits that no sampled element of a truncated float has set."""
+        """The number of low bits that truncation can drop: no sampled element has them set."""
         if not self.dtype.is_float:
             return 0
         low = int(np.bitwise_or.reduce(self.elements))
@@ -150,7 +151,7 @@ class Sample:
 
     @property
     def raw_bits(self) -> int:
-        """Bits of the sample as it is."""
+        """The bits of the unencoded sample."""
         return self.count * self.dtype.width
 
     def best_mode(self, *, dense: bool) -> Mode:
@@ -163,7 +164,7 @@ class Sample:
         return Mode.SPARSE if self.sparse_bits * 9 < bits * 8 else mode
 
     def window_plan(self, *, dense: bool, drop: int) -> Plan:
-        """Return the plan of mode window, or truncated where `drop` is not 0."""
+        """Return the plan of mode window, or of mode truncated if `drop` is not 0."""
         coding = self._coding(self.elements, drop, dense=dense)
         return _plan(Mode.TRUNCATED if drop else Mode.WINDOW, coding, 0, 0)
 
@@ -180,19 +181,19 @@ class Sample:
 
     @property
     def sparse_bits(self) -> int:
-        """Cost of mode sparse."""
+        """The cost of mode sparse in bits."""
         signs = self.count if self.keeps_signs_apart else 0
         return self._bitmap[1] + signs + self._rest_coding.bits
 
     @property
     def integer_width(self) -> int:
-        """Bits that the sampled elements need above their least."""
+        """The bits needed for the differences between the elements and their minimum."""
         signed = self.elements.view(f"i{self.dtype.element_bytes}")
         values = signed if self.dtype.is_signed_integer else self.elements
         return (int(values.max()) - int(values.min())).bit_length()
 
     def window_bits(self, *, dense: bool) -> int:
-        """Cost of mode window or, where low bits can be dropped, truncated."""
+        """Return the cost in bits of mode window, or of truncated if low bits can be dropped."""
         return self._coding(self.elements, self.drop, dense=dense).bits
 
     def _best_integer(self) -> tuple[Mode, int]:
@@ -218,7 +219,7 @@ class Sample:
 
     @cached_property
     def _bitmap(self) -> tuple[int, int]:
-        """The bitmap kind, and its bits."""
+        """The kind of the bitmap, and its size in bits."""
         pairs = (self.sparse_elements != self.fill)[: self.count // 2 * 2].reshape(-1, 2)
         bits = len(pairs) + int(pairs.any(axis=1).sum()) + int(pairs[:, 1].sum())
         if bits * 17 < self.count * 16:
@@ -260,7 +261,7 @@ def _code(
     drop: int,
     codes: tuple[int, int],
 ) -> _Coding:
-    """Return what coding the `ranked` symbols with codes of these widths costs."""
+    """Return the coding of the `ranked` symbols with codes of these widths, and its cost."""
     symbols, counts = ranked
     residue_bits = dtype.mantissa_bits - drop + rotate
     plan = Plan(Mode.WINDOW, 0, rotate, drop, residue_bits, *codes)
@@ -277,7 +278,7 @@ def _symbols(
     wide = elements.astype(np.uint64) >> np.uint64(drop)
     if rotate:
         mask = np.uint64((1 << (width - 1)) - 1)
-        return (wide & mask) >> np.uint64(residue_bits - 1)  # the sign goes to the residue
+        return (wide & mask) >> np.uint64(residue_bits - 1)  # the sign is part of the residue
     return wide >> np.uint64(residue_bits)
 
 

@@ -2,8 +2,8 @@
 
     CUPY_CACHE_DIR=/var/cache/stormd/cupy python -m storm_kernels.ancf.compile [bfloat16 ...]
 
-Afterwards a process with the same cache, sources and kind of GPU compiles nothing. It needs such a
-GPU, so it belongs where a node or a volume is set up, not in the build of an image.
+Afterwards a process with the same cache, sources and kind of GPU compiles nothing. The command
+needs such a GPU. So run it when you set up a node or a volume, not in the build of an image.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["main"]
 
 
 def main(names: list[str]) -> None:
-    """Compile for these element types, all where none is named; say when each is ready.
+    """Compile for the named element types, or for all without names; print when each is ready.
 
     Raises:
         SystemExit: a type does not exist.
-        BackendUnavailable: there is no GPU, CuPy or compiler.
+        BackendUnavailable: the GPU, CuPy or the compiler is missing.
     """
     if unknown := [name for name in names if name.upper() not in DType.__members__]:
         known = ", ".join(dtype.name.lower() for dtype in DType)

@@ -1,9 +1,9 @@
 """ANCF by the C library: the same bytes as reference.py writes, at the speed of memory.
 
-Addresses are host memory of any alignment. Nothing outside `[src, src + nbytes)` is read, and
-nothing outside `[dst, dst + dst_bytes)` is written, whatever a blob says, and also when another
-process changes `src` or the blob during the call: the result is then garbage, which the checksum
-tells, and nothing else happens. The interpreter lock is let go during each call.
+Addresses are host memory of any alignment. No call reads outside `[src, src + nbytes)` or writes
+outside `[dst, dst + dst_bytes)`, whatever a blob contains. This also holds if another process
+changes `src` or the blob during the call. The result is then garbage, which the checksum detects,
+and nothing else is affected. Each call releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class CpuCodec:
-    """The codec held to one instruction set; which one never shows in the bytes.
+    """The codec with a fixed instruction set, which never changes the bytes.
 
     Methods raise BackendUnavailable when the library or the instruction set is missing.
     """
@@ -85,8 +85,8 @@ class CpuCodec:
         """Encode `nbytes` bytes at address `src` to `dst`; return the blob's size.
 
         `dst_bytes` must be at least `max_encoded_bytes(nbytes, dtype)`, and the two ranges must
-        not overlap. `threads` is how many the call may use; small tensors use fewer. Raises
-        UsageError for arguments that no encoder accepts; `dst` is then untouched.
+        not overlap. The call uses at most `threads` threads, fewer for small tensors. Raises
+        UsageError for arguments that no encoder accepts; `dst` is then unchanged.
         """
         asked = parse_mode(mode, speed, policy)
         check_request(nbytes, dtype, dst_bytes)
@@ -111,8 +111,8 @@ class CpuCodec:
     ) -> None:
         """Decode the blob of `blob_bytes` bytes at address `blob` to `dst`.
 
-        `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob; `dst` may then hold
-        anything.
+        `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob for a damaged blob; `dst` may
+        then hold arbitrary bytes.
         """
         check_threads(threads)
         options = Options(threads=threads, isa=self.instruction_set)
@@ -125,7 +125,7 @@ class CpuCodec:
             self._fail(status, f"decoding {blob_bytes} bytes")
 
     def copy_checksum(self, src: int, dst: int, nbytes: int) -> int:
-        """Copy `nbytes` bytes from `src` to `dst`, which do not overlap; return their checksum."""
+        """Copy `nbytes` bytes from `src` to `dst`, which must not overlap; return the checksum."""
         found: int = library().storm_ancf_copy_checksum(dst, src, nbytes, self.instruction_set)
         return found
 
@@ -141,7 +141,7 @@ class CpuCodec:
 
 
 def _explain_damage(blob: int, blob_bytes: int, dst_bytes: int) -> NoReturn:
-    """Raise CorruptBlob saying what the library found wrong, which has no words of its own."""
+    """Raise CorruptBlob with a message for the damage that the library found."""
     header = read_header(memory(blob, blob_bytes))
     if header.raw_nbytes != dst_bytes:
         raise CorruptBlob(f"the blob holds {header.raw_nbytes} bytes, the output {dst_bytes}")

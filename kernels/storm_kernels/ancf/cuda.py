@@ -1,9 +1,9 @@
-"""ANCF on a CUDA device: the same bytes as reference.py writes, without the host in the way.
+"""ANCF on a CUDA device: the same bytes as reference.py writes, without work on the host.
 
-`CudaCodec` launches on the caller's stream and neither allocates nor synchronises: output,
-scratch and the places for size and status are the caller's. The kernels are the `.cu` files
-in csrc/cuda, compiled by CuPy at first use for the device's own architecture and kept in
-CuPy's cache on disk. CuPy and torch are loaded only when something here is called.
+`CudaCodec` launches on the caller's stream and neither allocates nor synchronises. The caller
+provides the memory for output, scratch, size and status. The kernels are the `.cu` files in
+csrc/cuda. CuPy compiles them at first use for the device's architecture and keeps them in its cache
+on disk. CuPy and torch are loaded only when a function here is called.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaCodec", "decode_device", "encode_device", "probe"]
 
-BLOB_ALIGN: Final = 16  # bytes, of blobs and scratch
+BLOB_ALIGN: Final = 16  # alignment of blobs and scratch, in bytes
 RESULT_WORDS: Final = 3  # u64: the blob's bytes, status, mode
 
 EARLY_CAPABILITY: Final = 90
-"""From this compute capability on, a kernel can begin while the one before it still runs."""
+"""From this compute capability on, a kernel can begin while the previous one still runs."""
 
 MODES: Final = tuple(mode.name.lower() for mode in Mode)
 
@@ -63,11 +63,11 @@ _STATUS = {
 
 
 class CudaCodec:
-    """Encoder and decoder of one device, for one thread at a time or many.
+    """Encoder and decoder of one device; several threads may use it at once.
 
-    `blocks` bounds how many thread blocks of at most 512 threads a launch takes (0: as many as
-    fit), and with it how much of the device the codec may use beside other work. Raises
-    BackendUnavailable where CuPy or the CUDA bindings are missing.
+    `blocks` is the maximum number of thread blocks, of at most 512 threads, per launch (0: two per
+    multiprocessor). So it limits how much of the device the codec uses beside other work. Raises
+    BackendUnavailable if CuPy or the CUDA bindings are missing.
     """
 
     def __init__(self, device: int = 0, *, blocks: int = 0) -> None:
@@ -77,15 +77,15 @@ class CudaCodec:
         self._driver = launch
         self._device = device
         self._modules = Modules(device)
-        # What the modules would return again; any thread adds to it.
+        # A cache of the modules' functions; any thread may add to it.
         self._functions: dict[tuple[str, DType], Function] = {}
         self._threads = threading.local()  # each has its own arguments
         with self._cupy.cuda.Device(device) as entered:
-            self._cupy.cuda.runtime.free(0)  # makes the device's context, where nothing has yet
+            self._cupy.cuda.runtime.free(0)  # creates the device's context if there is none yet
             self._context = launch.current_context()
             self._blocks = blocks or 2 * int(entered.attributes["MultiProcessorCount"])
             may_be_early = int(entered.compute_capability) >= EARLY_CAPABILITY
-        # The first kernel of a call, and those after it.
+        # Launch functions for the first kernel of a call, and for those after it.
         self._launch = launch.launch
         self._launch_next = launch.launch_early if may_be_early else launch.launch
 
@@ -94,7 +94,7 @@ class CudaCodec:
         return scratch_bytes(nbytes, dtype)
 
     def prepare(self, dtype: DType) -> None:
-        """Compile what `dtype` needs, which takes seconds where CuPy's cache has it not."""
+        """Compile all kernels for `dtype`; this takes seconds if CuPy's cache lacks them."""
         for _ in self.prepare_each([dtype], modes=("auto", *MODES), speeds=SPEEDS):
             pass
 
@@ -105,10 +105,11 @@ class CudaCodec:
         modes: Iterable[str] = ("auto",),
         speeds: Iterable[str] = ("fast",),
     ) -> Iterator[DType]:
-        """Compile for all `dtypes` side by side, and yield each in turn when it is ready.
+        """Compile for all `dtypes` in parallel, and yield each in turn when it is ready.
 
-        Ready to encode in these modes at these speeds, and to decode the outcome; what else is
-        asked for is compiled then. Nothing more is begun once the iterator is closed.
+        A ready dtype can be encoded in these modes at these speeds, and the blobs decoded. Other
+        kernels are compiled on first use. Once the iterator is closed, no further compilation
+        starts.
         """
         ways = list(product(modes, speeds))
         names = {dtype: _kernels(dtype, ways) for dtype in dtypes}
@@ -141,12 +142,11 @@ class CudaCodec:
     ) -> None:
         """Encode `nbytes` bytes at device address `src` to `dst`, in order on `stream`.
 
-        Afterwards three u64 at `result` (device or mapped host memory) hold the blob's bytes,
-        0, and its mode. `dst` and `scratch` must be 16-byte aligned, of at least
-        `max_encoded_bytes` and `scratch_bytes`; both may be reused once the stream has passed.
-        Where the caller names a pipeline that is `likely` to be chosen, its encoder alone is
-        launched; the blob is raw where another was chosen. Raises UsageError before anything is
-        launched.
+        Afterwards three u64 at `result` (device or mapped host memory) hold the blob's bytes, 0,
+        and its mode. `dst` and `scratch` must be 16-byte aligned and have at least
+        `max_encoded_bytes` and `scratch_bytes` bytes. Both may be reused once the stream has passed
+        the encoding. With `likely` only the encoder of that pipeline is launched; if the device
+        chooses another pipeline, the blob is raw. Raises UsageError before any launch.
         """
         plan = encoding(nbytes, dtype, mode, speed, policy, self._blocks, likely)
         if dst_bytes < plan.room:
@@ -166,15 +166,16 @@ class CudaCodec:
 
     @property
     def check_blocks(self) -> int:
-        """How many words `check_async` leaves for each span."""
+        """The number of words that `check_async` writes for each span."""
         return self._blocks
 
     def check_async(self, spans: int, count: int, sums: int, stream: int) -> None:
-        """Read `count` spans of bytes for their checksums, in order on `stream`.
+        """Compute partial checksums of `count` spans of bytes, in order on `stream`.
 
-        At `spans` (device or mapped host memory, as `sums`) each is two u64, its device address and
-        bytes. Afterwards `check_blocks` u64 a span at `sums` add up, with the length's part, to
-        its checksum (`checksum.from_sums`). All of it may be reused once the stream has passed.
+        `spans` and `sums` are device or mapped host memory. Each span is two u64 at `spans`: its
+        device address and its bytes. Afterwards `check_blocks` u64 per span at `sums` hold partial
+        sums, from which `checksum.from_sums` computes the checksum. The memory may be reused once
+        the stream has passed the kernel.
         """
         arguments = self._arguments()
         arguments.check.pack(spans, sums, count)
@@ -198,11 +199,11 @@ class CudaCodec:
     ) -> None:
         """Decode the blob at device address `blob` to `dst`, in order on `stream`.
 
-        Afterwards the u64 at `status` (device or mapped host memory) is 0, or what `explain`
-        puts in words; `dst` may then hold anything, nothing outside it was touched. `blob` and
-        `scratch` must be 16-byte aligned. `dtype` and `pipeline` are what the blob's header says
-        (`blob_kind`); where the caller does not know them, kernels for all are launched, of which
-        one works. Where they are wrong none does, and the status says so.
+        Afterwards the u64 at `status` (device or mapped host memory) is 0, or an error for
+        `explain`; `dst` may then hold arbitrary bytes, and nothing outside it was written. `blob`
+        and `scratch` must be 16-byte aligned. `dtype` and `pipeline` are those of the blob's header
+        (`blob_kind`). Without them, kernels for all dtypes and pipelines are launched, and one of
+        them decodes. If they are wrong, no kernel decodes, and the status says so.
         """
         _check_aligned(blob=blob, scratch=scratch)
         kinds = _KINDS if dtype is None else (dtype,)
@@ -219,20 +220,20 @@ class CudaCodec:
                 self._launch_next(function, blocks, threads, stream, taken[kernel])
 
     def explain(self, status: int) -> str:
-        """Return what a status other than 0 means."""
+        """Return the meaning of a status other than 0."""
         return _STATUS.get(status, f"the decoder left status {status}")
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _arguments(self) -> _Arguments:
-        """Return the calling thread's."""
+        """Return the calling thread's arguments."""
         found: _Arguments | None = getattr(self._threads, "arguments", None)
         if found is None:
             found = self._threads.arguments = _Arguments(self._driver)
         return found
 
     def _entered(self) -> AbstractContextManager[Any]:
-        """Make the device's context current, where it is not."""
+        """Return a context manager that makes the device's context current if it is not."""
         if self._driver.current_context() == self._context:
             return _AS_IT_IS
         device: AbstractContextManager[Any] = self._cupy.cuda.Device(self._device)
@@ -246,7 +247,7 @@ class CudaCodec:
 
 
 class _Arguments:
-    """The arguments of a thread's launches: what is packed, and what each kernel takes of it."""
+    """The arguments of a thread's launches: the packed values, and each kernel's pointer list."""
 
     def __init__(self, driver: ModuleType) -> None:
         self.encode = driver.Arguments(ENCODE_ARGUMENTS)
@@ -273,7 +274,7 @@ _KINDS: Final = (
 
 
 def _kernels(dtype: DType, ways: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Return what these modes and speeds need, each once, the encoders of a way first."""
+    """Return the distinct kernels for these modes and speeds, each way's encoders first."""
     names = chain.from_iterable(
         (*encode_kernels(dtype, mode, speed), *decode_kernels(dtype, mode, speed))
         for mode, speed in ways
@@ -300,7 +301,7 @@ def encode_device(
 ) -> torch.Tensor:
     """Return the blob of `nbytes` bytes at device address `src`, as uint8 on that device.
 
-    Runs on torch's current stream and waits for it, to learn the blob's size.
+    The function runs on torch's current stream and waits for it, to learn the blob's size.
     """
     import torch
 
@@ -340,7 +341,7 @@ def decode_device(blob: torch.Tensor, dst: int, dst_bytes: int) -> None:
 
 
 def _dtype_in(blob: torch.Tensor) -> DType | None:
-    """The type that a header names, None where it names none."""
+    """Return the element type in a blob's header, None if the header names no known type."""
     number = int(blob[7]) if blob.numel() > 7 else -1
     return DType(number) if number in DType.__members__.values() else None
 

@@ -1,7 +1,7 @@
-"""Which kernels a call of the CUDA codec launches, and how large: pure, decided without a device.
+"""Selects the kernels that a call of the CUDA codec launches, and their grids, without a device.
 
-The device chooses a tensor's plan, and the host does not wait for it: kernels for all plans that
-the arguments leave open are launched, and one of them carries out the one that was chosen.
+The device chooses a tensor's plan, and the host does not wait for the choice. So it launches
+kernels for all plans that the arguments permit, and one of them executes the chosen plan.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ ENCODE_WARPS: Final = {
     "ancf_encode_dense": {1: 12, 2: 12, 4: 8, 8: 7},
     "ancf_encode_bitmap": {1: 16, 2: 11, 4: 6, 8: 2},
 }
-"""A block's warps, each with a tile to itself, by an element's bytes; as in ancf_encode.cu."""
+"""Warps per block by an element's bytes; each warp encodes one tile; as in ancf_encode.cu."""
 DECODE_WARPS: Final = 12
 FAST_DECODE_WARPS: Final = {1: 16, 2: 16, 4: 12, 8: 12}
-"""Warps of a decoder's block, pipeline fast's by an element's bytes; as in ancf_decoding.cuh."""
+"""Warps per block of a decoder, pipeline fast's by an element's bytes; as in ancf_decoding.cuh."""
 DECODE_BLOCK_TILES: Final = 3  # tiles that keep a block busy
 CHOOSE_THREADS: Final = 1024
 BEGIN_THREADS: Final = 32
@@ -61,7 +61,7 @@ ALL_PIPELINES: Final = 255  # kAllPipelines of ancf_encode.cu
 PIPELINES: Final = ("whole", "fast", "dense", "bitmap")  # Pipeline of ancf_format.cuh, in its order
 ENCODERS: Final = ("fast", "dense", "bitmap", "whole")  # in the order of their launches
 
-_SIZE, _WORD = "Q", "I"  # arguments of 64 bits, addresses among them, and of 32
+_SIZE, _WORD = "Q", "I"  # kinds of arguments: 64 bits (also addresses) and 32 bits
 ENCODE_ARGUMENTS: Final = dict.fromkeys(("src", "nbytes", "dst", "scratch", "result"), _SIZE) | (
     dict.fromkeys(("words", "dtype", "mode", "dense", "checksum", "unit_tiles", "policy"), _WORD)
     | {"launched": _WORD}
@@ -84,10 +84,10 @@ TAKEN: Final = {
     "ancf_decode_begin": ("blob", "blob_bytes", "dst_bytes", "scratch", "status"),
     **{f"ancf_decode_{kind}": _DECODER for kind in PIPELINES},
 }
-"""Which of them each kernel takes, in the order of its parameters."""
+"""The arguments that each kernel takes, in the order of its parameters."""
 
 KIND_BYTES: Final = 16
-"""How much of a header says what kind of blob it is."""
+"""The first bytes of a header, which `blob_kind` needs."""
 
 _COPY: Final = "ancf_encode_raw"
 
@@ -95,14 +95,14 @@ _MODE_AT, _DTYPE_AT, _SECOND_BITS_AT = 6, 7, 14  # FORMAT.md, section 2
 
 
 class BlobKind(NamedTuple):
-    """What a decoder has to be compiled for: an element type, and a pipeline's name."""
+    """The element type and pipeline name that a decoder must be compiled for."""
 
     dtype: DType
     pipeline: str
 
 
 class Launch(NamedTuple):
-    """A kernel by name, with how many blocks of how many threads."""
+    """A kernel's name, its number of blocks, and the threads per block."""
 
     kernel: str
     blocks: int
@@ -110,7 +110,7 @@ class Launch(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """How to encode a tensor. `room` is the least output in bytes; the rest are arguments."""
+    """How to encode a tensor. `room` is the minimum output size in bytes."""
 
     launches: tuple[Launch, ...]
     room: int
@@ -123,10 +123,10 @@ class Encoding(NamedTuple):
 
 
 def blob_kind(header: bytes) -> BlobKind:
-    """Return what the first KIND_BYTES of a header, not checked yet, say of the blob's kind.
+    """Return the blob's kind from the first KIND_BYTES of a header that is not checked yet.
 
     Raises:
-        CorruptBlob: they name no element type that exists.
+        CorruptBlob: the header's element type does not exist.
     """
     number = header[_DTYPE_AT]
     if number not in DType.__members__.values():
@@ -135,16 +135,16 @@ def blob_kind(header: bytes) -> BlobKind:
 
 
 def pipeline_of(mode: str) -> str | None:
-    """Return the pipeline that has probably encoded a blob of that mode at speed fast.
+    """Return the pipeline that probably encoded a blob of mode `mode` at speed fast.
 
-    None for raw and constant, which several of them come to.
+    Return None for raw and constant, which several pipelines can produce.
     """
     known = {"sparse": "bitmap", "window": "fast", "truncated": "dense"}
     return None if mode in ("raw", "constant") else known.get(mode, "whole")
 
 
 def _pipeline(mode: int, second_bits: int) -> str:
-    """As pipeline_of in ancf_format.cuh."""
+    """Return the pipeline, as pipeline_of in ancf_format.cuh does."""
     if mode == Mode.SPARSE:
         return "bitmap"
     if mode not in (Mode.WINDOW, Mode.TRUNCATED):
@@ -167,9 +167,9 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
     most_blocks: int,
     likely: str | None = None,
 ) -> Encoding:
-    """Return how to encode `nbytes` bytes; raise UsageError for names that do not exist.
+    """Return how to encode `nbytes` bytes; raise UsageError for unknown names.
 
-    Of several encoders only that of the pipeline `likely` is launched, where one is named.
+    If `likely` names a pipeline, only that pipeline's encoder is launched.
     """
     asked = parse_mode(mode, speed, policy)
     kernels = _kernels(asked, speed, dtype)
@@ -179,7 +179,7 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
         kernels = tuple(kernel for kernel in kernels if kernel in needed)
     tiles, teams = _tiles(nbytes, dtype), _teams(dtype)
     clear_words = (scratch_bytes(nbytes, dtype) - UNCLEARED_BYTES) // 4
-    # As few units as keep all teams busy: each waits to be told where the one before it ends.
+    # As few units as keep all teams busy: each unit waits for the end offset of the previous one.
     unit_tiles = max(1, min(MAX_UNIT_TILES, -(-tiles // (most_blocks * teams))))
     blocks = max(1, min(most_blocks, -(-tiles // (teams * unit_tiles))))
     choosing = 2 + min(32, 1 + clear_words // (8 * CHOOSE_THREADS))  # one chooses, the rest clear
@@ -205,19 +205,19 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
 
 @lru_cache(maxsize=4096)
 def decoding(nbytes: int, dtype: DType, pipeline: str, most_blocks: int) -> Launch:
-    """Return what decodes blobs of that pipeline to `nbytes` original bytes."""
+    """Return the launch that decodes blobs of that pipeline to `nbytes` original bytes."""
     warps = FAST_DECODE_WARPS[dtype.element_bytes] if pipeline == "fast" else DECODE_WARPS
     blocks = max(1, min(most_blocks, -(-_tiles(nbytes, dtype) // DECODE_BLOCK_TILES)))
     return Launch(f"ancf_decode_{pipeline}", blocks, warps * WARP_THREADS)
 
 
 def encode_kernels(dtype: DType, mode: str = "auto", speed: str = "fast") -> tuple[str, ...]:
-    """Return the names of what `encoding` launches for such tensors."""
+    """Return the names of the kernels that `encoding` launches for such tensors."""
     return ("ancf_choose", *_kernels(parse_mode(mode, speed), speed, dtype))
 
 
 def decode_kernels(dtype: DType, mode: str = "auto", speed: str = "fast") -> tuple[str, ...]:
-    """Return the names of what decodes such tensors once they are encoded."""
+    """Return the names of the kernels that decode the blobs of such tensors."""
     kinds = _encoders(parse_mode(mode, speed), speed, dtype)
     return ("ancf_decode_begin", *(f"ancf_decode_{kind}" for kind in kinds))
 
@@ -234,10 +234,10 @@ def _launch_of_warps(kernel: str, dtype: DType, tiles: int, most_blocks: int) ->
 
 
 def _kernels(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
-    """Return the kernels after the choice; of the encoders one finds that the plan is its own."""
+    """Return the kernels after ancf_choose; only the encoder that fits the chosen plan works."""
     values = ("ancf_values",) if asked in (Mode.TERNARY, Mode.VALUES) else ()
     encoders = (f"ancf_encode_{kind}" for kind in _encoders(asked, speed, dtype))
-    # A tensor that turns out to be too large when it is encoded is copied at the end.
+    # The last kernel copies the tensor raw if its encoding turns out too large.
     copy = () if asked is Mode.RAW else (_COPY,)
     return (*values, *encoders, *copy)
 
@@ -260,5 +260,5 @@ def _tiles(nbytes: int, dtype: DType) -> int:
 
 
 def _teams(dtype: DType) -> int:
-    """Teams in a block, each of as many threads as a tile has pieces of 64 elements' bytes."""
+    """Return the teams per block; a team has 64 threads for each byte of an element."""
     return BLOCK_THREADS // (64 * dtype.element_bytes)

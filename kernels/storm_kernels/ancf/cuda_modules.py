@@ -1,10 +1,10 @@
-"""The compiled modules of one device: which module holds a kernel, and each compiled only once.
+"""The compiled modules of one device: finds the module of a kernel, and compiles each only once.
 
-A module is a source and, where its kernels are of several pipelines, one of these, since compiling
-takes seconds (DESIGN.md). Of several threads that ask for one module, one compiles it and the
-others wait; each gets the kernel, or an error that says why it cannot be had. CuPy compiles and
-keeps the outcome on disk, where CUPY_CACHE_DIR says. Processes that begin together, as the trainers
-of a node do, take turns at a module, so that one compiles it and the others find it there.
+A module is one source and, if the source has several pipelines, one of them, since compiling takes
+seconds (DESIGN.md). If several threads request a module, one compiles it and the others wait. Each
+gets the kernel, or an error that says why it is unavailable. CuPy compiles and caches the result on
+disk, in CUPY_CACHE_DIR. Processes that start together, such as the trainers of a node, take turns
+at a module: one compiles it and the others find it in the cache.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["Modules", "Preparation", "Wanted", "load_cupy", "wanted"]
 
 MOST_COMPILERS: Final = 8
-"""Threads that compile: more would take a node's processors from whoever trains there."""
+"""The maximum number of compiler threads; more would take processors from training processes."""
 
 TURN_SECONDS: Final = 60.0
-"""How long a process waits for its turn: whose turn it is may be stopped."""
+"""How long a process waits for its turn: the process that compiles may be stopped."""
 
 _FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 _OPTIONS: Final = ("-std=c++17", f"-I{_FOLDER}")
@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
     mantissa_bits: int
 
     def text(self) -> str:
-        """Return what is compiled. CuPy's cache knows it by this text, so the sources sign it."""
+        """Return the text to compile; it includes a digest of the sources, for CuPy's cache."""
         return (
             f"#define ANCF_WIDTH {self.element_bytes}\n"
             f"#define ANCF_MANTISSA {self.mantissa_bits}\n"
@@ -62,11 +62,11 @@ class Wanted(NamedTuple):
 
 
 def wanted(kernel: str, dtype: DType) -> Wanted:
-    """Return the module that holds the kernel of that name for elements of that type."""
+    """Return the module that contains the kernel `kernel` for elements of type `dtype`."""
     source, _, pipeline = kernel.rpartition("_")
     if pipeline not in PIPELINES:
         # ancf_choose and ancf_values are sources; encode_raw, check and decode_begin are in every
-        # module of theirs.
+        # module of their source.
         source = kernel if kernel in _ALONE else _SOURCES.get(kernel, source)
         pipeline = PIPELINES[0]
     return Wanted(source, pipeline, dtype.element_bytes, dtype.mantissa_bits)
@@ -74,11 +74,11 @@ def wanted(kernel: str, dtype: DType) -> Wanted:
 
 _ALONE: Final = ("ancf_choose", "ancf_values")
 _SOURCES: Final = {"ancf_check": "ancf_encode"}
-"""Of kernels whose names do not say it."""
+"""The sources of kernels whose names do not contain them."""
 
 
 class Modules:
-    """Compiles and loads modules on one device, for any thread."""
+    """Compiles and loads modules on one device; any thread may call."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -86,10 +86,10 @@ class Modules:
         self._loaded: dict[Wanted, Future[Any]] = {}
 
     def function(self, kernel: str, dtype: DType) -> Function:
-        """Return a kernel, compiled if need be, which takes seconds where no cache has it.
+        """Return a kernel; compiling takes seconds if no cache has it.
 
         Raises:
-            BackendUnavailable: it cannot be compiled or loaded.
+            BackendUnavailable: the kernel cannot be compiled or loaded.
         """
         from ..cuda_driver.launch import Function
 
@@ -102,7 +102,7 @@ class Modules:
             return Function(function.kernel.ptr, shared_bytes, function)
 
     def get(self, which: Wanted) -> Any:
-        """Return a loaded module; the first to ask compiles it."""
+        """Return a loaded module; the first caller compiles it."""
         with self._lock:
             future = self._loaded.get(which)
             is_mine = future is None
@@ -113,9 +113,10 @@ class Modules:
         return future.result()
 
     def prepare(self, modules: Iterable[Wanted]) -> Preparation:
-        """Start to compile modules side by side, in this order; `get` waits for one.
+        """Start to compile modules in parallel, in this order; `get` waits for one module.
 
-        The threads are daemons: a compiler cannot be interrupted, and an exit need not wait.
+        The threads are daemon threads: a compiler cannot be interrupted, and the process's exit
+        need not wait for it.
         """
         queue = Preparation(modules)
         for _ in range(min(len(queue), _processors())):
@@ -129,22 +130,22 @@ class Modules:
             try:
                 self.get(which)
             except BackendUnavailable:
-                continue  # whoever needs it is told by its own `get`
+                continue  # a caller that needs the module gets the error from `get`
 
     def _load(self, which: Wanted, future: Future[Any]) -> None:
         try:
             future.set_result(_compiled(which, self._device))
         except BaseException as error:  # noqa: BLE001 (all who wait for it get it)
             with self._lock:
-                del self._loaded[which]  # what failed for want of memory may succeed later
+                del self._loaded[which]  # a failure by lack of memory may not recur
             future.set_exception(error)
 
 
 class Preparation:
-    """Modules that several threads take, each once, in order, until it is ended."""
+    """A queue of modules that several threads compile, each once and in order, until `end`."""
 
     def __init__(self, modules: Iterable[Wanted]) -> None:
-        self._lock = threading.Lock()  # protects what is left
+        self._lock = threading.Lock()  # protects _left
         self._left = deque(dict.fromkeys(modules))
 
     def __len__(self) -> int:
@@ -155,7 +156,7 @@ class Preparation:
             yield which
 
     def end(self) -> None:
-        """Let no further module be begun; those that are being compiled still will be."""
+        """Start no further module; compilations in progress still complete."""
         with self._lock:
             self._left.clear()
 
@@ -180,7 +181,7 @@ def _compiled(which: Wanted, device: int) -> Any:
 
 @contextmanager
 def _turn(which: Wanted) -> Iterator[None]:
-    """Keep processes that share the cache from compiling the same module meanwhile."""
+    """Prevent other processes that share the cache from compiling the same module meanwhile."""
     name = hashlib.sha256(which.text().encode()).hexdigest()[:16]
     try:
         folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
@@ -188,7 +189,7 @@ def _turn(which: Wanted) -> Iterator[None]:
         lock = FileLock(folder / f"ancf-{name}.lock", timeout=TURN_SECONDS)
         lock.acquire()
     except (OSError, RuntimeError):
-        yield  # no cache that could be shared; or whose turn it is has been stopped
+        yield  # the cache cannot be shared, or the compiling process is stopped
         return
     try:
         yield
@@ -197,7 +198,7 @@ def _turn(which: Wanted) -> Iterator[None]:
 
 
 def _shared_bytes(module: Any, kernel: str) -> int:
-    """Return the dynamic shared memory of a block, which the module says of its source."""
+    """Return a block's dynamic shared memory in bytes, from the module's symbol for it."""
     symbol = _SHARED_SYMBOLS.get(kernel)
     if symbol is None:
         return 0

@@ -1,7 +1,7 @@
-"""The element types ANCF knows, and their torch counterparts.
+"""The element types that ANCF supports, and their torch counterparts.
 
-`DType` is what the header stores. torch is only looked up by name when a tensor is at hand, so
-that importing this module does not load it.
+`DType` is the value in the header. This module maps torch dtypes by name, so importing it does not
+load torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DType(IntEnum):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one coded element: of one real part for complex types."""
+        """Bytes of one coded element; for complex types, of one real part."""
         return _TRAITS[self].element_bytes
 
     @property
@@ -58,12 +58,12 @@ class DType(IntEnum):
 
     @property
     def mantissa_bits(self) -> int:
-        """Stored mantissa bits (M in FORMAT.md); for non-floats what a forced mode assumes."""
+        """Stored mantissa bits (M in FORMAT.md); for non-floats the value for a forced mode."""
         return _TRAITS[self].mantissa_bits
 
     @property
     def is_float(self) -> bool:
-        """Whether elements are floating-point numbers, those of complex types included."""
+        """Whether elements are floating-point numbers, including those of complex types."""
         return _TRAITS[self].is_float
 
     @property
@@ -89,7 +89,7 @@ class _Traits:
     is_float: bool = False
 
 
-_INTEGER_MANTISSA = {1: 3, 2: 7, 4: 23, 8: 52}  # of the float type of that many bytes
+_INTEGER_MANTISSA = {1: 3, 2: 7, 4: 23, 8: 52}  # by bytes: that of a float type of the same size
 _SIGNED = frozenset({DType.INT8, DType.INT16, DType.INT32, DType.INT64})
 _TRAITS = {
     DType.BFLOAT16: _Traits(2, 7, is_float=True),
@@ -114,7 +114,7 @@ for _size, _members in {
 def dtype_of(dtype: torch.dtype) -> DType:
     """Return the `DType` of a torch dtype.
 
-    Raises UsageError for types that ANCF does not know (quantised and sub-byte ones).
+    Raises UsageError for types that ANCF does not support (quantised and sub-byte types).
     """
     name = str(dtype).removeprefix("torch.").upper()
     try:

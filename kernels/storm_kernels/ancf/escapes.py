@@ -1,4 +1,4 @@
-"""How often a blob's dictionary failed, seen without decoding it."""
+"""Measures how often a blob's elements are escapes, without decoding the blob."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["escape_rate"]
 
-_TILES = 32  # looked at, evenly spaced: enough to see a drift, cheap for any size
+_TILES = 32  # tiles to inspect, evenly spaced: enough to see a drift, cheap for any size
 
 
 def escape_rate(blob: NDArray[np.uint8]) -> float:
     """Return the share of coded elements that no dictionary entry matched, 0..1.
 
-    At most 32 tiles of `blob` are looked at. 0 for modes without a dictionary. Raises CorruptBlob.
+    Inspects at most 32 tiles. Returns 0 for modes without a dictionary. Raises CorruptBlob.
     """
     header = read_header(blob)
     place = header.geometry

@@ -1,7 +1,7 @@
 """The 256 bytes at the start of every blob.
 
-`Header.pack` and `read_header` are inverses. `read_header` accepts nothing that an encoder could
-not have written, so whoever holds a `Header` may rely on its sizes and offsets.
+`Header.pack` and `read_header` are inverses. `read_header` rejects every header that no encoder
+writes, so the code can rely on the sizes and offsets of a `Header`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECK_AT = layout.HEADER_BYTES - _CHECK.size
 
 @dataclass(frozen=True)
 class Header:
-    """A blob's description of itself. Sizes are bytes; `checksum` is None where left out."""
+    """The fields of a blob's header. Sizes are bytes; `checksum` is None if the blob has none."""
 
     plan: Plan
     dtype: DType
@@ -46,7 +46,7 @@ class Header:
 
     @property
     def geometry(self) -> Geometry:
-        """Where the parts lie."""
+        """The offsets of the blob's sections."""
         return Geometry(self.plan, self.dtype, self.raw_nbytes)
 
     @property
@@ -90,11 +90,11 @@ class Header:
 def read_header(
     view: bytes | bytearray | memoryview | NDArray[np.uint8], blob_bytes: int | None = None
 ) -> Header:
-    """Return the header of a blob of `blob_bytes` bytes, or of as many as `view` has.
+    """Return the header of a blob of `blob_bytes` bytes (default: the size of `view`).
 
-    `view` holds the blob or its first bytes, `HEAD_BYTES` of them or more. Raises CorruptBlob when
-    the header is damaged, of another version, or describes a blob of another size. The records
-    and the checksum are not looked at.
+    `view` holds the whole blob or at least its first `HEAD_BYTES` bytes. Raises CorruptBlob if the
+    header is damaged, has another version, or describes a blob of another size. The function does
+    not check the records or the checksum.
     """
     data = memoryview(view).cast("B")  # type: ignore[arg-type]  # typeshed: ndarray has no buffer in 3.11
     if len(data) < layout.HEADER_BYTES:
@@ -103,7 +103,7 @@ def read_header(
     _check_identity(head)
     header = _parse(head, data)
     size = len(data) if blob_bytes is None else blob_bytes
-    if header.encoded_nbytes != size:  # also keeps every number below in its field's range
+    if header.encoded_nbytes != size:  # also ensures that every number below fits its field
         raise CorruptBlob(f"the header describes {header.encoded_nbytes} bytes, got {size}")
     if header.pack() != head:
         raise CorruptBlob("the header's sizes, offsets or padding contradict its mode and dtype")

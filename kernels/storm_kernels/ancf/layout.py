@@ -1,7 +1,7 @@
-"""The numbers of the ANCF format, version 1: each stands here once.
+"""The constants of the ANCF format, version 1, each defined only here.
 
-FORMAT.md explains them; tests hold the C and CUDA headers to the values below. Changing one
-changes the bytes of every blob, so it needs a new `VERSION`.
+FORMAT.md explains them. Tests check that the C and CUDA headers have the same values. To change a
+constant changes the bytes of blobs, so it needs a new `VERSION`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ VERSION = 1
 HEADER_BYTES = 256
 TILE = 4096  # elements
 DIRECTORY_ALIGN = 128  # bytes: dictionary, directory and fixed blocks start at multiples of it
-RECORD_UNIT = 8  # bytes: the directory counts in it
-MAX_RECORDS_BYTES = 1 << 35  # the payload of a blob stays below: a directory entry is a u32
+RECORD_UNIT = 8  # bytes: the unit of directory entries
+MAX_RECORDS_BYTES = 1 << 35  # a blob's payload is smaller: a directory entry is a u32
 FLAG_CHECKSUM = 1
 BITMAP_NONE, BITMAP_PLAIN, BITMAP_PAIRS = 0, 1, 2
-BITMAP_SIGNS = 4  # added to one of these: a plane of all signs beside the bitmap
+BITMAP_SIGNS = 4  # flag, added to a kind: a plane of all signs follows the bitmap
 WINDOW_SLOTS = 32  # u16 entries of the dictionary in the header
 
 SAMPLE_MAX = 16384  # elements

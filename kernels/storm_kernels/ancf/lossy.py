@@ -1,8 +1,8 @@
-"""The one lossy step of the project: rounding elements to a few centres, on request alone.
+"""The only lossy step of the project: rounding elements to a few centres, only on request.
 
-`quantize` replaces an element by a centre only if that changes it by no more than `tolerance`;
-every other element, NaNs and infinities among them, keeps its bits. The result then goes through
-mode values, which is lossless, so the bound holds for what `decode` returns.
+`quantize` replaces an element by a centre only if that changes it by no more than `tolerance`.
+Every other element, including NaNs and infinities, keeps its bits. Mode values then encodes the
+result losslessly, so the tolerance holds for the tensor that `decode` returns.
 
 Centres come from 1-D K-means (Lloyd's algorithm) over a sorted sample. Sums are integers, so the
 CPU and every GPU find the same centres.
@@ -24,7 +24,7 @@ __all__ = ["quantize"]
 _ITERATIONS = 16
 _GRID = 1 << 40  # steps of the fixed-point grid on which centres are averaged
 _PIECE = 1 << 22  # elements rounded at a time, in float64
-_PART = 0.7071  # of a complex number's tolerance, for each part: less than the root of 1/2
+_PART = 0.7071  # share of a complex number's tolerance for each part: less than the root of 1/2
 
 
 def quantize(tensor: torch.Tensor, mode: str, tolerance: float, centres: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _check(tensor: torch.Tensor, mode: str, tolerance: float) -> None:
 
 
 def _sample(flat: torch.Tensor) -> torch.Tensor:
-    """Return finite elements at fixed places, sorted, as float64."""
+    """Return the finite elements of a regular sample, sorted, as float64."""
     import torch
 
     stride = max(1, flat.numel() // layout.SAMPLE_MAX)
@@ -96,7 +96,7 @@ def _distinct(ascending: torch.Tensor) -> torch.Tensor:
 
 
 def _lloyd(points: torch.Tensor, sums: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """Return the means of the points nearest to each centre; centres without points go."""
+    """Return the mean of the points nearest to each centre; drop centres without points."""
     import torch
 
     middles = (centres[1:] + centres[:-1]) // 2
@@ -112,6 +112,6 @@ def _round(piece: torch.Tensor, values: torch.Tensor, tolerance: float) -> torch
 
     wide = piece.to(torch.float64)
     nearest = values[torch.bucketize(wide, (values[1:] + values[:-1]) / 2)]
-    # Strictly less: rounding of the difference to float64 can then not hide a larger one.
+    # Strictly less, so that rounding of the difference to float64 cannot hide a larger one.
     close = (wide - nearest).abs() < tolerance
     return torch.where(close, nearest.to(piece.dtype), piece)

@@ -1,6 +1,6 @@
-"""What a caller may ask of an encoder, and the complaints about what it may not.
+"""Checks the arguments of encoders.
 
-All backends check their arguments here, so that they refuse the same ones in the same words.
+All backends check their arguments here, so they reject the same arguments with the same messages.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def check_request(nbytes: int, dtype: DType, dst_bytes: int) -> None:
 
 
 def check_threads(threads: int) -> None:
-    """Raise UsageError unless a call may use a thread."""
+    """Raise UsageError if `threads` is less than 1."""
     if threads < 1:
         raise UsageError(f"threads={threads}: at least 1 is needed")
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raise UsageError unless `tolerance` is a distance; 0 is lossless."""
+    """Raise UsageError unless `tolerance` is a finite number, 0 (lossless) or more."""
     if not isinstance(tolerance, Real) or not 0 <= tolerance < math.inf:
         raise UsageError(
             f"tolerance {tolerance!r} must be 0 (lossless) or a finite positive number"

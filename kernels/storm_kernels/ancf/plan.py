@@ -1,7 +1,7 @@
-"""What a blob's tiles look like: the parameters, and the sizes that follow from them.
+"""The parameters of a blob's tiles, and the sizes and offsets that follow from them.
 
-`Plan` is chosen once per blob (choose.py) or read from a header; `Geometry` is a pure function
-of plan, dtype and size, so encoder and decoder cannot disagree about where a section starts.
+choose.py chooses one `Plan` per blob, or `read_header` reads it. `Geometry` is a pure function of
+plan, dtype and size, so encoder and decoder always agree about the offset of each section.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .layout import Mode
 __all__ = ["DROPS", "Geometry", "Plan", "bitmap_bytes", "max_encoded_bytes", "round_up"]
 
 FAST, DENSE, TERNARY = (3, 0), ((2, 3), (3, 4)), (2, 0)  # (k1, k2)
-DROPS = {32: (16, 13), 64: (29,)}  # low bits that a truncated float of that width may lack
+DROPS = {32: (16, 13), 64: (29,)}  # by width: the numbers of low bits that can be dropped
 _WHOLE_VALUE_CODES = {Mode.TERNARY: (TERNARY,), Mode.VALUES: ((7, 0), (8, 0), (9, 0))}
 _WINDOW_CODES = {
     Mode.WINDOW: (FAST, *DENSE),
@@ -26,12 +26,12 @@ _FLAT = frozenset({Mode.RAW, Mode.CONSTANT, Mode.BOOLEAN})  # no tiles
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def max_encoded_bytes(nbytes: int, dtype: DType) -> int:  # noqa: ARG001 (part of the contract)
-    """Return the bytes that no blob of `nbytes` original bytes exceeds, in any mode."""
+    """Return the maximum size of a blob of `nbytes` original bytes, in any mode."""
     return layout.HEADER_BYTES + nbytes
 
 
@@ -61,30 +61,30 @@ class Plan:
 
     @property
     def dictionary_is_apart(self) -> bool:
-        """Whether entries are u64 after the header rather than u16 inside it."""
+        """Whether the dictionary is u64 entries after the header, not u16 entries inside it."""
         return self.mode in _WHOLE_VALUE_CODES
 
     @property
     def bitmap_kind(self) -> int:
-        """The bitmap without the flag for signs."""
+        """The kind of the bitmap without the flag for separate signs."""
         return self.bitmap & ~layout.BITMAP_SIGNS
 
     @property
     def keeps_signs_apart(self) -> bool:
-        """Whether signs have a plane of their own and elements are coded without theirs."""
+        """Whether signs have a separate plane and elements are coded without signs."""
         return bool(self.bitmap & layout.BITMAP_SIGNS)
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Dictionary entries that level 1 and level 2 can name."""
+        """The maximum numbers of dictionary entries of level 1 and level 2."""
         return (1 << self.k1) - 1 if self.k1 else 0, (1 << self.k2) - 1 if self.k2 else 0
 
     def symbol_bits(self, dtype: DType) -> int:
-        """Bits of a symbol (s)."""
+        """Return the bits of a symbol (s)."""
         return dtype.width - self.drop - self.residue_bits
 
     def escape_bytes(self, dtype: DType) -> int:
-        """Bytes of one escape (e)."""
+        """Return the bytes of one escape (e)."""
         if not self.k1:
             return 0
         bits = dtype.width if self.drop else self.symbol_bits(dtype)
@@ -128,7 +128,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the parts of a blob of `raw_nbytes` original bytes lie; all values are bytes."""
+    """The sections of a blob of `raw_nbytes` original bytes; offsets and sizes are in bytes."""
 
     plan: Plan
     dtype: DType
@@ -136,12 +136,12 @@ class Geometry:
 
     @property
     def elements(self) -> int:
-        """Coded elements in all (n)."""
+        """The total number of coded elements (n)."""
         return self.raw_nbytes // self.dtype.element_bytes
 
     @property
     def tiles(self) -> int:
-        """Tiles, and thus directory entries less one."""
+        """The number of tiles; the directory has one entry more."""
         return -(-self.elements // layout.TILE) if self.plan.has_tiles else 0
 
     @property
@@ -171,11 +171,11 @@ class Geometry:
         return round_up(count, 128) // 8 * (plan.residue_bits + plan.k1)
 
     def tile_elements(self, tile: int) -> int:
-        """Return how many elements tile number `tile` has."""
+        """Return the number of elements of tile number `tile`."""
         return min(layout.TILE, self.elements - tile * layout.TILE)
 
     def block_offset(self, tile: int) -> int:
-        """Return where the fixed block of tile number `tile` starts."""
+        """Return the offset of the fixed block of tile number `tile`."""
         return self.fixed_offset + tile * self.block_bytes(layout.TILE)
 
     def _fixed_bytes(self) -> int:

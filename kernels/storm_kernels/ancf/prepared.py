@@ -1,10 +1,10 @@
-"""A device's codec, usable from the start while most of it is still to be compiled.
+"""A device's codec that is usable from the start, while most of its kernels still compile.
 
-Compiling all kernels takes long where no cache on disk has them (DESIGN.md), and a daemon that was
-ready only then would look dead to whoever started it. So whoever encodes never waits for a
-compiler: until the kernels of an element type are there its bytes are encoded raw, which the blob
-says of itself, and floats are coded as dense ones first, whose kernels are compiled soonest. A
-decoder finds the kernels that its blob was made with.
+Compiling all kernels takes long if no cache on disk has them (DESIGN.md). A daemon that waited for
+that would look dead to the user who started it. So an encoder never waits for a compiler. Until the
+kernels of an element type are ready, its bytes are encoded raw, as the blob's header says. Floats
+are first encoded in mode window, whose kernels are compiled first. The kernels that decode a blob
+are ready whenever the blob could be encoded.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["PreparedCodec"]
 log = logging.getLogger(__name__)
 
 RAW: Final = DType.BYTES
-"""The type as which anything can be encoded raw, which is compiled before all else."""
+"""The type as which any tensor can be encoded raw; its kernels are compiled first."""
 
 ORDER: Final = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, *DType)
-"""What training saves most comes first."""
+"""Element types in order of compilation; the types that training saves most come first."""
 
 WAYS: Final = (("window", tuple(dtype for dtype in ORDER if dtype.is_float)), ("auto", ORDER))
-"""In which mode tensors of which types are encoded, as soon as that can be done."""
+"""Modes in order of compilation, each with its element types."""
 
 CLOSE_SECONDS: Final = 5.0
-"""How long `close` waits for compilers, which cannot be interrupted; then they are left behind."""
+"""How long `close` waits for compilers, which cannot be interrupted; then they keep running."""
 
 
 class PreparedCodec:
-    """Encodes and decodes on the device of that ordinal; for any thread. Needs `close`.
+    """Encodes and decodes on the device `ordinal`; any thread may call. Needs `close`.
 
-    Prepares all element types by itself.
+    A background thread compiles the kernels of all element types.
 
     Raises:
         KernelsError: the device or its compiler cannot be used.
@@ -48,7 +48,7 @@ class PreparedCodec:
         self._codec = CudaCodec(ordinal)
         for _ in self._codec.prepare_each([RAW], modes=["raw"]):
             pass
-        # The mode for each type that has one. Set by the preparing thread, read by others.
+        # The mode of each type with compiled kernels. The preparing thread sets it, others read it.
         self._ready: dict[DType, str] = {}
         self._stopping = threading.Event()
         name = f"ancf-{ordinal}-prepare"
@@ -56,7 +56,7 @@ class PreparedCodec:
         self._preparing.start()
 
     def scratch_bytes(self, nbytes: int) -> int:
-        """Return the bytes of device scratch that a part of `nbytes` of any type needs."""
+        """Return the bytes of device scratch for a part of `nbytes` of any element type."""
         return max(self._codec.scratch_bytes(nbytes, dtype) for dtype in DType)
 
     def encode(
@@ -71,10 +71,10 @@ class PreparedCodec:
         stream: int,
         likely: str | None = None,
     ) -> None:
-        """Put an encoder on `stream`; `source` and `blob` are address and bytes, of room for it.
+        """Enqueue an encoder on `stream`; `source` and `blob` are (address, bytes) of buffers.
 
-        Three words at `result` then hold the blob's bytes, a status and the mode, which is raw
-        where another pipeline was chosen than the one that is `likely` to be.
+        Afterwards three words at `result` hold the blob's bytes, a status and the mode. The mode is
+        raw if the device chose another pipeline than `likely`.
         """
         mode = "raw" if raw else self._ready.get(dtype, "raw")
         kind = RAW if mode == "raw" else dtype
@@ -84,15 +84,15 @@ class PreparedCodec:
 
     @property
     def check_words(self) -> int:
-        """How many words `check` leaves for each span."""
+        """The number of words that `check` writes for each span."""
         return self._codec.check_blocks
 
     def check(self, spans: int, count: int, sums: int, *, stream: int) -> None:
-        """Put on `stream` what reads spans for their checksums; see `CudaCodec.check_async`."""
+        """Enqueue on `stream` the partial checksums of spans; see `CudaCodec.check_async`."""
         self._codec.check_async(spans, count, sums, stream)
 
     def is_ready(self, dtype: DType) -> bool:
-        """Tell whether all is there to encode such elements, and to decode what comes of it."""
+        """Return whether all kernels are compiled that encode and decode such elements."""
         return self._ready.get(dtype) == WAYS[-1][0]
 
     def decode(
@@ -105,20 +105,20 @@ class PreparedCodec:
         result: int,
         stream: int,
     ) -> None:
-        """Put the decoder of a blob of that kind on `stream`; `target` is address and bytes.
+        """Enqueue the decoder for a blob of that kind on `stream`; `target` is (address, bytes).
 
-        The word at `result` then is 0, or a status for `explain`.
+        Afterwards the word at `result` is 0, or a status for `explain`.
         """
         self._codec.decode_async(
             *blob, *target, scratch, result, stream, dtype=kind.dtype, pipeline=kind.pipeline
         )
 
     def explain(self, status: int) -> str:
-        """Return what a status of the decoder means."""
+        """Return the meaning of a decoder status."""
         return self._codec.explain(status)
 
     def close(self) -> None:
-        """End the preparation after the element type that is being compiled. Twice is fine."""
+        """Stop compiling after the current element type; a second call is harmless."""
         self._stopping.set()
         self._preparing.join(CLOSE_SECONDS)
 

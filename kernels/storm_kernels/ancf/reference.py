@@ -1,8 +1,8 @@
-"""ANCF in NumPy: the oracle that the other backends are tested against, and the last resort.
+"""ANCF in NumPy: the reference that tests compare the other backends with, and the last fallback.
 
-It follows FORMAT.md section by section and one tile at a time, for reading rather than speed.
-Addresses are host memory; nothing outside `[src, src + nbytes)` is read, and nothing outside
-`[dst, dst + dst_bytes)` is written, whatever a blob says.
+It follows FORMAT.md section by section, one tile at a time; it is written for readability, not
+speed. Addresses are host memory. No call reads outside `[src, src + nbytes)` or writes outside
+`[dst, dst + dst_bytes)`, whatever a blob contains.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def encode_into(
 ) -> int:
     """Encode `nbytes` bytes at host address `src` to `dst`; return the blob's size.
 
-    `threads` makes no difference here. `dst_bytes` must be at least
+    `threads` has no effect here. `dst_bytes` must be at least
     `max_encoded_bytes(nbytes, dtype)`. Raises UsageError for arguments that no encoder accepts;
-    `dst` is then untouched.
+    `dst` is then unchanged.
     """
     check_request(nbytes, dtype, dst_bytes)
     check_threads(threads)
@@ -81,16 +81,17 @@ def decode_into(
 ) -> None:
     """Decode the blob of `blob_bytes` bytes at host address `blob` to `dst`.
 
-    `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob; `dst` may then hold anything.
+    `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob for a damaged blob; `dst` may then
+    hold arbitrary bytes.
     """
     check_threads(threads)
     decode(memory(blob, blob_bytes), memory(dst, dst_bytes))
 
 
 def copy_checksum(src: int, dst: int, nbytes: int) -> int:
-    """Copy `nbytes` bytes from address `src` to `dst`, which do not overlap.
+    """Copy `nbytes` bytes from address `src` to `dst`, which must not overlap.
 
-    Returns their 64-bit checksum (FORMAT.md, section 8), the same as every backend's.
+    Returns their 64-bit checksum (FORMAT.md, section 8), which all backends compute alike.
     """
     copy = memory(dst, nbytes)
     copy[:] = memory(src, nbytes)
@@ -131,9 +132,9 @@ def encode(
 
 
 def encode_planned(header: Header, elements: Elements) -> Bytes:
-    """Return the blob of `elements` with the plan of `header`, not its payload_bytes.
+    """Return the blob of `elements` with the plan of `header`; its payload_bytes are ignored.
 
-    It is raw where that is smaller, or where the plan has no place for an element.
+    The blob is raw if that is smaller, or if the plan cannot represent an element.
     """
     raw = replace(header, plan=Plan(Mode.RAW))
     if header.mode is Mode.CONSTANT:
@@ -210,7 +211,7 @@ def _decode_elements(header: Header, blob: Bytes) -> Elements:
 
 
 def directory(header: Header, blob: Bytes) -> list[int]:
-    """Return where each record of `blob` starts, and where the last ends."""
+    """Return the offset of each record of `blob`, and the end of the last record."""
     place = header.geometry
     start = place.directory_offset
     entries = blob[start : start + 4 * (place.tiles + 1)].tobytes()

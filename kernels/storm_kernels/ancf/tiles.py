@@ -1,7 +1,7 @@
-"""One tile's bytes in NumPy: planes, bitmaps, codes and escapes (FORMAT.md, sections 4 to 7).
+"""Encodes and decodes one tile in NumPy: planes, bitmaps, codes, escapes (FORMAT.md, 4 to 7).
 
-A `TileCoder` turns a tile into its fixed block and its record and back. Its decoder takes any
-bytes: it raises CorruptBlob when a record is too short for what the tile's bits ask for.
+A `TileCoder` converts a tile to its fixed block and record, and back. Its decoder accepts any
+bytes: it raises CorruptBlob if a record is shorter than the tile's bits require.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INTEGER_HEAD_BYTES = 16
 
 
 def pack_planes(values: Elements, bits: int, padded: int) -> Bytes:
-    """Return `planes(values, bits, padded)`: `bits` low bits of each value, zero-padded."""
+    """Return `planes(values, bits, padded)`: the low `bits` bits of each value, zero-padded."""
     wide = np.zeros(padded, np.uint64)
     wide[: values.size] = values
     parts = [np.empty(0, np.uint8)]
@@ -74,7 +74,7 @@ def _pack_words(values: NDArray[np.uint64], size: int) -> Bytes:
 
 
 class _Reader:
-    """Takes a record apart from front to back."""
+    """Reads a record from front to back."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
@@ -138,7 +138,7 @@ class TileCoder:
         return tile
 
     def count(self, block: Bytes, record: Bytes, count: int) -> tuple[int, int]:
-        """Return how many of a tile's elements are coded, and how many of those are escapes."""
+        """Return the number of coded elements of a tile, and how many of them are escapes."""
         planes, rest, kept = _Reader(block), _Reader(record), count
         padded = round_up(count, 128)
         if self._plan.bitmap:
@@ -154,7 +154,7 @@ class TileCoder:
         return block[:end], block[end:]
 
     def _encode_symbols(self, tile: Elements, padded: int) -> tuple[Bytes, Bytes]:
-        """Return the planes of residues and first codes; and level 2 with the escapes."""
+        """Return the planes of residues and first codes, and level 2 with the escapes."""
         plan = self._plan
         first, second = plan.slots
         symbols, residues = self._split(tile)
@@ -190,7 +190,7 @@ class TileCoder:
     def _decode_index(
         self, planes: _Reader, rest: _Reader, padded: int, count: int
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return residues and places in the dictionary, as `_lookup` gave them."""
+        """Return residues and dictionary indices, as `_lookup` returned them."""
         residues = planes.take_planes(self._plan.residue_bits, padded, count)
         index = planes.take_planes(self._plan.k1, padded, count)
         missed = index == self._plan.slots[0]
@@ -210,7 +210,7 @@ class TileCoder:
     def _join(
         self, symbols: NDArray[np.uint64], residues: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        """Undo `_split`."""
+        """Return the values whose `_split` is these symbols and residues."""
         plan, width = self._plan, self._dtype.width - self._plan.drop
         value = ((symbols << np.uint64(plan.residue_bits)) | residues) & _mask(width)
         if plan.rotate:
@@ -218,7 +218,7 @@ class TileCoder:
         return value << np.uint64(plan.drop)
 
     def _lookup(self, symbols: NDArray[np.uint64], tile: Elements) -> NDArray[np.int64]:
-        """Return each symbol's place in the dictionary, all slots' number where it has none."""
+        """Return each symbol's dictionary index; the number of all slots if it has no entry."""
         missing = sum(self._plan.slots)
         entries = self._entries[self._sorted]
         if not entries.size:
@@ -253,7 +253,7 @@ def _mask(bits: int) -> np.uint64:
 
 
 def _encode_bitmap(present: NDArray[np.bool_], kind: int) -> tuple[Bytes, Bytes]:
-    """Return the bitmap's fixed block, and what of it goes to the record."""
+    """Return the part of the bitmap in the fixed block, and the part in the record."""
     if kind == layout.BITMAP_PLAIN:
         return _bits(present, 128), np.empty(0, np.uint8)
     padded = np.zeros(round_up(present.size, 256), np.bool_)

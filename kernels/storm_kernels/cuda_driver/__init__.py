@@ -1,8 +1,8 @@
 """Thin, checked, typed wrappers of the CUDA driver calls that both ends of the CUDA lane need.
 
-A class holds one CUDA object and gives it back once; a call that fails raises an error that names
-it. Importing this package needs the CUDA bindings and raises errors.BackendUnavailable without
-them, so it is imported where a CUDA lane is opened, never before.
+Each class owns one CUDA object and releases it once. A call that fails raises an error that names
+the call. Importing this package without the CUDA bindings raises errors.BackendUnavailable. So
+code imports it where it opens a CUDA lane, never before.
 """
 
 from storm_kernels.cuda_driver.device import PrimaryContext, device_uuids, pci_bus_id

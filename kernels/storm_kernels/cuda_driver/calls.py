@@ -1,7 +1,7 @@
-"""The one way into the CUDA driver: a call that either succeeds or raises.
+"""Calls the CUDA driver; a call either succeeds or raises.
 
-All calls come here, so that no outcome is passed over. The bindings release the interpreter lock
-during each, so that one may block without stopping other threads.
+All driver calls use this module, so that every status is checked. The bindings release the
+interpreter lock during each call, so a call that blocks does not stop other threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["call", "check", "driver", "initialise"]
 
 
 def call(function: Callable[..., Any], *arguments: Any, about: str = "") -> Any:
-    """Return what a driver call returns beside its status: nothing, one value, or a tuple.
+    """Call the driver and return its values without the status: one value, or a tuple.
 
     Raises:
         CudaDriverError: the status is not success; `about` ends the message.
@@ -35,16 +35,16 @@ def call(function: Callable[..., Any], *arguments: Any, about: str = "") -> Any:
 
 
 def check(function: Callable[..., Any], outcome: tuple[Any, ...]) -> None:
-    """Raise CudaDriverError unless the call of `function` with this outcome succeeded.
+    """Raise CudaDriverError unless `outcome`, the result of `function`, reports success.
 
-    For calls that are made for every tensor, where `call` would take half as long again.
+    This is for calls that run for every tensor: `call` would take 1.5 times as long.
     """
     if outcome[0]:
         raise CudaDriverError(function.__name__, outcome[0].name, "")
 
 
 def initialise() -> None:
-    """Initialise the driver; harmless when it has been done.
+    """Initialise the driver; repeated calls are harmless.
 
     Raises:
         BackendUnavailable: there is no driver or no device.

@@ -1,6 +1,6 @@
-"""Compiles a CUDA source by NVRTC, with the options that are given and no others.
+"""Compiles a CUDA source with NVRTC, with the given options and no others.
 
-CuPy's compiler has small numbers flushed to zero, which PyTorch's kernels keep.
+CuPy's compiler flushes denormal numbers to zero; PyTorch's kernels keep them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def compiled(source: Path, options: Sequence[str], failure: str) -> bytes:
     """Return the machine code of `source`.
 
     Raises:
-        BackendUnavailable: it cannot be compiled; the message is `failure` and the log.
+        BackendUnavailable: `source` cannot be compiled; the message is `failure` and the log.
         CudaDriverError: NVRTC fails otherwise.
     """
     from cuda.bindings import nvrtc

@@ -1,7 +1,7 @@
 """A CUDA device and the context that all libraries of a process share on it.
 
-It is the primary context, the one that PyTorch and CuPy use: addresses, streams and events of this
-package and theirs may be mixed freely.
+The context is the primary context, which PyTorch and CuPy use too. So addresses, streams and
+events of this package and of those libraries may be mixed freely.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from storm_kernels.errors import BackendUnavailable
 __all__ = ["PrimaryContext", "device_uuids", "pci_bus_id"]
 
 BUS_ID_BYTES: Final = 32
-"""Room for a device's name on the bus, with the byte that ends it."""
+"""Buffer size for a device's PCI bus id, including the terminating zero byte."""
 
 
 def device_uuids() -> list[str]:
@@ -30,7 +30,7 @@ def device_uuids() -> list[str]:
 
 
 def pci_bus_id(ordinal: int) -> str:
-    """Return where a visible device is on the PCI bus, as `0000:3b:00.0`.
+    """Return the PCI bus id of a visible device, such as `0000:3b:00.0`.
 
     Raises:
         BackendUnavailable: there is no driver or no device.
@@ -65,25 +65,25 @@ class PrimaryContext:
         self._open = True
 
     def make_current(self) -> None:
-        """Make this the calling thread's context; each thread needs it once."""
+        """Make this the calling thread's current context; each thread must do so once."""
         call(driver.cuCtxSetCurrent, self._context)
 
     def shared_by_mps(self) -> bool:
-        """Tell whether MPS lets processes use the device at once, not by time slices."""
+        """Return whether MPS lets processes use the device concurrently, without time slices."""
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
         return bool(call(driver.cuDeviceGetAttribute, attribute, self._device))
 
     def total_bytes(self) -> int:
-        """Return how much memory the device has."""
+        """Return the size of the device's memory."""
         return int(call(driver.cuDeviceTotalMem, self._device))
 
     def priorities(self) -> tuple[int, int]:
-        """Return the least and the greatest stream priority; smaller numbers are greater."""
+        """Return the lowest and the highest stream priority; smaller numbers are higher."""
         least, greatest = call(driver.cuCtxGetStreamPriorityRange)
         return int(least), int(greatest)
 
     def close(self) -> None:
-        """Give the context up. What was created in it must be closed before."""
+        """Release the context. Close all objects that were created in it first."""
         if self._open:
             self._open = False
             call(driver.cuDevicePrimaryCtxRelease, self._device)

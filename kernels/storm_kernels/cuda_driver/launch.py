@@ -1,6 +1,6 @@
-"""Kernel launches by the driver itself, which cost the host a few microseconds less than CuPy's.
+"""Launches kernels by driver calls, which cost the host a few microseconds less than CuPy's.
 
-The driver reads the packed arguments before a launch returns, so one `Arguments` serves all
+The driver reads the packed arguments before a launch returns. So one `Arguments` serves all
 launches of a thread, one after another; two threads need two.
 """
 
@@ -21,9 +21,10 @@ _CLUSTER = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 class Arguments:
-    """The arguments of kernels that are launched together, by name; kinds are those of `struct`.
+    """The named arguments of kernels that are launched together; `kinds` are `struct` formats.
 
-    Kernels take them by pointers, so one that takes fewer, or others, needs no copy of its own.
+    A launch takes a list of pointers to its arguments. So kernels that take different subsets of
+    the arguments share one packed copy.
     """
 
     def __init__(self, kinds: dict[str, str]) -> None:
@@ -31,7 +32,7 @@ class Arguments:
         text = "@" + "".join(kinds.values())
         self._struct = struct.Struct(text)
         self._values = bytearray(self._struct.size)
-        # A field ends where the struct ends that has no field behind it.
+        # A field ends where a struct of only the fields up to it ends.
         ends = [struct.calcsize(text[: end + 2]) for end in range(len(kinds))]
         sizes = [struct.calcsize(kind) for kind in kinds.values()]
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._values))
@@ -39,7 +40,7 @@ class Arguments:
         self._lists: list[ctypes.Array[ctypes.c_void_p]] = []
 
     def of_kernel(self, *names: str) -> int:
-        """Return what `launch` needs for a kernel that takes these arguments, in this order."""
+        """Return the address of the list of pointers to these arguments, for `launch`."""
         pointers = [self._fields[self._places[name]] for name in names]
         self._lists.append((ctypes.c_void_p * len(pointers))(*pointers))
         return ctypes.addressof(self._lists[-1])
@@ -50,7 +51,7 @@ class Arguments:
 
 
 class Function:
-    """A kernel that can be launched. `owner` keeps it loaded."""
+    """A kernel that can be launched; the reference to `owner` keeps it loaded."""
 
     __slots__ = ("_owner", "native", "shared_bytes")
 
@@ -61,7 +62,7 @@ class Function:
 
 
 def current_context() -> int:
-    """Return the handle of the calling thread's context, 0 where it has none.
+    """Return the handle of the calling thread's current context, 0 if it has none.
 
     Raises:
         CudaDriverError: the driver has not been initialised.
@@ -72,7 +73,7 @@ def current_context() -> int:
 
 
 def launch(function: Function, blocks: int, threads: int, stream: int, arguments: int) -> None:
-    """Put a kernel on a stream of the current context; `arguments` as Arguments.of_kernel says."""
+    """Launch a kernel on a stream of the current context; `arguments` is from `of_kernel`."""
     (status,) = driver.cuLaunchKernel(
         function.native, blocks, 1, 1, threads, 1, 1, function.shared_bytes, stream, arguments, 0
     )
@@ -83,11 +84,12 @@ def launch(function: Function, blocks: int, threads: int, stream: int, arguments
 def launch_early(
     function: Function, blocks: int, threads: int, stream: int, arguments: int, *, cluster: int = 1
 ) -> None:
-    """Like `launch`, for a kernel that may begin before the one before it on the stream has ended.
+    """Launch a kernel that may begin before the previous kernel on the stream has ended.
 
-    It begins where that one lets it, on devices of compute capability 9.0 or more, and awaits that
-    one's end itself. (CUDA programming guide, "Programmatic Dependent Launch".) Each `cluster`
-    blocks in turn are one thread block cluster; their number must divide that of the blocks.
+    On devices of compute capability 9.0 or more it begins when the previous kernel permits it, and
+    must wait for that kernel's end itself. (CUDA programming guide, "Programmatic Dependent
+    Launch".) Each `cluster` consecutive blocks form one thread block cluster; `cluster` must divide
+    `blocks`.
     """
     config = _early(blocks, threads, function.shared_bytes, stream, cluster)
     (status,) = driver.cuLaunchKernelEx(config, function.native, arguments, 0)
@@ -97,7 +99,7 @@ def launch_early(
 
 @lru_cache(maxsize=4096)
 def _early(blocks: int, threads: int, shared_bytes: int, stream: int, cluster: int) -> Any:
-    """Return a launch's configuration, which nobody changes: launches of all threads share it."""
+    """Return a launch's configuration; all threads share it, so it must not be changed."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = _OVERLAPS
     attribute.value.programmaticStreamSerializationAllowed = 1

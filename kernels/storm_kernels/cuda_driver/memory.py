@@ -1,7 +1,7 @@
 """Device memory, memory mapped from another process, and host memory that a device can reach.
 
-An object that exists holds a valid resource, and `close()` gives it back once. Whoever closes sees
-to it that no stream uses the memory any more.
+An object owns a valid resource from its construction on, and `close()` releases it once. The caller
+of `close()` ensures that no stream uses the memory any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOST_ALLOC = int(driver.CU_MEMHOSTALLOC_PORTABLE) | int(driver.CU_MEMHOSTALLOC_
 
 
 class DeviceBuffer:
-    """`nbytes` of device memory from the driver itself, so that it can always be exported."""
+    """`nbytes` of device memory, allocated by the driver so that it can always be exported."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -51,11 +51,11 @@ class DeviceBuffer:
 
 
 class IpcMapping:
-    """Another process's device memory, mapped here; the memory lives at least as long.
+    """Another process's device memory, mapped here; the memory lives at least as long as this.
 
     Raises:
         ValueError: the handle has the wrong length.
-        CudaDriverError: it is no handle, or the memory belongs to this process.
+        CudaDriverError: the handle is invalid, or the memory belongs to this process.
     """
 
     def __init__(self, handle: bytes) -> None:
@@ -76,7 +76,7 @@ class IpcMapping:
 
 
 class MappedHost:
-    """A little pinned host memory that kernels write and the CPU reads, zeroed."""
+    """A small zeroed area of pinned host memory that kernels write and the CPU reads."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -86,7 +86,7 @@ class MappedHost:
         self.device_address = int(call(driver.cuMemHostGetDevicePointer, self.address, 0))
 
     def words(self) -> ctypes.Array[ctypes.c_uint64]:
-        """Return the memory as 64-bit words; not to be used after `close`."""
+        """Return the memory as 64-bit words; do not use the array after `close`."""
         return (ctypes.c_uint64 * (self.nbytes // 8)).from_address(self.address)
 
     def close(self) -> None:
@@ -97,15 +97,16 @@ class MappedHost:
 
 
 class RegisteredHost:
-    """Existing host memory made known to CUDA: pinned, and reachable from every device.
+    """Existing host memory, registered with CUDA: pinned, and accessible from every device.
 
-    Registered in pieces of `piece_bytes`, because one call over several hundred GiB fails on
-    recent drivers. The pieces cover the range without a gap; a copy must not cross a border
-    between two pieces (`pieces` splits it). `before_piece` is called before each, which takes
-    the driver seconds; what it raises ends the construction.
+    The memory is registered in pieces of `piece_bytes`, because one call over several hundred GiB
+    fails on recent drivers. The pieces cover the range without a gap. A copy must not cross a
+    border between two pieces (`pieces` splits it). The constructor calls `before_piece` before it
+    registers each piece, which takes the driver seconds; an exception from `before_piece` ends the
+    construction.
 
     Raises:
-        CudaDriverError: a piece cannot be registered; those before it are unregistered.
+        CudaDriverError: a piece cannot be registered; the pieces before it are unregistered.
     """
 
     def __init__(
@@ -128,14 +129,14 @@ class RegisteredHost:
                 about = f"{size} bytes at {start:#x}: check the memory-lock limit"
                 call(driver.cuMemHostRegister, start, size, _REGISTER, about=about)
                 self._registered.append(start)
-            # The device's view of the first byte.
+            # The address of the first byte as the device sees it.
             self.device_address = int(call(driver.cuMemHostGetDevicePointer, address, 0))
         except BaseException:
             self.close()
             raise
 
     def pieces(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return (address, bytes) of a range, cut where two registered pieces meet."""
+        """Return (address, bytes) of the parts of a range, split at borders of pieces."""
         found = []
         while nbytes:
             room = self._piece_bytes - offset % self._piece_bytes
@@ -145,34 +146,34 @@ class RegisteredHost:
         return found
 
     def close(self) -> None:
-        """Unregister the memory; it stays mapped."""
+        """Unregister the memory; it remains mapped."""
         while self._registered:
             call(driver.cuMemHostUnregister, self._registered.pop())
 
 
 def allocation(address: int) -> tuple[int, int]:
-    """Return (address, bytes) of the whole allocation that a device address lies in."""
+    """Return (address, bytes) of the whole allocation that contains a device address."""
     base, nbytes = call(driver.cuMemGetAddressRange, address)
     return int(base), int(nbytes)
 
 
 def ipc_handle(address: int) -> bytes:
-    """Return the handle by which another process can map the allocation at `address`, its first.
+    """Return the handle by which another process can map the allocation that begins at `address`.
 
     Raises:
-        CudaDriverError: its kind cannot be exported (see `exportable`).
+        CudaDriverError: this kind of allocation cannot be exported (see `exportable`).
     """
     handle = call(driver.cuIpcGetMemHandle, address)
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def buffer_id(address: int) -> int:
-    """Return the id of the allocation at a device address: never used again, unlike addresses."""
+    """Return the id of the allocation at a device address; unlike addresses, ids are not reused."""
     return int(call(driver.cuPointerGetAttribute, _BUFFER_ID, address))
 
 
 def exportable(address: int) -> bool:
-    """Say whether the allocation at a device address can be exported by a CUDA IPC handle."""
+    """Return whether the allocation at a device address can be exported by a CUDA IPC handle."""
     return bool(call(driver.cuPointerGetAttribute, _IPC_CAPABLE, address))
 
 

@@ -1,7 +1,7 @@
-"""Streams, events, and the operations that are put on a stream.
+"""Streams, events, and the operations that are enqueued on a stream.
 
-Functions that take `stream` as a number take any stream of the process's primary context, PyTorch's
-too, and never wait for the device. The context must be current in the calling thread.
+Functions with a numeric `stream` accept any stream of the process's primary context, including
+PyTorch's, and never wait for the device. The context must be current in the calling thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNTIMED = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _TIMED = int(driver.CUevent_flags.CU_EVENT_DEFAULT)
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 
-# Looked up once: these are called several times for every tensor.
+# Looked up once, because these functions are called several times for every tensor.
 _copy, _elapsed = driver.cuMemcpyAsync, driver.cuEventElapsedTime
 _record, _query, _synchronize = driver.cuEventRecord, driver.cuEventQuery, driver.cuEventSynchronize
 _query_stream = driver.cuStreamQuery
@@ -38,9 +38,9 @@ _wait_value, _write_value = driver.cuStreamWaitValue64, driver.cuStreamWriteValu
 
 
 class Stream:
-    """A stream of its own that never waits for the legacy default stream.
+    """A new stream that never waits for the legacy default stream.
 
-    `priority`: smaller numbers are served first (see PrimaryContext.priorities).
+    `priority`: streams with smaller numbers are served first (see PrimaryContext.priorities).
     """
 
     def __init__(self, priority: int = 0) -> None:
@@ -49,30 +49,30 @@ class Stream:
         self._open = True
 
     def synchronize(self) -> None:
-        """Wait until all that is on the stream is done; reports errors of earlier work."""
+        """Wait until all work on the stream is done; raise CudaDriverError if some of it failed."""
         call(driver.cuStreamSynchronize, self._stream)
 
     def done(self) -> bool:
-        """Say whether all that is on the stream is done, without waiting.
+        """Return whether all work on the stream is done, without waiting.
 
         Raises:
-            CudaDriverError: some of it failed.
+            CudaDriverError: some of the work failed.
         """
         return _is_ready(_query_stream, self._stream)
 
     def close(self) -> None:
-        """Destroy the stream; what is on it still completes."""
+        """Destroy the stream; work already enqueued on it still completes."""
         if self._open:
             self._open = False
             call(driver.cuStreamDestroy, self._stream)
 
 
 class Event:
-    """A point on a stream. A waiting host thread sleeps, it does not spin.
+    """A point on a stream. A host thread that waits for it sleeps and does not spin.
 
-    For an event that keeps time the driver does spin, whatever it was asked for. So a timed one has
-    a second behind it, to wait for; `awaited=False` does without, where nobody asks whether the
-    point has been passed.
+    While a thread waits for a timed event, the driver spins whatever its flags say. So a timed
+    `Event` also has a second, untimed one for waiting. `awaited=False` omits the second event, for
+    callers that never ask whether the point has been passed.
     """
 
     def __init__(self, *, timed: bool = False, awaited: bool = True) -> None:
@@ -83,12 +83,12 @@ class Event:
         self._awaited = self._natives[-1]
 
     def record(self, stream: int) -> None:
-        """Mark the point that `stream` has reached; an earlier mark is forgotten."""
+        """Mark the current point of `stream`; this replaces an earlier mark."""
         for native in self._natives:
             check(_record, _record(native, stream))
 
     def done(self) -> bool:
-        """Say whether the marked point has been passed, without waiting.
+        """Return whether the marked point has been passed, without waiting.
 
         Raises:
             CudaDriverError: work before the point failed.
@@ -106,24 +106,24 @@ class Event:
 
 
 def copy_async(destination: int, source: int, nbytes: int, stream: int) -> None:
-    """Put a copy of `nbytes` between any two addresses of host or device on `stream`."""
+    """Enqueue on `stream` a copy of `nbytes` between any two host or device addresses."""
     check(_copy, _copy(destination, source, nbytes, stream))
 
 
 def elapsed_seconds(begin: Event, end: Event) -> float:
-    """Return the device's time between two timed events that have both been passed."""
+    """Return the device time in seconds between two timed events that have both been passed."""
     outcome = _elapsed(begin.native, end.native)
     check(_elapsed, outcome)
     return float(outcome[1]) / 1e3
 
 
 def wait_event(stream: int, event: Event) -> None:
-    """Make `stream` wait for the point that `event` marks now; a later mark changes nothing."""
+    """Make `stream` wait for the point that `event` marks now; a later mark has no influence."""
     check(_wait_event, _wait_event(stream, event.native, 0))
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
-    """Make `stream` wait until the 64-bit counter at `address` (device's view) is >= `value`."""
+    """Make `stream` wait until the 64-bit counter at device address `address` is >= `value`."""
     check(_wait_value, _wait_value(stream, address, value, _GEQ))
 
 

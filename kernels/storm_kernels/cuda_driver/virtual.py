@@ -1,9 +1,9 @@
-"""Memory that is mapped piece by piece into a range of addresses, and its way to another process.
+"""Memory that is mapped piece by piece into a range of addresses and shared between processes.
 
-A process reserves addresses, makes pieces of memory, and maps each at an address of its choice: so
-do PyTorch's expandable segments. A piece is freed when it is unmapped everywhere, each handle that
-was retained has been released, and each descriptor closed. As long as a handle is retained no other
-piece has the same one.
+A process reserves addresses, creates pieces of memory, and maps each piece at an address of its
+choice. PyTorch's expandable segments do so. The driver frees a piece when it is unmapped
+everywhere, every retained handle is released, and every descriptor is closed. While a handle is
+retained, no other piece gets the same handle.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _RANGE_SIZE = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _NO_PIECE = tuple(
     f"CUDA_ERROR_{one}" for one in ("INVALID_VALUE", "NOT_SUPPORTED", "NOT_PERMITTED")
 )
-"""What the driver says of an address at which no piece is mapped."""
+"""The driver's errors for an address at which no piece is mapped."""
 
 
 def retain_piece(address: int) -> int | None:
-    """Return the handle of the piece that is mapped at an address, None where there is none.
+    """Return the handle of the piece that is mapped at an address, None if there is none.
 
-    The piece is kept until `release_piece`, also where it is unmapped meanwhile.
+    The piece is not freed before `release_piece`, even if it is unmapped meanwhile.
 
     Raises:
         CudaDriverError: the device cannot be used.
@@ -46,12 +46,12 @@ def retain_piece(address: int) -> int | None:
 
 
 def release_piece(handle: int) -> None:
-    """Give up what `retain_piece` has returned once."""
+    """Release a handle that `retain_piece` returned; call this once per `retain_piece`."""
     call(driver.cuMemRelease, handle)
 
 
 def holds(address: int, handle: int) -> bool:
-    """Tell whether the piece of a handle that is retained is what is mapped at an address."""
+    """Return whether the piece of a retained handle is the one mapped at an address."""
     found = _retained(address)
     if found is None:
         return False
@@ -63,13 +63,13 @@ def share_piece(handle: int) -> int:
     """Return a descriptor by which another process can map the piece; the caller closes it.
 
     Raises:
-        CudaDriverError: the piece was not made to be shared so.
+        CudaDriverError: the piece was not created as shareable by descriptor.
     """
     return int(call(driver.cuMemExportToShareableHandle, handle, _DESCRIPTOR, 0))
 
 
 def is_shareable(address: int) -> bool:
-    """Tell whether a piece is mapped at an address that another process can map as well."""
+    """Return whether the piece mapped at an address, if any, can be mapped by another process."""
     handle = retain_piece(address)
     if handle is None:
         return False
@@ -83,7 +83,7 @@ def is_shareable(address: int) -> bool:
 
 
 def reserved_range(address: int) -> tuple[int, int]:
-    """Return (address, bytes) of the reserved addresses that one of them lies in."""
+    """Return (address, bytes) of the reserved range that contains an address."""
     start = call(driver.cuPointerGetAttribute, _RANGE_START, address)
     return int(start), int(call(driver.cuPointerGetAttribute, _RANGE_SIZE, address))
 
@@ -92,11 +92,11 @@ class AddressRange:
     """`nbytes` of reserved addresses, into which pieces of another process are mapped.
 
     Raises:
-        CudaDriverError: there are not so many addresses.
+        CudaDriverError: the driver cannot reserve so many addresses.
     """
 
     def __init__(self, nbytes: int, ordinal: int) -> None:
-        """Reserve addresses whose pieces the device of `ordinal` reads and writes."""
+        """Reserve addresses; the device `ordinal` reads and writes the pieces mapped there."""
         self.nbytes = nbytes
         self.address = int(call(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
         self._pieces: dict[int, int] = {}  # bytes by offset
@@ -107,12 +107,12 @@ class AddressRange:
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
     def map(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Map the piece of a descriptor, which may be closed then, at an offset.
+        """Map the piece of a descriptor at an offset; the descriptor may be closed afterwards.
 
         Raises:
-            ValueError: it would not lie in the range.
-            CudaDriverError: it is no piece of `nbytes`, or something is mapped there. Nothing is
-                mapped that was not before.
+            ValueError: the piece would exceed the range.
+            CudaDriverError: the piece does not have `nbytes`, or something is mapped there already.
+                The range is unchanged.
         """
         if offset + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes at {offset} are not in {self.nbytes} bytes")
@@ -121,7 +121,7 @@ class AddressRange:
         try:
             call(driver.cuMemMap, address, nbytes, 0, handle, 0, about=f"{nbytes} bytes")
         finally:
-            call(driver.cuMemRelease, handle)  # what is mapped is kept
+            call(driver.cuMemRelease, handle)  # the mapping keeps the piece
         try:
             call(driver.cuMemSetAccess, address, nbytes, [self._access], 1)
         except CudaDriverError:
@@ -130,12 +130,12 @@ class AddressRange:
         self._pieces[offset] = nbytes
 
     def unmap(self, offset: int) -> None:
-        """Unmap the piece at an offset; no stream uses it any more."""
+        """Unmap the piece at an offset; no stream may use it any more."""
         nbytes = self._pieces.pop(offset)
         call(driver.cuMemUnmap, self.address + offset, nbytes)
 
     def close(self) -> None:
-        """Unmap all pieces and give the addresses back; twice is fine."""
+        """Unmap all pieces and release the addresses; a second call does nothing."""
         while self._pieces:
             self.unmap(next(iter(self._pieces)))
         if self._is_open:
@@ -144,9 +144,9 @@ class AddressRange:
 
 
 def _retained(address: int) -> Any:
-    """Return the driver's handle, None where there is none.
+    """Return the driver's handle of the piece at an address, None if there is none.
 
-    Asked for every tensor, where `call` would take half as long again.
+    This runs for every tensor; `call` would take 1.5 times as long.
     """
     status, found = driver.cuMemRetainAllocationHandle(address)
     if not status:

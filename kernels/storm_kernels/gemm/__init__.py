@@ -1,9 +1,9 @@
-"""Products that hand over what they make encoded, in the same pass: STORM's GEMM.
+"""STORM's GEMM: matrix products that encode their results in the same pass.
 
-`linear` and `gated_mlp` return a product and its result as an ANCF blob, `grad_weight` takes one.
-`storm_kernels.nn.GatedMLP` is the layer to train with. Sums are added in an order of the kernels'
-own, so results are close to cuBLAS's and not equal: nothing here is used unless a caller asks.
-DESIGN.md says how the kernels write blobs, and what bounds them.
+`linear` and `gated_mlp` return a result and ANCF blobs of products; `grad_weight` takes a blob.
+`storm_kernels.nn.GatedMLP` is the layer for training. The kernels add in their own order, so
+results are close to cuBLAS's but not equal. So nothing here is used unless a caller requests it.
+DESIGN.md says how the kernels write blobs, and what limits their speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The activations of gated products, by name: PyTorch's functions, which the kernels follow."""
+"""The activations of gated products, by name; the kernels follow PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["activate", "check_activation"]
 
 
 def check_activation(name: str) -> None:
-    """Raise UsageError for a name that no activation has."""
+    """Raise UsageError if no activation has this name."""
     if name == "none" or name not in ACTIVATIONS:
         known = ", ".join(repr(one) for one in ACTIVATIONS if one != "none")
         raise UsageError(f"activation {name!r} is unknown; choose one of {known}")
 
 
 def activate(name: str, x: Tensor) -> Tensor:
-    """Return the activation of that name at x, as PyTorch computes it."""
+    """Return the named activation of x, as PyTorch computes it."""
     from torch.nn import functional
 
     check_activation(name)

@@ -1,7 +1,7 @@
-"""`linear`, `gated_mlp` and `grad_weight`: products whose results are handed over encoded.
+"""`linear`, `gated_mlp` and `grad_weight`: matrix products with encoded results or inputs.
 
-On a device of compute capability 9.0 a kernel encodes in the product's epilogue; elsewhere, and for
-shapes and dtypes that it does not take, PyTorch multiplies and `ancf.encode` encodes.
+On a device of compute capability 9.0 a kernel encodes in the product's epilogue. Elsewhere, and for
+shapes and dtypes that the kernel does not support, PyTorch multiplies and `ancf.encode` encodes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["backends", "gated_mlp", "grad_weight", "is_available", "linear"]
 
 
 def backends() -> dict[str, BackendInfo]:
-    """Return the backends by name, and of each whether it works here and why not.
+    """Return the backends by name, each with whether it works here or why not.
 
-    "cuda" is the kernel that encodes as it multiplies, "cpu" PyTorch's product (on any device) and
-    `ancf.encode`, "numpy" the reference that the tests compare with.
+    "cuda" is the kernel that encodes in its epilogue. "cpu" is PyTorch's product (on any device)
+    followed by `ancf.encode`. "numpy" is the reference that the tests compare with.
     """
     return backends_of("gemm")
 
 
 def is_available() -> bool:
-    """Tell whether results can be encoded as they are multiplied here."""
+    """Return whether the kernel that multiplies and encodes in one pass is available here."""
     return backends()["cuda"].available
 
 
@@ -55,11 +55,11 @@ def linear(
 ) -> Tensor | tuple[Tensor, Encoded]:
     """Return y = x @ w.T + bias, with `encode` also y encoded; not differentiable.
 
-    x is (..., k), w (n, k), bias (n) or None, all of one dtype. Sums are float32, in an order of
-    the kernel's own, the same each time; where the kernel does not take x and w, y has the bits of
-    `torch.nn.functional.linear`. With `encode` the call waits for the device.
+    x is (..., k), w (n, k), bias (n) or None, all of one dtype. The kernel adds in float32, in its
+    own order, which is always the same. If the kernel does not support x and w, y equals
+    `torch.nn.functional.linear` bit for bit. With `encode` the call waits for the device.
 
-    Raises UsageError where shapes or dtypes do not fit.
+    Raises UsageError if shapes or dtypes do not match.
     """
     _check(x, w)
     if bias is not None and bias.shape != w.shape[:1]:
@@ -77,12 +77,12 @@ def gated_mlp(
 ) -> tuple[Tensor, Encoded, Encoded]:
     """Return h = activation(x @ w_gate.T) * (x @ w_up.T), and both products encoded.
 
-    x is (..., k), the weights (n, k), all bfloat16 or float16 for the kernel, which never writes
-    gate and up as they are. `activation` is "silu", "gelu", "gelu_tanh" or "relu". Not
-    differentiable (`storm_kernels.nn.GatedMLP` is). Waits for the device, to learn the blobs'
-    sizes.
+    x is (..., k), the weights (n, k). The kernel requires bfloat16 or float16, and never writes the
+    two products to memory unencoded. `activation` is "silu", "gelu", "gelu_tanh" or "relu". The
+    function is not differentiable (`storm_kernels.nn.GatedMLP` is). It waits for the device, to
+    learn the blobs' sizes.
 
-    Raises UsageError where shapes or dtypes do not fit, or for an unknown activation.
+    Raises UsageError if shapes or dtypes do not match, or for an unknown activation.
     """
     check_activation(activation)
     _check(x, w_gate)
@@ -104,12 +104,12 @@ def gated_mlp(
 
 
 def grad_weight(grad: Tensor, encoded: Encoded) -> Tensor:
-    """Return the gradient of a weight, grad.T @ x, where x is kept encoded.
+    """Return the gradient of a weight, grad.T @ x, from an encoded x.
 
-    grad is (..., n), x (..., k) with the same rows; the result (n, k). x is decoded, then PyTorch
-    multiplies.
+    grad is (..., n), x is (..., k) with the same rows; the result is (n, k). The function decodes
+    x, then PyTorch multiplies.
 
-    Raises UsageError where shapes do not fit, or x is not encoded, and CorruptBlob for a damaged
+    Raises UsageError if shapes do not match or x is not an `Encoded`, and CorruptBlob for a damaged
     blob.
     """
     if not isinstance(encoded, Encoded):

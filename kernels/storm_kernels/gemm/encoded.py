@@ -1,4 +1,4 @@
-"""A product's result as ANCF keeps it."""
+"""The result of a matrix product, encoded as an ANCF blob."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Encoded", "from_room"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor that was encoded as it was made; any backend of `ancf.decode` reads its `blob`."""
+    """A product that was encoded when computed; any backend of `ancf.decode` reads its `blob`."""
 
     blob: Blob
 
@@ -42,18 +42,18 @@ class Encoded:
 
     @property
     def ratio(self) -> float:
-        """Original bytes for each encoded byte."""
+        """Original bytes divided by encoded bytes."""
         return self.blob.ratio
 
     def decode(self, out: Tensor | None = None) -> Tensor:
-        """Return the tensor, written to `out` where given; raise CorruptBlob for damage."""
+        """Return the tensor, in `out` if given; raise CorruptBlob for a damaged blob."""
         return decode(self.blob, out)
 
 
 def from_room(room: Tensor, nbytes: int, shape: tuple[int, ...]) -> Encoded:
-    """Return what the first `nbytes` of `room` hold, without the rest of it.
+    """Return a copy of the blob in the first `nbytes` of `room`.
 
-    A blob that is larger than the tensor becomes a raw one, as every encoder has it.
+    A blob that is larger than the raw tensor and a header becomes a raw blob, as in every encoder.
     """
     blob = Blob(room[:nbytes].clone(), shape, str(room.device))
     if nbytes > blob.raw_nbytes + 256:

@@ -1,8 +1,8 @@
-"""Products on Hopper (compute capability 9.0) that encode what they make, in one pass.
+"""Matrix products on Hopper (compute capability 9.0) that encode their results in one pass.
 
-`product` and `gated` put kernels on the current stream and wait for nothing. What they encode lies
-in memory whose room was set beforehand; whether it fitted, `Sizes` tells once the stream has
-passed.
+`product` and `gated` launch kernels on the current stream and do not wait. They write blobs to
+buffers whose size was set beforehand. After the kernels have run, `Sizes` reports whether each blob
+fitted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How tiles of 128 rows are shared out: a `cluster` of blocks reads weights together.
+    """How tiles of 128 rows are scheduled: a `cluster` of blocks shares its reads of weights.
 
-    `group` tiles below each other are at work before the next columns are. Of a block's two
-    warpgroups one is `lead` steps of 64 products ahead, at most 3.
+    `group` tiles of the same columns are processed before the next columns. One of a block's two
+    warpgroups is `lead` steps of 64 products ahead of the other, at most 3.
     """
 
     cluster: int = 1
@@ -50,14 +50,14 @@ class Tiling:
 
 
 TILING: Final = Tiling()
-"""What products have unless a caller says otherwise."""
+"""The default tiling of products."""
 
 _SAMPLED_ROWS: Final = 64
-_ALIGN: Final = 16  # bytes, of what is copied and stored at once
+_ALIGN: Final = 16  # bytes: alignment of vector copies and stores
 
 
 def probe() -> tuple[bool, str]:
-    """Return whether a device can run the kernels, and its name or why not."""
+    """Return whether a device can run the kernels, and its name or the reason why not."""
     try:
         import torch
 
@@ -74,7 +74,7 @@ def probe() -> tuple[bool, str]:
 
 
 def takes(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
-    """Tell whether the kernels multiply these: x is (..., k), each of weights (columns, k)."""
+    """Return whether the kernels support x, (..., k), and the weights, each (columns, k)."""
     import torch
 
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not x.numel():
@@ -86,7 +86,7 @@ def takes(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own that a kernel can be given."""
+    """Return whether a tensor is a plain tensor with real memory that a kernel can use."""
     import torch
 
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
@@ -107,20 +107,20 @@ def _is_weight(weight: Tensor, x: Tensor, depth: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the blobs of one call, on their way to host memory."""
+    """The sizes of the blobs of one call, which a copy transfers to host memory."""
 
     on_host: Tensor  # (blobs, 2), int64: bytes, and whether they fitted
     arrived: Any  # torch.cuda.Event
 
     def wait(self) -> list[tuple[int, bool]]:
-        """Return each blob's bytes and whether they fitted, as soon as the stream has passed."""
+        """Wait for the kernels and the copy; return each blob's bytes and whether they fitted."""
         self.arrived.synchronize()
         return [(nbytes, bool(fits)) for nbytes, fits in self.on_host.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Encoded results: for each its blob in memory of a larger size, and its window."""
+    """Encoded results: for each the buffer that begins with its blob, and its window."""
 
     blobs: tuple[Tensor, ...]
     windows: tuple[Window, ...]
@@ -128,7 +128,7 @@ class Codes:
 
 
 def windows(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[Window, ...]:
-    """Return windows for the products, from 64 of their rows; waits for the device."""
+    """Return windows for the products, from a sample of 64 rows; waits for the device."""
     import torch
 
     rows = x.reshape(-1, x.shape[-1])
@@ -147,7 +147,7 @@ def windows(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[Window, ...]:
 
 
 def full_room(x: Tensor, weight: Tensor) -> int:
-    """Return the bytes that no blob of their product exceeds."""
+    """Return an upper bound, in bytes, for any blob of the product x @ weight.T."""
     return full_room_of(dtype_of(x.dtype), x.numel() // x.shape[-1] * weight.shape[0])
 
 
@@ -160,7 +160,7 @@ def product(
     room: int | None = None,
     tiling: Tiling = TILING,
 ) -> tuple[Tensor, Codes | None]:
-    """Return x @ weight.T + bias, and with a window its blob beside it."""
+    """Return x @ weight.T + bias, and with a `window` also its blob."""
     coded = None if window is None else (window,)
     call = _Call(x, (weight,), "none", coded, bias=bias, room=room, tiling=tiling)
     y = call.new()
@@ -180,7 +180,7 @@ def gated(
 ) -> tuple[Tensor, Codes | None]:
     """Return activation(x @ gate.T) * (x @ up.T), and with windows the blobs of both products.
 
-    `room` is the bytes that each blob is given (default: what its window says).
+    `room` is the buffer size of each blob in bytes (default: the `room` of its window).
     """
     call = _Call(x, weights, activation, coded, room=room, tiling=tiling)
     out = call.new()
@@ -192,10 +192,10 @@ def gated(
 def backward(
     grad: Tensor, blobs: tuple[Tensor, ...], bases: tuple[int, ...], activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, and activation(gate) * up, from that of the last.
+    """Return the gradients of gate and up, and activation(gate) * up, whose gradient is `grad`.
 
-    `blobs` are those of gate and up, made by `gated` with windows at `bases`, for as many elements
-    as `grad` has, which is contiguous.
+    `blobs` are those of gate and up that `gated` wrote with windows at `bases`. They have as many
+    elements as `grad`, which is contiguous.
     """
     import torch
 
@@ -209,7 +209,7 @@ def backward(
         *encoded, grad.data_ptr(), out.data_ptr(), grad_gate.data_ptr(), grad_up.data_ptr(),
         grad.numel(), place.fixed_offset, place.payload_offset, place.tiles, 0,
     )  # fmt: skip
-    cluster = TILING.cluster  # any would do: the module that the forward pass has loaded
+    cluster = TILING.cluster  # any value works; the forward pass loaded this module
     variant = Variant(dtype, pairs=True, encodes=True, activation=activation, cluster=cluster)
     shape = jobs.backward_blocks(place.tiles), jobs.BACKWARD_THREADS
     modules.launch(variant, "gemm_backward", shape, grad, (job,))
@@ -217,7 +217,7 @@ def backward(
 
 
 class _Call:
-    """One product or pair: its memory, its arguments, its launches."""
+    """One product or pair of products: its memory, its arguments and its launches."""
 
     def __init__(
         self,
@@ -264,11 +264,11 @@ class _Call:
                 self.job.codings[panel] = self._code.coding(panel % len(coded))
 
     def new(self) -> Tensor:
-        """Return memory for a result."""
+        """Return uninitialised memory for a result."""
         return self._x.new_empty(self._x.shape[0], self._columns)
 
     def multiply(self) -> None:
-        """Launch the product, and what ends its blobs."""
+        """Launch the product, and the kernel that completes its blobs."""
         cluster = self._variant.cluster
         share = PANEL_COLUMNS // cluster
         maps = [modules.tensor_map(self._x, jobs.TILE_ROWS)]
@@ -283,14 +283,14 @@ class _Call:
             self._code.end(self._variant)
 
     def codes(self) -> Codes | None:
-        """Return what was encoded."""
+        """Return the encoded results, None if nothing is encoded."""
         if self._code is None or self._windows is None:
             return None
         return Codes(self._code.blobs, self._windows, self._code.sizes())
 
 
 class _Memory:
-    """What the blobs of a call are written to, and what is thrown away once they are complete."""
+    """The buffers of a call's blobs, and scratch memory that is unused once they are complete."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class _Memory:
         self._result = torch.empty(len(coded), 2, dtype=torch.int64, device=like.device)
 
     def coding(self, which: int) -> jobs.Coding:
-        """Return where a product's elements go."""
+        """Return the addresses to which the kernel encodes a product's elements."""
         return jobs.Coding(
             self.blobs[which].data_ptr() + self._fixed_offset,
             self._slots[which].data_ptr(),
@@ -329,7 +329,7 @@ class _Memory:
         )
 
     def end(self, variant: Variant) -> None:
-        """Launch what makes records, directories and headers."""
+        """Launch the kernel that writes records, directories and headers."""
         blobs = [
             jobs.Blob(
                 blob.data_ptr(), blob.numel(), self._slots[i].data_ptr(),
@@ -343,7 +343,7 @@ class _Memory:
         modules.launch(variant, "gemm_records", shape, self._like, (records,))
 
     def sizes(self) -> Sizes:
-        """Send for the blobs' sizes."""
+        """Start the copy of the blobs' sizes to host memory."""
         import torch
 
         on_host = torch.empty(self._result.shape, dtype=torch.int64, pin_memory=True)

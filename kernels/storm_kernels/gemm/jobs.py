@@ -1,7 +1,7 @@
-"""The kernels' arguments as they lie in memory, and how large their grids are: without a GPU.
+"""The memory layout of the kernels' arguments, and the sizes of their grids; needs no GPU.
 
-The structures are those of csrc/cuda, field for field; tests/kernels/gemm runs the kernels' code of
-elements on a CPU with them.
+The structures match those of csrc/cuda field for field. tests/kernels/gemm uses them to run the
+kernels' per-element code on a CPU.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 ACTIVATIONS: Final = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
-"""By name, as in gemm_activation.cuh."""
+"""Activation numbers by name, as in gemm_activation.cuh."""
 
-STEP: Final = 64  # kStep: products that a stage of the ring has
+STEP: Final = 64  # kStep: products per stage of the ring
 PANEL_COLUMNS: Final = 128  # kPanelColumns
 TILE_ROWS: Final = 128  # kTileRows
 PRODUCT_THREADS: Final = 384  # kThreads
@@ -56,10 +56,10 @@ _HEADER_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a module is compiled for.
+    """The compile-time parameters of a module.
 
-    `pairs`: two products and an activation that joins them, else one product. `cluster` blocks
-    share what they read of the weights.
+    `pairs`: two products that an activation combines, else one product. The blocks of a `cluster`
+    share their reads of the weights.
     """
 
     dtype: DType
@@ -82,7 +82,7 @@ class Variant:
 
 
 class Coding(ctypes.Structure):
-    """Where a panel's elements go, encoded."""
+    """The addresses to which a panel's elements are encoded."""
 
     _fields_ = [
         ("fixed", ctypes.c_uint64),
@@ -94,7 +94,7 @@ class Coding(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """What becomes of a product's sums."""
+    """The arguments of a product: its outputs, sizes and schedule."""
 
     _fields_ = [
         ("out", ctypes.c_uint64),
@@ -110,7 +110,7 @@ class Job(ctypes.Structure):
 
 
 class Blob(ctypes.Structure):
-    """A blob whose fixed blocks and escapes are there."""
+    """A blob whose fixed blocks and escapes are already written."""
 
     _fields_ = [
         ("bytes", ctypes.c_uint64),
@@ -124,7 +124,7 @@ class Blob(ctypes.Structure):
 
 
 class Records(ctypes.Structure):
-    """What the rest of up to two blobs is made from."""
+    """The arguments for completing up to two blobs."""
 
     _fields_ = [
         ("blobs", Blob * 2),
@@ -137,7 +137,7 @@ class Records(ctypes.Structure):
 
 
 class EncodedBlob(ctypes.Structure):
-    """A blob to be decoded."""
+    """A blob to decode."""
 
     _fields_ = [
         ("bytes", ctypes.c_uint64),
@@ -147,7 +147,7 @@ class EncodedBlob(ctypes.Structure):
 
 
 class Backward(ctypes.Structure):
-    """What the gradients of gate and up are made from, and where they go."""
+    """The inputs and outputs of the gradients of gate and up."""
 
     _fields_ = [
         ("gate", EncodedBlob),
@@ -165,7 +165,7 @@ class Backward(ctypes.Structure):
 
 
 def records(dtype: DType, elements: int, blobs: list[Blob], processors: int) -> Records:
-    """Return the arguments of gemm_records, for a device of so many multiprocessors."""
+    """Return the arguments of gemm_records, for a device with `processors` multiprocessors."""
     place = geometry(dtype, elements)
     blocks = max(1, min(RECORD_BLOCKS_A_PROCESSOR * processors, place.tiles))
     template = header(dtype, elements, 0).pack()
@@ -175,17 +175,17 @@ def records(dtype: DType, elements: int, blobs: list[Blob], processors: int) -> 
 
 
 def slot_bytes(elements: int) -> int:
-    """Return the bytes in which escapes wait for their records."""
+    """Return the bytes of the slots that hold escapes until their records are written."""
     return elements // CHUNK * SLOT_BYTES
 
 
 def product_blocks(variant: Variant, rows: int, columns: int, processors: int) -> int:
-    """Return how many blocks a product has: whole clusters, at most one a multiprocessor."""
+    """Return the number of blocks of a product: whole clusters, at most one per multiprocessor."""
     wide = PANEL_COLUMNS if variant.pairs else 2 * PANEL_COLUMNS
     tiles = -(-rows // (TILE_ROWS * variant.cluster)) * -(-columns // wide)
     return min(tiles, processors // variant.cluster) * variant.cluster
 
 
 def backward_blocks(tiles: int) -> int:
-    """Return how many blocks gemm_backward has: a warp a tile."""
+    """Return the number of blocks of gemm_backward: one warp per tile."""
     return -(-tiles // (BACKWARD_THREADS // 32))

@@ -1,6 +1,6 @@
-"""Compiles gemm.cu with NVRTC, once a variant and process, and launches its kernels.
+"""Compiles gemm.cu with NVRTC, once per variant and process, and launches its kernels.
 
-Needs PyTorch and the CUDA bindings, which are loaded when something here is called.
+It needs PyTorch and the CUDA bindings, which are loaded when a function here is called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITY", "OPTIONS", "SOURCE", "launch", "prepare", "tensor_map"]
 
 CAPABILITY: Final = (9, 0)
-"""Warpgroup instructions are in sm_90a alone, which no other device runs."""
+"""Only sm_90a has the warpgroup instructions, and no other device runs sm_90a code."""
 
 _FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 SOURCE: Final = _FOLDER / "gemm.cu"
@@ -42,9 +42,9 @@ def launch(
     like: Tensor,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Put a kernel on the current stream of the device of `like`.
+    """Launch a kernel on the current stream of the device of `like`.
 
-    `shape` is blocks and threads. Arguments are ctypes structures or tensor maps.
+    `shape` is (blocks, threads). Arguments are ctypes structures or tensor maps.
     """
     import torch
 
@@ -62,7 +62,8 @@ def prepare(device: int, variant: Variant) -> None:
     """Compile and load a variant's kernels.
 
     Raises:
-        BackendUnavailable: the CUDA bindings are missing, or they cannot be compiled or loaded.
+        BackendUnavailable: the CUDA bindings are missing, or the kernels cannot be compiled or
+            loaded.
     """
     import torch
 
@@ -75,10 +76,10 @@ def prepare(device: int, variant: Variant) -> None:
 
 
 def tensor_map(matrix: Tensor, box_rows: int) -> Any:
-    """Return what copies of boxes of so many rows and 64 columns need to know of a matrix.
+    """Return the tensor map for copies of boxes of `box_rows` rows and 64 columns of a matrix.
 
-    The matrix is bfloat16 or float16, of contiguous rows whose pitch and begin are multiples of 16
-    bytes.
+    The matrix is bfloat16 or float16 with contiguous rows. Its address and row pitch are multiples
+    of 16 bytes.
     """
     rows, columns = matrix.shape
     is_half = matrix.element_size() == 2 and str(matrix.dtype) == "torch.float16"
@@ -123,7 +124,7 @@ def _address(argument: Any) -> int:
 
 @lru_cache(maxsize=256)
 def _function(device: int, variant: Variant, kernel: str) -> Function:
-    """Return a kernel; `device` is current."""
+    """Return a kernel; `device` must be the current device."""
     from ..cuda_driver.calls import call, driver
     from ..cuda_driver.launch import Function
 
@@ -139,7 +140,7 @@ _loading: Final = threading.Lock()
 
 
 def _module(device: int, variant: Variant) -> Any:
-    """Return the loaded kernels; of several threads that ask first one compiles."""
+    """Return the loaded kernels; if several threads call at first, only one of them compiles."""
     with _loading:
         return _loaded(device, variant)
 

@@ -1,8 +1,8 @@
-"""Products that autograd knows: what a backward pass needs of them is kept encoded.
+"""Differentiable gated products that save encoded tensors for the backward pass.
 
-A gated product keeps its input and the blobs of gate and up. Gate and up themselves, the
-activation and their product are never in memory once the forward pass has passed them: the
-backward pass decodes and computes them in one kernel.
+A gated product saves its input and the blobs of gate and up. It does not save gate and up
+themselves, the activation or their product: the backward pass decodes and recomputes them in one
+kernel.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["Hint", "gated_layer"]
 
 
 class Hint:
-    """The windows of a layer's last call, for its next: what is known before there is a result."""
+    """The windows of a layer's last call, which its next call uses before it has a result."""
 
     def __init__(self) -> None:
         self._windows: tuple[Window, ...] | None = None
 
     def windows(self, x: Tensor, weights: tuple[Tensor, ...]) -> tuple[Window, ...]:
-        """Return windows for the products, from a sample of them where none are known."""
+        """Return windows for the products; if none are known, compute them from a sample."""
         if self._windows is None:
             self._windows = hopper.windows(x, weights)
         return self._windows
 
     def learn(self, sizes: list[tuple[int, bool]], dtype: torch.dtype, elements: int) -> None:
-        """Forget the windows where a blob did not fit, or nearly did not."""
+        """Discard the windows if a blob did not fit or almost filled its buffer."""
         if self._windows is None:
             return
         kind = dtype_of(dtype)
@@ -56,9 +56,9 @@ def gated_layer(  # noqa: PLR0917 (as the Function has it)
     activation: str,
     hint: Hint,
 ) -> Tensor:
-    """Return h = activation(x @ gate.T) * (x @ up.T), or h @ down.T where there is a `down`.
+    """Return h = activation(x @ gate.T) * (x @ up.T), or h @ down.T if there is a `down`.
 
-    What `hopper.takes` refuses is not for it. Differentiable once.
+    x and the weights must satisfy `hopper.takes`. The result is differentiable once.
     """
     weights = (gate, up) if down is None else (gate, up, down)
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in (x, *weights)):
@@ -116,8 +116,8 @@ def _complete(
 ) -> tuple[tuple[Window, ...], tuple[Tensor, ...]]:
     """Return windows and blobs that hold every element.
 
-    One that did not fit its memory is made again, from the same product with the same bits, in as
-    much as any blob takes.
+    If a blob did not fit its buffer, both blobs are recomputed from the same product, which has the
+    same bits, in buffers that any blob fits.
     """
     sizes = ctx.sizes.wait()
     ctx.hint.learn(sizes, x.dtype, elements)

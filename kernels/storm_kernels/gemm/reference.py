@@ -1,4 +1,4 @@
-"""The kernels' results in NumPy: the oracle for the tests."""
+"""The kernels' results computed by NumPy: the reference for the tests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["encode", "exponent_counts", "window"]
 
 
 def exponent_counts(bits: NDArray[np.uint16], dtype: DType) -> list[int]:
-    """Return how many elements, given by their bits, have each exponent."""
+    """Return the number of elements with each exponent; `bits` are the elements' bits."""
     mantissa = dtype.mantissa_bits
     symbols = bits.ravel() >> mantissa & ((1 << (15 - mantissa)) - 1)
     return [int(count) for count in np.bincount(symbols, minlength=1 << (15 - mantissa))]
 
 
 def window(bits: NDArray[np.uint16], dtype: DType) -> Window:
-    """Return the window of all elements."""
+    """Return the best window for all elements."""
     return window_of(exponent_counts(bits, dtype), dtype)
 
 
 def encode(bits: NDArray[np.uint16], dtype: DType, base: int) -> NDArray[np.uint8]:
-    """Return the blob whose window begins at `base`; raw where that is smaller."""
+    """Return the blob whose window begins at `base`; a raw blob if that is smaller."""
     elements = bits.ravel()
     return reference.encode_planned(header(dtype, elements.size, base), elements)

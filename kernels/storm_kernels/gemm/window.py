@@ -1,8 +1,8 @@
-"""What a product's kernel has to know before there is a result: which exponents get a code.
+"""Windows: the exponents that get a code, which a kernel must know before it has a result.
 
-The kernel writes ANCF's mode window with codes (3, 0), whose dictionary is a window: seven
-exponents in a row. Any window is right, since what lies outside it is kept as an escape; a good
-one is small. Everything else of a blob's layout follows from its size (ancf.plan).
+The kernel writes ANCF's mode window with codes (3, 0). Its dictionary is a window of seven
+consecutive exponents. Any window is correct, since elements outside it become escapes; a good
+window makes the blob small. The rest of a blob's layout follows from its size (ancf.plan).
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ __all__ = [
 
 DTYPES: Final = (DType.BFLOAT16, DType.FLOAT16)
 WIDTH: Final = 7  # exponents: codes 0 to 6 name them, 7 is an escape
-CHUNK: Final = 128  # elements whose escapes lie together, kChunk of gemm_code.cuh
-SLOT_BYTES: Final = 160  # of a chunk, kSlotBytes
+CHUNK: Final = 128  # elements that share a slot for their escapes, kChunk of gemm_code.cuh
+SLOT_BYTES: Final = 160  # bytes of a chunk's slot, kSlotBytes
 
 _SPARE: Final = 64
-"""A blob has room for one element in so many more than expected to escape."""
+"""A blob's buffer has extra space for escapes of one element in 64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Seven exponents from `base` on; `share` of the elements are expected to have another."""
+    """Seven exponents from `base` on; `share` is the expected share of elements outside it."""
 
     base: int
     share: float
 
     def room(self, dtype: DType, elements: int) -> int:
-        """Return the bytes that a blob with this window is given; one that takes more is refused.
+        """Return the buffer size in bytes for a blob with this window; larger blobs do not fit.
 
-        A quarter more escapes than expected fit, and a 64th of the elements.
+        The buffer has space for a quarter more escapes than expected, and for a 64th of the
+        elements.
         """
         escapes = int(elements * (1.25 * self.share + 1 / _SPARE))
         place = geometry(dtype, elements)
@@ -57,7 +58,7 @@ class Window:
 
 
 def window_of(counts: Sequence[int], dtype: DType) -> Window:
-    """Return the window for elements of which `counts[e]` have exponent e, the first best one."""
+    """Return the best window (the first of equals) if `counts[e]` elements have exponent e."""
     symbols = 1 << _symbol_bits(dtype)
     if len(counts) != symbols or not sum(counts):
         raise UsageError(f"{len(counts)} counts of {sum(counts)} elements; give {symbols} counts")
@@ -67,13 +68,13 @@ def window_of(counts: Sequence[int], dtype: DType) -> Window:
 
 
 def full_room(dtype: DType, elements: int) -> int:
-    """Return the bytes that no blob of the kernels exceeds, whatever its window."""
+    """Return an upper bound, in bytes, for the kernels' blobs with any window."""
     place = geometry(dtype, elements)
     return _up(place.payload_offset + elements + 8 * place.tiles)
 
 
 def geometry(dtype: DType, elements: int) -> Geometry:
-    """Return where the parts of a blob lie, which no window changes."""
+    """Return the offsets of a blob's sections, which do not depend on the window."""
     return Geometry(_plan(dtype, ()), dtype, 2 * elements)
 
 

@@ -1,4 +1,4 @@
-"""A cross-entropy's passes over logits as CUDA kernels: see cuda.py.
+"""CUDA kernels for the passes of a cross-entropy over its logits: see cuda.py.
 
-Their reference is PyTorch's own sequence of operations, whose bits they are to have.
+Their reference is PyTorch's own sequence of operations, which they must match bit for bit.
 """

@@ -1,10 +1,11 @@
 """Launches the kernels of csrc/cuda/loss.cu on torch's current stream; NVRTC compiles them first.
 
-CuPy does not: it has small numbers flushed to zero, which PyTorch's kernels keep.
+CuPy is not used: its compiler flushes denormal numbers to zero, which PyTorch's kernels keep.
 
-All take logits (N, C) in bfloat16, float16 or float32, contiguous, on a GPU, with more than
-LEAST_CLASSES columns and `fits(logits)`; classes int64 (N) within 0 to C - 1; all else float32 (N).
-Nothing is waited for. Whether they have the bits of the PyTorch at hand is the caller's to compare.
+All kernels take contiguous GPU logits (N, C) in bfloat16, float16 or float32, with more than
+LEAST_CLASSES columns and `fits(logits)`. Classes are int64 (N) within 0 to C - 1; all other tensors
+are float32 (N). No function waits for the device. The caller must check that the results match
+those of the installed PyTorch bit for bit.
 """
 
 from __future__ import annotations
@@ -34,43 +35,43 @@ __all__ = [
 ]
 
 LEAST_CLASSES: Final = 2048
-"""PyTorch has one warp add a row of no more."""
+"""Up to this many classes PyTorch sums a row with a single warp."""
 
 FORWARD_THREADS: Final = 1024  # kForwardThreads
 BACKWARD_THREADS: Final = 512  # kBackwardThreads
 VECTOR: Final = 4  # kVector
 WARP_BYTES: Final = FORWARD_THREADS // 32 * 4
-"""Shared memory: a float for each warp."""
+"""Shared memory per block: one float for each warp."""
 
 _IN_REGISTERS: Final = 9
-"""Elements a thread at most of a row that PyTorch holds in registers."""
+"""The most elements per thread for which PyTorch holds a row in registers."""
 
 _FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 
-# Arguments: P an address, q and I numbers of 64 and 32 bits.
+# Kinds of the arguments: P is an address, q and I are integers of 64 and 32 bits.
 _FORWARD: Final = "PPPPPqI"
 _BACKWARD: Final = "PPPPPPq"
 
 
 def fits(logits: Tensor) -> bool:
-    """Tell whether logits lie where the kernels can read them: at multiples of four elements.
+    """Return whether the kernels can read the logits: at an address aligned to four elements.
 
-    Of float32, which PyTorch reads where it lies, any place will do.
+    For float32 any address is valid, since PyTorch reads such logits in place.
     """
     return logits.element_size() == VECTOR or logits.data_ptr() % (2 * VECTOR) == 0
 
 
 class Statistics(NamedTuple):
-    """What tells a row's log-probabilities from its logits: logit - largest - log_total."""
+    """Values that give a row's log-probabilities: logit - largest - log_total."""
 
     largest: Tensor
     """The largest logit."""
     log_total: Tensor
-    """The logarithm of the sum of the exponentials of all logits less the largest."""
+    """The logarithm of the sum of exp(logit - largest) over all logits."""
 
 
 def forward(logits: Tensor, classes: Tensor, picked: Tensor, statistics: Statistics) -> None:
-    """Fill each row's statistics, and the log-probability of its class."""
+    """Compute each row's `statistics`, and in `picked` the log-probability of its class."""
     rows, count = logits.shape
     shift = _shift(logits)
     kernel = f"loss_forward_{order(count, shift, _shared_bytes(logits.get_device()))}"
@@ -84,9 +85,9 @@ def forward(logits: Tensor, classes: Tensor, picked: Tensor, statistics: Statist
 def backward(
     logits: Tensor, classes: Tensor, gradient: Tensor, statistics: Statistics, out: Tensor
 ) -> None:
-    """Fill the gradient of the logits from that of the classes' log-probabilities.
+    """Compute in `out` the gradient of the logits from that of the classes' log-probabilities.
 
-    `out` has the logits' type and shape, and may be them.
+    `out` has the logits' dtype and shape, and may be the logits' own memory.
     """
     rows, count = logits.shape
     _launch(
@@ -97,7 +98,7 @@ def backward(
 
 
 def order(count: int, shift: int, shared_bytes: int) -> str:
-    """Return in which order PyTorch adds a row of float32: as it holds it in between."""
+    """Return PyTorch's order of additions in a float32 row; it depends on where a row is held."""
     if -(-count // FORWARD_THREADS) <= _IN_REGISTERS:
         return "strided"
     held = (shared_bytes - WARP_BYTES) // 4
@@ -105,10 +106,11 @@ def order(count: int, shift: int, shared_bytes: int) -> str:
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load the kernels for a type of logits.
+    """Compile and load the kernels for a dtype of logits.
 
     Raises:
-        BackendUnavailable: the CUDA bindings are missing, or they cannot be compiled or loaded.
+        BackendUnavailable: the CUDA bindings are missing, or the kernels cannot be compiled or
+            loaded.
     """
     import torch
 
@@ -120,7 +122,7 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _shift(logits: Tensor) -> int:
-    """Return how many floats the first row begins behind a vector of them, for PyTorch."""
+    """Return by how many floats PyTorch's first float32 row begins after a 16-byte boundary."""
     return logits.data_ptr() % 16 // VECTOR if logits.element_size() == VECTOR else 0
 
 
@@ -148,7 +150,7 @@ def _launch(kernel: str, kinds: str, rows: int, threads: int, like: Tensor, *val
         launch(_function(index, kernel), rows, threads, stream, taken)
 
 
-_threads = threading.local()  # each thread packs arguments of its own
+_threads = threading.local()  # each thread packs its own arguments
 
 
 def _arguments(kinds: str) -> tuple[Arguments, int]:
@@ -164,7 +166,7 @@ def _arguments(kinds: str) -> tuple[Arguments, int]:
 
 @lru_cache(maxsize=256)
 def _function(device: int, kernel: str) -> Function:
-    """Return a kernel; `device` is current."""
+    """Return a kernel; `device` must be the current device."""
     from ..cuda_driver.calls import call, driver
     from ..cuda_driver.launch import Function
 
@@ -177,7 +179,7 @@ _loading: Final = threading.Lock()
 
 
 def _module(device: int) -> Any:
-    """Return the loaded kernels; of several threads that ask first one compiles."""
+    """Return the loaded kernels; if several threads call at first, only one of them compiles."""
     with _loading:
         return _loaded(device)
 

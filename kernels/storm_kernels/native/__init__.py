@@ -1,8 +1,8 @@
-"""The C library that ANCF, scans and ternary products share: found, loaded, asked what it can use.
+"""Finds and loads the C library that ANCF, scans and ternary products share, and probes it.
 
-Its functions take plain addresses and know nothing of Python, so one build serves every version of
-it, and each package declares its own (`ancf/cpu.py` and its likes). What they have in common in C
-lies beside this file: which instruction sets there are, and threads.
+Its functions take plain addresses and do not use Python's C API, so one build serves every Python
+version. Each package declares its own functions (`ancf/cpu.py` and similar modules). The C code
+that the packages share is in this folder: detection of instruction sets, and threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE_NAME = "libstorm_kernels.so"
 
 
 class InstructionSet(IntEnum):
-    """What the library may use; the values are `enum storm_isa` in native.h."""
+    """Instruction sets that the library may use; the values are `enum storm_isa` in native.h."""
 
     BEST = -1
     PORTABLE = 0
@@ -35,7 +35,7 @@ class InstructionSet(IntEnum):
 
 
 class Status(IntEnum):
-    """What a function of the library returns when it fails; `enum storm_status` in native.h."""
+    """Error codes that the library's functions return; `enum storm_status` in native.h."""
 
     CORRUPT = -1
     TOO_SMALL = -2
@@ -46,9 +46,10 @@ class Status(IntEnum):
 
 @cache
 def load() -> ctypes.CDLL:
-    """Return the library; calls let go of the interpreter lock.
+    """Return the library; calls into it release the interpreter lock.
 
-    Raises BackendUnavailable when no library was built, or one that is older than this package.
+    Raises BackendUnavailable if no library was built, if it cannot be loaded, or if its interface
+    has another version than this package needs.
     """
     path = next((path for path in _candidates() if path.is_file()), None)
     if path is None:
@@ -70,14 +71,14 @@ def load() -> ctypes.CDLL:
 
 
 def available_sets() -> tuple[InstructionSet, ...]:
-    """Return the instruction sets that this build and this processor have, the best last."""
+    """Return the instruction sets that this build and this processor support, the best last."""
     library = load()
     sets = (one for one in InstructionSet if one is not InstructionSet.BEST)
     return tuple(one for one in sets if library.storm_isa_available(one))
 
 
 def probe() -> tuple[bool, str]:
-    """Return whether the library works here, and its best instruction set or why it does not."""
+    """Return whether the library works here, and its best instruction set or the failure reason."""
     try:
         best = available_sets()[-1]
     except BackendUnavailable as missing:
@@ -86,7 +87,7 @@ def probe() -> tuple[bool, str]:
 
 
 def _candidates() -> Iterator[Path]:
-    """A wheel has the library beside this file; an editable install keeps it in site-packages."""
+    """Yield possible paths: a wheel has the library here, an editable install in site-packages."""
     import storm_kernels
 
     folders = [*__path__, *(f"{folder}/native" for folder in storm_kernels.__path__)]

@@ -1,7 +1,7 @@
-/* Which instruction sets this build holds and this processor runs.
+/* Detects the instruction sets that this build contains and this processor supports.
  *
- * The compiler's own detection also asks the operating system whether it saves the wide
- * registers, so a table from here never faults. */
+ * The compiler's detection also checks that the operating system saves the wide registers, so
+ * kernels that this file reports as available never fault. */
 #include "native.h"
 
 #if defined(STORM_HAVE_AVX2) || defined(STORM_HAVE_AVX512)

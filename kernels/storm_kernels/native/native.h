@@ -1,22 +1,22 @@
-/* What all parts of the library have in common: how functions are exported, what they return when
- * they fail, and which instructions they may use.
+/* Declarations that all parts of the library share: the export attribute, error codes and
+ * instruction sets.
  *
- * ANCF, scans and ternary products stand beside each other in one library. Every function takes
- * memory of its caller's and keeps no state between calls, so any number of threads may call. */
+ * One library contains ANCF, scans and ternary products. Every function works on memory that the
+ * caller provides and keeps no state between calls, so any number of threads may call. */
 #ifndef STORM_NATIVE_H
 #define STORM_NATIVE_H
 
 #define STORM_API __attribute__((visibility("default")))
 
-/* Raised whenever a signature or a struct of an exported function changes; the loader compares it. */
+/* Raised whenever a signature or a struct of an exported function changes; the loader checks it. */
 #define STORM_ABI_VERSION 2
 
 enum storm_status {
     STORM_OK = 0,
     STORM_CORRUPT = -1,      /* the blob contradicts itself, its size or its checksum */
     STORM_TOO_SMALL = -2,    /* the output buffer is smaller than needed */
-    STORM_BAD_ARGUMENT = -3, /* an option, a dtype or a size that has no meaning */
-    STORM_NO_MEMORY = -4,    /* a scratch buffer of a threaded call could not be had */
+    STORM_BAD_ARGUMENT = -3, /* an option, a dtype or a size that is not valid */
+    STORM_NO_MEMORY = -4,    /* a scratch buffer of a threaded call could not be allocated */
     STORM_UNSUPPORTED = -5   /* this processor or this build lacks the instruction set */
 };
 
@@ -35,7 +35,7 @@ STORM_API int storm_abi_version(void);
 /* 1 when this build and this processor can run `isa`, else 0. */
 STORM_API int storm_isa_available(int isa);
 
-/* What STORM_ISA_BEST stands for here; any other `isa` stands for itself. */
+/* Returns the best available set for STORM_ISA_BEST; returns any other `isa` unchanged. */
 int storm_named_isa(int isa);
 
 #endif

@@ -3,7 +3,7 @@
 
 #include <pthread.h>
 
-/* A tile of 64-bit elements needs about a quarter of it; some systems' own choice is less. */
+/* A tile of 64-bit elements needs about a quarter of this; the default of some systems is less. */
 #define STACK_BYTES (1u << 20)
 
 struct errand {

@@ -1,7 +1,7 @@
 """Layers on top of the kernels.
 
-`AdaptiveRankSemiseparable` is a state-space layer on the scans, `GatedMLP` Llama's MLP on the
-products that encode what they make.
+`AdaptiveRankSemiseparable` is a state-space layer that uses the scans. `GatedMLP` is Llama's MLP;
+it uses the matrix products that encode their results.
 """
 
 from __future__ import annotations

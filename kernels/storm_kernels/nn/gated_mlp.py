@@ -1,8 +1,8 @@
-"""The gated MLP of Llama and its kin, whose activations are encoded as they are made.
+"""The gated MLP of Llama and similar models, whose activations are encoded when computed.
 
-On a device of compute capability 9.0, in bfloat16 or float16, one kernel computes both products,
-writes their gated product and, as ANCF blobs, what the backward pass needs. Elsewhere it is
-PyTorch's own operations, with their results.
+On a device of compute capability 9.0, in bfloat16 or float16, one kernel computes both products.
+It writes their gated product, and the tensors for the backward pass as ANCF blobs. Elsewhere the
+layer uses PyTorch's own operations and has their results.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ _PROJECTIONS: Final = (
     ("gate", "up", "down"),
     ("w1", "w3", "w2"),
 )
-"""What models call gate, up and down: transformers' Llama, GPTs with SwiGLU, Meta's Llama."""
+"""Names of gate, up and down in transformers' Llama, in GPTs with SwiGLU and in Meta's Llama."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a `GatedMLP` is from the operations that it stands for, on one input.
+    """The difference between a `GatedMLP` and the PyTorch operations it replaces, on one input.
 
     Attributes:
-        fused: whether the kernel ran; where it did not the results are PyTorch's.
-        largest: the largest difference between elements of the outputs.
-        relative: the norm of the difference over that of PyTorch's output.
-        expected: the same for PyTorch's output itself, against one of float32 products.
+        fused: whether the kernel ran; if it did not, the results are PyTorch's.
+        largest: the largest absolute difference between elements of the outputs.
+        relative: the norm of the difference divided by the norm of PyTorch's output.
+        expected: the same relative difference between PyTorch's output and that of float32
+            products.
     """
 
     fused: bool
@@ -60,10 +61,11 @@ class Difference:
 class GatedMLP(nn.Module):
     """y = W_down (activation(W_gate x) * (W_up x)), without biases.
 
-    `width` is that of x and y, `hidden` that in between; `activation` is "silu", "gelu",
-    "gelu_tanh" or "relu". The parameters are those of three `nn.Linear`: gate_proj, up_proj and
-    down_proj. Where the kernel runs, sums have an order of its own, the same each time: results
-    are close to PyTorch's, not equal. Hooks on the three projections are not called there.
+    `width` is the width of x and y, `hidden` that of the layer between. `activation` is "silu",
+    "gelu", "gelu_tanh" or "relu". The parameters are those of three `nn.Linear`: gate_proj, up_proj
+    and down_proj. The fused kernel adds in its own fixed order: its results are deterministic, and
+    close to PyTorch's but not equal. With the fused kernel, hooks on the three projections are not
+    called.
     """
 
     def __init__(
@@ -89,12 +91,12 @@ class GatedMLP(nn.Module):
         """Return a layer with the projections of `module`: the same parameters, not copies.
 
         `module` has three `nn.Linear` without bias named gate_proj, up_proj and down_proj (Llama,
-        Mistral, Qwen, Gemma), gate, up and down, or w1, w3 and w2. `activation` is that of
-        `module.act_fn`, and "silu" where there is none, unless it is given. `difference` says how
-        far results are.
+        Mistral, Qwen, Gemma), or gate, up and down, or w1, w3 and w2. `activation` defaults to that
+        of `module.act_fn`, or to "silu" if there is none. `difference` reports how much the results
+        differ.
 
-        Raises UsageError where it has no such projections, or others than plain linear layers, or
-        an activation that is unknown here.
+        Raises UsageError if `module` has no such projections, if they are not plain linear layers,
+        or if the activation is unknown here.
         """
         gate, up, down = _projections(module)
         name = activation or _activation_of(module)
@@ -115,7 +117,7 @@ class GatedMLP(nn.Module):
 
     @torch.no_grad()
     def difference(self, x: Tensor | None = None) -> Difference:
-        """Return how far the output is from that of PyTorch's operations, for x.
+        """Return the difference between this layer's output and that of PyTorch's operations.
 
         x is (..., width), by default 256 rows of N(0, 1).
         """
@@ -140,7 +142,7 @@ class GatedMLP(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return what the printed module says besides its parts."""
+        """Return the text that `print` shows besides the submodules."""
         return f"activation={self.activation!r}"
 
     def _is_fused(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
@@ -153,7 +155,7 @@ class GatedMLP(nn.Module):
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors as autocast would have a product take them."""
+    """Return the tensors in the dtype that autocast would use for a matrix product."""
     kind = tensors[0].device.type
     if kind != "cuda" or not torch.is_autocast_enabled(kind):
         return tensors

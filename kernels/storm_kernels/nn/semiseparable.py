@@ -1,17 +1,17 @@
-"""AR-SSM, a layer that mixes a sequence by a semiseparable matrix whose rank each position chooses.
+"""AR-SSM, a layer that mixes a sequence by a semiseparable matrix; each position chooses its rank.
 
 For x of (batch, length, d_model)
 
     y = T(x) + W (V * scan(g * U))
 
-T is a causal convolution of each channel by itself, for what is near; U and V are projections of x
-to `max_rank` numbers, for what is far; the scan adds up what was written, or lets it fade where the
-layer has decay; W projects back. The gate g opens the first ranks of a position and closes the
-others, softly: one learned number a position, its complexity, says how many. So a penalty on the
-complexity lowers the rank in use, and ranks that no position opens may be cut off.
+T is a causal depthwise convolution and mixes near positions. U and V are projections of x to
+`max_rank` numbers and mix far positions. The scan sums g * U over positions, with exponential decay
+if the layer has `decay`; W projects back. The gate g softly opens the first ranks of a position and
+closes the others. One learned number per position, its complexity, sets how many are open. So a
+penalty on the complexity lowers the rank in use, and ranks that no position opens can be removed.
 
-Position t of the output depends on positions up to t alone, so `step`, given the positions one
-after the other, gives the outputs of `forward`.
+Position t of the output depends only on positions up to t. So `step`, called for one position
+after the other, returns the outputs of `forward`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ..errors import UsageError
 __all__ = ["AdaptiveRankSemiseparable", "Diagnostics", "State"]
 
 _SHARPNESS: Final = 4.0
-"""How fast the gate closes around the chosen rank: within about one rank on either side."""
+"""How sharply the gate closes at the chosen rank: within about one rank on either side."""
 
 _OPEN: Final = 2.0
-"""The complexity's logit at the beginning: seven eighths of the ranks are open."""
+"""The initial logit of the complexity: seven eighths of the ranks are open."""
 
 _LONGEST: Final = 1024.0
-"""Steps after which the slowest state has faded to 1/e at the beginning."""
+"""Steps after which the state with the slowest initial decay has decayed to 1/e."""
 
 
 class Diagnostics(TypedDict):
-    """What a call tells besides its output.
+    """What a call returns besides its output.
 
     Attributes:
-        used_fused_scan: whether the scan was one of storm_kernels.scan's.
-        mean_rank: ranks in use, on average over positions; a number without gradient.
-        gate_penalty: the mean share of ranks that are open, with gradient: added to a loss, scaled,
-            it lowers the rank in use.
+        used_fused_scan: whether the scan was one of storm_kernels.scan.
+        mean_rank: the mean number of open ranks over positions, without gradient.
+        gate_penalty: the mean share of open ranks, with gradient. Scaled and added to a loss, it
+            lowers the rank in use.
     """
 
     used_fused_scan: bool
@@ -53,16 +53,16 @@ class Diagnostics(TypedDict):
 
 
 class State(NamedTuple):
-    """What `step` carries from one position to the next."""
+    """The state that `step` passes from one position to the next."""
 
     recent: Tensor
     """The last conv_size - 1 inputs, (batch, conv_size - 1, d_model), the oldest first."""
     memory: Tensor
-    """What the scan holds, (batch, max_rank)."""
+    """The state of the scan, (batch, max_rank)."""
 
 
 class _Mixing(NamedTuple):
-    """What one call's projections say of each position: all (..., max_rank) but `complexity`."""
+    """The projections of one call for each position: all (..., max_rank) except `complexity`."""
 
     write: Tensor
     read: Tensor
@@ -72,11 +72,11 @@ class _Mixing(NamedTuple):
 
 
 class AdaptiveRankSemiseparable(nn.Module):
-    """The layer; `max_rank` bounds the rank, `conv_size` is how many positions T spans.
+    """The layer; `max_rank` bounds the rank, `conv_size` is the number of positions T spans.
 
-    With `decay` each rank forgets at a rate that each position chooses; without, the scan is a
-    plain sum. `use_fused_scan=False` makes the same of PyTorch's own operations, for comparison.
-    Raises UsageError for sizes below 1.
+    With `decay` each rank decays at a rate that each position chooses. Without it the scan is a
+    plain sum. `use_fused_scan=False` computes the same with PyTorch's own operations, for
+    comparison. Raises UsageError for sizes below 1.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class AdaptiveRankSemiseparable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew: most ranks open, decay at rates from fast to hardly any."""
+        """Initialise all weights: most ranks open, decay rates from fast to almost none."""
         with torch.no_grad():
             nn.init.uniform_(self.taps, -(self.conv_size**-0.5), self.conv_size**-0.5)
             self.project.reset_parameters()
@@ -120,7 +120,7 @@ class AdaptiveRankSemiseparable(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Diagnostics]:
-        """Return y of x's shape, (batch, length, d_model), and what the gate did."""
+        """Return y of x's shape, (batch, length, d_model), and the diagnostics of the gate."""
         self._check(x, 3)
         mixing = self._mix(x)
         memory = self._scan(mixing, reverse=False)
@@ -128,7 +128,7 @@ class AdaptiveRankSemiseparable(nn.Module):
         return y, self._diagnose(mixing)
 
     def forward_bidirectional(self, x: Tensor) -> tuple[Tensor, Diagnostics]:
-        """Return the same with every position seeing both sides of it, itself once."""
+        """Return the same as `forward`, but each position sees both sides, and itself once."""
         self._check(x, 3)
         mixing = self._mix(x)
         written = mixing.gate * mixing.write
@@ -138,7 +138,7 @@ class AdaptiveRankSemiseparable(nn.Module):
         return y, self._diagnose(mixing)
 
     def initial_state(self, batch: int) -> State:
-        """Return the state before the first position, on the layer's device and of its type."""
+        """Return the state before the first position, with the layer's device and dtype."""
         weight = self.taps
         return State(
             weight.new_zeros(batch, self.conv_size - 1, self.d_model),
@@ -146,7 +146,7 @@ class AdaptiveRankSemiseparable(nn.Module):
         )
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Return the output for one position, x of (batch, d_model), and the state after it."""
+        """Return the output for one position x, (batch, d_model), and the state after it."""
         self._check(x, 2)
         if state is None:
             state = self.initial_state(x.shape[0])
@@ -187,8 +187,8 @@ class AdaptiveRankSemiseparable(nn.Module):
     def _convolve(self, x: Tensor, *, reverse: bool) -> Tensor:
         """Return the sum over i of taps[i] times x from i positions before (after, if reverse).
 
-        A product a tap, not a convolution: that one wants channels first and copies, and its
-        gradient for the taps is slow.
+        It computes one product per tap. PyTorch's convolution needs channels first and copies, and
+        its gradient for the taps is slow.
         """
         length = x.shape[1]
         ends = (0, 0, 0, self.conv_size - 1) if reverse else (0, 0, self.conv_size - 1, 0)
@@ -208,7 +208,7 @@ class AdaptiveRankSemiseparable(nn.Module):
 
 
 def _plain_scan(keep: Tensor | None, written: Tensor) -> Tensor:
-    """Return the scan by PyTorch's operations; with decay by doubling, log2(length) passes."""
+    """Return the scan by PyTorch's operations; decay needs log2(length) doubling passes."""
     if keep is None:
         return written.cumsum(1)
     span = 1

@@ -4,8 +4,9 @@
     sums = scan.cumsum(x, dim=1)
     h, last = scan.linear_scan(a, b)        # h_t = a_t h_(t-1) + b_t
 
-Triton kernels on CUDA devices, C on CPUs, NumPy as the reference; `backends("scan")` says which of
-them work here and why one does not. DESIGN.md has the order in which numbers are combined.
+The backends are Triton kernels on CUDA devices, C on CPUs, and NumPy as the reference.
+`backends("scan")` reports which of them work here, and why one does not. DESIGN.md specifies the
+order in which numbers are combined.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`cumsum`, `linear_scan` and `associative_scan`: what callers use; checks, then the operators.
+"""The public functions `cumsum`, `linear_scan` and `associative_scan`; they check, then compute.
 
-Every function takes tensors of any strides and any length, 0 included, on a CPU or a CUDA device,
-and returns new ones. The same call gives the same bits in every run. What a backend cannot do is
-refused here with a UsageError, alike for all backends.
+Every function takes tensors of any strides and any length, including 0, on a CPU or CUDA device,
+and returns new tensors. The same call gives the same bits in every run. Unsupported arguments raise
+UsageError here, alike for all backends.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def cumsum(
     compensated: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the running sums of `x` along `dim`; with `reverse` from the end on.
+    """Return the running sums of `x` along `dim`; with `reverse` from the end.
 
-    With `exclusive` each sum leaves its own element out. `dtype` is the result's type, to which
-    elements are converted first (default: x's own; int64 for integers and bool). Sums are carried
-    in float32, those of float64 in float64; `compensated` carries the rounding error of each
-    addition as well. Differentiable where x is floating point, any number of times.
+    With `exclusive` each sum excludes its own element. `dtype` is the result's type, to which
+    elements are converted first (default: the type of x; int64 for integers and bool). Sums of
+    floats accumulate in float32 or better, those of float64 in float64. `compensated` also tracks
+    the rounding error of each addition. The result is differentiable any number of times if x is
+    floating point.
 
-    Raises UsageError for another type, dimension or backend.
+    Raises UsageError for an invalid type, dimension or backend.
     """
     _check_tensor("x", x, (*_FLOATS, *_INTEGERS, torch.bool))
     if dtype is not None and dtype not in (*_FLOATS, *_INTEGERS):
@@ -57,19 +58,19 @@ def cumsum(
 
 
 def fused_associative_scan(x: Tensor, dim: int = 1, reverse: bool = False) -> Tensor:
-    """Return `cumsum(x, dim, reverse)`: the name it has in the literature on state-space layers."""
+    """Return `cumsum(x, dim, reverse)`; the literature on state-space layers uses this name."""
     return cumsum(x, dim, reverse)
 
 
 def associative_scan(
     op: str, x: Tensor, dim: int = 1, reverse: bool = False, *, backend: str = "auto"
 ) -> Tensor:
-    """Return the running results of `op`, one of OPERATIONS, along `dim`, of x's type.
+    """Return the running results of `op`, one of OPERATIONS, along `dim`, with x's type.
 
-    NaN spreads from where it is on; integers wrap. Differentiable where x is floating point: of
-    equal extrema the last gets the gradient, as in torch.cummax.
+    All results from a NaN on are NaN; integers wrap. The result is differentiable if x is floating
+    point: of equal extrema the last gets the gradient, as in torch.cummax.
 
-    Raises UsageError for another operation, type, dimension or backend.
+    Raises UsageError for an invalid operation, type, dimension or backend.
     """
     if op not in OPERATIONS:
         raise UsageError(f"op {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
@@ -88,17 +89,18 @@ def linear_scan(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return all h_t = a_t h_(t-1) + b_t along `dim`, and the last; with `reverse` from the end on.
+    """Return all h_t = a_t h_(t-1) + b_t along `dim`, and the last; with `reverse` from the end.
 
-    `a` and `b` are broadcast to one shape and promoted to one type, float or complex64; `initial`
-    is the state before the first step (default: zero), of that shape without `dim`. The last state
-    is a view of the first result (of `initial` where the length is 0): clone what is to outlive it.
-    Half-precision types are computed in float32. Differentiable in all three, any number of times.
+    `a` and `b` are broadcast to one shape and promoted to one type, float or complex64. `initial`
+    is the state before the first step (default: zero); its shape is that of a and b without `dim`.
+    The last state is a view of the first result (or of `initial` if the length is 0): clone it if
+    it must outlive the result. Half-precision types are computed in float32. The function is
+    differentiable in a, b and initial, any number of times.
 
-    Stretches of a sequence are combined by the products of their `a`: where those overflow, which
-    takes |a| > 1, results may be infinite or NaN that a loop would have kept finite.
+    A backend may combine sections of a sequence by the products of their `a`. If such products
+    overflow, which requires |a| > 1, results may be infinite or NaN where a loop's are finite.
 
-    Raises UsageError for other types, shapes, dimension or backend.
+    Raises UsageError for invalid types, shapes, dimension or backend.
     """
     kinds = (*_FLOATS, torch.complex64)
     _check_tensor("a", a, kinds)
@@ -142,7 +144,7 @@ def _common_shape(a: Tensor, b: Tensor) -> torch.Size:
 
 
 def _as(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return `tensor` converted and broadcast; asking PyTorch for nothing takes time too."""
+    """Return `tensor` converted and broadcast; skip PyTorch calls that do nothing, to save time."""
     if tensor.dtype is not dtype:
         tensor = tensor.to(dtype)
     return tensor if tensor.shape == shape else tensor.expand(shape)

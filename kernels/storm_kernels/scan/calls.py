@@ -1,10 +1,10 @@
-"""Calls an operator the short way where nothing but the numbers is asked for.
+"""Calls an operator without PyTorch's dispatcher if only the results are needed.
 
-PyTorch's dispatcher costs an operator written in Python some 40 us a call, and twice that with
-gradients, more than most scans take on a GPU. A call of plain tensors, which no compiler, mode or
-autocast looks at, does what the dispatcher would do in the end: it runs the kernel, as part of the
-graph where a gradient is wanted. Inside torch.func's transforms, which refuse what the dispatcher
-makes, a call is a node that they can take apart. All others go through the dispatcher.
+For an operator written in Python the dispatcher costs about 40 us a call, and twice that with
+gradients: more than most scans take on a GPU. So a call bypasses the dispatcher if its tensors are
+plain and no compiler, mode or autocast is active. It runs the kernel directly, as an autograd node
+if a gradient is required. torch.func's transforms do not support the dispatcher's autograd nodes;
+inside them a call uses an autograd function that they support. All other calls use the dispatcher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Operator:
-    """One operator, called as the function that it is made of."""
+    """One operator, called like the function that implements it."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Operator:
         backward: Callable[..., Any],
         vmap: Callable[..., Any],
     ) -> None:
-        """Give `op`, which runs `run`, what else it does, each as torch.library takes it."""
+        """Register autograd and vmap functions for `op`, which runs `run`, with torch.library."""
         self.op = op
         self._run = run
         op.register_autograd(backward, setup_context=setup)
         op.register_vmap(vmap)
 
         class Node(torch.autograd.Function):
-            """What the graph has for a call that did not go through the dispatcher.
+            """The autograd node of a call that bypasses the dispatcher.
 
-            A `setup_context` of its own would have PyTorch look up `run`'s signature in each call.
+            With a separate `setup_context` PyTorch would inspect `run`'s signature in each call.
             """
 
             @staticmethod
@@ -69,12 +69,12 @@ class Operator:
             "vmap": staticmethod(vmap),
         }
         self._transformed: Any = type("Transformed", (torch.autograd.Function,), methods)
-        """What torch.func's transforms know how to take apart; they refuse the dispatcher's."""
+        """An autograd function that torch.func's transforms support, unlike the dispatcher's."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the operator's results.
 
-        Raises UsageError for forward-mode derivatives, of which the dispatcher would make zeros.
+        Raises UsageError for forward-mode derivatives, for which the dispatcher would return zeros.
         """
         if forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
@@ -93,7 +93,7 @@ class Operator:
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
-    """Tell whether nobody looks at a call, and its tensors are no more than numbers."""
+    """Return whether the tensors are plain, and no mode, tracing or autocast sees the call."""
     state = torch._C
     if state._len_torch_dispatch_stack() or state._len_torch_function_stack():
         return False
@@ -111,7 +111,7 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 
 def _as_autocast_has_it(argument: Any) -> Any:
-    """Return an argument as the dispatcher would hand it on: under autocast in float32."""
+    """Return an argument as the dispatcher would pass it on: under autocast in float32."""
     if isinstance(argument, Tensor) and argument.is_floating_point():
         is_on = torch.is_autocast_enabled(argument.device.type)
         return argument.float() if is_on and argument.dtype is not torch.float64 else argument
@@ -131,6 +131,6 @@ def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
 
 @cache
 def _plain_keys(device: str) -> int:
-    """Return what a tensor has the dispatcher look at; conjugates and batches have more."""
-    with torch.inference_mode(False):  # whatever the first call is made in
+    """Return the dispatch keys of a plain tensor; conjugate or batched tensors have more keys."""
+    with torch.inference_mode(False):  # the first call may be in inference mode
         return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()

@@ -1,12 +1,12 @@
-"""The operations that the Triton kernels scan with, each on a tuple of components.
+"""The operations of the Triton scan kernels, each on a tuple of components.
 
-A *map* says what a stretch of a sequence does to the state that enters it, a *state* is what
-leaves it. For sums and their like both are one number, with its rounding error beside it where the
-sum is compensated. For h = a*h + b a map is (a, b) and a state (h,), complex numbers being two
-components each. Combining maps keeps the order: the left one comes first in the sequence.
+A *map* describes how a section of a sequence transforms the state before it to the *state* after
+it. For sums and similar operations both are one number; a compensated sum adds its rounding error
+as a second component. For h = a*h + b a map is (a, b) and a state is (h,); a complex number is two
+components. Combining maps keeps the order: the left map comes first in the sequence.
 
-Triton compiles what follows a branch although the branch has returned, so each choice among
-operations is one chain down to an `else`.
+Triton compiles the code after a branch even if the branch returned. So each choice among operations
+is one chain that ends in an `else`.
 """
 
 # ruff: noqa: RET505 - see above
@@ -43,7 +43,7 @@ def _min(x, y):
 
 @triton.jit
 def _log1p(x):
-    """Kahan's: the error of 1 + x cancels in the quotient."""
+    """Return log(1 + x) by Kahan's method: the error of 1 + x cancels in the quotient."""
     one_more = 1.0 + x
     return tl.where(one_more == 1.0, x, tl.log(one_more) * (x / (one_more - 1.0)))
 
@@ -56,7 +56,7 @@ def _logaddexp(x, y):
 
 @triton.jit
 def _two_sum(sum1, error1, sum2, error2):
-    """Knuth's: `total` and what rounding took from it; an infinite total has no error."""
+    """Return the total and its rounding error by Knuth's method; an infinite total has error 0."""
     total = sum1 + sum2
     back = total - sum1
     lost = (sum1 - (total - back)) + (sum2 - back)
@@ -83,8 +83,8 @@ def _complex_linear(a1r, a1i, b1r, b1i, a2r, a2i, b2r, b2i):
 def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr):
     """Return the inclusive scan of a tuple of tensors along an axis.
 
-    Always forwards: backwards, Triton turns the lanes round before and after. Kernels put what is
-    scanned first at the beginning.
+    The scan is always forwards: for a backward scan, Triton would reverse the lanes before and
+    after. So kernels place the elements in scan order.
     """
     if OP == "add":
         return tl.associative_scan(maps, AXIS, _add)
@@ -107,7 +107,7 @@ def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def combine(left, right, OP: tl.constexpr):
-    """Return the map of what `left` and then `right` do."""
+    """Return the map that applies `left` and then `right`."""
     if OP == "add":
         return (_add(left[0], right[0]),)
     elif OP == "mul":
@@ -131,7 +131,7 @@ def combine(left, right, OP: tl.constexpr):
 
 @triton.jit
 def apply(state, maps, OP: tl.constexpr):
-    """Return the state that leaves a stretch which `state` entered."""
+    """Return the state after a section whose map is `maps` and whose entering state is `state`."""
     if OP == "linear":
         return (maps[0] * state[0] + maps[1],)
     elif OP == "complex_linear":
@@ -145,7 +145,7 @@ def apply(state, maps, OP: tl.constexpr):
 
 @triton.jit
 def identity(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
-    """Return the map that changes nothing; NEUTRAL is the operation's own where it has one part."""
+    """Return the identity map; NEUTRAL is the neutral element of one-component operations."""
     none = tl.zeros_like(like)
     if OP == "linear":
         return (none + 1, none)
@@ -159,7 +159,7 @@ def identity(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
 
 @triton.jit
 def seed(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
-    """Return the state before the first element where the caller gives none."""
+    """Return the default state before the first element."""
     if OP == "linear":
         return (tl.zeros_like(like),)
     elif OP == "complex_linear":
@@ -170,7 +170,7 @@ def seed(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
 
 @triton.jit
 def lift(value, OP: tl.constexpr):
-    """Return an element of a sum, product or the like as a map."""
+    """Return an element of a sum, product or similar operation as a map."""
     if OP == "compensated":
         return (value, tl.zeros_like(value))
     else:
@@ -179,7 +179,7 @@ def lift(value, OP: tl.constexpr):
 
 @triton.jit
 def read(state, OP: tl.constexpr):
-    """Return the number that a state of a sum, product or the like stands for."""
+    """Return the value of a state of a sum, product or similar operation."""
     if OP == "compensated":
         return state[0] + state[1]
     else:
@@ -188,7 +188,7 @@ def read(state, OP: tl.constexpr):
 
 @triton.jit
 def edge(maps, chosen, AXIS: tl.constexpr):
-    """Return the components at the one place along AXIS where `chosen` is true."""
+    """Return the components at the single index along AXIS where `chosen` is true."""
     if len(maps) == 1:
         return (_pick(maps[0], chosen, AXIS),)
     elif len(maps) == 2:

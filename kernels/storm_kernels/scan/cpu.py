@@ -1,8 +1,8 @@
-"""Scans by the C library, the same functions as reference.py's on tensors in host memory.
+"""Scans by the C library: the same functions as in reference.py, on tensors in host memory.
 
-Results are made in the order of the sequence whatever the number of threads, so that number never
-shows in the bits; it is PyTorch's own (`torch.set_num_threads`). Sums of float32 are made in
-float64. The interpreter lock is let go during each call.
+Results are computed in sequence order, so the number of threads never changes the bits. It is
+PyTorch's setting (`torch.set_num_threads`). Sums of float32 accumulate in float64. Each call
+releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Options(ctypes.Structure):
 
 @dataclass(frozen=True)
 class CpuScans:
-    """The functions held to one instruction set.
+    """The functions with a fixed instruction set.
 
     Methods raise BackendUnavailable when the library or the instruction set is missing.
     """
@@ -79,7 +79,7 @@ class CpuScans:
         exclusive: bool,
         compensated: bool,
     ) -> None:
-        """Write the scan of `x`, as y's type, with `op` along `dim` to `y`."""
+        """Convert `x` to y's type and write its scan with `op` along `dim` to `y`."""
         name = "compensated" if compensated else op
         if y.dtype in _DTYPES:
             self._call("fold", [x.to(y.dtype), y], y, dim, name, reverse, exclusive)
@@ -114,7 +114,7 @@ class CpuScans:
         *,
         reverse: bool,
     ) -> None:
-        """Write the gradients of `linear`'s a and b, given `g`, the one of its result `h`."""
+        """Write the gradients of `linear`'s a and b, given the gradient `g` of its result `h`."""
         tensors = [g, a, h, _as_state(initial, dim), da, db]
         self._call("gradient", tensors, da, dim, "add", reverse)
 
@@ -160,7 +160,7 @@ def _as_state(initial: torch.Tensor | None, dim: int) -> torch.Tensor | None:
 
 
 def _place(space: Arrangement, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy whose inner dimensions lie side by side as the library needs."""
+    """Return the tensor, or a copy with contiguous inner dimensions, which the library requires."""
     placed, strides = space.place(tensor.detach().resolve_conj().resolve_neg())
     if space.inner == 1 or strides[2] == 1:
         return placed

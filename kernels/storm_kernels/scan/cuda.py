@@ -1,9 +1,9 @@
 """Scans on a CUDA device by Triton kernels, launched on PyTorch's current stream.
 
-A launch allocates nothing but the results its caller made; tiles that look back use a scratch that
-is kept for each stream. It never synchronises, so it can be captured in a CUDA graph, which gets a
-scratch of its own and zeroes it in each replay. Triton compiles a kernel at
-the first call with new types or options. Triton is loaded only when something here is called.
+The caller allocates the results. Tiles that look back need a scratch buffer, which is kept for each
+stream. A launch never synchronises, so a CUDA graph can capture it; the graph gets its own scratch
+and zeroes it in each replay. Triton compiles a kernel at the first call with new types or options.
+Triton is loaded only when a function here is called.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _NEUTRAL: Final = {"add": 0, "mul": 1, "max": float("-inf"), "min": float("inf")
 _NEUTRAL_INTEGER: Final = {"max": -(1 << 63), "min": (1 << 63) - 1}
 _PIPELINE_STAGES: Final = 3
 _ALIGNMENT: Final = 16
-"""Of an address, in bytes: what Triton compiles differently for."""
+"""The alignment of addresses, in bytes, for which Triton compiles a different kernel."""
 
 _MOST_KNOWN: Final = 1024
 _KEPT_WORDS: Final = 1 << 20
-"""Of a stream's scratch; a launch that asks for more gets zeros of its own."""
+"""The maximum scratch kept for a stream; a launch that needs more gets a new zeroed buffer."""
 
 _MOST_LAUNCHES: Final = 1 << 31
-"""On one scratch: the number that each has there must not come again."""
+"""The maximum number of launches per scratch: their numbers must not repeat."""
 
 _NO_STREAM: Final = (1, 2)
-"""Handles that stand for another stream in each thread, or device."""
+"""Stream handles that mean a different stream in each thread or on each device."""
 
 _TRITON_TYPES: Final = {
     torch.float64: "float64",
@@ -52,7 +52,7 @@ _TRITON_TYPES: Final = {
 
 @lru_cache(maxsize=1)
 def probe() -> tuple[bool, str]:
-    """Return whether a device can be used, and its name or why not."""
+    """Return whether a device can be used, and its name or the reason why not."""
     if not torch.cuda.is_available():
         return False, "no usable CUDA device: torch.cuda.is_available() is false"
     try:
@@ -85,9 +85,9 @@ def fold(
     compensated: bool,
     tile: Columns | Rows | None = None,
 ) -> None:
-    """Write the scan of `x`, as y's type, with `op` along `dim` to `y`; as reference.fold.
+    """Convert `x` to y's type and write its scan to `y`, as reference.fold does.
 
-    `tile` overrides what launches.py chooses.
+    `tile` overrides the choice of launches.py.
     """
     form = (_form(x), _form(y), y.device, dim, op, reverse, exclusive, compensated, tile)
     known = _known.get(form)
@@ -131,7 +131,7 @@ def linear(
     reverse: bool,
     tile: Columns | Rows | None = None,
 ) -> None:
-    """Write h_t = a_t h_(t-1) + b_t along `dim` to `h`; as reference.linear."""
+    """Write h_t = a_t h_(t-1) + b_t along `dim` to `h`, as reference.linear does."""
     _linear([a, b, initial, h, None, None], dim, reverse=reverse, gradient=False, tile=tile)
 
 
@@ -147,7 +147,7 @@ def linear_gradient(
     reverse: bool,
     tile: Columns | Rows | None = None,
 ) -> None:
-    """Write the gradients of `linear`'s a and b, given `g`; as reference.linear_gradient."""
+    """Write the gradients of `linear`'s a and b, given `g`, as reference.linear_gradient does."""
     _linear([a, g, initial, h, db, da], dim, reverse=not reverse, gradient=True, tile=tile)
 
 
@@ -191,7 +191,7 @@ def _linear(
     kernel, used = kernels.linear_columns, 3
     if isinstance(tile, Rows):
         kernel, used = kernels.linear_rows, 2
-        options["V"] = 1 if is_complex else vector_for(tile, h.itemsize)  # halves lie two apart
+        options["V"] = 1 if is_complex else vector_for(tile, h.itemsize)  # real parts: stride 2
     strides = [
         *(one for _, steps in arrays[:2] for one in steps[:used]),
         *state[1][: used - 1],
@@ -206,7 +206,7 @@ def _linear(
 
 
 class _Launch:
-    """A kernel over all tiles of all sequences, for tensors of one form."""
+    """A kernel launch over all tiles of all sequences, for tensors of one form."""
 
     def __init__(
         self,
@@ -239,11 +239,11 @@ class _Launch:
         self._compiled: Callable[..., object] | None = None
 
     def launch(self, *tensors: torch.Tensor) -> None:
-        """Launch on the memory of `tensors`, and on a scratch where tiles look back."""
+        """Launch on the memory of `tensors`, and on a scratch buffer if tiles look back."""
         if self._device.type != "cuda" or self._device.index == torch.cuda.current_device():
             self._launch(tensors)
             return
-        with torch.cuda.device(self._device):  # Triton launches on the current one
+        with torch.cuda.device(self._device):  # Triton launches on the current device
             self._launch(tensors)
 
     def _launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -266,7 +266,7 @@ class _Launch:
 
 
 class _Scratch:
-    """Words of one stream, whose launches come one after another, each with a number of its own."""
+    """The scratch words of one stream, whose launches run in order, each with a unique number."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self.words = torch.zeros(words, dtype=torch.int64, device=device)
@@ -274,11 +274,11 @@ class _Scratch:
 
 
 _scratches: Final[dict[tuple[int, int], _Scratch]] = {}
-"""By device and stream."""
+"""Scratch buffers by device and stream."""
 
 
 def _scratch(words: int, device: torch.device) -> torch.Tensor:
-    """Return so many words, all zero or with what earlier launches on this stream left there."""
+    """Return a buffer of at least `words` words: zeros, or words of this stream's old launches."""
     if device.type != "cuda" or words > _KEPT_WORDS or torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=device)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -293,7 +293,7 @@ def _scratch(words: int, device: torch.device) -> torch.Tensor:
 
 
 _known: Final[dict[object, _Launch]] = {}
-"""Launches by the form of all that they were asked for: a repeated call finds its own, compiled."""
+"""Launches by the form of a call's arguments, so that a repeated call reuses its launch."""
 
 
 def _remember(form: object, launch: _Launch) -> None:
@@ -303,7 +303,7 @@ def _remember(form: object, launch: _Launch) -> None:
 
 
 def _form(tensor: torch.Tensor) -> object:
-    """Return all that a launch was made for, of a tensor: the compiler asks for the alignment."""
+    """Return the properties of a tensor that a launch depends on, including Triton's alignment."""
     aligned = tensor.data_ptr() % _ALIGNMENT == 0
     return tensor.shape, tensor.stride(), tensor.dtype, aligned, tensor.is_conj()
 
@@ -317,7 +317,7 @@ def _tile(
 
 
 def _placed(space: Arrangement, tensor: torch.Tensor) -> tuple[torch.Tensor, Strides]:
-    """Return a tensor as the kernels see it: complex numbers are pairs, strides count halves."""
+    """Return a tensor with strides for the kernels; for complex types they count real numbers."""
     placed, strides = space.place(tensor.resolve_conj())
     if placed.is_complex():
         return placed, (2 * strides[0], 2 * strides[1], 2 * strides[2])

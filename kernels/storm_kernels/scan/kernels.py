@@ -1,17 +1,17 @@
-"""The Triton kernels: one tile of a sequence at a time, in either of two shapes.
+"""The Triton kernels: they process one tile of a sequence at a time, in one of two shapes.
 
-Columns (channels lie side by side, as in batch, length, channels): a tile is R * G rows of N
-channels, held as (G, R, N) so that a thread has R consecutive rows of its channels in registers
-and scans them without talking to others; only G sums a channel are exchanged. Rows (the length is
+Columns (channels are contiguous, as in batch, length, channels): a tile is R * G rows of N
+channels, held as (G, R, N). So a thread has R consecutive rows of its channels in registers and
+scans them without communication; threads exchange only G sums per channel. Rows (the length is
 contiguous): a tile is N consecutive elements of one sequence, in vectors of V.
 
-Tiles are held in the order in which they are scanned, so every scan of lanes goes forwards: of
-columns that are scanned backwards row numbers fall, rows are turned round by vectors.py.
+Tiles are held in scan order, so every scan of lanes is forwards. For a backward scan, row numbers
+of columns decrease, and vectors.py reverses rows.
 
-A tile reads its elements once and writes its results once. Who gives it the state that enters is
-the only difference between the two ways through a sequence: the tile before it in the same program
-(LOOK_BACK false), or look_back.py. Tiles lie at multiples of their size from the sequence's
-beginning also when it is scanned backwards; what is past its end changes no state.
+A tile reads its elements once and writes its results once. The state that enters a tile has one of
+two sources: the previous tile in the same program (LOOK_BACK false), or look_back.py. Tiles begin
+at multiples of their size from the sequence's beginning, also in a backward scan. Elements past the
+sequence's end change no state.
 
 Offsets are 64-bit. Argument names: `x_outer`, `x_length`, `x_inner` are strides in elements.
 """
@@ -31,14 +31,14 @@ from .vectors import following, preceding, turned
 __all__ = ["fold_columns", "fold_rows", "linear_columns", "linear_rows"]
 
 COUNTS = ["chunks", "chains", "tiles"]
-"""Arguments that must stay numbers of the machine also where they are 1."""
+"""Arguments that Triton must not specialize, even if they are 1."""
 
 
 @triton.jit
 def _take_work(counter, chains, tiles, LOOK_BACK: tl.constexpr):
     """Return this program's first tile, its chain, and the number of a launch that looks back.
 
-    Who looks back to others knows by its ticket that they have begun.
+    With LOOK_BACK the program takes a ticket, so all tiles that it looks back to have begun.
     """
     if LOOK_BACK:
         ticket, launch = take_ticket(counter, chains * tiles)
@@ -49,7 +49,7 @@ def _take_work(counter, chains, tiles, LOOK_BACK: tl.constexpr):
 
 @triton.jit
 def _tile_columns(tile, tiles, REVERSE: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
-    """Return the rows, as (G, R, 1), of the tile that is scanned as number `tile`, in its order."""
+    """Return the rows, as (G, R, 1) in scan order, of the tile that is scanned as number `tile`."""
     stretch, within, place = tl.arange(0, G), tl.arange(0, R), tile
     if REVERSE:
         stretch, within, place = G - 1 - stretch, R - 1 - within, tiles - 1 - tile
@@ -58,7 +58,7 @@ def _tile_columns(tile, tiles, REVERSE: tl.constexpr, R: tl.constexpr, G: tl.con
 
 @triton.jit
 def _tile_rows(tile, tiles, REVERSE: tl.constexpr, N: tl.constexpr, V: tl.constexpr):
-    """Return where the vectors (N / V) of the tile that is scanned as number `tile` begin."""
+    """Return the starts of the vectors (N / V) of the tile that is scanned as number `tile`."""
     vector, place = tl.arange(0, N // V), tile
     if REVERSE:
         vector, place = N // V - 1 - vector, tiles - 1 - tile
@@ -67,7 +67,7 @@ def _tile_rows(tile, tiles, REVERSE: tl.constexpr, N: tl.constexpr, V: tl.conste
 
 @triton.jit
 def _scanned(parts, REVERSE: tl.constexpr, N: tl.constexpr):
-    """Return numbers loaded as vectors as (N), in the order in which they are scanned."""
+    """Return numbers that were loaded as vectors (N / V, V) as (N), in scan order."""
     line = ()
     for i in tl.static_range(len(parts)):
         part = turned(parts[i]) if REVERSE else parts[i]
@@ -77,7 +77,7 @@ def _scanned(parts, REVERSE: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _stored(parts, REVERSE: tl.constexpr, N: tl.constexpr, V: tl.constexpr):
-    """Return numbers (N) as vectors again, as they are stored."""
+    """Return numbers (N) as vectors (N / V, V), in the order of memory."""
     vectors = ()
     for i in tl.static_range(len(parts)):
         part = tl.reshape(parts[i], (N // V, V))
@@ -89,7 +89,8 @@ def _stored(parts, REVERSE: tl.constexpr, N: tl.constexpr, V: tl.constexpr):
 def _spread(state, before, OP: tl.constexpr, G: tl.constexpr):
     """Return the state (G, N) that enters each of a tile's G stretches.
 
-    `before` (N) enters the tile; `state` are the maps (G, N) up to and including each stretch.
+    `before` (N) is the state that enters the tile; `state` are the maps (G, N) from the tile's
+    beginning to the end of each stretch.
     """
     group = tl.arange(0, G)[:, None]
     index = tl.broadcast_to(tl.maximum(group - 1, 0), state[0].shape)
@@ -122,7 +123,7 @@ def _spread(state, before, OP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _totals(local, OP: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
-    """Return the maps (G, N) up to each stretch and the tile's (N), from its scans (G, R, N)."""
+    """Return the maps (G, N) up to each stretch's end and of the tile (N), from scans (G, R, N)."""
     stretches = edge(local, tl.arange(0, R)[None, :, None] == R - 1, 1)
     running = scan(stretches, 0, OP)
     return running, edge(running, tl.arange(0, G)[:, None] == G - 1, 0)
@@ -130,7 +131,7 @@ def _totals(local, OP: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _words(scratch, chain, tiles, N: tl.constexpr, MAPS: tl.constexpr):
-    """Return where a chain's published maps lie, behind the counter of tickets."""
+    """Return the address of a chain's published maps; the ticket counter precedes all maps."""
     return scratch + 2 + chain.to(tl.int64) * tiles * (MAPS * N)
 
 
@@ -149,7 +150,7 @@ def _load_fold(
 def _store_fold(
     y, value, row, length, mask, y_length, EXCLUSIVE: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """Store a tile; an exclusive scan is the inclusive one, each result one place further."""
+    """Store a tile; an exclusive scan stores the inclusive results shifted by one."""
     if EXCLUSIVE:
         row = row - 1 if REVERSE else row + 1
         mask = mask & (row >= 0) & (row < length)
@@ -161,7 +162,7 @@ def _begin_exclusive(
     y, tile, length, y_length, mask, LIKE, OP: tl.constexpr, NEUTRAL: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Store the first result of an exclusive scan, which is what enters the sequence."""
+    """Store the first result of an exclusive scan: the state that enters the sequence."""
     if tile == 0:
         row = length - 1 if REVERSE else length * 0
         tl.store(y + row * y_length, read(seed(LIKE, OP, NEUTRAL), OP), mask=mask)
@@ -177,7 +178,7 @@ def fold_columns(
     R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scan x to y, both (outer, length, inner); `chunks` of N channels make up the inner size."""
+    """Scan x to y, both (outer, length, inner); `chunks` chunks of N channels cover `inner`."""
     begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
     channel = (chain % chunks) * N + tl.arange(0, N)
@@ -215,7 +216,7 @@ def fold_columns(
 
 @triton.jit
 def _behind(entering, local, OP: tl.constexpr):
-    """Return the numbers (G, R, N) of scans that a state (G, N) enters."""
+    """Return the results (G, R, N): the local scans combined with the entering states (G, N)."""
     if len(local) == 1:
         return read(combine((entering[0][:, None, :],), local, OP), OP)
     else:
@@ -265,7 +266,7 @@ def fold_rows(
 
 @triton.jit
 def _one(parts):
-    """Return scalars as tensors of one element, as states have them."""
+    """Return scalars as tensors of one element, the form of states."""
     if len(parts) == 1:
         return (parts[0] + tl.zeros([1], parts[0].dtype),)
     elif len(parts) == 2:
@@ -280,8 +281,8 @@ def _one(parts):
 def _scalars(state):
     """Return a state of one element as scalars.
 
-    Combined with a tile as it is, its layout may become the tile's, in which every thread holds
-    every element.
+    If a one-element tensor were combined with a tile, the tile might get its layout, in which every
+    thread holds every element.
     """
     if len(state) == 1:
         return (tl.sum(state[0], 0),)
@@ -294,7 +295,7 @@ def _scalars(state):
 
 @triton.jit
 def _load(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr):
-    """Return the numbers at addresses, zero outside of the mask."""
+    """Return the numbers at the addresses, and zeros where the mask is false."""
     real = tl.load(address, mask=mask, other=0).to(ACC)
     if COMPLEX:
         return (real, tl.load(address + 1, mask=mask, other=0).to(ACC))
@@ -304,7 +305,7 @@ def _load(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr):
 
 @triton.jit
 def _is_inside(row, length, STEP: tl.constexpr):
-    """Tell whether what lies one place on (STEP 1) or back (-1) from a row is of the sequence."""
+    """Return whether the next (STEP 1) or previous (STEP -1) row is in the sequence."""
     if STEP == 1:
         return row + 1 < length
     else:
@@ -315,7 +316,7 @@ def _is_inside(row, length, STEP: tl.constexpr):
 def _load_columns(
     x, row, length, x_length, mask, STEP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr
 ):
-    """Return the numbers STEP rows on from `row`, zero outside of the mask and the sequence."""
+    """Return the numbers at `row` + STEP, and zeros outside the mask or the sequence."""
     if STEP == 0:
         return _load(x + row * x_length, mask, ACC, COMPLEX)
     else:
@@ -328,9 +329,10 @@ def _load_beside(
     x, begin, length, x_length, STEP: tl.constexpr,
     ACC: tl.constexpr, COMPLEX: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers one place on (STEP 1) or back (-1) from the vectors that `begin` so.
+    """Return the vectors that start at `begin`, shifted to the next (STEP 1) or previous (-1) rows.
 
-    A vector is loaded as it is, since a shifted one would take a load for each number.
+    The function loads unshifted vectors and shifts them in registers, since loads of a shifted
+    vector would be one for each number.
     """
     row = begin[:, None] + tl.arange(0, V)[None, :]
     own = _load(x + row * x_length, row < length, ACC, COMPLEX)
@@ -348,9 +350,10 @@ def _load_beside(
 
 @triton.jit
 def _factor(parts, mask, GRADIENT: tl.constexpr):
-    """Return the factors of a tile's maps, those past the sequence's end changing nothing.
+    """Return the factors of a tile's maps; past the sequence's end they are 1.
 
-    For gradients conjugates; and zeros past the end will do, as no state enters there.
+    For gradients the factors are conjugates, and zeros past the end suffice, as no state enters
+    there.
     """
     if GRADIENT:
         if len(parts) == 2:
@@ -364,7 +367,7 @@ def _factor(parts, mask, GRADIENT: tl.constexpr):
 
 @triton.jit
 def _from_state(entered, first, known):
-    """Return the states that entered elements, `first` where none of them is known."""
+    """Return the states that entered the elements, and `first` where `known` is false."""
     filled = ()
     for i in tl.static_range(len(entered)):
         filled = filled + (tl.where(known, entered[i], first[i]),)
@@ -373,7 +376,7 @@ def _from_state(entered, first, known):
 
 @triton.jit
 def _load_state(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr, GIVEN: tl.constexpr):
-    """Return the state at an address, zero where none is GIVEN."""
+    """Return the state at an address, or zeros if the caller gave none (GIVEN false)."""
     if GIVEN:
         return _load(address, mask, ACC, COMPLEX)
     else:
@@ -413,8 +416,8 @@ def linear_columns(
     R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """H = a*h + b along (outer, length, inner); or with GRADIENT, from the gradient b of h, those
-    of b and a, scanning the other way round.
+    """Compute h = a*h + b along (outer, length, inner). With GRADIENT `b` is the gradient of h, and
+    the kernel computes the gradients of b and a by a scan in the other direction.
     """
     begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
@@ -434,7 +437,7 @@ def linear_columns(
         before = seed(like, OP, 0)
     else:
         before = first
-    # to where an element's factor lies
+    # the row offset of an element's factor
     one: tl.constexpr = 0 if not GRADIENT else 1 if REVERSE else -1
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
@@ -453,7 +456,7 @@ def linear_columns(
                 OP, 0, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
         entering = _spread(running, before, OP, G)
-        # the recurrence itself again, from the state that enters each thread's rows
+        # run the recurrence again, from the state that enters each thread's rows
         begins = tl.arange(0, R)[None, :, None] == 0
         if COMPLEX:
             inner_state = apply((entering[0][:, None, :], entering[1][:, None, :]), maps, OP)
@@ -487,7 +490,7 @@ def linear_rows(
     MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
     N: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same along (outer, length)."""
+    """Compute the same as linear_columns along (outer, length)."""
     begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
     outer = chain.to(tl.int64)
@@ -503,7 +506,7 @@ def linear_rows(
         before = seed(like, OP, 0)
     else:
         before = first
-    one: tl.constexpr = 1 if REVERSE else -1  # to what is scanned before
+    one: tl.constexpr = 1 if REVERSE else -1  # row offset to the previous element in scan order
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
         vector = _tile_rows(tile, tiles, REVERSE, N, V)

@@ -1,8 +1,8 @@
-"""Which tiles a scan on a GPU is cut into: a small table, no measuring at first use.
+"""Chooses the tiles of a scan on a GPU from a small table, without tuning at first use.
 
-Tiles, and with them the order in which numbers are combined, follow from the shape, the strides and
-the type alone, not from the GPU or what runs beside, so that results repeat. DESIGN.md says what
-the figures were measured with.
+Tiles determine the order in which numbers are combined. They depend only on the shape, the strides
+and the type, not on the GPU or other work, so results are reproducible. DESIGN.md describes the
+measurements behind the constants.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["Columns", "Rows", "columns_for", "cut", "is_fan", "levels", "rows_fo
 
 _WARP: Final = 32
 _VECTOR_BYTES: Final = 16
-"""What a thread loads at once."""
+"""The bytes of one load of a thread."""
 
 _LEAST_BYTES: Final = 4
-"""Smaller loads cannot be asked for ahead."""
+"""The smallest load that can be pipelined."""
 
 _ENOUGH_PROGRAMS: Final = 128
-"""So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
+"""This many programs that scan whole sequences and load ahead saturate a GPU's memory."""
 
 _LONG: Final = 1 << 14
-"""Beyond it a sum has fewer, longer tiles: what they wait for each other is what it waits for."""
+"""Longer sums have fewer, longer tiles: the tiles' waits for each other limit their speed."""
 
 
 @dataclass(frozen=True)
 class Columns:
     """A tile of `stretches` times `rows` rows of `channels` channels.
 
-    With `look_back` each program scans one tile, and `fan` tiles are a group of those that are
-    combined at once; otherwise a program scans all tiles of a sequence, in turn.
+    With `look_back` each program scans one tile, and groups of `fan` tiles are combined at once.
+    Otherwise a program scans all tiles of a sequence, one after another.
     """
 
     rows: int
@@ -47,13 +47,13 @@ class Columns:
 
     @property
     def length(self) -> int:
-        """How many elements of a sequence a tile has."""
+        """The number of elements of a sequence in a tile."""
         return self.rows * self.stretches
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tile of `elements` neighbours of one sequence; `look_back` as for columns."""
+    """A tile of `elements` consecutive elements of one sequence; `look_back` as for columns."""
 
     elements: int
     warps: int
@@ -65,21 +65,21 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """How many elements of a sequence a tile has."""
+        """The number of elements of a sequence in a tile."""
         return self.elements
 
 
 def is_fan(fan: int, channels: int, warps: int) -> bool:
-    """Tell whether tiles of `channels` may look back to groups of `fan`.
+    """Return whether tiles of `channels` may look back to groups of `fan`.
 
-    Each thread must have a published word of its own: two that look at the same one may find it
-    there and not there, and Triton takes what replicas hold for equal.
+    Each thread must read its own published word. If two threads read the same word, one may find it
+    published and the other not, but Triton assumes that replicas are equal.
     """
     return fan > 1 and fan * channels >= _WARP * warps
 
 
 def levels(tiles: int, fan: int) -> int:
-    """Return how many digits the numbers of so many tiles have to base `fan`."""
+    """Return the number of base-`fan` digits that number `tiles` tiles."""
     count = 1
     while fan**count < tiles:
         count += 1
@@ -87,13 +87,13 @@ def levels(tiles: int, fan: int) -> int:
 
 
 def cut(length: int, tile: int) -> int:
-    """Return how many tiles of length `tile` a sequence is cut into."""
+    """Return the number of tiles of length `tile` in a sequence."""
     return -(-length // tile)
 
 
 @lru_cache(maxsize=1024)
 def columns_for(outer: int, length: int, inner: int, itemsize: int, *, words: int) -> Columns:
-    """Return the tile for channels that lie side by side; `words` are a map's 32-bit parts."""
+    """Return the tile for contiguous channels; `words` is the number of 32-bit words of a map."""
     vector = max(1, _VECTOR_BYTES // itemsize)
     widest = min(_power_of_two(inner), vector * _WARP)
     narrowest = min(widest, 4 * vector)
@@ -104,7 +104,7 @@ def columns_for(outer: int, length: int, inner: int, itemsize: int, *, words: in
         channels //= 2
     stretches = _stretches(channels, vector, warps)
     programs, tiles = outer * cut(inner, channels), cut(length, rows * stretches)
-    # no more than enough need many tiles each to load ahead
+    # if there are just enough programs, each needs many tiles to load ahead
     enough = programs >= (wanted if tiles > 8 else 2 * _ENOUGH_PROGRAMS)
     if enough or tiles <= (4 if words > 1 else 2):
         while rows > 1 and rows * stretches // 2 >= length:
@@ -114,7 +114,7 @@ def columns_for(outer: int, length: int, inner: int, itemsize: int, *, words: in
         return Columns(rows, stretches, channels, warps, look_back=False)
     channels = min(widest, 4 * vector if words > 2 else 8 * vector)
     if itemsize > 2 and (words == 2 or (words == 1 and length > _LONG)):
-        rows *= 2  # registers hold them: those of complex numbers, or of wider loads, do not
+        rows *= 2  # these fit registers; complex numbers or wider loads do not
     stretches = _stretches(channels, vector, warps)
     least = max(2, _WARP * warps // channels)
     fan = max(4, (4 if words == 1 else 1) * _WARP * warps // channels)
@@ -124,7 +124,7 @@ def columns_for(outer: int, length: int, inner: int, itemsize: int, *, words: in
 
 @lru_cache(maxsize=1024)
 def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> Rows:
-    """Return the tile for sequences whose elements lie side by side."""
+    """Return the tile for sequences whose elements are contiguous."""
     look_back = outer < _ENOUGH_PROGRAMS and length > 2 * 4096 // words
     if look_back:
         elements, warps = 4096 if words == 1 else 2048, 1
@@ -139,16 +139,16 @@ def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> 
 
 
 def vector_for(tile: Rows, *itemsizes: int) -> int:
-    """Return how many neighbours a thread loads and stores at once, of numbers of these sizes."""
+    """Return how many consecutive numbers, of these sizes, a thread loads and stores at once."""
     vector = max(_VECTOR_BYTES // max(itemsizes), _LEAST_BYTES // min(itemsizes))
     return min(tile.elements, vector)
 
 
 def _stretches(channels: int, vector: int, warps: int) -> int:
-    """Return how many threads a channel has: each scans a stretch of its own."""
+    """Return the number of threads per channel; each scans its own stretch."""
     return warps * _WARP // max(1, channels // vector)
 
 
 def _power_of_two(number: int) -> int:
-    """Return the least power of two that is not below `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()

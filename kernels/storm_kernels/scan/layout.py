@@ -1,9 +1,9 @@
-"""Strided tensors as three sizes: what lies outside the scanned dimension, it, what lies inside.
+"""Reduces strided tensors to three dimensions: outer, the scanned dimension, and inner.
 
-Every backend works on (outer, length, inner) alone. The result's memory decides which dimensions
-are which: those that change more slowly than the scanned one are outer, the faster ones inner. A
-result is dense, so that each group of its dimensions is one stride. A source whose own strides do
-not follow is copied; slices, transposed and broadcast tensors mostly do.
+Every backend works only on (outer, length, inner). The result's strides assign the dimensions:
+those with larger strides than the scanned dimension are outer, the others inner. A result is dense,
+so each group of its dimensions collapses to one stride. A source whose strides do not collapse the
+same way is copied; those of slices, transposed and broadcast tensors mostly do.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 __all__ = ["Arrangement", "Strides", "arrange"]
 
 Strides: TypeAlias = tuple[int, int, int]
-"""Of outer, length and inner, in elements."""
+"""The strides of outer, length and inner, in elements."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The sizes, and the dimensions that make up outer and inner, the slowest first."""
+    """The three sizes, and the dimensions of outer and inner, the largest stride first."""
 
     outer: int
     length: int
@@ -34,7 +34,7 @@ class Arrangement:
     dim: int
 
     def place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Strides]:
-        """Return `tensor`, or a copy of it, with its strides; it has the result's shape."""
+        """Return `tensor` (or a copy) and its three strides; `tensor` has the result's shape."""
         strides = self._strides(tensor)
         if strides is None:
             tensor = self.copy(tensor)
@@ -51,7 +51,7 @@ class Arrangement:
         return dense.permute([order.index(one) for one in range(tensor.dim())]).copy_(tensor)
 
     def place_state(self, state: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Return the state of every sequence (the shape without the dimension) with two strides."""
+        """Return the states of all sequences (the shape without `dim`) and their two strides."""
         widened, (outer, _, inner) = self.place(state.unsqueeze(self.dim))
         return widened, (outer, inner)
 
@@ -65,7 +65,7 @@ class Arrangement:
 
 
 def arrange(result: torch.Tensor, dim: int) -> Arrangement:
-    """Return how `result`, dense and of at least one dimension, is scanned along `dim` >= 0."""
+    """Return the arrangement of `result` along `dim` >= 0; it is dense with 1 dimension or more."""
     return _arranged(result.shape, result.stride(), dim)
 
 
@@ -90,9 +90,9 @@ def _arranged(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> Arr
 def _collapsed(
     shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...]
 ) -> int | None:
-    """Return the one stride that walks through `dims` in order, None where there is none.
+    """Return the single stride that steps through `dims` in order, None if there is none.
 
-    Of no dimensions, or single elements, it is 1: nobody walks.
+    For no dimensions, or single elements, return 1: the stride is not used.
     """
     walked = [one for one in dims if shape[one] != 1]
     for slow, fast in pairwise(walked):

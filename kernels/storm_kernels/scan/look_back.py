@@ -1,22 +1,24 @@
-"""How the tiles of one sequence learn, in a single launch, what state enters them.
+"""Computes, in a single launch, the state that enters each tile of a sequence (look-back).
 
-A tile takes a ticket, so that every tile before it is running or done, and none waits for one that
-cannot start. Written to base FAN, a tile's number names what lies before it: digit d of a level
-says that d groups of FAN**level tiles do. Group by group, those are what a tile waits for, and
-combines in the sequence's order:
+A tile takes a ticket, so every earlier tile is running or done, and no tile waits for one that
+cannot start. The base-FAN digits of a tile's number describe the tiles before it: digit d of a
+level means d groups of FAN**level tiles. A tile waits for the maps of these groups and combines
+them in sequence order:
 
     (first state) then (whole groups, the largest first) ... then (the single tiles just before it)
 
-whatever was ready first, so the same input gives the same bits in every run. Nothing is handed on
-from tile to tile: a group's map is published by its last tile, which needs the groups within it
-alone, so a wait is as many steps deep as there are levels, however long the sequence is.
+The order does not depend on which map is ready first, so the same input gives the same bits in
+every run. There is no serial chain from tile to tile: the last tile of a group publishes the
+group's map and needs only the groups within it. So the depth of a wait is the number of levels,
+however long the sequence is.
 
-A tile publishes one map, of the largest group that ends with it: who waits for a smaller one would
-lie in that group, behind its end. Maps thus have a place a tile.
+A tile publishes one map: that of the largest group that ends with it. A tile that waited for a
+smaller group with this end would be in the larger group, after its end. So maps need one slot per
+tile.
 
-Each 32 bits of a component travel in a 64-bit word whose upper half is the launch's number: data
-and flag arrive together, without fences, and nobody needs to clear what earlier launches have left
-in the words. The number is kept beside the counter of tickets, in one word (`take_ticket`): all
+Each 32 bits of a component are published in a 64-bit word whose upper half is the launch's number.
+Data and flag thus arrive together, without fences, and nobody needs to clear the words of earlier
+launches. The launch number shares a word with the ticket counter (`take_ticket`). All words are
 zero before the first launch, which is number 1.
 """
 
@@ -38,7 +40,8 @@ LOWER = tl.constexpr((1 << 32) - 1)
 def take_ticket(counter, tickets):
     """Return the next of a launch's `tickets`, and the launch's number in a word's upper half.
 
-    Who takes the last one readies the counter for the next launch: all others have their tickets.
+    The program that takes the last ticket resets the counter for the next launch: all other
+    programs already have their tickets.
     """
     word = tl.atomic_add(counter, 1, sem="relaxed")
     ticket = (word & LOWER).to(tl.int32)
@@ -63,13 +66,13 @@ def entering_state(
     FAN: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Publish what others need of `tile`, wait for what it needs, return the state that enters it.
+    """Publish the map of `tile`, wait for the maps it needs, and return the state that enters it.
 
-    `words` are the sequence's, MAPS for each of N channels and tile, `launch` what take_ticket
-    returned; `own` is the tile's map,
-    `first` the state that enters tile 0; LIKE is a tensor of N numbers of the kind.
+    `words` are the sequence's words, MAPS for each of N channels and each tile. `launch` is from
+    take_ticket. `own` is the tile's map, `first` the state that enters tile 0. LIKE is a tensor of
+    N numbers of the accumulator's type.
     """
-    seen = ()  # a look at every level before waiting for any: their trips overlap
+    seen = ()  # load all levels before waiting for any, so that latencies overlap
     span = 1
     for _ in tl.static_range(LEVELS):
         seen = seen + (_look(words, launch, tile, span, N, MAPS, FAN),)
@@ -98,9 +101,9 @@ def entering_state(
 
 @triton.jit
 def _joined(left, right, has_left, is_begin, OP: tl.constexpr):
-    """Return `left` then `right`, where there are both.
+    """Return the map of `left` then `right`, or the only one of them that exists.
 
-    Nothing is combined with the map that stands for none: an infinite factor would make NaN of it.
+    An absent map is not combined as an identity map: an infinite factor would turn that into NaN.
     """
     both = combine(left, right, OP)
     chosen = ()
@@ -112,7 +115,7 @@ def _joined(left, right, has_left, is_begin, OP: tl.constexpr):
 
 @triton.jit
 def _publish(words, launch, maps, tile, N: tl.constexpr, MAPS: tl.constexpr):
-    """Tell the tiles behind what the largest group that ends with `tile` does to a state."""
+    """Publish to later tiles the map of the largest group that ends with `tile`."""
     address = words + tile.to(tl.int64) * (MAPS * N) + tl.arange(0, N)
     wide: tl.constexpr = MAPS // len(maps)
     for i in tl.static_range(len(maps)):
@@ -129,9 +132,9 @@ def _publish(words, launch, maps, tile, N: tl.constexpr, MAPS: tl.constexpr):
 
 @triton.jit
 def _groups(words, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.constexpr):
-    """Return where the maps of the groups of `span` tiles before `tile` lie, and which it needs.
+    """Return the addresses of the maps of groups of `span` tiles, and which of them `tile` needs.
 
-    Both are (FAN, N); a group's map lies at the place of its last tile.
+    Both are (FAN, N); a group's map is in the slot of its last tile.
     """
     place = tl.arange(0, FAN)[:, None]
     digit = tile // span % FAN
@@ -142,7 +145,7 @@ def _groups(words, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.cons
 
 @triton.jit
 def _look(words, launch, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.constexpr):
-    """Return the words (FAN, N), MAPS of them, of the groups of `span` tiles, as they are now."""
+    """Return the present words of the groups of `span` tiles, as MAPS tensors (FAN, N)."""
     address, known = _groups(words, tile, span, N, MAPS, FAN)
     found = ()
     for i in tl.static_range(MAPS):
@@ -185,7 +188,7 @@ def _take(
 
 @triton.jit
 def _is_missing(found, launch):
-    """Tell whether some word of `found` is not there yet."""
+    """Return whether any word of `found` is not published yet."""
     missing = (found[0] ^ launch) >> 32
     for i in tl.static_range(1, len(found)):
         missing = missing | ((found[i] ^ launch) >> 32)

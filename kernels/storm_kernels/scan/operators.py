@@ -1,9 +1,9 @@
 """The scans as PyTorch operators `storm_kernels::...`: each with a fake kernel, gradients, vmap.
 
-Gradients are made of these operators again, so any order of them works. A result is laid out in
-memory as `torch.empty_like` of the input says, for real tensors and fake ones alike. Only the
-backend's own kernels see the data, so torch.compile keeps each operator whole. Under autocast they
-take and give float32, as torch.cumsum does on CUDA. Arguments were checked by api.py.
+Gradients use these operators themselves, so any order of differentiation works. Results, also fake
+ones, have the strides of `torch.empty_like` of the input. Only the backend's kernels access the
+data, so torch.compile treats each operator as opaque. Under autocast the operators take and return
+float32, as torch.cumsum does on CUDA. api.py has checked the arguments.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["cumsum", "fold", "linear_scan", "linear_scan_gradient", "sum_dtype"]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums of `dtype` where none is asked for: int64 for integers and bool."""
+    """Return the default type of sums of `dtype`: int64 for integers and bool."""
     return dtype if dtype.is_floating_point else torch.int64
 
 
 @lru_cache(maxsize=64)
 def _found(function: str, backend: str, device: str, _setting: str) -> tuple[str, Any]:
-    """Return the name of the backend that a call gets, and its function; asking takes 25 us."""
+    """Return the backend's name and function for a call; cached, since the lookup takes 25 us."""
     name = resolve(backend, device, "scan")
     return name, getattr(implementation("scan", name), function)
 
@@ -46,7 +46,7 @@ def _run(
     dim: int,
     **options: Any,
 ) -> None:
-    """Have a backend's function fill `results`; one for host memory gets copies of what is not."""
+    """Fill `results` by a backend's function; a host backend gets host copies of device tensors."""
     device = results[0].device
     name, work = _found(function, backend, device.type, setting())
     if name == "cuda" and device.type != "cuda":
@@ -75,7 +75,7 @@ def _cumsum(
     dtype: torch.dtype | None,
     backend: str,
 ) -> Tensor:
-    """Return running sums of `x` as `dtype`."""
+    """Return the running sums of `x` as `dtype`."""
     y = torch.empty_like(x, dtype=dtype or sum_dtype(x.dtype))
     compensated = compensated and y.dtype.is_floating_point
     options = {"reverse": reverse, "exclusive": exclusive, "compensated": compensated}
@@ -124,7 +124,7 @@ def _(
 
 
 def _fold(x: Tensor, op: str, dim: int, reverse: bool, backend: str) -> Tensor:
-    """Return the scan of `x` with `op`, of x's type."""
+    """Return the scan of `x` with `op`, in x's type."""
     y = torch.empty_like(x)
     options = {"op": op, "exclusive": False, "compensated": False}
     _run("fold", backend, [x], [y], dim, reverse=reverse, **options)
@@ -152,7 +152,7 @@ def _add_gradient(
 def _mul_gradient(
     grad: Tensor, x: Tensor, y: Tensor, dim: int, reverse: bool, backend: str
 ) -> Tensor:
-    """A product is the recurrence y = x*y, from one on; so zeros need no care."""
+    """Treat a product as the recurrence y = x*y with initial state 1, which also handles zeros."""
     one = torch.ones_like(_first(x, dim, reverse))
     back: Tensor = linear_scan_gradient(grad, x, y, one, dim, reverse, backend)[0]
     return back
@@ -161,8 +161,8 @@ def _mul_gradient(
 def _extremum_gradient(
     grad: Tensor, x: Tensor, y: Tensor, dim: int, reverse: bool, backend: str
 ) -> Tensor:
-    """Each element gets the gradients of the results it reigns over; of equal ones the last does,
-    and so does the last NaN, as in torch.cummax.
+    """Add each result's gradient to the last element up to it that is the running extremum or NaN,
+    as in torch.cummax.
     """
     reigns = (x == y) | x.isnan()
     lasts = _following((~reigns).to(grad.dtype), dim, reverse)
@@ -173,7 +173,7 @@ def _extremum_gradient(
 def _logaddexp_gradient(
     grad: Tensor, x: Tensor, y: Tensor, dim: int, reverse: bool, backend: str
 ) -> Tensor:
-    """An element's share of a later result is exp(x - y), y growing: no exponent is above 0."""
+    """Use exp(x - y) as an element's share of a later result; y grows, so no exponent exceeds 0."""
     later = _entered(y, _first(y, dim, not reverse), dim, not reverse)
     fades = torch.where(y == later, 0, y - later).exp()
     gathered: Tensor = linear_scan(fades, grad, None, dim, not reverse, backend)
@@ -289,10 +289,10 @@ def _gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _gradient_backward(ctx: Any, over_da: Tensor, over_db: Tensor) -> tuple[Tensor | None, ...]:
-    """With s_t = db_t: s_t = g_t + a_(t+1) s_(t+1) and da_t = s_t h_(t-1), conjugates left out.
+    """With s_t = db_t: s_t = g_t + a_(t+1) s_(t+1) and da_t = s_t h_(t-1), without conjugates.
 
-    What flows to s is over_db + over_da h_(t-1); walked forwards through s's own recurrence, that
-    is a linear scan with the same a, and its result is what flows to g.
+    The direct gradient of s is over_db + over_da h_(t-1). To backpropagate it through the
+    recurrence of s is a forward linear scan with the same a; its result is the gradient of g.
     """
     a, h, initial, s = ctx.saved_tensors
     dim, reverse, backend = ctx.options
@@ -354,14 +354,14 @@ def _batched(tensor: Any, at: int | None, size: int) -> Any:
 
 
 def _first(tensor: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Return what is scanned first; of nothing, zeros."""
+    """Return the first element in scan order, or zeros if there is none."""
     if tensor.shape[dim] == 0:
         return tensor.sum(dim)
     return tensor.select(dim, tensor.shape[dim] - 1 if reverse else 0)
 
 
 def _entered(h: Tensor, initial: Tensor | None, dim: int, reverse: bool) -> Tensor:
-    """Return at each place the state before it: h moved on by one, `initial` (or zero) first."""
+    """Return the state before each element: h shifted by one, after `initial` (or zero)."""
     length = h.shape[dim]
     if length == 0:
         return h
@@ -372,7 +372,7 @@ def _entered(h: Tensor, initial: Tensor | None, dim: int, reverse: bool) -> Tens
 
 
 def _following(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Return at each place what comes after it in the scan's order, zero behind the last."""
+    """Return the element after each one in scan order, and zero after the last."""
     return _entered(x, None, dim, not reverse)
 
 

@@ -1,9 +1,9 @@
-"""Scans in NumPy: the oracle that the other backends are tested against, and the last resort.
+"""Scans in NumPy: the reference that tests compare the other backends with, and the last fallback.
 
-Each function writes what the definition says, one step of the sequence after the other, in
-float64 for float64 and for float32, in float32 for the half-precision types, in complex128 and in
-int64. Functions take torch tensors on any device; `y`, `h`, `da`
-and `db` are filled in place, whatever their strides.
+Each function follows the definition, one step of the sequence after the other. It computes float64
+and float32 in float64, half-precision types in float32, complex types in complex128 and integers in
+int64. Functions take torch tensors on any device; they fill `y`, `h`, `da` and `db` in place,
+whatever their strides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fold(
     exclusive: bool,
     compensated: bool,
 ) -> None:
-    """Write the scan of `x`, as y's type, with `op` along `dim` to `y`."""
+    """Convert `x` to y's type and write its scan with `op` along `dim` to `y`."""
     values = _sequence(x.to(y.dtype), dim, reverse)
     with np.errstate(all="ignore"):
         add_up = _neumaier if compensated else partial(_STEPS[op].accumulate, axis=0)
@@ -80,7 +80,7 @@ def linear_gradient(
     *,
     reverse: bool,
 ) -> None:
-    """Write the gradients of `linear`'s a and b, given `g`, the one of its result `h`."""
+    """Write the gradients of `linear`'s a and b, given the gradient `g` of its result `h`."""
     grads, factors, results = (_sequence(one, dim, reverse) for one in (g, a, h))
     terms, scaled = np.empty_like(grads), np.empty_like(grads)
     state = np.zeros_like(grads[0]) if len(grads) else None
@@ -98,7 +98,7 @@ def linear_gradient(
 
 
 def _neumaier(values: NDArray[Any]) -> NDArray[Any]:
-    """Return running sums that carry what each addition's rounding took away."""
+    """Return running sums that also accumulate the rounding error of each addition."""
     results = np.empty_like(values)
     total, lost = np.zeros_like(values[:1]), np.zeros_like(values[:1])
     for step in range(len(values)):
@@ -113,7 +113,7 @@ def _neumaier(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _sequence(tensor: torch.Tensor, dim: int, reverse: bool) -> NDArray[Any]:
-    """Return the tensor as an array that is scanned forwards along its first axis."""
+    """Return the tensor as an array to be scanned forwards along its first axis."""
     host = tensor.detach().cpu().resolve_conj().movedim(dim, 0)
     host = host.flip(0) if reverse else host
     if host.dtype in (torch.float16, torch.bfloat16):

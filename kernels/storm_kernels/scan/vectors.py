@@ -1,13 +1,14 @@
-"""Rows by vectors: the few neighbours that a thread loads at once, moved about in its registers.
+"""Reverses and shifts rows by vectors: the few numbers that a thread loads at once.
 
-A sequence that lies side by side and is scanned backwards could be loaded backwards, number by
-number; or forwards, and Triton would turn it round across all threads, in five exchanges for each
-number. Here vectors come in falling order, each loaded in rising order, and only the V numbers of a
-vector are turned round, which moves nothing: they are the same thread's. Neighbours one place on
-come the same way, with one more load a vector.
+A contiguous sequence that is scanned backwards could be loaded backwards, number by number. Or it
+could be loaded forwards, and Triton would reverse it across all threads, with five exchanges for
+each number. Here vectors are in decreasing order, each loaded in increasing order. Only the V
+numbers of a vector are reversed, which moves no data, as they belong to one thread. Shifts by one
+work the same way, with one more load per vector.
 
-Tensors are (M, V), a vector a row. V is a power of two, and of as many bytes as a load takes: of
-more or fewer, Triton lays vectors across threads, and what follows is right but exchanges numbers.
+Tensors are (M, V), one vector per row. V is a power of two, and a vector is as many bytes as one
+load. With other sizes Triton distributes vectors across threads, and these functions are still
+correct but exchange numbers.
 """
 
 # ruff: noqa: RET505 - Triton compiles what follows a branch although the branch has returned
@@ -22,7 +23,7 @@ __all__ = ["following", "preceding", "turned"]
 
 @triton.jit
 def turned(x):
-    """Return each vector's numbers in the opposite order."""
+    """Return each vector's numbers in reverse order."""
     if x.shape[1] == 1:
         return x
     else:
@@ -32,7 +33,7 @@ def turned(x):
 
 @triton.jit
 def preceding(x, before):
-    """Return what lies one place before each number; `before` (M) are what precedes vectors."""
+    """Return the predecessor of each number; `before` (M) are the numbers before each vector."""
     if x.shape[1] == 1:
         return before[:, None]
     else:
@@ -42,7 +43,7 @@ def preceding(x, before):
 
 @triton.jit
 def following(x, behind):
-    """Return what lies one place behind each number; `behind` (M) are what follows vectors."""
+    """Return the successor of each number; `behind` (M) are the numbers after each vector."""
     if x.shape[1] == 1:
         return behind[:, None]
     else:
@@ -52,7 +53,7 @@ def following(x, behind):
 
 @triton.jit
 def _halves(x):
-    """Return the numbers at even places, and at odd ones, as (M, V / 2)."""
+    """Return the numbers at even and at odd indices, each as (M, V / 2)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 

@@ -1,9 +1,9 @@
-"""Ternary tensors that compute: values of -1, 0 and 1 on two bit planes.
+"""Computes on ternary tensors: values of -1, 0 and 1, stored as two bit planes.
 
-`encode` and `decode` make planes and read them; `dot`, `matvec` and `matmul` compute on them;
-`TernaryTensor` keeps planes with a shape and scales. All take NumPy arrays and torch tensors, on
-the CPU and on CUDA. `storm_kernels.ternary.nn`, which needs torch, has the layers. DESIGN.md says
-what a plane's bits mean, in which order floats are added, and what was measured.
+`encode` and `decode` convert to and from planes; `dot`, `matvec` and `matmul` compute on them.
+`TernaryTensor` stores planes with a shape and scales. All accept NumPy arrays and torch tensors, on
+the CPU and on CUDA. `storm_kernels.ternary.nn`, which needs torch, has the layers. DESIGN.md
+specifies the bits of planes and the order of float additions, and lists measurements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The functions on planes: arguments checked, a backend chosen, results as the arguments came.
+"""The public functions on planes: they check arguments, select a backend, and convert results.
 
-What NumPy arrays and tensors on the host get is the same from every backend, bit for bit, and so
-are integers on CUDA; floats there follow DESIGN.md, "Order of summation".
+A result has the type and device of the arguments. On the host all backends return the same bits;
+integer results on CUDA are the same too. Float results on CUDA follow DESIGN.md, "Order of
+summation".
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ def encode(
     """Return the two planes of `values`, uint8 of shape (..., bytes of a row).
 
     A row is the last dimension; its bytes are a multiple of 8. Without a threshold the values must
-    be -1, 0 or 1; with one, those above it become 1, those below its negative -1, all others 0
-    (the threshold is rounded to float32 first, except for float64). On CUDA the call waits for
-    the device, to learn whether all values are fit.
+    be -1, 0 or 1. With a threshold, values above it become 1, values below its negative become -1,
+    and all others 0. The threshold is first rounded to float32, except for float64 values. On CUDA
+    the call waits for the device, to check that all values are valid.
 
-    Raises UsageError for the first value that cannot be encoded, naming it, or a bad threshold.
+    Raises UsageError for a bad threshold, or for a value that cannot be encoded; the message names
+    the first such value.
     """
     limit = check_threshold(threshold)
     array = values if is_tensor(values) else np.asarray(values)
@@ -80,10 +82,11 @@ def decode(
 ) -> Array:
     """Return the values of two planes, as int8 or another `dtype` of NumPy or torch.
 
-    `shape` is that of the values: the planes' own but for the last dimension, which may also be
-    given alone. Without it a row is as long as its bytes allow, zeros at its end included.
+    `shape` is the shape of the values: the planes' shape except for the last dimension, which may
+    also be given alone. Without `shape` a row has all values of its bytes, including zeros at its
+    end.
 
-    Raises UsageError where planes and shape do not fit, CorruptBlob where bit1 is set without bit0.
+    Raises UsageError if planes and shape do not match, CorruptBlob if bit1 is set without bit0.
     """
     name, ops = _backend(backend, device_type(bit0))
     plane0, plane1 = _planes(bit0, bit1, name, "bit")
@@ -103,9 +106,9 @@ def decode(
 def dot(a0: Array, a1: Array, b0: Array, b1: Array, *, backend: str = "auto") -> Any:
     """Return the sum of a * b over all values of two pairs of planes of one shape.
 
-    An exact int; for tensors an int64 tensor of no dimensions on their device. Raises UsageError
-    where shapes differ; CorruptBlob where bit1 is set without bit0, except on CUDA, where such a
-    value counts as 0.
+    The result is an exact int; for tensors it is a zero-dimensional int64 tensor on their device.
+    Raises UsageError if shapes differ, and CorruptBlob if bit1 is set without bit0. On CUDA such a
+    value counts as 0 instead.
     """
     name, ops = _backend(backend, device_type(a0))
     first = _planes(a0, a1, name, "a")
@@ -132,7 +135,7 @@ def matvec(
     threads: int = 1,
     backend: str = "auto",
 ) -> Array:
-    """Return w @ x for one vector: `matmul` with `x` of shape (columns,), or its planes."""
+    """Return w @ x for one vector: `matmul` with `x` of shape (columns,) or its planes."""
     if _dimensions(x) != 1:
         raise UsageError(f"x has {_dimensions(x)} dimensions, a vector has 1; use matmul")
     return matmul(w0, w1, x, scale=scale, group=group, threads=threads, backend=backend)
@@ -150,16 +153,16 @@ def matmul(
 ) -> Array:
     """Return x @ w.T: (..., columns) times the planes of (rows, columns) gives (..., rows).
 
-    `x` is float32, bfloat16 or int8, or ternary: a pair of planes (then every column of w's planes
-    counts) or a TernaryTensor. `scale` multiplies the result: a number, one a row, or
-    (rows, groups) with `group`, a multiple of 32, columns to each (the last may have fewer).
+    `x` is float32, bfloat16 or int8, or ternary: a pair of planes (then all columns of w's planes
+    are used) or a TernaryTensor. `scale` multiplies the result: one number, one per row, or
+    (rows, groups). Each group has `group` columns, a multiple of 32; the last may have fewer.
 
-    Results are float32 for floats and with a scale, else exact integers: int32 where no sum can
-    leave it (below 2^24 columns of int8, 2^31 of ternary), else int64. `threads` is for the C
-    backend. Planes on CUDA are not looked through for pairs that mean nothing; those count as 0.
+    Results are float32 for floats or with a scale, else exact integers: int32 if no sum can
+    overflow it (below 2^24 columns of int8, 2^31 of ternary), else int64. `threads` is for the C
+    backend. Planes on CUDA are not checked for invalid pairs; these count as 0.
 
-    Raises UsageError for arguments that do not fit, CorruptBlob for planes of no values (not on
-    CUDA), BackendUnavailable for a missing backend.
+    Raises UsageError for arguments that do not match, CorruptBlob for planes with invalid pairs
+    (not on CUDA), BackendUnavailable for a missing backend.
     """
     name, ops = _backend(backend, device_type(w0))
     plane0, plane1 = _planes(w0, w1, name, "w")
@@ -180,9 +183,9 @@ def matmul(
 
 
 def pack(bit0: Array, bit1: Array, count: int, *, backend: str = "auto") -> Array:
-    """Return `count` values of one row of planes in storage form, five a byte, as uint8.
+    """Return `count` values of one row of planes in storage form, five per byte, as uint8.
 
-    Raises UsageError where the planes are shorter, CorruptBlob where bit1 is set without bit0.
+    Raises UsageError if the planes are shorter, CorruptBlob if bit1 is set without bit0.
     """
     name, ops = _host_backend(backend)
     plane0, plane1 = _planes(bit0, bit1, name, "bit")
@@ -192,9 +195,10 @@ def pack(bit0: Array, bit1: Array, count: int, *, backend: str = "auto") -> Arra
 
 
 def unpack(packed: Array, count: int, *, backend: str = "auto") -> tuple[Array, Array]:
-    """Return the planes of `count` values that `pack` has stored, of shape (bytes of a row,).
+    """Return the planes of `count` values that `pack` stored, of shape (bytes of a row,).
 
-    Raises CorruptBlob for bytes that no values give, or for another number of them.
+    Raises CorruptBlob for bytes that encode no values or more than `count` values, and UsageError
+    if `packed` does not have the size for `count` values.
     """
     name, ops = _host_backend(backend)
     data = bytes_of(packed, name, "packed")
@@ -214,7 +218,7 @@ def checked_scale(
     """Return scales as float32 (rows, groups), and the columns of a group, 0 for the whole row.
 
     Raises:
-        UsageError: they do not fit the rows, or the group is no multiple of 32.
+        UsageError: the scales do not match the rows, or the group is not a multiple of 32.
     """
     if group is not None and (group < 1 or group % LANE_COLUMNS):
         raise UsageError(f"group is {group}; it must be a multiple of {LANE_COLUMNS}")
@@ -237,7 +241,7 @@ def checked_scale(
 
 
 def _backend(asked: str, device: str) -> tuple[str, ModuleType]:
-    """Return the backend's name and module; what the machine has is looked up once."""
+    """Return the backend's name and module; the lookup on this machine is cached."""
     return _resolved(setting() if asked == "auto" else asked, device)
 
 
@@ -255,7 +259,7 @@ def _host_backend(asked: str) -> tuple[str, ModuleType]:
 
 
 def _signs(values: NDArray[Any] | Array, threshold: float | None) -> Array:
-    """Return values of a dtype that no backend reads as int8; refuse the first that has no sign."""
+    """Return int8 signs of values whose dtype no backend reads; raise if a value is invalid."""
     if is_tensor(values):
         return _signs_of_tensor(values, threshold)
     if values.dtype.kind not in "biuf":
@@ -285,7 +289,7 @@ def _signs_of_tensor(values: Array, threshold: float | None) -> Array:
 
 
 def _name_refused(data: Array, kind: Kind, shape: Shape, threshold: float | None) -> None:
-    """Raise UsageError about the first refused value, by its place in the caller's own shape."""
+    """Raise UsageError about the first invalid value, with its index in the caller's shape."""
     host = placed(data, "numpy") if is_tensor(data) else data
     if kind is Kind.BFLOAT16:
         host = (host.astype(np.uint32) << 16).view(np.float32)
@@ -329,7 +333,7 @@ def _dimensions(x: Array | tuple[Array, Array] | TernaryTensor) -> int:
 def _operand(
     x: Array | tuple[Array, Array] | TernaryTensor, backend: str, w_bytes: int
 ) -> tuple[Array, Array | None, Kind, int, Shape]:
-    """Return x as (batch, columns) or planes, its bit1, kind, columns and leading dimensions."""
+    """Return x as (batch, columns) or as bit0, then its bit1, kind, columns, leading dimensions."""
     if type(x) is np.ndarray:
         return _values_operand(x, backend)
     from .tensor import TernaryTensor
@@ -360,5 +364,5 @@ def _values_operand(array: Array, backend: str) -> tuple[Array, None, Kind, int,
 
 
 def _rows(array: Array) -> Array:
-    """Return (..., n) as (batch, n)."""
+    """Return an array (..., n) as (batch, n)."""
     return array.reshape((math.prod(array.shape[:-1]), array.shape[-1]))

@@ -1,6 +1,6 @@
-"""NumPy arrays and torch tensors as the backends take them, and results the way they came.
+"""Converts NumPy arrays and torch tensors for the backends, and results back.
 
-torch is looked at only where the caller has loaded it: without a tensor nothing here imports it.
+This module uses torch only if the caller has loaded it: without a tensor nothing here imports it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _KINDS: Final = {
     "bfloat16": Kind.BFLOAT16,
 }
 _CHARS: Final = {"b": Kind.INT8, "f": Kind.FLOAT32}
-"""NumPy's own codes, which cost a fortieth of a dtype's name."""
+"""Kinds by NumPy's type codes; to read a code takes a fortieth of the time of a dtype's name."""
 
 
 def is_tensor(array: Array) -> bool:
-    """Tell whether this is a torch tensor."""
+    """Return whether `array` is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
 def device_type(array: Array) -> str:
-    """Return "cuda" for a tensor on such a device, else "cpu".
+    """Return "cuda" for a tensor on a CUDA device, else "cpu".
 
     Raises:
-        UsageError: the tensor holds no data, or lies elsewhere.
+        UsageError: the tensor has no data, or is on another kind of device.
     """
     if not is_tensor(array):
         return "cpu"
@@ -47,16 +47,16 @@ def device_type(array: Array) -> str:
 
 
 def kind_of(array: Array) -> Kind | None:
-    """Return the kind of values that every backend reads, None for another dtype."""
+    """Return the kind of the array's values, None for a dtype that the backends do not read."""
     if type(array) is np.ndarray and array.dtype.char in _CHARS:
         return _CHARS[array.dtype.char]
     return _KINDS.get(_dtype_name(array))
 
 
 def placed(array: Array, backend: str) -> Array:
-    """Return the array, contiguous, as `backend` takes it: a CUDA tensor, else a NumPy array.
+    """Return the array contiguous and in the form for `backend`: a CUDA tensor, else a NumPy array.
 
-    bfloat16 becomes uint16 in NumPy. Nothing is copied that is there already.
+    bfloat16 becomes uint16 in NumPy. Data that already has this form is not copied.
 
     Raises:
         UsageError: data on the host was given to backend "cuda".
@@ -79,14 +79,14 @@ def placed(array: Array, backend: str) -> Array:
 
 
 def bytes_of(array: Array, backend: str, name: str) -> Array:
-    """Return a plane as `placed` does.
+    """Return a plane in the form for `backend`, as `placed` does.
 
     Raises:
-        UsageError: it is not of uint8.
+        UsageError: the plane is not uint8, or has no dimension.
     """
     if type(array) is np.ndarray and array.dtype.char == "B" and array.flags.c_contiguous:
         if array.ndim and backend != "cuda":
-            return array  # what most calls bring, and what they must not wait for
+            return array  # the fast path for most calls
     elif not is_tensor(array):
         array = np.asarray(array)
     if _dtype_name(array) != "uint8" or array.ndim < 1:
@@ -98,7 +98,7 @@ def bytes_of(array: Array, backend: str, name: str) -> Array:
 
 
 def floats_of(values: Array, backend: str, like: Array) -> Array:
-    """Return scales as float32, contiguous, where the backend reads them."""
+    """Return scales as contiguous float32 in memory that the backend reads."""
     if backend == "cuda":
         import torch
 
@@ -109,7 +109,7 @@ def floats_of(values: Array, backend: str, like: Array) -> Array:
 
 
 def as_given(result: NDArray[Any] | Array, like: Array) -> Array:
-    """Return a backend's result as a tensor on `like`'s device, if `like` is one."""
+    """Return a backend's result; if `like` is a tensor, as a tensor on its device."""
     if not is_tensor(like) or is_tensor(result):
         return result
     import torch

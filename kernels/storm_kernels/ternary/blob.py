@@ -2,14 +2,14 @@
 
 Little-endian, in this order:
 
-    magic "STRN", version 1, form (0 planes, 1 five values a byte), dimensions (u8), flags (u8,
+    magic "STRN", version 1, form (0 planes, 1 five values per byte), dimensions (u8), flags (u8,
     bit 0: there are scales)
-    group (u64: columns to a scale, 0 for the whole row), shape (u64 each)
+    group (u64: columns per scale, 0 for the whole row), shape (u64 each)
     scales: float32 (rows, groups)
     form 0: plane bit0, then bit1, rows of row_bytes; form 1: all values as one row, packed
     check (u32): CRC-32 of everything before it
 
-Everything that a reader uses is checked before it is used; what does not fit is a CorruptBlob.
+A reader checks every value before it uses it; invalid bytes raise CorruptBlob.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAGIC: Final = b"STRN"
 VERSION: Final = 1
 HAS_SCALE: Final = 1
 MAX_DIMENSIONS: Final = 64
-MAX_VALUES: Final = 1 << 48  # an empty tensor's other dimensions count too: NumPy checks them
+MAX_VALUES: Final = 1 << 48  # includes an empty tensor's other dimensions, which NumPy checks
 
 _HEAD: Final = struct.Struct("<4sBBBBQ")
 _CHECK: Final = struct.Struct("<I")
@@ -40,7 +40,7 @@ _CHECK: Final = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Parts:
-    """What the bytes hold; `scale` is None where there are none."""
+    """The contents of a tensor's bytes; `scale` is None if there are no scales."""
 
     form: int
     shape: Shape
@@ -62,7 +62,7 @@ def split(data: bytes | bytearray | memoryview) -> Parts:
     """Return the parts of a tensor's bytes.
 
     Raises:
-        CorruptBlob: they are damaged, cut short or something else.
+        CorruptBlob: the bytes are damaged, truncated or not a ternary tensor.
     """
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size + _CHECK.size:
@@ -95,7 +95,7 @@ def split(data: bytes | bytearray | memoryview) -> Parts:
 
 
 def payload_bytes(shape: Shape, form: int) -> int:
-    """Return the bytes of the values in one form."""
+    """Return the number of bytes of the values in a form."""
     if form == PACKED:
         return packed_bytes(math.prod(shape))
     return 2 * math.prod(shape[:-1]) * row_bytes(shape[-1])

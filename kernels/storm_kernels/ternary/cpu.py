@@ -1,7 +1,7 @@
-"""Ternary tensors by the C library: what reference.py computes, bit for bit, at memory speed.
+"""Ternary tensors by the C library: the results of reference.py, bit for bit, at memory speed.
 
-Arrays are NumPy's, on the host, and of any alignment. The interpreter lock is let go during each
-call. `CpuTernary` holds calls to one variant, so that tests make each of them run.
+Arrays are NumPy arrays on the host with any alignment. Each call releases the interpreter lock.
+`CpuTernary` restricts calls to one variant, so that tests can run each variant.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class Variant(IntEnum):
-    """What a call may use; the values are `enum storm_ternary_variant` in ternary.h."""
+    """The library's variants; the values are `enum storm_ternary_variant` in ternary.h."""
 
     BEST = -1
     PORTABLE = 0
@@ -79,7 +79,7 @@ class _Product(ctypes.Structure):
 
 
 def probe() -> tuple[bool, str]:
-    """Return whether the library works here, and its best variant or why it does not."""
+    """Return whether the library works here, and its best variant or the reason why not."""
     try:
         best = available_variants()[-1]
     except BackendUnavailable as missing:
@@ -89,7 +89,7 @@ def probe() -> tuple[bool, str]:
 
 @cache
 def available_variants() -> tuple[Variant, ...]:
-    """Return the variants that this build and this processor have, the best last."""
+    """Return the variants that this build and this processor support, the best last."""
     library = _library()
     every = (one for one in Variant if one is not Variant.BEST)
     return tuple(one for one in every if library.storm_ternary_available(one))
@@ -97,7 +97,7 @@ def available_variants() -> tuple[Variant, ...]:
 
 @dataclass(frozen=True)
 class CpuTernary:
-    """The functions of this module, held to one variant.
+    """The functions of this module, restricted to one variant.
 
     Methods raise BackendUnavailable when the library or the variant is missing.
     """
@@ -212,7 +212,7 @@ class CpuTernary:
     def pack(
         self, bit0: NDArray[np.uint8], bit1: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint8]:
-        """Return `count` values of one row, five a byte."""
+        """Return `count` values of one row, five per byte; raises CorruptBlob."""
         packed = np.empty(packed_bytes(count), np.uint8)
         status = _library().storm_ternary_pack(
             _address(bit0), _address(bit1), count, _address(packed), self.variant
@@ -230,7 +230,7 @@ class CpuTernary:
         bit0[:, -ROW_ALIGN:], bit1[:, -ROW_ALIGN:] = (
             0,
             0,
-        )  # what is written ends with the last value
+        )  # the library writes only up to the last value
         status = _library().storm_ternary_unpack(
             _address(packed), count, _address(bit0), _address(bit1), self.variant
         )
@@ -287,7 +287,7 @@ _CORRUPT: Final = int(Status.CORRUPT)
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return where the array lies, by a way that is shorter than `array.ctypes.data`."""
+    """Return the array's address, faster than `array.ctypes.data`."""
     if array.flags.writeable and array.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     return int(array.ctypes.data)

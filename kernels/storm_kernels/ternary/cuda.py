@@ -1,9 +1,9 @@
 """Ternary tensors on a CUDA device: torch tensors in, torch tensors out, on torch's current stream.
 
-Nothing is copied to the host, except that `encode` and `decode` wait to learn whether every value
-was fit. Integers are exactly those of reference.py. Few x of float32 are too; `multiply` says
-where floats are summed in another order. The kernels are the files in csrc/cuda, compiled by CuPy
-at first use and kept in its cache.
+No data is copied to the host, except that `encode` and `decode` wait to check that every value is
+valid. Integer results equal those of reference.py, as do float32 results for few x. `multiply`
+documents when floats are summed in another order. The kernels are the files in csrc/cuda. CuPy
+compiles them at first use and keeps them in its cache.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ PLANE_LANES: Final = 16  # kPlaneLanes
 SPAN_COLUMNS: Final = 512  # kSpan
 MATMUL_THREADS: Final = 256  # kRowWarps * kSplits warps
 FLOAT_THREADS: Final = 128  # kFloatWarps warps
-FLOAT_ROWS: Final = 16  # kFloatWarps * kFloatRows: of a block
+FLOAT_ROWS: Final = 16  # kFloatWarps * kFloatRows: rows per block
 ROWS_OF_TILE: Final = 16
 
 MATMUL: Final = {
     Kind.INT8: {1: (1, 1, 1, 8), 2: (1, 2, 1, 8), 4: (2, 4, 2, 4)},
     Kind.BFLOAT16: {1: (1, 1, 1, 8), 2: (1, 2, 1, 8), 4: (1, 4, 2, 4)},
 }
-"""By the eights of x that a warp takes: its tiles of 16 rows, its eights, and how many warps of a
-block have rows of their own and how many share rows. ternary_matmul.cuh has these."""
+"""Variants of ternary_matmul.cuh by the eights of x per warp: its tiles of 16 rows, its eights, and
+the numbers of warps of a block that have different rows and that share rows."""
 
 DENSE_FROM: Final = {Kind.INT8: 129, Kind.BFLOAT16: 129, Kind.FLOAT32: 17}
-"""x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured").
+"""The batch size from which decoding w and torch's dense product is faster (DESIGN.md, "Measured").
 
-Where its kernels run, hopper.py says which x go to them first."""
+On devices with the Hopper kernels, hopper.py decides first which batch sizes use these kernels."""
 
 EARLY_CAPABILITY: Final = (9, 0)
-"""From here on a kernel can begin while the one before it still runs."""
+"""From this compute capability on, a kernel can begin while the previous one still runs."""
 
 MATMUL_COLUMNS: Final = 1 << 22
-"""Below it the int32 sums of tensor cores, of up to 2 * 128 a column, cannot overflow."""
+"""Below this many columns the tensor cores' int32 sums (2 * 128 per column) cannot overflow."""
 
 _LETTERS: Final = {Kind.INT8: "i8", Kind.FLOAT32: "f32", Kind.BFLOAT16: "bf16"}
 _SOURCE: Final = "ternary.cu"
 _FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 
-# Arguments of the kernels: P an address, Q a size, i and f numbers of 32 bits.
+# Arguments of the kernels: P is an address, Q a size, i, I and f are 32-bit numbers.
 _TAKEN: Final = {
     "ternary_encode": "PQQfPPQP",
     "ternary_decode": "PPQQQPP",
@@ -84,7 +84,7 @@ _EARLY: Final = (
     "ternary_hopper_order",
     "ternary_hopper",
 )
-"""Kernels that await the one before them themselves."""
+"""Kernels that wait for the end of the previous kernel themselves."""
 
 
 def encode(
@@ -92,7 +92,7 @@ def encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the planes of (rows, columns) values; waits for the stream.
 
-    Raises UsageError where a value is not fit; api.encode names it.
+    Raises UsageError if a value is invalid; api.encode then names the value.
     """
     import torch
 
@@ -116,7 +116,7 @@ def encode(
 def decode(bit0: torch.Tensor, bit1: torch.Tensor, columns: int, kind: Kind) -> torch.Tensor:
     """Return (rows, columns) values as int8 or float32; waits for the stream.
 
-    Raises CorruptBlob for a pair of bits that stands for no value.
+    Raises CorruptBlob for an invalid pair of bits.
     """
     values, refused = _decoded(bit0, bit1, columns, kind)
     if (place := int(refused)) >= 0:
@@ -125,7 +125,7 @@ def decode(bit0: torch.Tensor, bit1: torch.Tensor, columns: int, kind: Kind) -> 
 
 
 def dot(a0: torch.Tensor, a1: torch.Tensor, b0: torch.Tensor, b1: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a * b over all bits, an int64 tensor of no dimensions."""
+    """Return the sum of a * b over all bits, as a zero-dimensional int64 tensor."""
     import torch
 
     planes = [_words(plane.reshape(1, -1)) for plane in (a0, a1, b0, b1)]
@@ -142,10 +142,10 @@ def dot(a0: torch.Tensor, a1: torch.Tensor, b0: torch.Tensor, b1: torch.Tensor) 
 def multiply(product: Product) -> torch.Tensor:
     """Return (batch, rows) results.
 
-    Integers are exact, and float32 of them times a scale is what reference.py computes. Fewer than
-    DENSE_FROM x of float32, or of any float with groups, are summed in its order. bfloat16 is
-    summed by tensor cores, and more x by torch's dense product: both in float32 but in an order of
-    their own, and with NaN where w is 0 and x is not finite.
+    Integer results are exact; scaled to float32, they equal those of reference.py. For float32, or
+    any float type with groups, fewer than DENSE_FROM x are summed in the order of reference.py.
+    Other bfloat16 products are summed by tensor cores, and larger batches by torch's dense product.
+    Both sum in float32 in their own order, and give NaN where w is 0 and x is not finite.
     """
     bit0, bit1 = _words(product.bit0), _words(product.bit1)
     if not product.rows or not product.batch:
@@ -335,7 +335,7 @@ def _hopper(
 
 
 def _hopper_takes(product: Product, kind: Kind, *, can_be_dense: bool = True) -> bool:
-    """Return whether the kernels for Hopper run on the device and are the fastest there."""
+    """Return whether the Hopper kernels run on the device and are the fastest for this product."""
     rows, columns, batch = product.rows, product.columns, product.batch
     instead_of_dense = not can_be_dense and batch >= DENSE_FROM[kind]
     fastest = instead_of_dense or hopper.takes(kind, rows, columns, batch)
@@ -344,7 +344,7 @@ def _hopper_takes(product: Product, kind: Kind, *, can_be_dense: bool = True) ->
 
 @cache
 def has_hopper(device: int) -> bool:
-    """Return whether the kernels for Hopper run there; compiles them, which takes seconds."""
+    """Return whether the Hopper kernels run on a device; compiles them, which takes seconds."""
     if _capability(device) != hopper.CAPABILITY:
         return False
     try:
@@ -356,7 +356,7 @@ def has_hopper(device: int) -> bool:
 
 
 def _rounded(eights: int) -> int:
-    """Return the least power of two that is not smaller."""
+    """Return the smallest power of two that is at least `eights`."""
     return 1 << (eights - 1).bit_length()
 
 
@@ -366,9 +366,9 @@ def _rounded(eights: int) -> int:
 def _decoded(
     bit0: torch.Tensor, bit1: torch.Tensor, columns: int, kind: Kind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rows, columns) values, and the place of a pair that is none: -1 where there is none.
+    """Return (rows, columns) values, and the index of an invalid pair, -1 if all are valid.
 
-    Both are known once the stream has passed.
+    Both are valid once the stream has passed the kernel.
     """
     import torch
 
@@ -386,7 +386,7 @@ def _decoded(
 
 
 def _nothing_refused(like: torch.Tensor) -> torch.Tensor:
-    """Return a place that no value has: all bits set, which is more than any other place."""
+    """Return an index tensor of -1: as an unsigned number it is above any value's index."""
     import torch
 
     return torch.full((), -1, dtype=torch.int64, device=like.device)
@@ -405,7 +405,7 @@ def _empty(product: Product) -> torch.Tensor:
 
 
 def _words(plane: torch.Tensor) -> torch.Tensor:
-    """Return the plane with rows of whole words of 8 bytes, the first at a multiple of 16."""
+    """Return the plane with rows of whole 8-byte words, starting at a multiple of 16 bytes."""
     import torch
 
     missing = -plane.shape[1] % ROW_ALIGN
@@ -428,7 +428,7 @@ def _launch(
     cluster: int = 1,
     shared_bytes: int = 0,
 ) -> None:
-    """Put a kernel on torch's current stream of `like`'s device, unless it has nothing to do."""
+    """Launch a kernel on torch's current stream of `like`'s device, unless it has no blocks."""
     import torch
 
     if not blocks:
@@ -454,7 +454,7 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-_threads = threading.local()  # each thread packs arguments of its own
+_threads = threading.local()  # each thread packs its own arguments
 
 
 def _arguments(family: str) -> tuple[Arguments, int]:
@@ -477,11 +477,11 @@ def _function(device: int, kernel: str, shared_bytes: int) -> Function:
     with load_cupy().cuda.Device(device):
         function = _module(device, source).get_function(kernel)
         if for_hopper:
-            # The one that orders x too: a multiprocessor that shares its memory out in another way
-            # takes no block of the next kernel before all that run there have ended.
+            # Also for the kernel that orders x: a multiprocessor with another carveout accepts no
+            # block of the next kernel before all its running blocks have ended.
             function.preferred_shared_memory_carveout = 100
         if shared_bytes:
-            # Launches of other sizes share it.
+            # Launches with other sizes share this function.
             function.max_dynamic_shared_size_bytes = hopper.MEMORY_BYTES
         return Function(function.kernel.ptr, shared_bytes, function)
 
@@ -490,7 +490,7 @@ _compiling: Final = threading.Lock()
 
 
 def _module(device: int, source: str) -> Any:
-    """Return the compiled kernels; of several threads that ask first one compiles."""
+    """Return the compiled kernels; if several threads call at first, only one of them compiles."""
     with _compiling:
         return _compiled(device, source)
 
@@ -508,9 +508,9 @@ def _compiled(device: int, source: str) -> Any:
 
 
 def source_text(source: str) -> str:
-    """Return what the compiler gets for a file of csrc/cuda.
+    """Return the source text to compile for a file of csrc/cuda.
 
-    CuPy's cache knows a module by this text, so the sources sign it.
+    CuPy's cache identifies a module by this text, so the text includes a digest of the sources.
     """
     digest = hashlib.sha256()
     for path in sorted(_FOLDER.glob("ternary*.cu*")):
@@ -520,6 +520,6 @@ def source_text(source: str) -> str:
 
 def options(source: str) -> tuple[str, ...]:
     """Return the compiler's options; CuPy adds the device's architecture."""
-    # Of two architectures NVRTC (12.9 to 13.5) takes the one with more features.
+    # Given two architectures, NVRTC (12.9 to 13.5) uses the one with more features.
     special = ("-arch=sm_90a",) if source == hopper.SOURCE else ()
     return ("-std=c++17", f"-I{_FOLDER}", *special)

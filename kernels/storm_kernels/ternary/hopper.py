@@ -1,6 +1,6 @@
-"""How a product with many x is cut into blocks on Hopper: a table, and arithmetic without a GPU.
+"""Divides a product with many x into blocks on Hopper: a table and arithmetic, without a GPU.
 
-csrc/cuda/ternary_hopper.cuh has the kernels, cuda.py launches them.
+csrc/cuda/ternary_hopper.cuh has the kernels; cuda.py launches them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .planes import Kind
 __all__ = ["CAPABILITY", "MEMORY_BYTES", "SOURCE", "Way", "chosen", "takes", "ways"]
 
 CAPABILITY: Final = (9, 0)
-"""Warpgroup instructions are in sm_90a alone, which no other device runs."""
+"""Only sm_90a has the warpgroup instructions, and no other device runs sm_90a code."""
 
 SOURCE: Final = "ternary_hopper.cu"
 ORDER_THREADS: Final = 128  # kHopperOrderThreads
-ORDER_LANES: Final = 4 * 32  # threads that bring eight x of a span into order
+ORDER_LANES: Final = 4 * 32  # threads that reorder eight x of a span
 SPAN_COLUMNS: Final = 512  # kHopperSpan
-CHUNKS: Final = 4  # of a span
+CHUNKS: Final = 4  # per span
 GROUP_THREADS: Final = 128  # kGroupThreads
 GROUP_ROWS: Final = 64  # kGroupRows
 MAX_STAGES: Final = 8  # kMaxStages
@@ -30,10 +30,10 @@ BARRIER_BYTES: Final = 128  # kBarrierBytes
 MEETING_PAD: Final = 4  # kMeetingPad
 
 MEMORY_BYTES: Final = 227 << 10
-"""Shared memory that a block can have."""
+"""The maximum shared memory of a block."""
 
 SMALL_VALUES: Final = 1 << 23
-"""Below as many values w is small: the time goes into beginning and ending."""
+"""Below this many values w is small: start and end of the kernel dominate the time."""
 
 BATCHES: Final[dict[tuple[Kind, bool], tuple[range, ...]]] = {
     (Kind.INT8, False): (range(9, 513),),
@@ -41,43 +41,45 @@ BATCHES: Final[dict[tuple[Kind, bool], tuple[range, ...]]] = {
     (Kind.BFLOAT16, False): (range(8, 513),),
     (Kind.BFLOAT16, True): (range(4, 513),),
 }
-"""By kind of x, and whether w is small: how many x these kernels take in the least time measured.
+"""By kind of x, and whether w is small: the batch sizes for which these kernels measured fastest.
 
-Others go where they go on any device: to the kernels of ternary_matmul.cuh, or from DENSE_FROM on
-(cuda.py) to a dense product. No more than 512 were measured.
+Other batch sizes use the same code as other devices: the kernels of ternary_matmul.cuh, or a dense
+product from DENSE_FROM on (cuda.py). At most 512 x were measured.
 """
 
 PROCESSOR_BYTES: Final = 228 << 10
-"""Shared memory of a multiprocessor, of which each block also takes RESERVED_BYTES."""
+"""Shared memory of a multiprocessor; each block also takes RESERVED_BYTES of it."""
 RESERVED_BYTES: Final = 1 << 10
 
 MAX_GROUPS: Final = {2: 4, 3: 4, 4: 4, 6: 4, 8: 4, 12: 2, 16: 2}
-"""By eights of x: for how many warpgroups a block the kernel is compiled (ternary_hopper.cu)."""
+"""By eights of x: the warpgroups per block for which the kernel is compiled (ternary_hopper.cu)."""
 
 WARPS: Final = {2: 20, 3: 20, 4: 20, 6: 20, 8: 20, 12: 12, 16: 12}
-"""By eights of x: warps for which a multiprocessor has registers."""
+"""By eights of x: the number of warps for which a multiprocessor has registers."""
 
 BLOCKS: Final = {1: 132, 2: 132, 4: 120, 8: 112}
-"""By blocks a cluster: how many an H200 runs at once, one a multiprocessor.
+"""By blocks per cluster: the blocks that an H200 runs at once, one per multiprocessor.
 
-Clusters of 4 and 8 leave some free; 128 blocks in clusters of 4 were measured to take two turns.
+With clusters of 4 and 8 some multiprocessors are idle; 128 blocks in clusters of 4 took two rounds
+in measurements.
 """
 
 SPAN_COST: Final = 0.7
 BLOCK_COST: Final = 0.2
 SPLIT_COST: Final = 0.5
-"""What a span, a block beside others and a doubling of splits take, in the time that one more
-warpgroup adds to a span: fitted to ways measured on an H200."""
+"""The costs of a span, of a block on a shared multiprocessor, and of a doubling of splits. The unit
+is the time that one more warpgroup adds to a span. They were fitted to ways measured on an H200."""
 
 
 @dataclass(frozen=True, order=True)
 class Way:
     """One way to launch the kernel.
 
-    `eights` of x a block, `groups` warpgroups of 64 rows, `splits` blocks that share rows, `stages`
-    chunks of x and `depth` spans of planes in shared memory. A block that is `alone` takes so much
-    of it that no other fits beside it. (Two on a multiprocessor while others stand idle happens
-    where the kernel begins before the one that orders x has ended, and doubles the time.)
+    A block has `eights` eights of x, `groups` warpgroups of 64 rows, and in shared memory `stages`
+    chunks of x and `depth` spans of planes; `splits` blocks share rows. A block that is `alone`
+    takes so much shared memory that no other block fits its multiprocessor. (If the kernel begins
+    before the kernel that orders x has ended, two blocks may run on one multiprocessor while others
+    are idle, which doubles the time.)
     """
 
     eights: int
@@ -89,12 +91,12 @@ class Way:
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
+        """The rows of a block."""
         return GROUP_ROWS * self.groups
 
     @property
     def threads(self) -> int:
-        """Threads of a block: one warp more than multiply sends for x."""
+        """The threads of a block: the warpgroups that multiply, and one warp that loads x."""
         return GROUP_THREADS * self.groups + 32
 
     def shared_bytes(self, kind: Kind) -> int:
@@ -111,24 +113,24 @@ def chunk_bytes(kind: Kind, eights: int) -> int:
 
 
 def planes_bytes(way: Way) -> int:
-    """Return the bytes that planes on their way take: of two rows 16 bytes of two planes each."""
+    """Return the bytes of planes in flight: per thread and span, 16 bytes of 2 planes of 2 rows."""
     return way.depth * way.groups * GROUP_THREADS * 64
 
 
 def takes(kind: Kind, rows: int, columns: int, batch: int) -> bool:
-    """Return whether no other kernels are as fast for so many x."""
+    """Return whether these kernels are the fastest for this batch size."""
     numbers = BATCHES[kind, rows * columns < SMALL_VALUES]
     return any(batch in some for some in numbers)
 
 
 @lru_cache(maxsize=4096)
 def chosen(kind: Kind, rows: int, columns: int, batch: int) -> Way:
-    """Return the way for a product."""
+    """Return the cheapest way for a product."""
     return min(ways(kind, rows, columns, batch))[1]
 
 
 def ways(kind: Kind, rows: int, columns: int, batch: int) -> list[tuple[float, Way]]:
-    """Return all ways to cut a product, each behind its cost; costs of one product compare."""
+    """Return all ways to divide a product, as (cost, way); costs are comparable for one product."""
     eights = next((e for e in MAX_GROUPS if 8 * e >= batch), max(MAX_GROUPS))
     tiles, spans = -(-batch // (8 * eights)), -(-columns // SPAN_COLUMNS)
     found = []
@@ -149,9 +151,9 @@ def ways(kind: Kind, rows: int, columns: int, batch: int) -> list[tuple[float, W
 def fitted(
     kind: Kind, eights: int, groups: int, splits: int, spans: int, *, beside: int = 1
 ) -> Way:
-    """Return a way with as much in flight as there is to do and memory for.
+    """Return a way with as much data in flight as the work and the memory allow.
 
-    A block has `spans` to do, and a multiprocessor `beside` blocks at once.
+    A block processes `spans` spans, and a multiprocessor runs `beside` blocks at once.
     """
     memory = PROCESSOR_BYTES // beside - RESERVED_BYTES
     depth = min(4, spans)
@@ -165,7 +167,7 @@ def fitted(
 
 
 def _cost(way: Way, load: float, beside: int, spans: int) -> float:
-    """Return the time of blocks with `spans` to do, `load` of them a multiprocessor."""
+    """Return the time for blocks of `spans` spans each, with `load` blocks per multiprocessor."""
     at_once, turns = 1.0, 1
     if load > beside:
         at_once, turns = beside, ceil(load / beside)

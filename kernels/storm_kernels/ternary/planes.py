@@ -1,8 +1,8 @@
-"""The two bit planes: what a pair of bits means, how rows lie, and how values and planes are named.
+"""The two bit planes: the meaning of a pair of bits, the layout of rows, and the kinds of values.
 
-A value w is the two's complement number of two bits, w = bit0 - 2 * bit1: bit0 says that it is not
-zero, bit1 that it is negative. The pair (0, 1) means nothing and is refused. Value c of a row is
-bit c % 8 of byte c // 8 in both planes; the rest of the row is zeros.
+A value w is the two's complement number of two bits, w = bit0 - 2 * bit1: bit0 is set if w is not
+zero, bit1 if w is negative. The pair (0, 1) is invalid and rejected. Value c of a row is bit c % 8
+of byte c // 8 in both planes; the rest of the row is zeros.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 Array: TypeAlias = Any
-"""A NumPy array or a torch tensor; what a backend of the other kind never sees."""
+"""A NumPy array or a torch tensor; a backend gets only one of the two."""
 
 Shape: TypeAlias = tuple[int, ...]
 
 ROW_ALIGN: Final = 8
-"""Bytes that a row of a plane is a multiple of: words of 64 columns."""
+"""The bytes of a plane's row are a multiple of this: words of 64 columns."""
 
 LANE_COLUMNS: Final = 32
-"""What a group of scales is a multiple of, and over how many sums a float product is spread."""
+"""A group's columns are a multiple of this; a float product has this many partial sums."""
 
 CACHE_LINE: Final = 64
 
@@ -58,7 +58,7 @@ PACKED_DIGITS: Final = 5
 
 
 class Kind(IntEnum):
-    """What values are; the numbers are `enum storm_ternary_kind` in ternary.h."""
+    """The types of values; the numbers are `enum storm_ternary_kind` in ternary.h."""
 
     INT8 = 0
     FLOAT32 = 1
@@ -75,10 +75,10 @@ class Kind(IntEnum):
 
 @dataclass(slots=True)
 class Product:
-    """One call: out[b][r] = sum over c of w[r][c] * x[b][c], scaled where there are scales.
+    """One call: out[b][r] = sum over c of w[r][c] * x[b][c], scaled if there are scales.
 
-    All arrays are of one backend. `bit0` and `bit1` are (rows, bytes), `x` is (batch, columns), or
-    bit0 of planes with `x1` as bit1; `scale` is float32 (rows, groups).
+    All arrays are for one backend. `bit0` and `bit1` are (rows, bytes). `x` is (batch, columns), or
+    bit0 of planes whose bit1 is `x1`. `scale` is float32 (rows, groups).
     """
 
     bit0: Array
@@ -93,43 +93,43 @@ class Product:
 
     @property
     def rows(self) -> int:
-        """Rows of w."""
+        """The rows of w."""
         return int(self.bit0.shape[0])
 
     @property
     def batch(self) -> int:
-        """How many x there are."""
+        """The number of x."""
         return int(self.x.shape[0])
 
     @property
     def out_kind(self) -> Kind:
-        """FLOAT32 for floats and with scales, else the integers that always suffice."""
+        """FLOAT32 for floats or with scales, else an integer type that cannot overflow."""
         if self.kind.is_float or self.scale is not None:
             return Kind.FLOAT32
         return integer_kind(self.kind, self.columns)
 
 
 def integer_kind(kind: Kind, columns: int) -> Kind:
-    """Return INT32 where no sum of that many products can leave it, else INT64."""
+    """Return INT32 if no sum of that many products can overflow it, else INT64."""
     largest = columns * (128 if kind is Kind.INT8 else 1)
     return Kind.INT32 if largest < 1 << 31 else Kind.INT64
 
 
 def row_bytes(columns: int) -> int:
-    """Return the bytes of a row of a plane as `encode` makes it."""
+    """Return the bytes of a row of a plane that `encode` returns."""
     return -(-columns // (8 * ROW_ALIGN)) * ROW_ALIGN
 
 
 def least_row_bytes(columns: int) -> int:
-    """Return the bytes of a row of a plane without anything behind them."""
+    """Return the minimum bytes of a row of a plane, without padding."""
     return -(-columns // 8)
 
 
 def aligned_plane(rows: int, columns: int) -> NDArray[np.uint8]:
-    """Return memory for a plane that begins where a cache line does.
+    """Return memory for a plane, aligned to a cache line.
 
-    NumPy aligns to 16 bytes, and then every load of 64 touches two lines: products took 1.5 times
-    as long.
+    NumPy aligns to 16 bytes; then every load of 64 bytes accesses two lines, and products took 1.5
+    times as long.
     """
     nbytes = rows * row_bytes(columns)
     memory = np.empty(nbytes + CACHE_LINE, np.uint8)
@@ -138,13 +138,13 @@ def aligned_plane(rows: int, columns: int) -> NDArray[np.uint8]:
 
 
 def packed_bytes(count: int) -> int:
-    """Return the bytes of `count` values, five a byte."""
+    """Return the bytes of `count` packed values, five per byte."""
     blocks, rest = divmod(count, PACKED_VALUES)
     return blocks * PACKED_BLOCK + -(-rest // PACKED_DIGITS)
 
 
 def group_count(columns: int, group: int) -> int:
-    """Return how many scales a row has; `group` 0 stands for the whole row."""
+    """Return the number of scales of a row; `group` 0 means the whole row."""
     return -(-columns // group) if group else 1
 
 
@@ -152,7 +152,7 @@ def check_threshold(threshold: float | None) -> float | None:
     """Return the threshold as a float.
 
     Raises:
-        UsageError: it is negative or no number.
+        UsageError: the threshold is negative or not finite.
     """
     if threshold is None:
         return None
@@ -163,7 +163,7 @@ def check_threshold(threshold: float | None) -> float | None:
 
 
 def position(place: int, shape: Shape) -> str:
-    """Return where value number `place` stands, as an index."""
+    """Return the index of value number `place`, as text such as "[1, 2]"."""
     return "[" + ", ".join(str(int(one)) for one in np.unravel_index(place, shape)) + "]"
 
 
@@ -176,7 +176,7 @@ def refuse_value(place: int, shape: Shape, value: object, threshold: float | Non
 
 
 def refuse_pair(place: int | None = None, shape: Shape | None = None) -> NoReturn:
-    """Raise CorruptBlob about planes in which bit1 is set where bit0 is not."""
+    """Raise CorruptBlob about planes in which bit1 is set without bit0."""
     where = "" if place is None or shape is None else f" at {position(place, shape)}"
     raise CorruptBlob(
         f"the planes hold bit0 = 0 with bit1 = 1{where}, which stands for no value: they are "

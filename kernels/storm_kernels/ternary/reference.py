@@ -1,7 +1,7 @@
-"""Ternary tensors in NumPy: the plainest statement of what every backend computes.
+"""Ternary tensors in NumPy: the simplest implementation, which defines every backend's results.
 
-Integer results are exact. Float results have one order of summation, which `multiply` spells out
-and all backends on the host follow bit for bit. Arrays are contiguous; planes are (rows, bytes).
+Integer results are exact. Float results have one order of summation, which `multiply` documents and
+all host backends follow bit for bit. Arrays are contiguous; planes are (rows, bytes).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SLAB_VALUES: Final = 1 << 22
 """Values of w that are decoded at a time."""
 
 EXACT_IN_FLOAT32: Final = (1 << 24) // 128
-"""Columns up to which sums of products with int8 are exact in float32."""
+"""The maximum number of columns for which sums of products with int8 are exact in float32."""
 
 
 def encode(
     values: NDArray[Any], kind: Kind, threshold: float | None
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return the planes of (rows, columns) values; bfloat16 comes as uint16.
+    """Return the planes of (rows, columns) values; bfloat16 values are given as uint16.
 
     Raises UsageError for the first value that is not -1, 0 or 1 or, with a threshold, NaN.
     """
@@ -74,7 +74,7 @@ def decode(
 def dot(
     a0: NDArray[np.uint8], a1: NDArray[np.uint8], b0: NDArray[np.uint8], b1: NDArray[np.uint8]
 ) -> int:
-    """Return the sum of a * b over all bits: common ones, less twice those of unlike signs."""
+    """Return the sum of a * b over all bits: common ones minus twice those with different signs."""
     if (a1 & ~a0).any() or (b1 & ~b0).any():
         refuse_pair()
     product = a0 & b0
@@ -85,11 +85,11 @@ def dot(
 def multiply(product: Product) -> NDArray[Any]:
     """Return (batch, rows) results.
 
-    Integers are summed exactly, in each group where there are groups. Floats: within a group,
-    32 sums run over the columns equal modulo 32, in ascending order and beginning with +0; a zero
-    of w adds nothing, whatever x holds there. Then sum i takes sum i + 16, i + 8, i + 4, i + 2 and
-    i + 1. Each group's sum, converted to float32, is multiplied by its scale and added, the groups
-    in ascending order; every operation is rounded to float32.
+    Integers are summed exactly, within each group if there are groups. Floats: within a group, each
+    of 32 partial sums starts at +0 and adds the columns that are equal modulo 32, in ascending
+    order. A zero of w adds nothing, whatever x is there. Then sum i adds sum i + 16, i + 8, i + 4,
+    i + 2 and i + 1. Each group's sum, converted to float32, is multiplied by its scale and added,
+    the groups in ascending order. Every operation is rounded to float32.
     """
     out = np.empty((product.batch, product.rows), _DTYPES[product.out_kind])
     rows = max(1, SLAB_VALUES // max(1, product.columns))
@@ -102,7 +102,7 @@ def multiply(product: Product) -> NDArray[Any]:
 
 
 def pack(bit0: NDArray[np.uint8], bit1: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Return `count` values of one row, five a byte (DESIGN.md, "Five values a byte")."""
+    """Return `count` values of one row, five per byte (DESIGN.md, "Five values a byte")."""
     digits = decode(bit0.reshape(1, -1), bit1.reshape(1, -1), count, Kind.INT8)[0] + 1
     packed = np.empty(packed_bytes(count), np.uint8)
     whole = count // PACKED_VALUES * PACKED_VALUES
@@ -118,7 +118,7 @@ def pack(bit0: NDArray[np.uint8], bit1: NDArray[np.uint8], count: int) -> NDArra
 def unpack(packed: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return the planes of `count` values, as one row.
 
-    Raises CorruptBlob for a byte that stands for no five values, or a value beyond the last.
+    Raises CorruptBlob for a byte that encodes no five values, or for a value after the last.
     """
     if (packed.astype(np.uint16) * 243 % 256 >= 243).any():
         raise CorruptBlob("a packed byte stands for no five values")
@@ -142,7 +142,7 @@ _DTYPES: Final = {Kind.FLOAT32: np.float32, Kind.INT32: np.int32, Kind.INT64: np
 
 
 def _widened(values: NDArray[Any], kind: Kind) -> NDArray[Any]:
-    """Return bfloat16, which NumPy lacks, as float32; other values as they are."""
+    """Return bfloat16, which NumPy lacks, as float32; other values unchanged."""
     if kind is not Kind.BFLOAT16:
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)
@@ -181,7 +181,7 @@ def _multiplied(
 
 
 def _integer_sums(w: NDArray[np.int8], x: NDArray[np.int8]) -> NDArray[np.int64]:
-    """Return exact sums, by a product of floats in which every integer on the way is exact."""
+    """Return exact sums, by a float product in which every intermediate integer is exact."""
     wide: Any = np.float32 if w.shape[1] <= EXACT_IN_FLOAT32 else np.float64
     sums: NDArray[np.int64] = (x.astype(wide) @ w.astype(wide).T).astype(np.int64)
     return sums
@@ -190,7 +190,7 @@ def _integer_sums(w: NDArray[np.int8], x: NDArray[np.int8]) -> NDArray[np.int64]
 def _float_sums(w: NDArray[np.int8], x: NDArray[np.float32]) -> NDArray[np.float32]:
     columns = -(-w.shape[1] // LANE_COLUMNS) * LANE_COLUMNS
     padding = ((0, 0), (0, columns - w.shape[1]))
-    chunks = columns // LANE_COLUMNS  # no -1: NumPy cannot tell what it is where there are no rows
+    chunks = columns // LANE_COLUMNS  # not -1, which NumPy cannot infer for arrays without rows
     signs = np.pad(w, padding).reshape(w.shape[0], chunks, LANE_COLUMNS)
     lanes = np.pad(x, padding).reshape(x.shape[0], chunks, LANE_COLUMNS)
     sums = np.empty((x.shape[0], w.shape[0]), np.float32)
@@ -208,7 +208,7 @@ def _float_sums(w: NDArray[np.int8], x: NDArray[np.float32]) -> NDArray[np.float
 
 
 def _bytes_of_digits(digits: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Return a byte for each column of five digits (axis 1), the first the most significant."""
+    """Return one byte per column of five digits (axis 1), the first digit the most significant."""
     number = np.zeros((digits.shape[0], digits.shape[2]), np.int64)
     for i in range(PACKED_DIGITS):
         number = 3 * number + digits[:, i]
@@ -216,7 +216,7 @@ def _bytes_of_digits(digits: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 
 def _digits_of_bytes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return (blocks, five, bytes) digits: the carries of multiplying by three, again and again."""
+    """Return (blocks, five, bytes) digits: the carries of repeated multiplications by three."""
     rest = packed.astype(np.uint16)
     digits = np.empty((packed.shape[0], PACKED_DIGITS, packed.shape[1]), np.uint8)
     for i in range(PACKED_DIGITS):

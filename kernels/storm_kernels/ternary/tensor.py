@@ -1,4 +1,4 @@
-"""`TernaryTensor`: two planes with a shape and, where wanted, a scale a row or group."""
+"""`TernaryTensor`: two planes with a shape and optional scales per row or group."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ABSMEAN: Final = "absmean"
 
 @dataclass(frozen=True, eq=False)
 class TernaryTensor:
-    """Ternary values of any shape, in a sixteenth of float32, that compute as they are.
+    """Ternary values of any shape, in a sixteenth of float32's memory; products use them directly.
 
     `bit0` and `bit1` are planes (..., bytes of a row), NumPy arrays or torch tensors of uint8.
-    `scale`, float32 (rows, groups), multiplies the values: each row's (the last dimension's) by
-    one number, or each `group` columns of it.
+    `scale`, float32 (rows, groups), multiplies the values: one number per row (last dimension), or
+    per `group` columns of a row.
 
-    Raises UsageError where the parts do not fit each other. Whether every pair of bits stands for
-    a value is looked at when they are decoded or multiplied on the host, and by `check`.
+    Raises UsageError if the parts do not match. Pairs of bits are checked when they are decoded or
+    multiplied on the host, and by `check`.
     """
 
     bit0: Array
@@ -41,7 +41,7 @@ class TernaryTensor:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the parts and bring them into their plain form."""
+        """Check the parts and convert them to their canonical form."""
         shape = tuple(int(one) for one in self.shape)
         if not shape or min(shape) < 0:
             raise UsageError(f"shape is {self.shape}; give at least one dimension")
@@ -59,7 +59,7 @@ class TernaryTensor:
 
     @classmethod
     def encode(cls, values: Array, *, backend: str = "auto") -> TernaryTensor:
-        """Return values of -1, 0 and 1 as they are; raises UsageError naming the first other."""
+        """Return a tensor of values -1, 0 and 1; UsageError names the first other value."""
         array = values if is_tensor(values) else np.asarray(values)
         return cls(*encode(array, backend=backend), tuple(array.shape))
 
@@ -74,10 +74,10 @@ class TernaryTensor:
     ) -> TernaryTensor:
         """Return `values` rounded to -1, 0 and 1 times a scale for each row, or `group` columns.
 
-        Those beyond +-threshold keep their sign, the others become 0. "absmean" is half the mean
-        of all sizes, which rounds values over that mean to the nearest of -1, 0 and 1 (Ma et al.,
-        "The Era of 1-bit LLMs", 2024). The scale is the mean size of what is not 0 in its group:
-        with these signs no other has a smaller squared error.
+        Values beyond +-threshold keep their sign, the others become 0. "absmean" is half the mean
+        of all absolute values. It rounds values, divided by that mean, to the nearest of -1, 0 and
+        1 (Ma et al., "The Era of 1-bit LLMs", 2024). The scale is the mean absolute value of the
+        values in its group that do not become 0; for these signs it minimises the squared error.
 
         Raises UsageError for NaN, infinities and a bad threshold.
         """
@@ -94,7 +94,7 @@ class TernaryTensor:
 
     @property
     def planes(self) -> tuple[Array, Array]:
-        """bit0 and bit1."""
+        """The planes bit0 and bit1."""
         return self.bit0, self.bit1
 
     @property
@@ -104,7 +104,7 @@ class TernaryTensor:
         return int(self.bit0.nbytes + self.bit1.nbytes + scale)
 
     def check(self) -> None:
-        """Raise CorruptBlob where a pair of bits stands for no value; waits for a CUDA device."""
+        """Raise CorruptBlob if a pair of bits is invalid; waits for a CUDA device."""
         self.decode()
 
     def decode(self, dtype: Any = None, *, backend: str = "auto") -> Array:
@@ -145,7 +145,7 @@ class TernaryTensor:
         )
 
     def to(self, device: Any) -> TernaryTensor:
-        """Return the tensor on a torch device; planes that are there already are shared."""
+        """Return the tensor on a torch device; planes already on it are shared, not copied."""
         import torch
 
         def moved(array: Array) -> Any:
@@ -155,7 +155,7 @@ class TernaryTensor:
         return TernaryTensor(moved(self.bit0), moved(self.bit1), self.shape, scale, self.group)
 
     def numpy(self) -> TernaryTensor:
-        """Return the tensor on NumPy arrays; memory on the host is shared."""
+        """Return the tensor with NumPy arrays; memory on the host is shared."""
 
         def host(array: Array) -> NDArray[Any]:
             found: NDArray[Any] = array.cpu().numpy() if is_tensor(array) else array
@@ -165,10 +165,10 @@ class TernaryTensor:
         return TernaryTensor(host(self.bit0), host(self.bit1), self.shape, scale, self.group)
 
     def to_bytes(self, *, packed: bool = False) -> bytes:
-        """Return the tensor as bytes, self-describing and checked (blob.py has their layout).
+        """Return the tensor as self-describing bytes with a checksum (blob.py has their layout).
 
-        Plain, the planes as they are: 2 bits a value. `packed`: 1.6. Raises CorruptBlob where
-        `packed` and a pair of bits stands for no value.
+        By default they contain the planes, 2 bits per value; with `packed`, 1.6 bits per value.
+        Raises CorruptBlob if `packed` and a pair of bits is invalid.
         """
         host = self.numpy()
         scale = None if host.scale is None else host.scale.tobytes()
@@ -180,11 +180,12 @@ class TernaryTensor:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> TernaryTensor:
-        """Return what `to_bytes` has stored, on NumPy arrays.
+        """Return the tensor that `to_bytes` stored, with NumPy arrays.
 
-        Planes are not copied: they are views of `data`, and as writable as it is.
+        Planes that are not packed are not copied: they are views of `data`, and writable if `data`
+        is.
 
-        Raises CorruptBlob for anything else than a whole, undamaged tensor.
+        Raises CorruptBlob unless `data` is a complete, undamaged tensor.
         """
         parts = blob.split(data)
         rows, columns = math.prod(parts.shape[:-1]), parts.shape[-1]
@@ -203,9 +204,9 @@ class TernaryTensor:
         return cls(planes[0].reshape(shape), planes[1].reshape(shape), parts.shape, scale, group)
 
     def _matrix(self, x: Any) -> tuple[Array, Array]:
-        """Return the planes as a matrix for a product with `x`, which must have its columns.
+        """Return the planes as a matrix for a product with `x`, which must have as many columns.
 
-        Planes alone do not tell: their rows are padded with zeros. So two planes are let pass.
+        For an `x` of two planes the columns are not checked, since rows of planes are padded.
         """
         if len(self.shape) != 2:
             raise UsageError(f"a tensor of shape {self.shape} is no matrix of (rows, columns)")
@@ -225,7 +226,7 @@ def _floats(values: Array) -> Array:
 
 
 def _scales(values: Array, threshold: float, group: int | None) -> Array:
-    """Return the mean size of what is beyond the threshold, (rows, groups), 0 where nothing is."""
+    """Return the mean absolute value beyond the threshold, (rows, groups); 0 if there is none."""
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     step = group or max(1, columns)
     width = group_count(columns, group or 0)
@@ -244,7 +245,7 @@ def _scales(values: Array, threshold: float, group: int | None) -> Array:
 
 
 def _packed(tensor: TernaryTensor) -> NDArray[np.uint8]:
-    """Return all values as one packed row; rows of whole words lie so already."""
+    """Return all values as one packed row; planes with rows of whole words need no re-encoding."""
     count = math.prod(tensor.shape)
     planes = tensor.planes
     if tensor.shape[-1] % (8 * ROW_ALIGN):
@@ -265,7 +266,7 @@ def _unpacked(
 def _check_planes(
     bit0: NDArray[np.uint8], bit1: NDArray[np.uint8], rows: int, columns: int
 ) -> None:
-    """Raise CorruptBlob for a pair that stands for no value, or bits behind a row's last column."""
+    """Raise CorruptBlob for an invalid pair, or for bits after a row's last column."""
     whole0 = bit0.reshape(rows, row_bytes(columns))
     if (bit1 & ~bit0).any():
         raise CorruptBlob("the planes hold bit0 = 0 with bit1 = 1, which stands for no value")

@@ -125,7 +125,8 @@ void store_header(struct ancf_header *header, uint8_t *dst)
     memcpy(dst, header, ANCF_HEADER_BYTES);
 }
 
-/* Whether FORMAT.md's section 12 lists the combination of mode and code parameters. */
+/* These functions check that FORMAT.md's section 12 lists the combination of mode and code
+ * parameters. */
 static int drop_is_known(const struct ancf_header *h, unsigned width)
 {
     int truncated = (width == 32 && (h->drop == 16 || h->drop == 13)) ||
@@ -227,7 +228,8 @@ void make_coder(const struct plan *plan, struct coder *coder)
     memcpy(coder->window, h->window, sizeof coder->window);
 }
 
-/* Bitmap streams, planes, level 2, one escape for each element, and mode integer's 16 bytes. */
+/* The sum of bitmap streams, planes, level 2, one escape per element, and mode integer's 16
+ * bytes. */
 size_t record_bound(const struct coder *coder)
 {
     size_t bitmaps = ANCF_TILE / 8 + 8, level2 = ANCF_TILE / 8 * (size_t)coder->k2;

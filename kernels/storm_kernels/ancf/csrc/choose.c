@@ -8,7 +8,7 @@
 
 #define MAX_RANKED 22 /* 7 + 15 entries: the largest dictionary of symbols */
 
-/* count neighbouring elements from index `first` on, widened. */
+/* Loads `count` neighbouring elements from index `first` on, widened to 64 bits. */
 #define LOAD_ELEMENTS(type)                                                                       \
     for (uint64_t i = 0; i < count; i++) {                                                        \
         type element;                                                                             \
@@ -55,10 +55,10 @@ void take_sample(struct sample *sample, int dtype, const uint8_t *elements, uint
 
 /* -- Cost of coding symbols ------------------------------------------------------------------- */
 
-/* Counts of joint symbols: sign and exponent, element >> M whatever is dropped. */
+/* Counts of joint symbols (sign and exponent): element >> M, independent of dropped bits. */
 struct histogram {
     uint32_t count[MAX_SYMBOLS];
-    unsigned bits;  /* of a joint symbol */
+    unsigned bits;  /* bits of a joint symbol */
     uint32_t total;
 };
 
@@ -71,14 +71,14 @@ static void count_symbols(const struct sample *s, struct histogram *out)
         out->count[s->elements[i] >> s->mantissa]++;
 }
 
-/* The same over the elements other than fill, of which there are `fills`. */
+/* Removes the elements equal to fill, of which there are `fills`, from the counts. */
 static void leave_out(const struct sample *s, uint64_t fill, uint32_t fills, struct histogram *h)
 {
     h->count[(fill >> s->mantissa) & (MAX_SYMBOLS - 1)] -= fills;
     h->total -= fills;
 }
 
-/* The same without signs. */
+/* Adds the counts of negative symbols to those of positive ones. */
 static void fold_signs(struct histogram *h)
 {
     unsigned half = 1u << (h->bits - 1);
@@ -89,12 +89,13 @@ static void fold_signs(struct histogram *h)
 }
 
 struct coding {
-    uint64_t cost; /* bits over the sample */
+    uint64_t cost; /* bits for the whole sample */
     unsigned rotate, drop, residue_bits, k1, k2, ranked;
     uint16_t dictionary[MAX_RANKED];
 };
 
-/* The most frequent symbols: count descending, symbol ascending, only those that occur. */
+/* Ranks the most frequent symbols that occur: count descending, symbol ascending. Returns their
+ * number, at most `limit`. */
 static unsigned rank_symbols(const struct histogram *h, int joint, unsigned limit,
                              uint16_t *symbols, uint32_t *counts)
 {
@@ -114,7 +115,8 @@ static unsigned rank_symbols(const struct histogram *h, int joint, unsigned limi
     return ranked;
 }
 
-/* The cost of the ranked symbols with codes of k1 and k2 bits; sets out->k1, k2 and cost. */
+/* Computes the cost of the ranked symbols with codes of k1 and k2 bits; sets out->k1, k2 and
+ * cost. */
 static void price(const struct sample *s, const uint32_t *counts, uint32_t total, unsigned k1,
                   unsigned k2, struct coding *out)
 {
@@ -132,7 +134,7 @@ static void price(const struct sample *s, const uint32_t *counts, uint32_t total
                 (uint64_t)(total - known) * escape_bits;
 }
 
-/* The cheapest codes for exponents, or for joint symbols. */
+/* Returns the cheapest coding of exponents, or of joint symbols. */
 static struct coding cheapest(const struct sample *s, const struct histogram *h, int joint,
                               unsigned drop, int dense)
 {
@@ -150,7 +152,7 @@ static struct coding cheapest(const struct sample *s, const struct histogram *h,
     return wide.cost < narrow.cost ? wide : narrow;
 }
 
-/* Joint where it saves more than a 33rd. */
+/* Returns the coding of joint symbols if it saves more than a 33rd, else that of exponents. */
 static struct coding best_coding(const struct sample *s, const struct histogram *h, unsigned drop,
                                  int dense)
 {
@@ -160,7 +162,7 @@ static struct coding best_coding(const struct sample *s, const struct histogram 
     return joint.cost * 33 < exponent.cost * 32 ? joint : exponent;
 }
 
-/* -- What else the sample shows ----------------------------------------------------------------- */
+/* -- Other properties of the sample ------------------------------------------------------------ */
 
 static unsigned droppable_bits(const struct sample *s)
 {
@@ -198,7 +200,7 @@ static int holds_three_values(const struct sample *s)
     return 1;
 }
 
-/* Bit length of max - min, compared as the dtype compares. */
+/* Returns the bit length of max - min, by the dtype's order (signed or unsigned). */
 static unsigned integer_width(const struct sample *s)
 {
     uint64_t flip = s->is_signed ? UINT64_C(1) << (s->bits - 1) : 0;
@@ -211,7 +213,7 @@ static unsigned integer_width(const struct sample *s)
     return most == least ? 0 : 64 - (unsigned)__builtin_clzll(most - least);
 }
 
-/* How many elements equal `fill` in the bits of `mask`. */
+/* Counts the elements that equal `fill` in the bits of `mask`. */
 static uint32_t count_equal(const struct sample *s, uint64_t fill, uint64_t mask)
 {
     uint32_t count = 0;
@@ -249,7 +251,8 @@ static int compare_ranks(const void *a, const void *b)
     return (x->value > y->value) - (x->value < y->value);
 }
 
-/* The `limit` most frequent elements: count descending, value ascending. */
+/* Returns the number of the most frequent elements, at most `limit`, and sets values to them: count
+ * descending, value ascending. */
 static uint32_t frequent_values(struct sample *s, uint32_t limit, uint64_t *values)
 {
     struct ranked_value *ranks = s->ranks;
@@ -287,12 +290,13 @@ struct view {
     const struct sample *sample;
     struct histogram all, rest; /* rest: the elements other than fill */
     uint64_t fill;
-    uint64_t sparse_mask; /* the bits that a bitmap compares: all, or those below the sign */
+    uint64_t sparse_mask; /* the bits that the bitmap compares: all, or those below the sign */
     unsigned drop;
     int dense, signs_apart;
 };
 
-/* Mode sparse: its bitmap with the flag for signs, the coding of the other elements, all bits. */
+/* Returns the cost of mode sparse in bits; sets its bitmap with the flag for signs, and the coding
+ * of the elements other than fill. */
 static uint64_t sparse_cost(const struct view *v, unsigned *bitmap, struct coding *coding)
 {
     const struct sample *s = v->sample;
@@ -387,8 +391,9 @@ static void plan_values(struct sample *s, int mode, int policy, struct plan *pla
     plan->header.dict_count = frequent_values(s, (1u << k1) - 1, plan->dictionary);
 }
 
-/* What mode sparse codes: elements other than the fill or, where so many zeros are -0.0 that a bit
- * for each zero costs less than their residues, magnitudes other than 0. */
+/* Determines what mode sparse codes. It codes the elements other than fill. If so many zeros are
+ * -0.0 that one bit for each zero costs less than their residues, it codes magnitudes other than
+ * 0. */
 static void look_at_rest(struct view *v)
 {
     const struct sample *s = v->sample;

@@ -1,6 +1,6 @@
-/* Which plan suits a tensor: a pure function of its size, dtype and a small sample of it.
+/* Chooses the plan for a tensor: a pure function of its size, its dtype and a small sample.
  *
- * Integer arithmetic only and fixed orders, so that every backend chooses alike (FORMAT.md,
+ * It uses only integer arithmetic and fixed orders, so every backend chooses alike (FORMAT.md,
  * sections 9 to 11). */
 #ifndef STORM_CHOOSE_H
 #define STORM_CHOOSE_H
@@ -12,7 +12,7 @@ struct ranked_value {
     uint32_t count;
 };
 
-/* What the sample of a tensor says, and room to sort it: 512 KiB, so it lives on the heap. */
+/* The sample of a tensor, and scratch to sort it: 512 KiB, so allocate it on the heap. */
 struct sample {
     unsigned bits;
     unsigned mantissa;
@@ -25,11 +25,11 @@ struct sample {
     struct ranked_value ranks[ANCF_SAMPLE];  /* scratch of choose_plan */
 };
 
-/* n >= 1 elements of the dtype at any address. */
+/* Takes the sample of n >= 1 elements of the dtype at any address. */
 void take_sample(struct sample *sample, int dtype, const uint8_t *elements, uint64_t n);
 
-/* Sets mode, code parameters, dictionary and fill of the plan; the rest stays.
- * mode is an enum ancf_mode or ANCF_AUTO; fill replaces the zero that mode sparse leaves out. */
+/* Sets mode, code parameters, dictionary and fill of the plan, and nothing else. mode is an enum
+ * ancf_mode or ANCF_AUTO. fill is the value that mode sparse omits, instead of zero. */
 void choose_plan(struct sample *sample, int mode, int dense, int policy, uint64_t fill,
                  struct plan *plan);
 

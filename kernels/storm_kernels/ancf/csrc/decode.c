@@ -1,8 +1,8 @@
-/* Decoding a blob that may be damaged: nothing is used before it was checked.
+/* Decodes a blob that may be damaged: it checks all values before use.
  *
  * The header must equal the one recomputed from its own parameters, the directory must partition
  * the payload, and every tile checks its record's length before it reads (FORMAT.md, section 12).
- * So whatever the bytes, no access leaves the blob or the output. */
+ * So no access is outside the blob or the output, whatever the bytes are. */
 #include <string.h>
 
 #include "ancf.h"
@@ -41,7 +41,7 @@ static uint64_t record_offset(const struct decoding *job, uint64_t tile)
     return (uint64_t)units * 8;
 }
 
-/* The tile's modes without records. */
+/* Decodes a tile of a mode without records. */
 static void decode_flat(const struct decoding *job, uint64_t tile, uint8_t *out)
 {
     const struct ancf_header *header = &job->plan.header;

@@ -1,7 +1,7 @@
-/* Encoding a tensor: choose a plan, code tile ranges on one or more threads, fall back to raw.
+/* Encodes a tensor: chooses a plan, codes tile ranges on one or more threads, falls back to raw.
  *
- * A blob never exceeds 256 + nbytes; whatever would is stored raw, by rules that do not depend on
- * how the work was split (FORMAT.md, section 9). */
+ * A blob never exceeds 256 + nbytes: otherwise the tensor is stored raw, by rules that do not
+ * depend on how the work was split (FORMAT.md, section 9). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,7 +11,7 @@
 #include "parallel.h"
 #include "values.h"
 
-/* A thread is worth starting for this many tiles. */
+/* The minimum number of tiles for which starting a thread pays. */
 #define LEAST_TILES 64
 
 struct encoding {
@@ -22,19 +22,20 @@ struct encoding {
     uint64_t limit;
     struct plan plan;
     struct coder coder;
-    struct value_index index; /* set where the plan has a dictionary of whole values */
-    uint8_t code_of_symbol[MAX_SYMBOLS]; /* set where it has one of symbols */
+    struct value_index index; /* set if the plan has a dictionary of whole values */
+    uint8_t code_of_symbol[MAX_SYMBOLS]; /* set if it has one of symbols */
 };
 
-/* A range of tiles, coded by one thread. Records of the first range go to their final place; the
- * others are written to a buffer of their own, since their place is only known afterwards. */
+/* A range of tiles, coded by one thread. The first range's records are written to their final
+ * place; the other ranges write to their own buffers, since the final places are only known
+ * later. */
 struct range {
     const struct encoding *job;
     uint64_t first, last; /* tiles */
     uint8_t *records;
     uint64_t room, used;  /* bytes of records */
-    uint64_t base;        /* records of the ranges before */
-    uint64_t sum;         /* checksum columns */
+    uint64_t base;        /* bytes of records of earlier ranges */
+    uint64_t sum;         /* sum of checksum columns */
     int overflowed;
 };
 
@@ -54,7 +55,7 @@ static void encode_one(struct range *range, uint64_t tile)
 {
     const struct encoding *job = range->job;
     const struct ancf_header *header = &job->plan.header;
-    uint8_t spill[MAX_RECORD_BYTES + RECORD_SLACK]; /* for where the output may be too short */
+    uint8_t spill[MAX_RECORD_BYTES + RECORD_SLACK]; /* used if the output may be too short */
     unsigned log2 = element_log2(header);
     const uint8_t *elements = job->src + (tile * ANCF_TILE << log2);
     uint8_t *fixed = job->dst + header->fixed_offset + tile * block_bytes(header, ANCF_TILE);
@@ -87,7 +88,7 @@ static void encode_range(void *item)
     }
 }
 
-/* Second step of a range that is not the first: its records' place is known now. */
+/* The second step of all ranges but the first: copies records to their final place. */
 static void place_range(void *item)
 {
     struct range *range = item;
@@ -117,7 +118,7 @@ static int64_t encode_raw(struct encoding *job)
     return (int64_t)header.total_bytes;
 }
 
-/* Dictionary and directory as zeros, then what is known of them. */
+/* Clears dictionary and directory, then writes the dictionary's entries. */
 static void clear_front(const struct encoding *job)
 {
     const struct ancf_header *header = &job->plan.header;
@@ -127,7 +128,7 @@ static void clear_front(const struct encoding *job)
                header->dict_count * sizeof *job->plan.dictionary);
 }
 
-/* Splits the tiles; STORM_NO_MEMORY when a buffer cannot be had. */
+/* Splits the tiles; returns STORM_NO_MEMORY if a buffer cannot be allocated. */
 static int make_ranges(const struct encoding *job, struct range *ranges, unsigned count)
 {
     const struct ancf_header *header = &job->plan.header;
@@ -155,7 +156,7 @@ static void free_ranges(struct range *ranges, unsigned count)
         free(ranges[i].records);
 }
 
-/* Adds up the ranges; 0 when the blob would be larger than raw. */
+/* Sums the ranges; returns 0 if the blob would be larger than raw. */
 static int fits(const struct encoding *job, struct range *ranges, unsigned count,
                 uint64_t *payload, uint64_t *sum)
 {
@@ -198,7 +199,7 @@ static int64_t encode_tiles(struct encoding *job)
     return (int64_t)header->total_bytes;
 }
 
-/* The modes without tiles, whose blob is complete when its header is. */
+/* Completes a blob of a mode without tiles: only its header is missing. */
 static int64_t finish_flat(struct encoding *job)
 {
     struct ancf_header *header = &job->plan.header;

@@ -1,4 +1,4 @@
-/* The constants and the header of FORMAT.md; layout.py holds the same ones, a test compares. */
+/* The constants and the header of FORMAT.md; a test compares the constants with layout.py. */
 #ifndef STORM_FORMAT_H
 #define STORM_FORMAT_H
 
@@ -69,7 +69,7 @@ enum ancf_dtype {
 };
 
 enum ancf_bitmap { ANCF_NO_BITMAP = 0, ANCF_PLAIN = 1, ANCF_PAIRS = 2 };
-#define ANCF_SIGNS 4 /* added to one of these: a plane of all signs beside the bitmap */
+#define ANCF_SIGNS 4 /* flag, added to a kind: a plane of all signs follows the bitmap */
 
 #define ANCF_FLAG_CHECKSUM 1
 
@@ -118,7 +118,7 @@ static inline uint64_t ancf_up(uint64_t value, uint64_t multiple)
     return (value + multiple - 1) / multiple * multiple;
 }
 
-/* Plane A of a bitmap of `count` elements. */
+/* Returns the bytes of plane A of a bitmap of `count` elements. */
 static inline uint64_t bitmap_bytes(unsigned kind, uint64_t count)
 {
     return kind == ANCF_PAIRS ? ancf_up(count, 256) / 16 : ancf_up(count, 128) / 8;

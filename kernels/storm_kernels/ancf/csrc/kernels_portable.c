@@ -1,4 +1,4 @@
-/* The tile coder in plain C: runs everywhere, and is what the others are compared with. */
+/* The tile coder in plain C: runs everywhere, and tests compare the other variants with it. */
 #include "primitives_portable.h"
 
 #define TABLE kernels_portable

@@ -1,6 +1,6 @@
-/* The primitives of tile_template.h in plain C, eight bytes at a time in a 64-bit register.
+/* The primitives of tile_template.h in plain C, on eight bytes at a time in a 64-bit register.
  *
- * An instruction set that has something better defines the same names in its own header. */
+ * An instruction set with faster versions defines the same names in its own file. */
 #ifndef STORM_PRIMITIVES_PORTABLE_H
 #define STORM_PRIMITIVES_PORTABLE_H
 
@@ -34,7 +34,7 @@ static inline uint64_t scatter_bits(uint64_t x)
     return ((one_bit_a_byte + UINT64_C(0x7F7F7F7F7F7F7F7F)) >> 7) & EACH_BYTE;
 }
 
-/* planes[b][g]: bit b of each of the 64 bytes of group g. */
+/* Sets planes[b][g] to bit b of each of the 64 bytes of group g. */
 static inline void portable_planes_of_bytes(const uint8_t *bytes, unsigned groups, unsigned bits,
                                             uint64_t planes[][WORDS])
 {
@@ -50,7 +50,7 @@ static inline void portable_planes_of_bytes(const uint8_t *bytes, unsigned group
     }
 }
 
-/* The inverse: bytes whose bits above `bits` are 0. */
+/* The inverse: sets bytes whose bits from `bits` on are 0. */
 static inline void portable_bytes_of_planes(const uint64_t planes[][WORDS], unsigned groups,
                                             unsigned bits, uint8_t *bytes)
 {
@@ -63,7 +63,7 @@ static inline void portable_bytes_of_planes(const uint64_t planes[][WORDS], unsi
         }
 }
 
-/* planes = the codes of symbols 256 * half + symbols[i]. */
+/* Sets planes to the codes of symbols 256 * half + symbols[i]. */
 static inline void portable_planes_of_symbols(const struct coder *c, unsigned half,
                                               const uint8_t *symbols, unsigned groups,
                                               uint64_t planes[][WORDS])
@@ -74,7 +74,7 @@ static inline void portable_planes_of_symbols(const struct coder *c, unsigned ha
     portable_planes_of_bytes(codes, groups, code_bits(c), planes);
 }
 
-/* The inverse, table being what codes of up to 5 bits stand for. */
+/* The inverse; table maps codes of up to 5 bits to symbols. */
 static inline void portable_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
                                               unsigned bits, const uint8_t table[CODE_TABLE],
                                               uint8_t *symbols)
@@ -84,10 +84,10 @@ static inline void portable_symbols_of_planes(const uint64_t planes[][WORDS], un
         symbols[i] = table[symbols[i]];
 }
 
-/* Appends the bytes that mask selects to dst, which has 64 bytes to spare; returns the end.
+/* Appends the bytes that mask selects to dst, which has 64 spare bytes; returns the end.
  *
- * Most words select few, but how many is random: the first four are written without asking, so
- * that the processor has nothing to mispredict. */
+ * Most words select few bytes, but the number is random. So the first four are written without a
+ * condition, to avoid branch mispredictions. */
 static inline uint8_t *portable_put_bytes(const uint8_t *bytes, const uint64_t *mask,
                                           unsigned groups, uint8_t *dst)
 {
@@ -103,8 +103,8 @@ static inline uint8_t *portable_put_bytes(const uint8_t *bytes, const uint64_t *
     return dst;
 }
 
-/* The inverse: `from` has 64 readable bytes to spare, `bytes` one more place after the last group,
- * which is written and means nothing. */
+/* The inverse: `from` has 64 spare readable bytes. `bytes` has one more element after the last
+ * group, which receives garbage. */
 static inline void portable_take_bytes(const uint8_t *from, const uint64_t *mask, unsigned groups,
                                        uint8_t *bytes)
 {
@@ -119,8 +119,9 @@ static inline void portable_take_bytes(const uint8_t *from, const uint64_t *mask
     }
 }
 
-/* How to move the bits that a mask selects together, in steps of 1, 2, 4, ... 32 places: the
- * parallel suffix method of Hacker's Delight, section 7-4. Made once for all planes of a word. */
+/* The moves that pack the bits selected by a mask, in steps of 1, 2, 4, ... 32 positions: the
+ * parallel suffix method of Hacker's Delight, section 7-4. Computed once for all planes of a
+ * word. */
 struct portable_mover {
     uint64_t mask;
     uint64_t moves[6];
@@ -163,7 +164,7 @@ static inline uint64_t portable_deposit_bits(uint64_t x, const struct portable_m
     return x & mover->mask;
 }
 
-/* The 32 even bits of x, packed; and back: halves meet in steps of 1, 2, 4, 8 and 16 bits. */
+/* Packs the 32 even bits of x, in steps of 1, 2, 4, 8 and 16 bits; spread_to_even_bits unpacks. */
 static inline uint64_t pack_even_bits(uint64_t x)
 {
     x &= UINT64_C(0x5555555555555555);
@@ -217,7 +218,7 @@ static inline uint64_t portable_checksum(const uint8_t *data, size_t chunks, uin
     return total;
 }
 
-/* Copies chunk by chunk, so that the second read of a chunk comes from the first-level cache. */
+/* Copies chunk by chunk, so that the second read of a chunk hits the L1 cache. */
 static inline uint64_t portable_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chunks,
                                               uint64_t first_chunk)
 {

@@ -1,24 +1,24 @@
-/* One tile, encoded and decoded, for every element width: included once per instruction set.
+/* Encodes and decodes one tile, for every element width; included once per instruction set.
  *
  * The includer defines TABLE (the name of its `struct kernels`), TABLE_NAME, and the primitives
  *   planes_of_bytes, bytes_of_planes, planes_of_symbols, symbols_of_planes, put_bytes, take_bytes,
  *   mover, make_mover, extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and
- *   compress_, expand_ and expand_signed_ for u8, u16, u32 and u64, and split_rotated or nothing,
- * by its own functions or those of primitives_portable.h. The loops below are plain C that the
- * compiler vectorises under the includer's flags. Everything is static: two instruction sets in
- * one library cannot be mixed up by the linker. */
+ *   compress_, expand_ and expand_signed_ for u8, u16, u32 and u64, and optionally split_rotated,
+ * as its own functions or those of primitives_portable.h. The loops below are plain C that the
+ * compiler vectorises under the includer's flags. Everything is static, so the linker cannot
+ * confuse two instruction sets in one library. */
 
 #include "coder.h"
 #include "primitives_portable.h"
 #include "values.h"
 
-/* A level-2 or bitmap stream being written: bits appended to whole words. */
+/* Writes a level-2 or bitmap stream: appends bits to words. */
 struct bit_writer {
-    uint64_t *words; /* room for every bit plus one word, zeroed up to the current one */
+    uint64_t *words; /* space for all bits plus one word, set up to the current word */
     unsigned at;     /* bits written */
 };
 
-/* count <= 64 bits; those of x above count must be 0. */
+/* Appends the low count <= 64 bits of x; the other bits of x must be 0. */
 static inline void append_bits(struct bit_writer *out, uint64_t x, unsigned count)
 {
     unsigned word = out->at / 64, shift = out->at % 64;
@@ -27,7 +27,7 @@ static inline void append_bits(struct bit_writer *out, uint64_t x, unsigned coun
     out->at += count;
 }
 
-/* `count` <= 64 bits from bit `at` on; words must be readable one beyond the last bit. */
+/* Returns 64 bits from bit `at` on; one word beyond the last bit must be readable. */
 static inline uint64_t bits_at(const uint64_t *words, unsigned at)
 {
     unsigned word = at / 64, shift = at % 64;
@@ -36,7 +36,8 @@ static inline uint64_t bits_at(const uint64_t *words, unsigned at)
 
 static inline unsigned groups_of(unsigned count) { return (count + 63) / 64; }
 
-/* The bits of word number `word` of a plane that belong to the first `count` values. */
+/* Returns the mask of the bits in word number `word` of a plane that belong to the first `count`
+ * values. */
 static inline uint64_t valid_bits(unsigned word, unsigned count)
 {
     unsigned left = count > 64 * word ? count - 64 * word : 0;
@@ -51,7 +52,7 @@ static inline unsigned count_ones(const uint64_t *words, unsigned groups)
     return total;
 }
 
-/* One plane of p values (a multiple of 8) from memory to words; the last word is zero padded. */
+/* Loads one plane of p values (a multiple of 8) to words; the last word is zero padded. */
 static inline void load_plane(const uint8_t *from, unsigned p, uint64_t *words)
 {
     if (p % 64)
@@ -63,7 +64,7 @@ static inline void load_plane(const uint8_t *from, unsigned p, uint64_t *words)
 
 struct codes {
     uint64_t planes[MAX_CODE_BITS][WORDS];
-    uint64_t escapes[WORDS];                    /* which values follow raw */
+    uint64_t escapes[WORDS];                    /* values that are escapes */
 };
 
 static inline void find_escapes(const struct coder *c, struct codes *codes, unsigned groups)
@@ -113,13 +114,13 @@ static uint8_t *put_level2(const struct coder *c, const struct codes *codes, uns
     return dst;
 }
 
-/* Where a decoder stands in a record. */
+/* A decoder's position in a record. */
 struct reader {
     const uint8_t *at;
     size_t left;
 };
 
-/* The next `bytes` bytes, NULL when the record ends before. */
+/* Returns the next `bytes` bytes, NULL if the record is shorter. */
 static inline const uint8_t *take(struct reader *from, size_t bytes)
 {
     if (bytes > from->left)
@@ -130,7 +131,7 @@ static inline const uint8_t *take(struct reader *from, size_t bytes)
     return start;
 }
 
-/* Level 2's streams, brought back to the places of their values. */
+/* Distributes level 2's streams to the positions of their values. */
 static int take_level2(const struct coder *c, struct codes *codes, unsigned groups,
                        struct reader *from)
 {
@@ -186,8 +187,8 @@ static void fill_symbol_table(const struct coder *c, uint16_t table[CODE_TABLE])
         table[code_of_entry(c, i)] = c->window[i];
 }
 
-/* Symbols of more than 8 bits: float64, and sign and exponent together. An instruction set that
- * looks up many bytes at once (LOOKS_UP_BYTES) does so twice. */
+/* Looks up symbols of more than 8 bits: float64, or sign and exponent together. An instruction set
+ * that looks up many bytes at once (LOOKS_UP_BYTES) looks up both halves. */
 static void wide_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups, unsigned bits,
                                    const uint16_t table[CODE_TABLE], uint16_t *symbols)
 {
@@ -210,8 +211,8 @@ static void wide_symbols_of_planes(const uint64_t planes[][WORDS], unsigned grou
 }
 
 #ifdef LOOKS_UP_SYMBOLS
-/* Symbols of 9 bits, sign and exponent: both halves are looked up, the sign chooses. Only where a
- * lookup of 256 bytes is a few instructions. */
+/* Codes symbols of 9 bits, sign and exponent: looks up the exponents for both signs and selects by
+ * the sign. Only for instruction sets where a lookup in 256 bytes takes few instructions. */
 static void planes_of_joint_symbols(const struct coder *c, const uint8_t *signs,
                                     const uint8_t *exponents, unsigned groups,
                                     uint64_t planes[][WORDS])
@@ -226,7 +227,7 @@ static void planes_of_joint_symbols(const struct coder *c, const uint8_t *signs,
 }
 #endif
 
-/* Codes of values past the m-th are 0. */
+/* Sets the codes of padding, after the first m values, to 0. */
 static void clear_pad_codes(struct codes *codes, unsigned bits, unsigned m, unsigned groups)
 {
     for (unsigned g = m / 64; g < groups; g++)
@@ -236,7 +237,7 @@ static void clear_pad_codes(struct codes *codes, unsigned bits, unsigned m, unsi
 
 /* -- Bitmaps ---------------------------------------------------------------------------------- */
 
-/* The even bits of two words, packed into one; and back. */
+/* Packs the even bits of two words into one; add_even_bits is the inverse. */
 static inline uint64_t even_bits(const uint64_t *pair)
 {
     return pack_even_bits(pair[0]) | pack_even_bits(pair[1]) << 32;
@@ -248,7 +249,7 @@ static inline void add_even_bits(uint64_t bits, uint64_t *pair)
     pair[1] |= spread_to_even_bits(bits >> 32);
 }
 
-/* Appends to `out`, for each bit set in select, that bit of x. */
+/* Writes to `out` the bits of x whose bit in `select` is set; returns their number. */
 static unsigned extract_stream(const uint64_t *x, const uint64_t *select, unsigned groups,
                                uint64_t *out)
 {
@@ -273,7 +274,7 @@ static uint8_t *put_stream(const uint64_t *x, const uint64_t *select, unsigned g
     return dst + bytes;
 }
 
-/* Pairs: the fixed block's plane A, the record's B and C, of a bitmap of `count` values. */
+/* Writes a bitmap of `count` values as pairs: plane A to the fixed block, B and C to the record. */
 static uint8_t *put_pairs(const uint64_t *bitmap, unsigned count, uint8_t *fixed, uint8_t *record)
 {
     unsigned pairs = (unsigned)ancf_up(count, 256) / 2, groups = groups_of(pairs);
@@ -289,7 +290,7 @@ static uint8_t *put_pairs(const uint64_t *bitmap, unsigned count, uint8_t *fixed
     return put_stream(first, second, groups, record);
 }
 
-/* The inverse of extract_stream, from the record. */
+/* The inverse of put_stream. */
 static int take_stream(struct reader *from, const uint64_t *select, unsigned groups,
                        uint64_t *out)
 {
@@ -337,7 +338,7 @@ static uint8_t *put_bitmap(const struct coder *c, uint64_t *bitmap, unsigned cou
     return record;
 }
 
-/* Bits past the tile are ignored, so that what a bitmap counts always fits the output. */
+/* Ignores bits past the tile, so that the elements of a bitmap always fit the output. */
 static int take_bitmap(const struct coder *c, const uint8_t *fixed, struct reader *from,
                        unsigned count, uint64_t *bitmap)
 {
@@ -352,8 +353,8 @@ static int take_bitmap(const struct coder *c, const uint8_t *fixed, struct reade
     return 0;
 }
 
-/* How an element splits into symbol and residue: the coder's numbers, known to the compiler where
- * that makes better loops. */
+/* How an element splits into symbol and residue: the coder's values, as compile-time constants
+ * where that makes faster loops. */
 struct shape {
     unsigned rotate, drop, residue_bits, symbol_bits;
 };

@@ -1,6 +1,6 @@
-/* Which dictionary entry an element equals: the encoder's side of modes ternary and values.
+/* Finds the dictionary entry of an element, for encoding in modes ternary and values.
  *
- * A small open-addressed table, built once per tensor and then only read. */
+ * It is a small open-addressed hash table, built once per tensor and then only read. */
 #ifndef STORM_VALUES_H
 #define STORM_VALUES_H
 
@@ -12,7 +12,7 @@
 
 struct value_index {
     uint64_t keys[VALUE_INDEX_SLOTS];
-    uint16_t entries[VALUE_INDEX_SLOTS]; /* missing: no such key, and the end of a search */
+    uint16_t entries[VALUE_INDEX_SLOTS]; /* `missing` marks an empty slot, which ends a search */
     uint16_t missing;
 };
 
@@ -22,7 +22,8 @@ static inline unsigned value_slot(uint64_t value)
     return (unsigned)((value * UINT64_C(0x9E3779B97F4A7C15)) >> (64 - VALUE_INDEX_BITS));
 }
 
-/* `missing` is what find_value returns for other values; count is well below the slots. */
+/* `missing` is the result of find_value for other values; count is far below the number of
+ * slots. */
 static inline void index_values(const uint64_t *values, unsigned count, uint16_t missing,
                                 struct value_index *index)
 {

@@ -1,4 +1,4 @@
-/* The tile coder of an instruction set: which table there is for it, where this machine runs it. */
+/* Returns the tile coder's table for an instruction set, if this machine supports it. */
 #include "ancf.h"
 #include "coder.h"
 

@@ -4,7 +4,7 @@
 
 /* -- Compaction ------------------------------------------------------------------------------- */
 
-/* The elements that mask selects, moved together; out has room for SCRATCH. */
+/* Packs the elements that mask selects into out, which has space for SCRATCH elements. */
 static inline unsigned FN(portable_compress)(const ANY *restrict x, const uint64_t *mask,
                                              unsigned count, T *restrict out)
 {
@@ -13,14 +13,14 @@ static inline unsigned FN(portable_compress)(const ANY *restrict x, const uint64
         uint64_t word = mask[first / 64];
         unsigned last = first + 64 < count ? first + 64 : count;
         for (unsigned i = first; i < last; i++, word >>= 1) {
-            *end = x[i]; /* stays only if the next line steps over it */
+            *end = x[i]; /* kept only if the next line advances past it */
             end += word & 1;
         }
     }
     return (unsigned)(end - out);
 }
 
-/* The inverse, with `fill` where mask has no bit; `kept` is readable for SCRATCH elements. */
+/* The inverse, with `fill` where mask's bit is 0; SCRATCH elements of `kept` must be readable. */
 static inline void FN(portable_expand)(const T *restrict kept, const uint64_t *mask,
                                        unsigned count, T fill, ANY *restrict out)
 {
@@ -28,14 +28,14 @@ static inline void FN(portable_expand)(const T *restrict kept, const uint64_t *m
         uint64_t word = mask[first / 64];
         unsigned last = first + 64 < count ? first + 64 : count;
         for (unsigned i = first; i < last; i++, word >>= 1) {
-            const T chosen = (T)(0 - (word & 1)); /* a branch would be mispredicted half the time */
+            const T chosen = (T)(0 - (word & 1)); /* a branch would often be mispredicted */
             out[i] = (T)((*kept & chosen) | (fill & (T)~chosen));
             kept += word & 1;
         }
     }
 }
 
-/* The same with 0 as the fill, and with the sign set of each element that has a bit in `signs`. */
+/* Like portable_expand with fill 0, and sets the sign of each element whose bit in `signs` is 1. */
 static inline void FN(portable_expand_signed)(const T *restrict kept, const uint64_t *mask,
                                               const uint64_t *signs, unsigned count,
                                               void *restrict out)
@@ -52,7 +52,7 @@ static inline void FN(portable_expand_signed)(const T *restrict kept, const uint
 
 /* -- planes(values, k, p) of FORMAT.md, section 5 ----------------------------------------------- */
 
-/* Writes the low k bits of v[0, p); v is readable up to the next multiple of 64. */
+/* Writes the low k bits of v[0, p); v must be readable up to the next multiple of 64. */
 static INLINE uint8_t *FN(put_planes)(const T *restrict v, unsigned k, unsigned p, uint8_t *restrict dst)
 {
     unsigned b = 0;
@@ -81,7 +81,7 @@ static INLINE uint8_t *FN(put_planes)(const T *restrict v, unsigned k, unsigned 
     return dst;
 }
 
-/* Adds the k bits read from src to the low bits of v[0, m), which must be 0 there. */
+/* Reads k bits from src into the low bits of v[0, m), which must be 0. */
 static INLINE void FN(take_planes)(const uint8_t *restrict src, unsigned k, unsigned p, unsigned m,
                             T *restrict v)
 {

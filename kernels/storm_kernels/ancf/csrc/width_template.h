@@ -1,11 +1,11 @@
-/* The part of tile_template.h that depends on the element's width: included with BITS = 8 to 64. */
+/* The part of tile_template.h that depends on the element's width; included with BITS = 8 to 64. */
 
 #define T JOIN(JOIN(uint, BITS), _t)
 #define FN(name) JOIN(name##_u, BITS)
 #define ANY FN(any)
 #define SCRATCH (ANCF_TILE + 64) /* compress and expand work in whole vectors */
 
-/* Elements in memory: at any address, whatever the caller's type was. */
+/* Elements in memory: at any address, and aliasing any type of the caller. */
 typedef T ANY __attribute__((aligned(1), may_alias));
 
 #include "width_fields.h"

@@ -10,7 +10,7 @@ static uint8_t *FN(put_whole)(const struct coder *c, const ANY *x, unsigned m, u
     uint16_t code[SCRATCH];
     for (unsigned i = 0; i < m; i++) {
         code[i] = find_value(c->index, x[i]);
-        store_u64(rest, x[i]); /* stays only if the next line steps over it */
+        store_u64(rest, x[i]); /* kept only if the next line advances past it */
         rest += code[i] == c->index->missing ? sizeof(T) : 0;
     }
     memset(code + m, 0, (p - m) * sizeof *code);
@@ -84,7 +84,7 @@ static int FN(take_integers)(struct reader *record, unsigned count, ANY *restric
 
 #undef INTEGER_HEAD_BYTES
 
-/* -- Modes boolean and constant: no records, the caller places the bytes ----------------------- */
+/* -- Modes boolean and constant: no records, the caller positions the bytes -------------------- */
 
 static int FN(pack_booleans)(const void *elements, unsigned count, uint8_t *plane)
 {

@@ -7,7 +7,7 @@
 /* -- Shapes ------------------------------------------------------------------------------------- */
 
 /* How an element splits. The loops over elements are compiled for each common shape of 16 bits,
- * since compilers only shift 16-bit lanes as such when they know by how much. */
+ * since compilers use 16-bit lanes only for shifts by constants. */
 #if BITS == 16
 #define WITH_SHAPE(c, call)                                                                       \
     if ((c)->rotate && (c)->residue_bits == 8) { /* bfloat16, exponent */                         \
@@ -37,7 +37,7 @@
 
 /* -- Encoding: window, truncated, sparse -------------------------------------------------------- */
 
-/* v[0, m) = elements without their dropped bits, rotated where asked; v[m, p) = 0. */
+/* Sets v[0, m) to the elements without dropped bits, rotated if the shape says so; v[m, p) to 0. */
 static INLINE void FN(rotate)(const struct shape shape, const ANY *restrict x, unsigned m,
                               unsigned p, T *restrict v)
 {
@@ -54,7 +54,7 @@ static INLINE void FN(rotate)(const struct shape shape, const ANY *restrict x, u
     memset(v + m, 0, (p - m) * sizeof *v);
 }
 
-/* Elements whose dropped bits are not all 0 match no entry: they are escapes, kept whole. */
+/* Marks elements whose dropped bits are not all 0 as escapes, which are stored whole. */
 static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x, unsigned m,
                                    struct codes *codes)
 {
@@ -70,7 +70,7 @@ static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x,
             codes->planes[b][g] |= undroppable[0][g];
 }
 
-/* Wide symbols, or whole elements where bits are dropped; see portable_put_bytes. */
+/* Writes escapes: wide symbols, or whole elements if bits are dropped; see portable_put_bytes. */
 static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
                                 const uint64_t *escapes, unsigned groups, uint8_t *dst)
 {
@@ -89,7 +89,7 @@ static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
     return dst;
 }
 
-/* Writes the planes of residues; sets v, the codes' planes and, of symbols up to 8 bits, these. */
+/* Writes the planes of residues; sets v, the codes' planes, and symbols of up to 8 bits. */
 static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape,
                                  const ANY *restrict x, unsigned m, unsigned p, T *restrict v,
                                  uint8_t *restrict symbols, struct codes *codes, uint8_t *planes)
@@ -126,7 +126,7 @@ static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape
     return FN(put_planes)(v, r, p, planes);
 }
 
-/* m elements as p columns: the planes at `planes`, level 2 and escapes at `rest`. */
+/* Encodes m elements, padded to p: planes to `planes`, level 2 and escapes to `rest`. */
 static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, unsigned p,
                                uint8_t *planes, uint8_t *rest)
 {
@@ -154,7 +154,7 @@ static void FN(mark_others)(const ANY *restrict x, unsigned count, T fill, uint6
 
 #define MAGNITUDE ((T)((T)~(T)0 >> 1))
 
-/* The bitmap of elements other than 0 of either sign, and the plane of all signs. */
+/* Sets the bitmap of elements other than +0 and -0, and the plane of all signs. */
 static void FN(mark_magnitudes)(const ANY *restrict x, unsigned count, uint64_t planes[2][WORDS])
 {
     uint8_t flags[ANCF_TILE];
@@ -173,7 +173,7 @@ static void FN(remove_signs)(T *x, unsigned count)
 static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned count,
                                uint8_t *fixed, uint8_t *record)
 {
-    uint64_t planes[2][WORDS]; /* the bitmap, and where signs are apart theirs */
+    uint64_t planes[2][WORDS]; /* the bitmap, and the signs if they are separate */
     T kept[SCRATCH];
     if (c->signs_apart)
         FN(mark_magnitudes)(x, count, planes);
@@ -188,10 +188,10 @@ static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned cou
     return FN(put_window)(c, kept, m, p, record, record + p / 8 * (c->residue_bits + c->k1));
 }
 
-/* -- Decoding them ------------------------------------------------------------------------------ */
+/* -- Decoding: window, truncated, sparse ------------------------------------------------------- */
 
-/* Escapes take the place of what their codes looked up: wide symbols, or whole elements where bits
- * are dropped. `to` has SCRATCH places, the last of which nobody reads. */
+/* Writes escapes over the values that their codes looked up: wide symbols, or whole elements if
+ * bits are dropped. `to` has SCRATCH elements, the last of which is never read. */
 #define TAKE_ESCAPES(type, to)                                                                    \
     do {                                                                                          \
         type padded[ANCF_TILE + 4];                                                               \
@@ -222,7 +222,7 @@ static int FN(take_wide_escapes)(const uint64_t *escapes, unsigned groups, struc
     return 0;
 }
 
-/* The same of symbols that would fit into a byte: those of elements without sign. */
+/* The same for symbols that fit a byte: those of elements without sign. */
 static int FN(take_wide_escapes_of_bytes)(const uint64_t *escapes, unsigned groups,
                                           struct reader *rest, uint8_t *symbols)
 {
@@ -238,8 +238,8 @@ static int FN(take_whole_escapes)(const uint64_t *escapes, unsigned groups, stru
 }
 #undef TAKE_ESCAPES
 
-/* out = elements from symbols and residues: the inverse of split. v is scratch; it is also what to
- * patch, and out is left alone, where bits are dropped. */
+/* Sets out to the elements from symbols and residues: the inverse of split. v is scratch. If bits
+ * are dropped, v receives the elements, for the caller to patch, and out is not written. */
 static INLINE void FN(join)(const struct shape shape, const uint8_t *restrict symbols,
                             const uint16_t *restrict wide_symbols, const uint8_t *restrict planes,
                             unsigned m, unsigned p, T *restrict v, ANY *restrict out)
@@ -261,7 +261,7 @@ static INLINE void FN(join)(const struct shape shape, const uint8_t *restrict sy
     }
 }
 
-/* Looks up the symbols and patches those that escaped. */
+/* Looks up the symbols and replaces those that are escapes. */
 static int FN(take_symbols)(const struct coder *c, const struct codes *codes, unsigned groups,
                             struct reader *rest, uint8_t *symbols, uint16_t *wide_symbols)
 {

@@ -1,4 +1,4 @@
-/* A scan: check the call, cut it into strips, share the strips among threads. */
+/* A scan: checks the arguments, divides the work into strips, and distributes them to threads. */
 #include "scan.h"
 
 #include <stddef.h>
@@ -6,7 +6,7 @@
 #include "parallel.h"
 #include "scan_job.h"
 
-/* Bytes that make starting a thread worth it. */
+/* The minimum bytes for which starting a thread pays. */
 #define LEAST_BYTES (256u << 10)
 
 struct range {
@@ -29,7 +29,7 @@ static const struct scan_kernels *scan_kernels_for(int isa)
     case STORM_ISA_AVX512:
         return &scan_kernels_avx512;
 #endif
-    default: /* the compiler has 64-bit ARM's vectors in portable code too */
+    default: /* on 64-bit ARM the compiler vectorises portable code too */
         return &scan_kernels_portable;
     }
 }

@@ -1,8 +1,8 @@
-/* What the library exports of scans: on plain host memory, nothing kept between calls.
+/* The library's exported scan functions: they work on plain host memory and keep no state.
  *
- * A sequence is (outer, length, inner), every array with its own strides. Sums are made in the
- * order of the sequence, so the result does not depend on threads; only the last bits of
- * linear_scan may differ between instruction sets, which contract a*h + b or do not. */
+ * Arrays are (outer, length, inner), each with its own strides. Sums are computed in sequence
+ * order, so the result does not depend on threads. Only the last bits of linear_scan may differ
+ * between instruction sets, since some contract a*h + b. */
 #ifndef STORM_SCAN_H
 #define STORM_SCAN_H
 
@@ -15,14 +15,14 @@ enum storm_scan_dtype {
     STORM_SCAN_F32 = 1,
     STORM_SCAN_BF16 = 2,
     STORM_SCAN_F16 = 3,
-    STORM_SCAN_I64 = 4, /* fold alone */
-    STORM_SCAN_C64 = 5  /* linear and gradient alone: two floats, the real part first */
+    STORM_SCAN_I64 = 4, /* only fold */
+    STORM_SCAN_C64 = 5  /* only linear and gradient: two floats, the real part first */
 };
 
 enum storm_scan_op {
     STORM_SCAN_ADD = 0,
     STORM_SCAN_MUL = 1,
-    STORM_SCAN_MAX = 2, /* NaN wins, here and below */
+    STORM_SCAN_MAX = 2, /* a NaN element makes the result NaN, here and below */
     STORM_SCAN_MIN = 3,
     STORM_SCAN_LOGADDEXP = 4,
     STORM_SCAN_COMPENSATED = 5 /* Neumaier's sum */
@@ -32,9 +32,9 @@ struct storm_scan_shape {
     int64_t outer, length, inner;
 };
 
-/* Strides in elements, of any sign. Where inner > 1 the inner one must be 1. */
+/* Strides in elements, of any sign. If the shape's inner > 1, the inner stride must be 1. */
 struct storm_scan_array {
-    void *data; /* NULL: there is none (initial) */
+    void *data; /* NULL: no array (only for initial) */
     int64_t outer, length, inner;
 };
 
@@ -42,8 +42,8 @@ struct storm_scan_options {
     int32_t dtype;     /* enum storm_scan_dtype */
     int32_t op;        /* enum storm_scan_op */
     int32_t reverse;   /* 1: from the end */
-    int32_t exclusive; /* 1: each result leaves its own element out */
-    int32_t threads;   /* at most this many, never more than the work is worth; >= 1 */
+    int32_t exclusive; /* 1: each result excludes its own element */
+    int32_t threads;   /* the maximum number, >= 1; small work uses fewer */
     int32_t isa;       /* enum storm_isa */
 };
 
@@ -60,7 +60,7 @@ STORM_API int storm_scan_linear(const struct storm_scan_shape *shape,
                                 const struct storm_scan_array *initial,
                                 const struct storm_scan_array *h);
 
-/* From the gradient g of h those of a and b; reverse says which way h was scanned. */
+/* Computes the gradients of a and b from the gradient g of h; `reverse` is that of h's scan. */
 STORM_API int storm_scan_gradient(const struct storm_scan_shape *shape,
                                   const struct storm_scan_options *options,
                                   const struct storm_scan_array *g,

@@ -1,11 +1,12 @@
-/* Scans with AVX-512: the compiler's vectors, and stores that do not read memory first. */
+/* Scans with AVX-512: vectorised by the compiler, with non-temporal stores. */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #define TABLE scan_kernels_avx512
 
-/* Writes a row, around the caches if `stream`: both ends up to a vector's boundary are ordinary. */
+/* Writes a row. With `stream` it bypasses the caches, except for both ends up to aligned
+ * vectors. */
 static inline void put_row(void *dst, const void *src, size_t bytes, int stream)
 {
     uint8_t *to = dst;
@@ -22,7 +23,7 @@ static inline void put_row(void *dst, const void *src, size_t bytes, int stream)
     memcpy(to + end, from + end, bytes - end);
 }
 
-/* Streamed stores are seen in order only after this. */
+/* Orders the streaming stores before all later stores. */
 static inline void finish_rows(int stream)
 {
     if (stream)

@@ -1,9 +1,10 @@
-/* The scans of one element type: ELEMENT in memory, SUM for sums and their like, STATE for
- * h = a*h + b; UP turns an element into a number, DOWN rounds one to an element. With INTEGER there
- * is no STATE. Included by scan_template.h, which names the functions after TYPE_NAME.
+/* The scans of one element type. ELEMENT is the type in memory, SUM the accumulator of sums and
+ * similar operations, STATE that of h = a*h + b. UP converts an element to an accumulator, DOWN
+ * rounds an accumulator to an element. With INTEGER there is no STATE. scan_template.h includes
+ * this file and names the functions after TYPE_NAME.
  *
- * Every function walks in the order of the scan: place t of a strip lies at
- * `first + t * step` of the array, whichever way that is. */
+ * Every function processes elements in scan order: element t of a strip is at `first + t * step` of
+ * the array, in either direction. */
 #ifdef INTEGER
 #define IS_NAN(value) 0
 #else
@@ -63,7 +64,7 @@ ALWAYS SUM NAME(step)(int op, SUM sum, SUM value, SUM *lost)
     }
 }
 
-/* Where a strip's place 0 is in an array, and how far the next place is. */
+/* Returns the address of a strip's element 0 in an array; sets the distance to the next element. */
 ALWAYS ELEMENT *NAME(place)(const struct storm_scan_array *array, const struct scan_job *job,
                             struct scan_strip strip, int64_t row, int64_t *step)
 {
@@ -98,7 +99,7 @@ ALWAYS void NAME(fold_columns)(const struct scan_job *job, struct scan_strip str
     finish_rows(job->stream);
 }
 
-/* Writes `count` results of a row, made in order from place t on; they lie in `made` as in memory. */
+/* Writes `count` results of a row, from element t on; `made` has them in the order of memory. */
 ALWAYS void NAME(put_chunk)(const struct scan_job *job, ELEMENT *y, int64_t y_step, int64_t t,
                             const ELEMENT *made, int count)
 {
@@ -181,7 +182,7 @@ static void NAME(fold)(const struct scan_job *job, struct scan_strip strip)
 
 #ifndef INTEGER
 
-/* The states before place 0: initial's, or zero. */
+/* Sets the states before element 0: initial, or zero. */
 ALWAYS void NAME(begin)(const struct scan_job *job, struct scan_strip strip, STATE *states,
                         int columns)
 {
@@ -255,7 +256,7 @@ static void NAME(linear)(const struct scan_job *job, struct scan_strip strip)
         NAME(linear_rows)(job, (struct scan_strip){strip.outer + r, strip.inner, 1}, 1);
 }
 
-/* Walks back from the last place: db[t] = g[t] + a[t+1] db[t+1], da[t] = db[t] h[t-1]. */
+/* Processes elements from the last: db[t] = g[t] + a[t+1] db[t+1], da[t] = db[t] h[t-1]. */
 ALWAYS void NAME(gradient_columns)(const struct scan_job *job, struct scan_strip strip)
 {
     int64_t g_step, a_step, h_step, da_step, db_step, length = job->shape->length;

@@ -1,5 +1,5 @@
-/* h = a*h + b and its gradient for pairs of floats, multiplied by the school's rule: an infinity
- * times a number may so become NaN, as it does on the GPU. Strides count pairs. */
+/* h = a*h + b and its gradient for complex numbers (pairs of floats), with the plain product
+ * formula. So an infinity times a number may be NaN, as on the GPU. Strides count pairs. */
 
 struct pair {
     float re, im;

@@ -1,22 +1,22 @@
-/* One call's work, and the table of functions that an instruction set fills to do it.
+/* The work of one call, and the table of functions of each instruction set.
  *
- * A strip is what one thread scans from end to end: up to STRIP_CHANNELS channels that lie side by
- * side, or up to STRIP_ROWS sequences whose elements do. */
+ * A thread scans a strip from end to end: up to STRIP_CHANNELS contiguous channels, or up to
+ * STRIP_ROWS sequences with contiguous elements. */
 #ifndef STORM_SCAN_JOB_H
 #define STORM_SCAN_JOB_H
 
 #include "scan.h"
 
-/* States of a strip stay in the first cache: 512 of 8 bytes, twice where sums are compensated. */
+/* The states of a strip fit the L1 cache: 512 of 8 bytes, twice that for compensated sums. */
 #define STRIP_CHANNELS 512
 
-/* One sequence's additions wait for each other; four keep the adder busy. */
+/* The additions of one sequence depend on each other; four sequences keep the adder busy. */
 #define STRIP_ROWS 4
 
-/* Elements of a row that are made before they are written out: a kilobyte or two. */
+/* Elements of a row that are computed before they are written: one or two KiB. */
 #define CHUNK 256
 
-/* From here on results go to memory without being read first, as large copies do. */
+/* From this size on, results are written by non-temporal stores, as in large copies. */
 #define STREAM_BYTES (4u << 20)
 
 enum scan_kind { SCAN_FOLD, SCAN_LINEAR, SCAN_GRADIENT };
@@ -34,14 +34,14 @@ struct scan_job {
     int stream;
 };
 
-/* Where one strip begins: an outer index, an inner one, and how many sequences it has. */
+/* One strip: its first outer and inner index, and its number of sequences. */
 struct scan_strip {
     int64_t outer, inner;
     int count;
 };
 
 struct scan_kernels {
-    /* Indexed by enum storm_scan_dtype; NULL where the kind has no such type. */
+    /* Indexed by enum storm_scan_dtype; NULL for types that the function does not support. */
     void (*fold[6])(const struct scan_job *job, struct scan_strip strip);
     void (*linear[6])(const struct scan_job *job, struct scan_strip strip);
     void (*gradient[6])(const struct scan_job *job, struct scan_strip strip);

@@ -1,4 +1,4 @@
-/* Scans in plain C: run everywhere, and what the others are compared with. */
+/* Scans in plain C: they run everywhere, and tests compare the other variants with them. */
 #include <string.h>
 
 #define TABLE scan_kernels_portable

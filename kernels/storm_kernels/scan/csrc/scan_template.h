@@ -25,7 +25,7 @@ ALWAYS uint32_t bits_of_float(float value)
 
 ALWAYS float float_of_bf16(uint16_t value) { return float_of_bits((uint32_t)value << 16); }
 
-/* To nearest, ties to even; a NaN keeps its sign and becomes quiet. */
+/* Rounds to nearest, ties to even; a NaN keeps its sign and becomes quiet. */
 ALWAYS uint16_t bf16_of_float(float value)
 {
     uint32_t bits = bits_of_float(value);
@@ -33,8 +33,8 @@ ALWAYS uint16_t bf16_of_float(float value)
     return (uint16_t)(value != value ? bits >> 16 | 0x40 : rounded);
 }
 
-/* Half precision by integers alone, without branches: a subnormal is its bits times 2^-24, a
- * normal number's exponent moves from bias 15 to bias 127. */
+/* Converts half precision without branches: the value of a subnormal is its bits times 2^-24; the
+ * exponent of a normal number changes from bias 15 to bias 127. */
 ALWAYS float float_of_half(uint16_t value)
 {
     uint32_t sign = (uint32_t)(value & 0x8000) << 16, magnitude = value & 0x7fff;
@@ -44,8 +44,9 @@ ALWAYS float float_of_half(uint16_t value)
     return float_of_bits(sign | (magnitude < 0x400 ? bits_of_float(tiny) : normal));
 }
 
-/* To nearest, ties to even. 2^-14 is the least normal number, 65520 rounds to infinity. Adding 0.5
- * to a number below 2^-14 leaves its multiple of 2^-24 in the lowest bits, rounded by the adder. */
+/* Rounds to nearest, ties to even. 2^-14 is the smallest normal number; 65520 rounds to infinity.
+ * To round a number below 2^-14 to a multiple of 2^-24, add 0.5: the lowest bits are the
+ * multiple. */
 ALWAYS uint16_t half_of_float(float value)
 {
     uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
@@ -62,7 +63,7 @@ ALWAYS uint16_t half_of_float(float value)
 
 #define KEEP(value) (value)
 
-/* Sums of float in double: the loads, not the additions, are what takes the time. */
+/* Sums of float accumulate in double: loads, not additions, limit the speed. */
 #define TYPE_NAME f64
 #define ELEMENT double
 #define SUM double

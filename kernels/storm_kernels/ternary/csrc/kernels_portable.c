@@ -1,4 +1,4 @@
-/* The kernels in plain C: they run everywhere, and are what the others are compared with. */
+/* The kernels in plain C: they run everywhere, and tests compare the other variants with them. */
 #include "primitives_portable.h"
 
 #define TABLE ternary_portable
@@ -57,7 +57,7 @@ static inline void split_codes(bits bit0, bits bit1, bits *even, bits *odd)
 
 static inline sums zero_sums(void) { return (sums){{0}}; }
 
-/* In 16 bits first, which compilers turn into vectors: eight products of 2 * 128 fit. */
+/* Adds in 16 bits first, which compilers vectorise: eight products of 2 * 128 fit. */
 static inline void add_products(sums *all, bits even, bits odd, const int8_t *x)
 {
     uint8_t codes[2][VECTOR_BYTES];
@@ -100,7 +100,7 @@ static inline int64_t total_of_counts(const counts *found)
 
 static inline floats zero_floats(void) { return (floats){{0.0f}}; }
 
-/* A zero of w adds +0, whatever x is; no sum is ever -0, so that changes nothing. */
+/* A zero of w adds +0, whatever x is; no sum is ever -0, so this changes nothing. */
 static inline void add_signed(floats *all, uint32_t word0, uint32_t word1, const float *x)
 {
     for (unsigned i = 0; i < 32; i++) {

@@ -1,4 +1,4 @@
-/* The primitives of template.h in plain C, where no instruction set does them better. */
+/* The primitives of template.h in plain C, for instruction sets without faster versions. */
 #ifndef STORM_TERNARY_PRIMITIVES_H
 #define STORM_TERNARY_PRIMITIVES_H
 
@@ -17,7 +17,7 @@ static inline uint64_t portable_signs_of_i8(const int8_t *values, uint64_t *word
     return refused;
 }
 
-/* A negative threshold asks for -1, 0 and 1 themselves. */
+/* With a negative threshold only -1, 0 and 1 are valid. */
 static inline uint64_t portable_signs_of_f32(const float *values, float threshold, uint64_t *word0,
                                              uint64_t *word1)
 {
@@ -56,7 +56,7 @@ static inline uint64_t portable_bytes_from(const uint8_t *bytes, uint8_t least)
     return found;
 }
 
-/* Halves 32 sums until one is left: sum i takes sum i + 16, then i + 8, 4, 2 and 1. */
+/* Reduces 32 sums to one by halves: sum i adds sum i + 16, then i + 8, i + 4, i + 2 and i + 1. */
 static inline float tree_total(float *sums)
 {
     for (unsigned half = 16; half; half /= 2)

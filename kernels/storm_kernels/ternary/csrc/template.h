@@ -1,31 +1,31 @@
-/* All kernels of one instruction set, over the few primitives that it does in its own way.
+/* All kernels of one instruction set, based on a few primitives that each instruction set defines.
  *
- * The including file defines TABLE, TABLE_NAME, VECTOR_BYTES and BATCH (how many x one decoded row
- * of w serves at a time), and these:
+ * The including file defines TABLE, TABLE_NAME, VECTOR_BYTES and BATCH (the number of x that one
+ * decoded row of w is multiplied with at a time), and these:
  *
  *   bits                 VECTOR_BYTES bytes of a plane
- *   load_bits, load_part the latter reads `count` bytes, fewer than VECTOR_BYTES, then zeros
+ *   load_bits, load_part the latter reads `count` bytes, fewer than VECTOR_BYTES, then fills zeros
  *   bits_wrong           wrong | (bit1 & ~bit0)
  *   any_bits
  *   split_codes          codes w + 1 of 8 * VECTOR_BYTES values in two-bit fields: field k of byte j
  *                        is column 8 j + 2 k in `even`, 8 j + 2 k + 1 in `odd`
  *   sums, zero_sums, add_products, lanes_of_sums
  *                        int32 sums; lane l has the columns [32 l, 32 l + 32) of a block
- *   total_of_sums        all lanes; of SEGMENT_BLOCKS blocks they fit into 32 bits
+ *   total_of_sums        the sum of all lanes; for SEGMENT_BLOCKS blocks it fits 32 bits
  *   counts, zero_counts, count_products, total_of_counts
  *   floats, zero_floats, add_signed, total_of_floats
  *                        32 float32 sums, one for each column modulo 32
  *   signs_of_i8, signs_of_f32, values_i8, values_f32
  *                        64 values and two words of planes
- *   bytes_from           which of 64 bytes are at least so large
+ *   bytes_from           the mask of those of 64 bytes that are >= a limit
  */
 #include "kernels.h"
 
 #define BLOCK_COLUMNS (8 * VECTOR_BYTES)
 #define BLOCK_LANES (BLOCK_COLUMNS / LANE_COLUMNS)
 
-/* Blocks after which int32 sums go to 64 bits: a lane of add_products may gain 2^18 in each, and all
- * lanes of so many blocks of at most 512 columns stay below 2^30. */
+/* Blocks after which int32 sums are added to 64-bit sums: a lane of add_products may gain 2^18 per
+ * block, and the sum of all lanes over so many blocks of at most 512 columns is below 2^30. */
 #define SEGMENT_BLOCKS 4096
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -76,7 +76,7 @@ static uint64_t encode_f32(const float *values, uint64_t columns, float threshol
     return NONE_REFUSED;
 }
 
-/* Where the row's last word of planes goes on behind its last column, that is not looked at. */
+/* Returns the invalid pairs of a word; ignores bits after the row's last column. */
 ALWAYS_INLINE uint64_t wrong_in(uint64_t word0, uint64_t word1, uint64_t left)
 {
     uint64_t wrong = word1 & ~word0;
@@ -158,7 +158,7 @@ ALWAYS_INLINE bits add_block(sums *all, unsigned count, bits p0, bits p1, const 
     return bits_wrong(wrong, p0, p1);
 }
 
-/* One row of w with x number b to b + count - 1; count is a constant where this is expanded. */
+/* Multiplies one row of w with x number b to b + count - 1; count is a constant after inlining. */
 ALWAYS_INLINE int row_of_i8(const struct product *product, uint64_t row, uint64_t b,
                             unsigned count)
 {
@@ -191,8 +191,8 @@ ALWAYS_INLINE int row_of_i8(const struct product *product, uint64_t row, uint64_
     return any_bits(wrong) ? -1 : 0;
 }
 
-/* One row with one x and a scale for each group: the sums of all lanes first, then the groups in
- * ascending order. */
+/* Multiplies one row with one x and a scale for each group: first computes the sums of all lanes,
+ * then adds the groups in ascending order. */
 static int grouped_row_of_i8(const struct product *product, uint64_t row, uint64_t b,
                              int32_t *lanes)
 {
@@ -244,10 +244,10 @@ static int multiply_i8(const struct product *product, uint64_t first, uint64_t e
     return outcome;
 }
 
-/* Rows that share each load of x, so that the additions of one do not wait for another's. */
+/* Rows that share each load of x; their independent additions overlap. */
 #define FLOAT_ROWS 4
 
-/* `count` rows with one x; count is a constant where this is expanded. */
+/* Multiplies `count` rows with one x; count is a constant after inlining. */
 ALWAYS_INLINE int rows_of_f32(const struct product *product, uint64_t row, uint64_t b,
                               unsigned count)
 {
@@ -307,7 +307,7 @@ static int multiply_f32(const struct product *product, uint64_t first, uint64_t 
     return outcome;
 }
 
-/* -- Five values a byte --------------------------------------------------------------------------- */
+/* -- Five values per byte ---------------------------------------------------------------------- */
 
 static int pack_blocks(const uint8_t *bit0, const uint8_t *bit1, uint64_t blocks, uint8_t *packed)
 {

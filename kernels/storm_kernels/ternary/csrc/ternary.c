@@ -1,4 +1,5 @@
-/* The calls: arguments checked, x brought into the order that the kernels read, rows to threads. */
+/* The exported calls: they check arguments, reorder x for the kernels, and distribute rows to
+ * threads. */
 #include "ternary.h"
 
 #include <stdlib.h>
@@ -7,10 +8,11 @@
 #include "native.h"
 #include "parallel.h"
 
-/* x as planes from which on decoding them pays: a row of w is then read once for several x. */
+/* The number of x as planes from which decoding them pays: a row of w is then read once for several
+ * x. */
 #define DECODED_PLANES 4
 
-/* Products of a thread that are worth starting it: some hundred microseconds. */
+/* The minimum products for which starting a thread pays: some hundred microseconds. */
 #define THREAD_PRODUCTS (UINT64_C(1) << 24)
 
 /* Floats that are widened from bfloat16 at a time. */
@@ -110,7 +112,7 @@ int storm_ternary_dot(const uint8_t *a0, const uint8_t *a1, const uint8_t *b0, c
     return kernels->dot(a0, a1, b0, b1, nbytes, sum) ? STORM_CORRUPT : STORM_OK;
 }
 
-/* -- Five values a byte --------------------------------------------------------------------------- */
+/* -- Five values per byte ---------------------------------------------------------------------- */
 
 uint64_t storm_ternary_packed_bytes(uint64_t count)
 {
@@ -123,7 +125,8 @@ static inline int bit_of(const uint8_t *plane, uint64_t place)
     return plane[place / 8] >> place % 8 & 1;
 }
 
-/* The last block: digit i of byte j is value i * bytes + j; beyond the last value digits are 1. */
+/* Packs the last block: digit i of byte j is value i * bytes + j; after the last value digits
+ * are 1. */
 static int pack_rest(const uint8_t *bit0, const uint8_t *bit1, uint64_t first, uint64_t count,
                      uint8_t *packed)
 {
@@ -200,7 +203,7 @@ int storm_ternary_unpack(const uint8_t *packed, uint64_t count, uint8_t *bit0, u
 
 /* -- Products ------------------------------------------------------------------------------------- */
 
-/* x as the kernels read it, in memory of this call's own. */
+/* x in the layout for the kernels, in memory that this call allocates. */
 struct prepared {
     struct product product;
     void *x;
@@ -208,7 +211,7 @@ struct prepared {
     int64_t *totals;
 };
 
-/* One block of int8: byte j of part i is column 8 j + i. */
+/* Transposes one block of int8: byte j of part i is column 8 j + i. */
 static void transpose_block(const int8_t *x, uint64_t count, unsigned block_columns, int8_t *to)
 {
     const unsigned bytes = block_columns / 8;
@@ -268,7 +271,8 @@ static void prepare_floats(struct prepared *prepared)
     }
 }
 
-/* Several x as planes, or a scale for each group, are multiplied as int8: the integers are the same. */
+/* Converts x from planes to int8, for several x or for groups of scales: the results are the
+ * same. */
 static int prepare_planes(struct prepared *prepared, const struct ternary_kernels *kernels)
 {
     struct storm_ternary_product narrow = *prepared->product.asked;
@@ -300,7 +304,7 @@ static int prepare(struct prepared *prepared, const struct ternary_kernels *kern
     const uint64_t stride = up(asked->columns, step);
     prepared->product.x_stride = stride;
     prepared->product.lane_stride = up(stride, LANE_COLUMNS) / LANE_COLUMNS;
-    /* One more, so that an empty product has memory too; 64: a whole cache line. */
+    /* One more element, so that an empty product has memory too; 64: whole cache lines. */
     uint64_t nbytes = up((asked->batch * stride + 1) * (is_float ? sizeof(float) : 1), 64);
     prepared->x = aligned_alloc(64, nbytes);
     prepared->lane_sums = malloc((asked->batch * prepared->product.lane_stride + 1) * 4);
@@ -319,7 +323,7 @@ static int prepare(struct prepared *prepared, const struct ternary_kernels *kern
     return STORM_OK;
 }
 
-/* Rows with x as planes: no decoding, and no x to prepare. */
+/* Multiplies rows with x as planes, without decoding or preparing x. */
 static int multiply_planes(const struct ternary_kernels *kernels,
                            const struct storm_ternary_product *asked, uint64_t first, uint64_t end)
 {

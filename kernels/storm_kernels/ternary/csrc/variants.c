@@ -1,5 +1,5 @@
-/* Which variants this build holds and this processor runs. The instruction sets themselves are
- * asked of the library's one place for that; only what is optional within them is asked here. */
+/* Detects the variants that this build contains and this processor supports. native/features.c
+ * detects the instruction sets; only optional extensions are detected here. */
 #include "kernels.h"
 #include "native.h"
 

@@ -1,4 +1,4 @@
-"""Layers on ternary tensors, for torch: trained with latent weights, used from two bit planes."""
+"""torch layers with ternary weights: trained with latent weights, inference from two bit planes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning the linear layers of a model into ternary ones, and what that costs each of them."""
+"""Converts the linear layers of a model to ternary layers, and reports the error of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ConversionReport:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the weights as they were."""
+        """Bytes of the original weights."""
         return sum(layer.bytes_before for layer in self.layers)
 
     @property
@@ -40,7 +40,7 @@ class ConversionReport:
         return sum(layer.bytes_after for layer in self.layers)
 
     def __str__(self) -> str:
-        """Return a line a layer and their sum."""
+        """Return one line per layer, and the total."""
         width = max([len("all"), *(len(layer.name) for layer in self.layers)])
         lines = [f"{'layer':{width}}  {'shape':>13}  {'before':>12}  {'after':>12}  error"]
         for layer in self.layers:
@@ -63,9 +63,9 @@ def convert(
 ) -> ConversionReport:
     """Replace every torch.nn.Linear inside `model` by a frozen TernaryLinear; report each.
 
-    `skip` names modules that stay, or tells of a name whether it does. Weights that several
-    layers share are converted in each of them. Raises UsageError where weights are not finite;
-    layers before that one are then converted already.
+    `skip` is the names of modules to skip, or a function that returns whether to skip a name.
+    Weights that several layers share are converted in each of them. Raises UsageError if weights
+    are not finite; layers before that one are then already converted.
     """
     keeps = skip if callable(skip) else frozenset(skip).__contains__
     found = [

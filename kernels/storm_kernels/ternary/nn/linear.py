@@ -24,14 +24,15 @@ INT8_MOST: Final = 127
 class TernaryLinear(nn.Module):
     """y = x @ (w * scale).T + bias, with w of -1, 0 and 1.
 
-    Made with latent weights of full precision, it rounds them in every forward pass and trains
-    them by the straight-through estimator. `freeze` keeps two bit planes instead; the layer then
-    only infers, computing on them, and moves between devices and in state dicts as any other.
+    A new layer has latent weights of full precision. It rounds them in every forward pass and
+    trains them by the straight-through estimator. `freeze` replaces them by two bit planes. A
+    frozen layer supports only inference, which computes on the planes. It moves between devices and
+    in state dicts like any other layer.
 
-    `activations`: what x becomes. "float" leaves it; "int8" rounds each row to 255 levels of its
-    largest size; "ternary" to its signs beyond half its mean size, and then training keeps two bits
-    a value of x for the backward pass. `group` columns of w, a multiple of 32, share a scale;
-    without it a row does.
+    `activations` says how x is rounded. "float" does not round. "int8" rounds each row to 255
+    levels of its largest absolute value. "ternary" rounds each row to the signs of values beyond
+    half its mean absolute value; training then saves two bits per value of x for the backward pass.
+    `group` columns of w, a multiple of 32, share a scale; without `group` each row has one.
     """
 
     bit0: Tensor | None
@@ -51,7 +52,7 @@ class TernaryLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make a layer to be trained, its latent weights as those of torch.nn.Linear at first."""
+        """Make a trainable layer with latent weights initialised as in torch.nn.Linear."""
         super().__init__()
         if activations not in ACTIVATIONS:
             raise UsageError(f"activations is {activations!r}; choose one of {ACTIVATIONS}")
@@ -76,7 +77,7 @@ class TernaryLinear(nn.Module):
         activations: Activations = "float",
         group: int | None = None,
     ) -> TernaryLinear:
-        """Return a frozen layer with a linear layer's weights, rounded as `from_float` does."""
+        """Return a frozen layer with a linear layer's weights, rounded by `from_float`."""
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None,
             activations=activations, group=group, device="meta",
@@ -96,7 +97,7 @@ class TernaryLinear(nn.Module):
         group: int | None = None,
         device: torch.device | str | None = None,
     ) -> TernaryLinear:
-        """Return a frozen layer whose weights are yet to be loaded, as from a state dict."""
+        """Return a frozen layer with zero weights, to be loaded later, as from a state dict."""
         layer = cls(
             in_features, out_features, bias, activations=activations, group=group, device="meta"
         )
@@ -116,14 +117,14 @@ class TernaryLinear(nn.Module):
 
     @property
     def tensor(self) -> TernaryTensor:
-        """The weights as a ternary tensor, which shares a frozen layer's planes."""
+        """The weights as a ternary tensor; for a frozen layer it shares the planes."""
         shape = (self.out_features, self.in_features)
         if self.weight is None:
             return TernaryTensor(self.bit0, self.bit1, shape, self.scale, self.group)
         return TernaryTensor.from_float(self.weight, group=self.group)
 
     def freeze(self) -> TernaryLinear:
-        """Replace latent weights by planes, for inference; return the layer. Twice is fine."""
+        """Replace latent weights by planes, for inference; return the layer. Idempotent."""
         if self.weight is not None:
             self._keep(self.tensor)
         return self
@@ -131,7 +132,7 @@ class TernaryLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out_features) for x of (..., in_features), in x's dtype.
 
-        Raises UsageError for an x of another last dimension.
+        Raises UsageError if x has another last dimension.
         """
         if x.shape[-1:] != (self.in_features,):
             raise UsageError(f"x has shape {tuple(x.shape)}; give (..., {self.in_features})")
@@ -143,7 +144,7 @@ class TernaryLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Return what the layer is made of."""
+        """Return the layer's parameters for `print`."""
         state = "frozen" if self.frozen else "latent weights"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -190,7 +191,7 @@ def _product(x: Tensor, weight: Tensor, group: int | None) -> Tensor:
 
 
 def _levels(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row as integers of -127 to 127, and the size of one, (rows, 1)."""
+    """Return each row as integers from -127 to 127, and the value of one level, (rows, 1)."""
     wide = x.detach().float()
     size = wide.abs().amax(-1, keepdim=True) / INT8_MOST
     levels = (wide / size.clamp(min=torch.finfo(torch.float32).tiny)).round()

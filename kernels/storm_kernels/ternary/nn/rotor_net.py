@@ -1,10 +1,11 @@
 """`SimpleRotorNet`: a network of two layers with ternary weights and ternary activations.
 
-    inputs -> standardised, signs beyond +-1/2 -> w1 -> scaled and moved -> signs beyond +-1/2 -> w2
-           -> scaled and moved -> outputs
+    inputs -> standardised, signs beyond +-1/2 -> w1 -> gain and shift -> signs beyond +-1/2 -> w2
+           -> gain and shift -> outputs
 
-Both products are of ternary with ternary values, so that they are exact integers on every backend.
-It is trained with latent weights in torch and then kept as planes; using it needs NumPy alone.
+Both products multiply ternary by ternary values, so they are exact integers on every backend. The
+network is trained with latent weights in torch and then stored as planes; inference needs only
+NumPy.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ __all__ = ["SimpleRotorNet"]
 THRESHOLD: Final = 0.5
 
 _DAMAGE: Final = (ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile)
-"""What a damaged archive makes its readers raise."""
+"""The exceptions that the readers raise for a damaged archive."""
 
 _VECTORS: Final = ("mean", "size", "gain1", "shift1", "gain2", "shift2")
 
 
 class SimpleRotorNet:
-    """A classifier or regressor of `inputs` to `outputs` values through `hidden` rotors.
+    """A classifier or regressor from `inputs` to `outputs` values through `hidden` rotors.
 
-    New, its weights are random. `nbytes` counts planes and the six vectors beside them.
+    A new network has random weights. `nbytes` counts the planes and the six vectors.
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, *, seed: int = 0) -> None:
@@ -56,7 +57,7 @@ class SimpleRotorNet:
             "gain2": np.full(outputs, (4 / 9 * hidden) ** -0.5, np.float32),
             "shift2": np.zeros(outputs, np.float32),
         }
-        self._placed: dict[str, tuple[Any, ...]] = {}  # what `forward` uses, by device
+        self._placed: dict[str, tuple[Any, ...]] = {}  # parameters for `forward`, by device
 
     @property
     def weights(self) -> tuple[TernaryTensor, TernaryTensor]:
@@ -65,14 +66,14 @@ class SimpleRotorNet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that the network is made of."""
+        """Bytes of weights and vectors."""
         vectors = sum(vector.nbytes for vector in self._vectors.values())
         return self._w1.nbytes + self._w2.nbytes + vectors
 
     def forward(self, x: Array, *, threads: int = 1, backend: str = "auto") -> Array:
         """Return (..., outputs) float32 for x of (..., inputs), an array or a tensor on any device.
 
-        Raises UsageError for another number of inputs, or NaN among them.
+        Raises UsageError for a wrong number of inputs, or if an input is NaN.
         """
         values = x.float() if is_tensor(x) else np.asarray(x, dtype=np.float32)
         if values.ndim < 1 or values.shape[-1] != self.inputs:
@@ -101,8 +102,8 @@ class SimpleRotorNet:
     ) -> list[float]:
         """Train on x (samples, inputs) and classes y (samples,); return each epoch's mean loss.
 
-        Needs torch, and trains on the device of x. The network is replaced when all epochs are
-        done; until then, and after an error, it is what it was.
+        This needs torch and trains on the device of x. The network changes only when all epochs are
+        done; until then, and after an error, it is unchanged.
         """
         from .rotor_training import train
 
@@ -113,7 +114,7 @@ class SimpleRotorNet:
         return found.losses
 
     def save(self, path: str | Path) -> None:
-        """Write the network to a file: an archive of arrays, without anything that runs code."""
+        """Write the network to a file: an archive of arrays, which contains no executable code."""
         arrays: dict[str, Any] = {
             "w1": np.frombuffer(self._w1.to_bytes(packed=True), np.uint8),
             "w2": np.frombuffer(self._w2.to_bytes(packed=True), np.uint8),
@@ -124,9 +125,9 @@ class SimpleRotorNet:
 
     @classmethod
     def load(cls, path: str | Path) -> SimpleRotorNet:
-        """Return the network that `save` has written.
+        """Return the network that `save` wrote.
 
-        Raises CorruptBlob where the file is damaged or something else.
+        Raises CorruptBlob if the file is damaged or not a network.
         """
         try:
             with np.load(path, allow_pickle=False) as archive:
@@ -147,7 +148,7 @@ class SimpleRotorNet:
         return net
 
     def _on(self, x: Array) -> tuple[Any, ...]:
-        """Return weights and vectors where x is."""
+        """Return weights and vectors on the device of x."""
         if not is_tensor(x):
             return (self._w1, self._w2, *self._vectors.values())
         key = str(x.device)

@@ -1,4 +1,4 @@
-"""Trains a SimpleRotorNet with latent weights in torch, and folds the outcome into planes."""
+"""Trains a SimpleRotorNet with latent weights in torch, and folds the result into planes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["Trained", "train"]
 
 REACH: Final = 1.5
-"""Values beyond it pass no gradient: their sign is settled."""
+"""Values beyond +-REACH pass no gradient: their sign is settled."""
 
 LEAST_SIZE: Final = 1e-3
-"""Of an input's spread, so that one that never changes divides by no zero."""
+"""The minimum standard deviation of an input, so that a constant input does not divide by 0."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a network is made of after training."""
+    """The parameters of a network after training, and the losses."""
 
     weights: tuple[TernaryTensor, TernaryTensor]
     vectors: dict[str, NDArray[np.float32]]
@@ -41,7 +41,7 @@ class Trained:
 def train(
     net: SimpleRotorNet, x: Array, y: Array, *, epochs: int, batch: int, rate: float, seed: int
 ) -> Trained:
-    """Train from new latent weights. Raises UsageError for shapes that do not fit the network."""
+    """Train new latent weights. Raises UsageError for shapes that do not match the network."""
     inputs, classes = torch.as_tensor(x).float(), torch.as_tensor(y).long()
     if inputs.ndim != 2 or inputs.shape[1] != net.inputs or classes.shape != inputs.shape[:1]:
         raise UsageError(
@@ -60,7 +60,7 @@ def train(
         for first in range(0, order.numel(), batch):
             part = order[first : first + batch]
             if part.numel() < 2 and inputs.shape[0] > 1:
-                continue  # a batch of one has no spread to norm by
+                continue  # a batch of one has no variance for the batch norm
             loss = nn.functional.cross_entropy(model(inputs[part]), classes[part])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ def train(
 
 
 class _Signs(torch.autograd.Function):
-    """Signs beyond +-1/2 forward, the identity within REACH backward."""
+    """Forward: the signs of values beyond +-1/2. Backward: the identity within +-REACH."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class _Latent(nn.Module):
         self.norm1, self.norm2 = nn.BatchNorm1d(net.hidden), nn.BatchNorm1d(net.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs as the folded network will compute them."""
+        """Return the outputs, as the folded network computes them."""
         first: Tensor = _signs((x - self.mean) / self.size)
         hidden = self.norm1(first @ self._through(self.w1).T)
         second: Tensor = _signs(hidden)
@@ -117,7 +117,7 @@ class _Latent(nn.Module):
         return weight + (signs.to(weight.dtype) - weight).detach()
 
     def folded(self, losses: list[float]) -> Trained:
-        """Return planes of the signs, and each norm as a gain and a shift."""
+        """Return the signs as planes, and each batch norm as a gain and a shift."""
         vectors = {"mean": self.mean, "size": self.size}
         for number, norm in (("1", self.norm1), ("2", self.norm2)):
             assert norm.running_var is not None

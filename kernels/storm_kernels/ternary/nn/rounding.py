@@ -1,6 +1,6 @@
 """Rounding to ternary values with a gradient: the straight-through estimator.
 
-Values are rounded in the forward pass; the backward pass takes the rounding for the identity
+Values are rounded in the forward pass; the backward pass treats the rounding as the identity
 (Bengio, Leonard, Courville: "Estimating or Propagating Gradients Through Stochastic Neurons for
 Conditional Computation", 2013).
 """
@@ -17,14 +17,14 @@ from ..api import decode, encode
 __all__ = ["HALF", "TernaryProduct", "rounded_rows", "rounded_signs"]
 
 HALF: Final = 0.5
-"""Of the mean size: values beyond it round to -1 or 1 when divided by that mean."""
+"""Threshold as a share of the mean absolute value: larger values round to -1 or 1."""
 
 
 def rounded_rows(values: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Return signs as int8, (rows, columns), and the scale of each row or group, (rows, groups).
 
-    The threshold is half the mean size of the whole tensor; a scale is the mean size of what is
-    beyond it, which `TernaryTensor.from_float` computes alike.
+    The threshold is half the mean absolute value of the whole tensor. A scale is the mean absolute
+    value of the values beyond it. `TernaryTensor.from_float` computes both.
     """
     from ..tensor import TernaryTensor
 
@@ -34,7 +34,10 @@ def rounded_rows(values: Tensor, group: int | None = None) -> tuple[Tensor, Tens
 
 
 def rounded_signs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the signs of each row beyond half its mean size, and their mean size, (rows, 1)."""
+    """Return each row's signs of values beyond half its mean size, and their mean size, (rows, 1).
+
+    The size of a value is its absolute value.
+    """
     sizes = x.detach().abs().float()
     beyond = sizes > HALF * sizes.mean(-1, keepdim=True)
     signs = torch.where(beyond, x.detach().sign(), 0.0).to(torch.int8)
@@ -43,15 +46,15 @@ def rounded_signs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TernaryProduct(torch.autograd.Function):
-    """x @ w.T with both rounded to ternary, keeping of x two bits a value for the backward pass."""
+    """x @ w.T with both rounded to ternary; saves two bits per value of x for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: int | None) -> Tensor:
-        """Return the product of x (rows, columns) and weight (outputs, columns), as x's dtype."""
+        """Return the product of x (rows, columns) and weight (outputs, columns), in x's dtype."""
         signs, x_scale = rounded_signs(x)
         w_signs, w_scale = rounded_rows(weight, group)
         w = _scaled(w_signs, w_scale, group).to(x.dtype)
-        # In memory of torch's own: what shares NumPy's may change unseen, and offload leaves it be.
+        # Cloned to torch's memory: memory shared with NumPy may change unseen, so offload skips it.
         bit0, bit1 = (plane.clone() for plane in encode(signs))
         ctx.save_for_backward(bit0, bit1, x_scale, weight)
         ctx.group = group
@@ -59,7 +62,7 @@ class TernaryProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of x and of the latent weight, as if nothing had been rounded."""
+        """Return the gradients of x and of the latent weight, as without rounding."""
         (gradient,) = gradients
         bit0, bit1, x_scale, weight = ctx.saved_tensors
         w = _scaled(*rounded_rows(weight, ctx.group), ctx.group).to(gradient.dtype)

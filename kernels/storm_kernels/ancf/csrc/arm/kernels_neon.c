@@ -3,13 +3,14 @@
 
 #include "../primitives_portable.h"
 
-/* Bit i of each run of eight bytes weighs 2^i. */
+/* The weights of bytes: byte i of each eight has weight 2^i. */
 static inline uint8x16_t neon_weights(void)
 {
     return vreinterpretq_u8_u64(vdupq_n_u64(UINT64_C(0x8040201008040201)));
 }
 
-/* Four vectors of weighted bits, each byte 0 or its weight, as the 64 bits of a plane. */
+/* Packs four vectors of weighted bits (each byte is 0 or its weight) into the 64 bits of a
+ * plane. */
 static inline uint64_t neon_gather(const uint8x16_t weighted[4])
 {
     uint8x16_t low = vpaddq_u8(weighted[0], weighted[1]);
@@ -35,7 +36,7 @@ static inline void neon_planes_of_bytes(const uint8_t *bytes, unsigned groups, u
         }
 }
 
-/* The codes of values 16*part to 16*part + 15 of group g. */
+/* Returns the codes of values 16*part to 16*part + 15 of group g. */
 static inline uint8x16_t neon_codes_of_planes(const uint64_t planes[][WORDS], unsigned g,
                                               unsigned part, unsigned bits)
 {
@@ -98,7 +99,7 @@ static inline void neon_symbols_of_planes(const uint64_t planes[][WORDS], unsign
 
 #define HALF_COLUMNS (ANCF_CHUNK_COLUMNS / 2)
 
-/* Half a chunk in memory order; sums[i] holds words 0, 2 and words 1, 3 of column i. */
+/* Returns the sum of half a chunk; sums[i] holds the sums of words 0, 2 and 1, 3 of column i. */
 static inline uint64_t neon_half_chunk(const uint8_t *data, uint64_t first_column)
 {
     uint64x2_t sums[HALF_COLUMNS];
@@ -130,7 +131,7 @@ static uint64_t neon_checksum(const uint8_t *data, size_t chunks, uint64_t first
     return total;
 }
 
-/* Copies chunk by chunk: what the checksum just read is in the first-level cache. */
+/* Copies chunk by chunk, so that the copy reads from the L1 cache what the checksum just read. */
 static uint64_t neon_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chunks,
                                    uint64_t first_chunk)
 {

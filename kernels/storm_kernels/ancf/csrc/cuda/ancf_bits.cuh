@@ -1,10 +1,10 @@
-/* Small work on words of bits and on lanes, for encoders and decoders by warps.
- * Nothing here touches memory.
+/* Operations on words of bits and on lanes, for encoders and decoders that work by warps.
+ * Nothing here accesses memory.
  */
 #pragma once
 #include <ancf_device.cuh>
 
-/* How many flagged elements the lanes before this one hold, and all lanes. */
+/* The number of flagged elements in the lanes before this one, and in all lanes. */
 struct LaneRank {
   u32 before, total;
 
@@ -16,13 +16,13 @@ struct LaneRank {
   }
 };
 
-/* The lowest `count` bits set. */
+/* Returns a word whose lowest `count` bits are set. */
 DEVICE u32 low_bits(u32 count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-/* Bits picked by `mask` from `one`, the others from `other`. */
+/* Selects the bits in `mask` from `one`, the others from `other`. */
 DEVICE u32 choose_bits(u32 mask, u32 one, u32 other) { return (one & mask) | (other & ~mask); }
 
-/* Bit i of the lower 16 to bit 2i. */
+/* Moves bit i of the lower 16 bits to bit 2i. */
 DEVICE u32 to_even_bits(u32 bits) {
   bits = (bits | bits << 8) & 0x00ff00ff;
   bits = (bits | bits << 4) & 0x0f0f0f0f;
@@ -30,9 +30,9 @@ DEVICE u32 to_even_bits(u32 bits) {
   return (bits | bits << 1) & 0x55555555;
 }
 
-/* Brings the bits that a mask names together at the low end of each field of kField bits, in order,
- * or back: by moves of 1, 2, 4, ... bits, which the mask is turned into once (H. S. Warren, Hacker's
- * Delight, 7-4 and 7-5). A bit moves by so many as zeros of the mask lie below it. */
+/* Packs the bits that a mask selects, in order, to the low end of each field of kField bits, or
+ * unpacks them: by moves of 1, 2, 4, ... bits, which `of` computes from the mask (H. S. Warren,
+ * Hacker's Delight, 7-4 and 7-5). A bit moves by the number of the mask's zeros below it. */
 template <u32 kField>
 struct BitMoves {
   static_assert(kField == 8 || kField == 32, "bytes or words");
@@ -58,7 +58,7 @@ struct BitMoves {
     return made;
   }
 
-  /* `bits` has none but those that the mask names. */
+  /* Packs; `bits` has no bits outside the mask. */
   DEVICE u32 together(u32 bits) const {
 #pragma unroll
     for (u32 level = 0; level < kLevels; level++) {
@@ -67,7 +67,7 @@ struct BitMoves {
     }
     return bits;
   }
-  /* The inverse; bits that the mask does not name may be anything. */
+  /* The inverse; result bits outside the mask are arbitrary. */
   DEVICE u32 apart(u32 bits) const {
 #pragma unroll
     for (u32 level = kLevels; level-- > 0;) bits = choose_bits(moves[level], bits << (1u << level), bits);

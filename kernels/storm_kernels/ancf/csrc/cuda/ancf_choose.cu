@@ -1,8 +1,8 @@
-/* The choice of mode and parameters from a sample, without the host (FORMAT.md, sections 9 to 11).
+/* Chooses mode and parameters from a sample, without the host (FORMAT.md, sections 9 to 11).
  *
- * Block 0 samples and decides; the other blocks clear what the encode kernel counts in. All its
- * threads count, four warps rank and cost the four ways to code, one decides. The
- * plan is the one that the NumPy reference finds.
+ * Block 0 samples and decides; the other blocks clear the counters of the encode kernel. In block 0
+ * all threads count, four warps rank symbols and compute the costs of the four ways to code, and
+ * one warp decides. The plan equals that of the NumPy reference.
  */
 #include <ancf_few.cuh>
 
@@ -13,17 +13,17 @@ struct ChooseShared {
 };
 constexpr u32 kChooseSharedBytes = sizeof(ChooseShared);
 
-/* For the host: the dynamic shared memory of a block. */
+/* Read by the host: a block's dynamic shared memory in bytes. */
 extern "C" __device__ const u32 ancf_choose_shared_bytes = kChooseSharedBytes;
 
-/* The mode that needs no sample, kAuto where one is needed. */
+/* Returns the mode if it needs no sample, else kAuto. */
 DEVICE u32 mode_without_sample(const Request &request, u64 n) {
-  if (n == 0 || has_dictionary_apart(request.mode)) return kRaw;  /* a dictionary is another kernel's */
+  if (n == 0 || has_dictionary_apart(request.mode)) return kRaw;  /* ancf_values has dictionaries */
   if (request.mode == kAuto) return request.dtype == kBoolType ? kBoolean : kAuto;
   return request.mode == kRaw || request.mode == kBoolean || request.mode == kInteger ? request.mode : kAuto;
 }
 
-/* Everything that is counted, by the whole block; complete when it returns. */
+/* Counts everything in the sample; the whole block calls it. The counts are complete on return. */
 DEVICE void count_sample(Counts &counts, const Request &request, const Part &part, Value first) {
   clear_histogram(counts);
   barrier(0, kChooseThreads);
@@ -35,7 +35,7 @@ DEVICE void count_sample(Counts &counts, const Request &request, const Part &par
   barrier(0, kChooseThreads);
 }
 
-/* One warp ranks the symbols of one kind and costs them. */
+/* Ranks the symbols of one kind and computes the cost of coding them; by one warp. */
 DEVICE void rank(ChooseShared &shared, const Request &request, const Summary &sample, u32 choice, u32 lane) {
   Ranking &ranking = shared.rankings[choice];
   bool rest = is_rest(choice), exponent = is_exponent(choice);
@@ -46,14 +46,14 @@ DEVICE void rank(ChooseShared &shared, const Request &request, const Summary &sa
   u32 key = rank_keys(ranking.keys, occurring, ranking.ranked, lane);
   u32 drop = rest ? droppable(request, sample) : window_drop(request, sample);
   bool dense = rest || drop || request.dense;
-  u32 rotate = exponent && !signs_apart;  /* magnitudes have no sign to turn */
+  u32 rotate = exponent && !signs_apart;  /* magnitudes have no sign to rotate */
   Coding coding = cheapest_coding(choice, rotate, key, sample.count - left_out, drop, dense, lane);
   if (lane != 0) return;
   ranking.occurring = occurring;
   ranking.coding = coding;
 }
 
-/* Chooses from the sample. The whole block calls it; the first warp has the outcome. */
+/* Chooses from the sample. The whole block calls it; only the first warp gets the outcome. */
 DEVICE Outcome choose(ChooseShared &shared, const Request &request, const u8 *src, u64 n) {
   Value first = read_at(src, 0);
   Part part = Part::of(src, n, first);
@@ -77,8 +77,8 @@ DEVICE Outcome choose(ChooseShared &shared, const Request &request, const u8 *sr
   return Decision{request, sample, window, rest, few, n <= kSampleMax, signs_apart}.outcome();
 }
 
-/* Chooses the plan of `src` and clears the work area. Blocks of kChooseThreads: the first chooses,
- * the others clear `words` words after the plan's dictionary; at least two blocks. */
+/* Chooses the plan of `src` and clears the work area. Blocks of kChooseThreads, at least two: the
+ * first chooses, the others clear `words` words after the plan's dictionary. */
 KERNEL(kChooseThreads)
 ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 dtype, u32 mode, u32 dense,
             u32 checksum) {

@@ -1,8 +1,8 @@
-/* Elements as symbol and residue, and planes of them (FORMAT.md, sections 4 and 5).
+/* Splits elements into symbols and residues, and writes their planes (FORMAT.md, sections 4 and 5).
  *
- * `Code` fixes the bits of one way to code at compile time, so that every piece of a residue is a
- * few constant shifts. A function here touches only the plane bytes of the elements that the calling
- * lane holds.
+ * `Code` has the parameters of a coding as compile-time constants, so every piece of a residue is a
+ * few constant shifts. A function here accesses only the plane bytes of the calling lane's
+ * elements.
  */
 #pragma once
 #include <ancf_tile.cuh>
@@ -38,12 +38,12 @@ struct Code {
     if (!kRotate) return static_cast<u32>(x >> (kDrop + kResidue));
     return static_cast<u32>(x >> (kDrop + kResidue - 1)) & (kSymbols - 1);
   }
-  /* The bits of an element that `symbol` stands for. */
+  /* Returns the bits of an element with this symbol and residue 0. */
   DEVICE static Element place(u64 symbol) { return turned_back(symbol << kResidue & kMask); }
   DEVICE static bool is_exact(Element x) { return (x & kDropMask) == 0; }
 };
 
-/* Element number `index` of an array in shared memory. */
+/* Returns element number `index` of an array in shared memory. */
 DEVICE Element read_staged(const u8 *stage, u32 index) {
   if (kWidth == 8) return reinterpret_cast<const u64 *>(stage)[index];
   if (kWidth == 4) return reinterpret_cast<const u32 *>(stage)[index];
@@ -58,9 +58,9 @@ DEVICE void write_staged(u8 *stage, u32 index, Element value) {
   else stage[index] = static_cast<u8>(value);
 }
 
-/* How the encoder of pipeline fast looks symbols up, in shared memory. Entry of a symbol: bit p of
- * its code in bit 0 of byte p; so the entries of eight elements, shifted by 0..7 and added, are
- * their code planes. */
+/* The lookup table for symbols in the encoder of pipeline fast, in shared memory. The entry of a
+ * symbol has bit p of its code in bit 0 of byte p. So the entries of eight elements, shifted by
+ * 0..7 and added, are their code planes. */
 template <class C>
 struct SymbolTable {
   u32 entry[C::kSymbols];
@@ -70,7 +70,7 @@ DEVICE u32 spread_code(u32 code) {
   return (code & 1) | (code & 2) << 7 | (code & 4) << 14;
 }
 
-/* The first code of a symbol, all ones where it has none. */
+/* Returns the first code of a symbol, all ones if it has none. */
 template <class C>
 DEVICE u32 first_code(const Plan &plan, u32 symbol) {
   u32 index = 0;
@@ -85,7 +85,7 @@ DEVICE void fill_table(SymbolTable<C> &table, const Plan &plan) {
   }
 }
 
-/* Where an element stands: planes start at `base`, for `padded` elements. */
+/* A set of planes: they start at `base` and have `padded` elements. */
 struct PlaneSet {
   u8 *base;
   u32 padded;
@@ -98,14 +98,14 @@ struct ConstPlaneSet {
   DEVICE const u8 *plane(u32 bit) const { return base + padded / 8 * bit; }
 };
 
-/* kBits bits (a power of two up to 16) at bit number `place` of `plane`. */
+/* Reads kBits bits (a power of two up to 16) at bit number `place` of `plane`. */
 template <u32 kBits>
 DEVICE u32 read_lane_bits(const u8 *plane, u32 place) {
   if (kBits == 16) return *reinterpret_cast<const u16 *>(plane + place / 8);
   return plane[place / 8] >> (place % 8) & ((1u << kBits) - 1);
 }
 
-/* One or two words of a lane's piece, at once where the place is aligned for that. */
+/* Stores one or two words of a lane's piece, two at once if kAligned. */
 template <u32 kBytes, bool kAligned>
 DEVICE void store_piece_words(u8 *at, u32 low, u32 high) {
   if (kBytes == 8 && kAligned) {
@@ -152,7 +152,7 @@ DEVICE void write_piece(const PlaneSet &planes, u32 first, const u64 *values, bo
   if (wanted) store_words<kBytes>(planes.plane(kAt) + first * (kSize / 8), low, high);
 }
 
-/* Residues of a lane's piece of elements. Bytes first, then planes of the bits left over. */
+/* Writes the residues of a lane's piece of elements: whole bytes, then planes of the other bits. */
 template <class C>
 DEVICE void write_residues(const PlaneSet &planes, u32 first, const u64 (&turned)[kPiece],
                            bool wanted, u32 lane) {
@@ -180,7 +180,7 @@ DEVICE void write_residues(const PlaneSet &planes, u32 first, const u64 (&turned
   }
 }
 
-/* Codes of a piece; returns its escapes. */
+/* Writes the codes of a piece; returns the flags of its escapes. */
 template <class C>
 DEVICE u32 write_codes(const PlaneSet &planes, u32 first, const uint4 &piece, u32 valid,
                        const SymbolTable<C> &table, u32 lane) {
@@ -216,7 +216,7 @@ DEVICE void with_code_drop(const Plan &plan, const Action &action) {
   else with_code_bits<kPipeline, kDrop, 0>(plan, action);
 }
 
-/* Runs `action` with the Code that the plan of a window, truncated or sparse blob stands for. */
+/* Runs `action` with the Code for the plan of a window, truncated or sparse blob. */
 template <Pipeline kPipeline, class Action>
 DEVICE void with_code(const Plan &plan, const Action &action) {
   if (plan.drop == 0) return with_code_drop<kPipeline, 0>(plan, action);

@@ -1,7 +1,7 @@
-/* What block 0 counts in the sample: how often each symbol occurs, and a few facts about all of it.
+/* Counts the sample in block 0: the frequency of each symbol, and a few facts about all elements.
  *
- * Every warp leaves its facts in words of its own and any warp adds them up again, which takes
- * fewer steps than adding in shared memory and nothing to clear before.
+ * Every warp writes its facts to separate words, and any warp can add them. This takes fewer steps
+ * than atomic additions in shared memory, and no memory must be cleared before.
  */
 #pragma once
 #include <ancf_sample.cuh>
@@ -9,16 +9,16 @@
 constexpr u32 kBins = 1u << (8 * kWidth - kMantissa);  /* joint symbols: sign and exponent */
 constexpr u32 kExponents = kBins / 2;
 
-/* The joint symbol of an element; the exponent alone is its low bits. */
+/* Returns the joint symbol of an element; its low bits are the exponent. */
 DEVICE u32 joint_symbol(Value x) { return static_cast<u32>(x >> kMantissa); }
 
-/* Numbers of a warp's part of the sample, or of all of it. */
+/* Facts about a warp's part of the sample, or about the whole sample. */
 struct Facts {
-  u32 fills, any_of_pair, second_of_pair;  /* as FORMAT.md's Z, a and c */
-  u32 zeros, any_magnitude, second_magnitude;  /* the same of magnitudes and 0 */
-  u32 differ;                              /* whether an element is unlike the first */
-  Value low_bits;                          /* or of all elements */
-  Value least, most;                       /* in the type's order, from 0 up; integers alone */
+  u32 fills, any_of_pair, second_of_pair;  /* FORMAT.md's Z, a and c */
+  u32 zeros, any_magnitude, second_magnitude;  /* the same for magnitudes and 0 */
+  u32 differ;                              /* whether an element differs from the first */
+  Value low_bits;                          /* bitwise or of all elements */
+  Value least, most;                       /* minimum and maximum by `ordered`; only integers */
 };
 
 struct Counts {
@@ -47,7 +47,7 @@ DEVICE Value greatest_of_lanes(Value value) {
 }
 DEVICE Value least_of_lanes(Value value) { return kAllBits - greatest_of_lanes(kAllBits - value); }
 
-/* Signed numbers in an order of unsigned ones. */
+/* Maps values so that unsigned order is the type's order. */
 DEVICE Value ordered(Value x, bool is_signed) {
   return is_signed ? x ^ (kAllBits / 2 + 1) : x;
 }
@@ -61,8 +61,8 @@ DEVICE void clear_histogram(Counts &counts) {
   }
 }
 
-/* A part is whole but for the last of a small tensor: a branch an element would cost more than the
- * counting. */
+/* Counts symbols. Only the last part of a small tensor is incomplete; for whole parts a branch per
+ * element would cost more than the counting. */
 DEVICE void count_symbols(Counts &counts, const Part &part) {
   if (part.own == kOwn) {
 #pragma unroll
@@ -75,13 +75,13 @@ DEVICE void count_symbols(Counts &counts, const Part &part) {
   }
 }
 
-/* This thread's numbers; `fill` is what a bitmap would leave out. */
+/* Returns the facts of this thread's part; `fill` is the value that a bitmap would omit. */
 DEVICE Facts facts_of(const Part &part, Value fill, Value first) {
   constexpr u32 kEven = 0x5555;
   static_assert(kOwn == 16, "a bit an element, in 16 bits");
   Facts facts = {};
   Value unlike = 0;
-  u32 kept = 0, big = 0;  /* bit i: element i is not the fill, not 0 of either sign */
+  u32 kept = 0, big = 0;  /* bit i: element i is not the fill; not +0 or -0 */
 #pragma unroll
   for (u32 i = 0; i < kOwn; i++) {
     kept |= part.x[i] != fill ? 1u << i : 0;
@@ -89,7 +89,7 @@ DEVICE Facts facts_of(const Part &part, Value fill, Value first) {
     unlike |= part.x[i] ^ first;
     facts.low_bits |= part.x[i];
   }
-  u32 pairs = kEven & ((1u << part.own / 2 * 2) - 1);  /* the first bit of each pair that is whole */
+  u32 pairs = kEven & ((1u << part.own / 2 * 2) - 1);  /* the first bit of each complete pair */
   facts.differ = unlike != 0;
   facts.fills = part.own - ones(kept & ((1u << part.own) - 1));
   facts.any_of_pair = ones((kept | kept >> 1) & pairs);
@@ -100,7 +100,7 @@ DEVICE Facts facts_of(const Part &part, Value fill, Value first) {
   return facts;
 }
 
-/* Least and most of this thread's numbers. */
+/* Adds the minimum and maximum of this thread's elements. */
 DEVICE void add_bounds(Facts &facts, const Part &part, bool is_signed) {
   facts.least = kAllBits;
 #pragma unroll
@@ -111,7 +111,7 @@ DEVICE void add_bounds(Facts &facts, const Part &part, bool is_signed) {
   }
 }
 
-/* The same of all lanes' numbers, for every lane; bounds only where they matter. */
+/* Combines the facts of all lanes, for every lane; bounds only if `with_bounds`. */
 DEVICE Facts over_lanes(const Facts &mine, bool with_bounds) {
   Facts all;
   all.fills = sum_of_lanes(mine.fills);

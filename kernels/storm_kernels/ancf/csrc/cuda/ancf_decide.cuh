@@ -1,7 +1,7 @@
-/* From the sample's numbers to a plan (FORMAT.md, section 10), by one warp.
+/* Computes a plan from the sample's facts (FORMAT.md, section 10), by one warp.
  *
- * Only integers are compared and every order is fixed, so that the plan is the one that choose.py
- * finds. Nothing here reads the tensor.
+ * It compares only integers and fixes every order, so the plan equals that of choose.py. Nothing
+ * here reads the tensor.
  */
 #pragma once
 #include <ancf_ranks.cuh>
@@ -9,28 +9,28 @@
 constexpr u32 kAuto = 255;       /* for a mode: chosen here */
 constexpr u32 kFewValues = 3;    /* of mode ternary */
 
-/* What the host asks for. */
+/* The host's arguments. */
 struct Request {
   u64 nbytes;
   u32 dtype, mode;
   bool dense, checksum, is_float, is_signed;
 };
 
-/* The sample in numbers. */
+/* The facts about the whole sample. */
 struct Summary {
   Facts facts;
   Value fill, first;
   u32 count;  /* elements */
 };
 
-/* A sample's distinct values, where they are few. */
+/* A sample's distinct values, if there are at most kFewValues. */
 struct FewValues {
   u64 values[kFewValues];
   u32 counts[kFewValues];
   u32 found;  /* kFewValues + 1 for more */
 };
 
-/* Adds up what the warps counted. The fill of equal elements is only known now. */
+/* Combines the facts of all warps. Only now is it known whether all elements equal a fill. */
 DEVICE Summary summary_of(const Counts &counts, const Request &request, Value first, u32 count, u32 lane) {
   static_assert(kChooseWarps == kWarpThreads, "a lane reads one warp's facts");
   Facts facts = over_lanes(counts.of_warp[lane], !request.is_float);
@@ -42,7 +42,7 @@ DEVICE Summary summary_of(const Counts &counts, const Request &request, Value fi
   return {facts, request.mode == kConstant || all_fill ? first : 0, first, count};
 }
 
-/* Low bits that no sampled element has set, among those a truncated float may lack. */
+/* Returns how many low bits can be dropped: no sampled element has them set. */
 DEVICE u32 droppable(const Request &request, const Summary &sample) {
   Value low = sample.facts.low_bits;
   if (!request.is_float) return 0;
@@ -51,15 +51,15 @@ DEVICE u32 droppable(const Request &request, const Summary &sample) {
   return 0;
 }
 
-/* Whether so many zeros have a sign that signs get a plane of their own in a sparse tensor: that costs
- * a bit for each zero, and a -0.0 that is coded costs at least its residue. */
+/* Whether a sparse tensor gets a separate plane of signs, because many zeros are negative. The
+ * plane costs one bit for each zero; a -0.0 that is coded costs at least its residue. */
 DEVICE bool keeps_signs_apart(const Request &request, const Summary &sample) {
   if (!request.is_float || sample.fill != 0) return false;
   u32 negative = sample.facts.zeros - sample.facts.fills;
   return negative * (kMantissa - droppable(request, sample) + 1) > sample.facts.zeros;
 }
 
-/* The same for codes without a bitmap, which a forced mode may settle. */
+/* Like droppable, for codes without a bitmap; a forced mode may determine the result. */
 DEVICE u32 window_drop(const Request &request, const Summary &sample) {
   if (request.mode == kWindow) return 0;
   u32 drop = droppable(request, sample);
@@ -67,12 +67,12 @@ DEVICE u32 window_drop(const Request &request, const Summary &sample) {
   return kWidth == 4 ? 16 : kWidth == 8 ? 29 : 0;
 }
 
-/* What is decided; the offsets follow from it. */
+/* The decision; all offsets follow from it. */
 struct Outcome {
   u32 mode, bitmap, drop;
   u64 fill;
-  const Coding *coding;  /* or none */
-  const FewValues *few;  /* of mode ternary */
+  const Coding *coding;  /* or null */
+  const FewValues *few;  /* for mode ternary */
   bool may_be_constant;
 };
 
@@ -80,9 +80,9 @@ struct Decision {
   const Request &request;
   const Summary &sample;
   const Coding &window, &rest;
-  const FewValues *few;  /* or none, where they were not counted */
+  const FewValues *few;  /* null if they were not counted */
   bool everything;       /* the sample is the whole tensor */
-  bool signs_apart;      /* `rest` is of magnitudes */
+  bool signs_apart;      /* `rest` codes magnitudes */
 
   DEVICE u32 pair_bits() const {
     u32 any = signs_apart ? sample.facts.any_magnitude : sample.facts.any_of_pair;
@@ -92,7 +92,7 @@ struct Decision {
   DEVICE bool pairs() const { return pair_bits() * 17 < sample.count * 16; }
   DEVICE u32 sparse_bits() const { return (pairs() ? pair_bits() : sample.count) + (signs_apart ? sample.count : 0) + rest.bits; }
 
-  /* The best mode without a bitmap; `bits` comes with the cost of the elements as they are. */
+  /* Returns the best mode without a bitmap; `bits` is the raw cost, and becomes the mode's cost. */
   DEVICE u32 best_float(u32 &bits) const {
     u32 mode = kRaw;
     if (window.bits * 65 < bits * 64) {
@@ -135,7 +135,7 @@ struct Decision {
   }
 };
 
-/* Mode ternary's values in the order of the dictionary. */
+/* Writes mode ternary's values in the order of the dictionary. */
 DEVICE void write_few(const FewValues &few, u64 *values) {
   for (u32 i = 0; i < few.found; i++) {
     u32 rank = 0;
@@ -146,7 +146,7 @@ DEVICE void write_few(const FewValues &few, u64 *values) {
   }
 }
 
-/* Makes a plan with an empty window that of a copy of the tensor; what is derived is derived again. */
+/* Turns a plan with an empty window into that of a raw blob, with the offsets of one. */
 DEVICE void become_raw(Plan &plan) {
   plan.mode = kRaw;
   plan.bitmap = plan.rotate = plan.drop = plan.residue_bits = plan.k1 = plan.k2 = plan.escape_bytes = 0;
@@ -156,7 +156,8 @@ DEVICE void become_raw(Plan &plan) {
   plan.payload_offset = kHeaderBytes + plan.raw_nbytes;
 }
 
-/* A plan for `outcome`, its window still empty; raw where the rest of the blob would not fit. */
+/* Returns a plan for `outcome` with an empty window; a raw plan if the rest of the blob would not
+ * fit. */
 DEVICE Plan plan_for(const Request &request, const Outcome &outcome, u32 dict_count) {
   Plan plan = {};
   plan.raw_nbytes = request.nbytes;

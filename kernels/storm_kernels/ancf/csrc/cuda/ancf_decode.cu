@@ -1,26 +1,26 @@
-/* The decode kernels: the header is checked by one warp, then every tile or part of one is decoded
- * by its own warp. Only the warps of one tile wait for each other, and all at the end.
+/* The decode kernels: one warp checks the header; then each tile, or part of a tile, is decoded by
+ * its own warp. Only the warps of one tile wait for each other, and all warps at the end.
  *
- * Damaged bytes give a status, never an access outside: FORMAT.md, section 12, lists what is checked
- * before use.
+ * Damaged bytes result in a status, never in an access outside the buffers: FORMAT.md, section 12,
+ * lists what is checked before use.
  */
 #include <ancf_decode_header.cuh>
 #include <ancf_decode_sparse.cuh>
 #include <ancf_decode_spans.cuh>
 #include <ancf_decode_whole.cuh>
 
-/* What a block keeps in shared memory beside the warps' own shares. */
+/* A block's shared memory besides the warps' own parts. */
 struct alignas(16) BlockMemory {
   Launch launch;
   TopPlaces places;
-  u64 checks[kFastWarps];  /* of its warps, at the end */
+  u64 checks[kFastWarps];  /* sums of its warps, at the end */
 };
 
 template <Pipeline kPipeline>
 constexpr u32 kWarps = kPipeline == kFast ? kFastWarps : kDecodeWarps;
 
-/* Two blocks a multiprocessor have 112 KiB of shared memory each; of a kernel for bitmaps only as
- * many warps work as find room in that. */
+/* With two blocks per multiprocessor, each has 112 KiB of shared memory. In a kernel for bitmaps
+ * only as many warps work as fit. */
 constexpr u32 kSparseFit = (112 * 1024 - sizeof(BlockMemory)) / sizeof(SparseMemory);
 constexpr u32 kSparseWarps = kSparseFit < kDecodeWarps ? kSparseFit : kDecodeWarps;
 
@@ -32,7 +32,7 @@ DEVICE constexpr u32 shared_bytes() {
                                                            : kFastBytes);
 }
 
-/* For the host: the dynamic shared memory of a block, enough for each kernel of this module. */
+/* Read by the host: a block's dynamic shared memory, enough for each kernel of this module. */
 DEVICE constexpr u32 most_shared_bytes() {
   u32 most = 0;
   const u32 bytes[] = {shared_bytes<kWhole>(), shared_bytes<kFast>(), shared_bytes<kDense>(), shared_bytes<kWithBitmap>()};
@@ -42,8 +42,8 @@ DEVICE constexpr u32 most_shared_bytes() {
 constexpr u32 kDecodeSharedBytes = most_shared_bytes();
 extern "C" __device__ const u32 ancf_decode_shared_bytes = kDecodeSharedBytes;
 
-/* Where all of a launch's warps are done, tells the outcome: by the last block. All blocks end at
- * about the same time and additions to one word go one by one, so each block adds once. */
+/* Ends a launch; the last block writes the outcome. All blocks end at about the same time and
+ * additions to one word are serial, so each block adds once. */
 DEVICE void finish(const Decoding &job, const Plan &plan, u64 *checks, u64 *status) {
   Work *work = job.launch.work;
   u64 sum = over_lanes(job.check);
@@ -60,8 +60,8 @@ DEVICE void finish(const Decoding &job, const Plan &plan, u64 *checks, u64 *stat
   *status = fetch_add(&work->status, 0u) ? kBadRecord : differs ? kBadChecksum : kOk;
 }
 
-/* The whole of a kernel for one kind of blob; it does nothing where the plan is of another kind
- * or element type, or bad. */
+/* The body of a kernel for one pipeline. It does nothing if the plan has another pipeline or
+ * element type, or is bad. */
 template <Pipeline kPipeline>
 DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   let_next_begin();
@@ -75,8 +75,8 @@ DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   block.launch.prepare(plan, blob, dst, work_of(scratch));
   Decoding job{block.launch, thread_in_block() % kWarpThreads, 0};
   const u32 own = thread_in_block() / kWarpThreads;
-  const u32 spread = own * block_count() + block_index();  /* neighbouring tiles go to different blocks */
-  const u32 linear = block_index() * kWarps<kPipeline> + own;         /* or side by side */
+  const u32 spread = own * block_count() + block_index();  /* neighbours in different blocks */
+  const u32 linear = block_index() * kWarps<kPipeline> + own;         /* or in one block */
   const u32 warps = block_count() * kWarps<kPipeline>;
   if constexpr (kPipeline == kWhole) {
     decode_whole(job, plan, blob, reinterpret_cast<u64 *>(memory), linear, warps);
@@ -91,8 +91,8 @@ DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   finish(job, plan, block.checks, status);
 }
 
-/* Decode `blob` to `dst` as the plan in `scratch` says: one of these does. Blocks of
- * kWarps of their pipeline, any number. */
+/* Decode `blob` to `dst` by the plan in `scratch`; only the kernel of the plan's pipeline does so.
+ * Blocks have kWarps warps of their pipeline; any number of blocks. */
 #if ANCF_PIPELINES & 2
 KERNEL_TWICE(kWarps<kFast> * kWarpThreads)
 ancf_decode_fast(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
@@ -119,7 +119,7 @@ ancf_decode_whole(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch
 #endif
 
 /* Checks the header of `blob` and prepares ancf_decode. One block of one warp. `status` is
- * kNotDecoded until the kernel of the blob's pipeline and element type has set it. */
+ * kNotDecoded until the kernel of the blob's pipeline and element type sets it. */
 KERNEL(kWarpThreads)
 ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u64 *status) {
   let_next_begin();

@@ -1,12 +1,12 @@
-/* Bits of 32 elements at a time, for the decoders of coded tiles: a word of a bit plane is a
- * lane's share of it. Planes become nibbles and bytes, and bits that were kept for some elements
- * alone find their elements again, without a loop over elements. `read_bits` reads no word that holds
- * none of the bits asked for, so it stays inside its plane.
+/* Operations on the bits of 32 elements, for the decoders of coded tiles: each lane has one word of
+ * a bit plane. They convert planes to nibbles and bytes, and move bits that exist only for some
+ * elements to these elements, without a loop over elements. `read_bits` reads only words that
+ * contain wanted bits, so it never reads outside its plane.
  */
 #pragma once
 #include <ancf_bits.cuh>
 
-/* At most 32 bits from bit number `bit` of `words` on, of which `wanted` matter. */
+/* Returns 32 bits from bit number `bit` of `words` on; only the first `wanted` are meaningful. */
 DEVICE u32 read_bits(const u32 *words, u32 bit, u32 wanted) {
   const u32 *at = words + bit / 32;
   u32 low = wanted ? load_cached(at) : 0;
@@ -14,8 +14,8 @@ DEVICE u32 read_bits(const u32 *words, u32 bit, u32 wanted) {
   return funnel_right(low, high, bit % 32);
 }
 
-/* Four planes of 32 elements as a nibble an element: word w holds elements 8w to 8w + 7 in the
- * order 0 4 1 5 2 6 3 7. First single bits change places between words, then halves and bytes. */
+/* Converts four planes of 32 elements to one nibble per element: word w holds elements 8w to 8w + 7
+ * in the order 0 4 1 5 2 6 3 7. It exchanges single bits between words, then halves and bytes. */
 DEVICE void make_nibbles(u32 p0, u32 p1, u32 p2, u32 p3, u32 (&nibbles)[4]) {
   u32 even01 = choose_bits(0x55555555, p0, p1 << 1), odd01 = choose_bits(0x55555555, p0 >> 1, p1);
   u32 even23 = choose_bits(0x55555555, p2, p3 << 1), odd23 = choose_bits(0x55555555, p2 >> 1, p3);
@@ -29,7 +29,7 @@ DEVICE void make_nibbles(u32 p0, u32 p1, u32 p2, u32 p3, u32 (&nibbles)[4]) {
   nibbles[3] = pick_bytes(high13, high24, 0x7351);
 }
 
-/* Puts bits that lie side by side to the places of a mask's ones, in order. */
+/* Moves adjacent bits to the positions of a mask's ones, in order. */
 struct Spreader {
   u32 mask;
   BitMoves<32> moves;

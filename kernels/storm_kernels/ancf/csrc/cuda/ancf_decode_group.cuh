@@ -1,40 +1,41 @@
-/* Groups of 1024 coded elements, decoded by one warp without any meeting of others (FORMAT.md,
+/* Decodes groups of 1024 coded elements, each by one warp that waits for no other warp (FORMAT.md,
  * sections 4 and 5).
  *
- * What an element has above the whole bytes of its residue is its top: left-over residue bits and
- * the symbol, one to three bytes. A lane first makes the tops of 32 elements side by side, from a
- * word of every bit plane, and leaves them in shared memory; then the warp takes pieces of 16
- * bytes row by row, joins tops and whole bytes, and has elements in the order of the tensor.
+ * The top of an element is its bits above the whole bytes of its residue: the left-over residue
+ * bits and the symbol, one to three bytes. First a lane computes the tops of 32 neighbouring
+ * elements from one word of every bit plane and writes them to shared memory. Then the warp
+ * processes pieces of 16 bytes row by row: it joins tops and whole bytes to elements in the order
+ * of the tensor.
  *
- * kFull: all elements of a tile without a bitmap exist, so nothing ends inside a plane.
+ * kFull: all elements of a tile without a bitmap exist, so no plane ends early.
  *
- * A group reads planes inside `padded` elements, second codes inside the planes
- * that the tile's count of misses was checked for, and escapes that the record has room for.
+ * A group reads only planes within `padded` elements, second codes within the planes whose size was
+ * checked against the tile's misses, and escapes that fit the record.
  */
 #pragma once
 #include <ancf_decode_bits.cuh>
 #include <ancf_decoding.cuh>
 #include <ancf_packed.cuh>
 
-constexpr u32 kGroup = 1024;                     /* elements: a word of a plane a lane */
+constexpr u32 kGroup = 1024;                     /* elements: one word of a plane per lane */
 constexpr u32 kMostTopBytes = kWidth == 1 ? 1 : kWidth == 8 ? 3 : 2;
 
 template <class C>
 struct Top {
-  static constexpr u32 kWhole = C::kResidue / 8 * 8;  /* bits kept as whole bytes */
+  static constexpr u32 kWhole = C::kResidue / 8 * 8;  /* bits stored as whole bytes */
   static constexpr u32 kLeft = C::kResidue - kWhole;  /* bits of the residue in the top */
   static constexpr u32 kBytes = (C::kBits - kWhole + 7) / 8;
   static constexpr bool kByWords = kWidth <= 4 && (C::kBits == 8 || C::kBits == 16 || C::kBits == 32);
   static_assert(kBytes <= kMostTopBytes, "shared memory");
 };
 
-/* The dictionary as tops, a byte of each at a time; codes that stand for no entry give 0. */
+/* The dictionary as tops, with one table per byte of the top; codes without an entry give 0. */
 struct TopPlaces {
   uint2 first[kMostTopBytes];
   uint4 second[kMostTopBytes];
 };
 
-/* Fills both; by all threads of the block, which meet. */
+/* Fills both tables; all threads of the block call it and synchronise. */
 template <class C>
 DEVICE void fill_places(TopPlaces &places, const Plan &plan) {
   u32 code = thread_in_block() % 32, byte = thread_in_block() / 32;
@@ -67,7 +68,7 @@ struct PlaneWords {
     for (u32 bit = 0; bit < Top<C>::kLeft; bit++) words.left[bit] = load_cached(word(planes, Top<C>::kWhole + bit, place));
     return words;
   }
-  /* The elements from `place` on, of `count`, whose first code is all ones. */
+  /* Returns the flags of elements from `place` on, below `count`, whose first code is all ones. */
   template <bool kFull>
   DEVICE u32 missed(u32 place, u32 count) const {
     u32 all = codes[0];
@@ -78,15 +79,16 @@ struct PlaneWords {
   }
 };
 
-/* What of a tile's record comes after the planes, and how much of it was used. */
+/* The part of a tile's record after the planes, and how much of it was read. */
 template <class C>
 struct MissReader {
   const u32 *second;         /* planes of second codes */
-  u32 plane_bits, missed;    /* bits of one of them; codes used */
+  u32 plane_bits, missed;    /* bits of one plane; codes read */
   const u8 *escapes;
-  u32 room, escaped;         /* escapes that the record can hold; escapes used */
+  u32 room, escaped;         /* escapes that fit the record; escapes read */
 
-  /* Counts the tile's misses where there is a second level; the record may turn out too short. */
+  /* If there is a second level, counts the tile's misses; sets record.ok to false if it is too
+   * short. */
   template <bool kFull>
   DEVICE static MissReader open(Reader &record, const ConstPlaneSet &planes, u32 count, u32 lane) {
     MissReader misses = {};
@@ -113,8 +115,8 @@ struct MissReader {
     return sum_of_lanes(sum);
   }
 
-  /* The second codes of the elements in `flags`; all ones for the others. Returns which of them
-   * are escapes. Nothing past the planes is read even if the blob changes meanwhile. */
+  /* Reads the second codes of the elements in `flags`; all ones for the others. Returns the flags
+   * of those that are escapes. Reads nothing past the planes even if the blob changes meanwhile. */
   DEVICE u32 read_second(u32 flags, u32 (&codes)[4]) {
     LaneRank rank = LaneRank::of(ones(flags));
     Spreader spreader = Spreader::to(flags);
@@ -132,8 +134,8 @@ struct MissReader {
   }
 };
 
-/* Escapes of a group whose elements they replace as a whole: this lane's flags of 32 elements,
- * and the number of the first's escape. */
+/* Escapes that replace whole elements of a group: this lane's flags of 32 elements, and the index
+ * of the first escape. */
 struct Replaced {
   u32 flags, rank;
 };
@@ -146,7 +148,7 @@ DEVICE u64 read_escape(const u8 *at) {
   return value;
 }
 
-/* Bytes of four elements by four nibbles of `codes`, of 8 or of 16 entries. */
+/* Looks up the bytes of four elements by four nibbles of `codes`, in 8 or 16 entries. */
 DEVICE u32 look_up(const uint2 &entries, u32 codes) { return pick_bytes(entries.x, entries.y, codes); }
 DEVICE u32 look_up(const uint4 &entries, u32 codes) {
   u32 low = pick_bytes(entries.x, entries.y, codes & 0x7777), high = pick_bytes(entries.z, entries.w, codes & 0x7777);
@@ -154,7 +156,7 @@ DEVICE u32 look_up(const uint4 &entries, u32 codes) {
   return choose_bits(pick_bytes_or_signs(signs, 0, 0xba98), high, low);
 }
 
-/* The left-over residue bits of a lane's elements into the first bytes of their tops. */
+/* Adds the left-over residue bits of a lane's elements to the first bytes of their tops. */
 template <u32 kLeft>
 DEVICE void add_left_bits(const u32 *planes, u32 (&made)[8]) {
   u32 bits[8] = {}, low[4], high[4];
@@ -172,7 +174,8 @@ DEVICE void add_left_bits(const u32 *planes, u32 (&made)[8]) {
   }
 }
 
-/* One byte of the symbols of four elements, by the nibbles of their first and second codes. */
+/* Returns one byte of the symbols of four elements, by the nibbles of their first and second
+ * codes. */
 template <class C>
 DEVICE u32 symbol_bytes(const TopPlaces &places, u32 byte, u32 first, u32 second) {
   u32 bytes = look_up(places.first[byte], first);
@@ -181,7 +184,8 @@ DEVICE u32 symbol_bytes(const TopPlaces &places, u32 byte, u32 first, u32 second
   return bytes;
 }
 
-/* The tops of a lane's 32 elements to `tops`, a plane of kSpan bytes for each of their bytes. */
+/* Writes the tops of a lane's 32 elements to `tops`, a plane of kSpan bytes for each byte of a
+ * top. */
 template <class C, u32 kSpan>
 DEVICE void write_tops(const PlaneWords<C> &words, const u32 (&second)[4], const TopPlaces &places, u8 *tops) {
   u32 firsts[4], seconds[4] = {};
@@ -206,7 +210,7 @@ DEVICE void write_tops(const PlaneWords<C> &words, const u32 (&second)[4], const
   }
 }
 
-/* Gives the elements in `flags`, whose tops lack a symbol, that of the escapes from `at` on. */
+/* Adds the symbols of the escapes from `at` on to the tops of the elements in `flags`. */
 template <class C, u32 kSpan>
 DEVICE void patch_tops(u32 flags, const u8 *at, u8 *tops) {
   for (; flags; flags &= flags - 1, at += C::kEscapeBytes) {
@@ -220,7 +224,7 @@ DEVICE void patch_tops(u32 flags, const u8 *at, u8 *tops) {
   }
 }
 
-/* Decodes the tops of a lane's elements from `place` on; false where escapes are missing. */
+/* Decodes the tops of a lane's elements from `place` on; returns false if escapes are missing. */
 template <class C, u32 kSpan, bool kFull>
 DEVICE bool decode_tops(const PlaneWords<C> &words, u32 place, u32 count, const TopPlaces &places, MissReader<C> &misses,
                         u8 *tops, Replaced &replaced) {
@@ -238,7 +242,7 @@ DEVICE bool decode_tops(const PlaneWords<C> &words, u32 place, u32 count, const 
   return true;
 }
 
-/* kBytes bytes as words; 8 at once only where the place is aligned for that. */
+/* Loads kBytes bytes as words; 8 bytes at once only if kAligned. */
 template <u32 kBytes, bool kAligned>
 DEVICE uint2 load_bytes(const u8 *at) {
   if constexpr (kBytes == 0) return make_uint2(0, 0);
@@ -250,7 +254,7 @@ DEVICE uint2 load_bytes(const u8 *at) {
 }
 
 /* The whole bytes of a lane's piece of elements: the first piece of their residues, of 32, 16 or
- * 8 bits each, and the second, of 16 or 8 bits, where there is one. */
+ * 8 bits each, and the second piece, of 16 or 8 bits, if there is one. */
 template <class C>
 struct WholeBytes {
   static constexpr u32 kWhole = Top<C>::kWhole;
@@ -276,7 +280,7 @@ struct WholeBytes {
   }
 };
 
-/* A lane's piece of elements from its whole bytes and its tops at `tops`. */
+/* Returns a lane's piece of elements from its whole bytes and its tops at `tops`. */
 template <class C, u32 kSpan>
 DEVICE uint4 join_piece(const WholeBytes<C> &whole, const u8 *tops) {
   constexpr u32 kBytes = Top<C>::kBytes;
@@ -307,7 +311,8 @@ DEVICE uint4 join_piece(const WholeBytes<C> &whole, const u8 *tops) {
   }
 }
 
-/* Puts escapes to a piece whose first element is number `place` of its group; by all lanes. */
+/* Replaces escaped elements in a piece that starts at element `place` of its group; all lanes
+ * call. */
 template <class C>
 DEVICE void replace_elements(const Replaced &replaced, const u8 *escapes, u32 place, uint4 &piece) {
   u32 flags = shuffle(replaced.flags, place / 32), rank = shuffle(replaced.rank, place / 32);

@@ -1,6 +1,6 @@
-/* Reads and checks a blob's header (FORMAT.md, sections 2, 3 and 12), by one warp: it has to be
- * short, since every decoding waits for it with its code and the header still in memory. A plan
- * that is accepted agrees with the sizes given, so all derived from it lies inside them.
+/* Reads and checks a blob's header (FORMAT.md, sections 2, 3 and 12), by one warp. It must be
+ * short: every decoding waits for it, while its code and the header are not yet in any cache. An
+ * accepted plan agrees with the given sizes, so all offsets derived from it are inside them.
  */
 #pragma once
 #include <ancf_format.cuh>
@@ -8,7 +8,7 @@
 constexpr u32 kWindowWord = 10, kZeroWord = kWindowWord + kWindowSlots / 4, kCheckWord = 31;
 static_assert(kHeaderBytes == 8 * kWarpThreads && kWindowSlots == kWarpThreads, "a word and a window entry a lane");
 
-/* A header, of which each lane holds the word of its number. */
+/* A header; each lane holds the word with the lane's number. */
 struct Header {
   u64 own;
   u32 lane;
@@ -16,7 +16,7 @@ struct Header {
   DEVICE static Header of(const u8 *blob, u32 lane) { return {reinterpret_cast<const u64 *>(blob)[lane], lane}; }
 
   DEVICE u64 word(u32 number) const { return shuffle(own, number); }
-  /* The window's entry of the lane's number. */
+  /* Returns the window's entry with the lane's number. */
   DEVICE u32 entry() const { return static_cast<u32>(word(kWindowWord + lane / 4) >> (16 * (lane % 4)) & 0xffff); }
 
   DEVICE u64 check() const {
@@ -42,7 +42,7 @@ DEVICE bool is_window_code(const Plan &plan) {
          plan.residue_bits == plan.mantissa - plan.drop + plan.rotate;
 }
 
-/* Whether some encoder writes blobs with these parameters. */
+/* Whether any encoder writes blobs with these parameters. */
 DEVICE bool is_known(const Plan &plan) {
   if (plan.mode == kWindow || plan.mode == kSparse || plan.mode == kTruncated) return is_window_code(plan);
   if (plan.bitmap || plan.rotate || plan.drop || plan.residue_bits || plan.k2) return false;
@@ -51,7 +51,7 @@ DEVICE bool is_known(const Plan &plan) {
   return plan.mode <= kInteger && plan.k1 == 0;
 }
 
-/* The parameters that a header names, the window apart, and what follows from them. */
+/* Returns the parameters in a header, without the window, and the values derived from them. */
 DEVICE Plan parse_header(const Header &header) {
   const u64 kind = header.word(0), bits = header.word(1);
   Plan plan = {};
@@ -73,7 +73,7 @@ DEVICE Plan parse_header(const Header &header) {
   return plan;
 }
 
-/* Whether the numbers that follow from the plan are those in the header. */
+/* Whether the header's values equal those derived from the plan. */
 DEVICE bool says_what_follows(const Plan &plan, const Header &header) {
   const u64 magic = kMagic | static_cast<u64>(kVersion) << 32;
   bool kind = header.word(0) << 16 == magic << 16, escapes = header.word(1) >> 56 == plan.escape_bytes;
@@ -83,7 +83,7 @@ DEVICE bool says_what_follows(const Plan &plan, const Header &header) {
   return kind && escapes && total && tiles && places && payload;
 }
 
-/* Whether the plan, the window apart, can be trusted with these sizes. */
+/* Whether the plan, without the window, is valid for these sizes. */
 DEVICE bool is_valid(const Plan &plan, u64 blob_bytes, u64 dst_bytes) {
   u32 slots = ((1u << plan.k1 % 16) - 1) + (plan.k2 ? (1u << plan.k2 % 16) - 1 : 0);
   bool checked = (plan.flags & kFlagChecksum) != 0, filled = plan.mode == kSparse || plan.mode == kConstant;
@@ -94,14 +94,14 @@ DEVICE bool is_valid(const Plan &plan, u64 blob_bytes, u64 dst_bytes) {
          plan.payload_bytes == blob_bytes - plan.payload_offset;
 }
 
-/* Whether what this lane holds of the window and of the words behind it is 0 where it must be. */
+/* Whether this lane's part of the window and of the words after it is 0 where it must be. */
 DEVICE bool rest_is_zero(const Plan &plan, const Header &header) {
   u32 used = has_dictionary_apart(plan.mode) ? 0 : plan.dict_count, entry = header.entry();
   bool is_zero_word = header.lane >= kZeroWord && header.lane < kCheckWord;
   return (header.lane < used || entry == 0) && (!is_zero_word || header.own == 0);
 }
 
-/* The directory's ends, asked for before they are needed. The plan must be valid. */
+/* The directory's first and last entry, loaded before they are needed. The plan must be valid. */
 struct DirectoryEnds {
   u32 first, last;
 
@@ -115,7 +115,7 @@ struct DirectoryEnds {
   }
 };
 
-/* Reads the header of `blob` to `plan`; returns whether it can be trusted. By one warp. */
+/* Reads the header of `blob` to `plan`; returns whether it is valid. By one warp. */
 DEVICE bool read_header(const u8 *blob, u64 blob_bytes, u64 dst_bytes, u32 lane, Plan &plan) {
   if (blob_bytes < kHeaderBytes) return false;
   const Header header = Header::of(blob, lane);

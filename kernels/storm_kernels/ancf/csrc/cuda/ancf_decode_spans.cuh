@@ -1,25 +1,25 @@
-/* Decodes whole tiles of codes of one level by spans, a warp a span, a team of warps a tile.
+/* Decodes whole tiles of one-level codes by spans: one warp per span, one team of warps per tile.
  *
- * A team meets once a tile, to learn how many escapes come before whose and which tile it will
- * have. Tiles go to teams as these come for one: so those under way lie together, as memory likes
- * it, and all blocks end at about the same time.
+ * A team synchronises once per tile, to exchange the numbers of escapes before each warp and the
+ * next tile. Teams draw tiles dynamically. So the tiles in progress are close together, which suits
+ * the memory, and all blocks end at about the same time.
  */
 #pragma once
 #include <ancf_decode_window.cuh>
 
 constexpr u32 kTileSpans = kTile / kSpan;
-constexpr u32 kSpanTeams = kFastWarps / kTileSpans;  /* of a block */
-constexpr u32 kRecordAhead = 8 * kWarpThreads;       /* bytes of a record that are fetched before they are needed */
+constexpr u32 kSpanTeams = kFastWarps / kTileSpans;  /* per block */
+constexpr u32 kRecordAhead = 8 * kWarpThreads;       /* bytes of a record that are prefetched */
 static_assert(kFastWarps % kTileSpans == 0 && kSpanTeams < 16, "a barrier a team, and one of the block");
 
-/* What the warps of a tile tell each other. */
+/* The data that the warps of a tile exchange. */
 struct Told {
-  u32 missed[kTileSpans];  /* in each span */
-  u32 tile;                /* the team's after the next */
+  u32 missed[kTileSpans];  /* misses in each span */
+  u32 tile;                /* the team's tile after the next */
 };
 
-/* The warps of one tile. What they tell lies in two places by turns: when the slowest still reads
- * one, the others may write the other. */
+/* The warps of one tile. They exchange data in two alternating buffers: while the slowest warp
+ * still reads one, the others may write the other. */
 struct SpanTeam {
   u32 id, span, lane;
   Told *told;
@@ -30,15 +30,15 @@ struct SpanTeam {
   }
   DEVICE u32 first_tile() const { return block_index() * kSpanTeams + id; }
   DEVICE bool leads() const { return span == 0 && lane == 0; }
-  /* A tile that nobody has, after the `given` ones; only the leading thread has it, so that nobody
-   * waits for it yet. Counters share the tiles where they have as many blocks each. */
+  /* Draws a new tile, after the `given` ones. Only the leading thread has its number, so no other
+   * thread waits for it yet. If the blocks divide evenly, several counters share the tiles. */
   DEVICE u32 draw(const Launch &launch, u32 given) const {
     if (!leads()) return 0;
     u32 counters = block_count() % kTileCounters == 0 ? kTileCounters : 1, counter = block_index() % counters;
     return given + take_number(&launch.work->tiles[counter].taken) * counters + counter;
   }
 
-  /* Tells the others this warp's misses and, by the leading thread, the tile after the next. */
+  /* Shares this warp's misses with the team, and the leading thread's tile after the next. */
   DEVICE const Told &tell(u32 turn, u32 missed, u32 tile) const {
     Told &all = told[turn];
     if (lane == 0) all.missed[span] = missed;
@@ -54,7 +54,7 @@ struct SpanTeam {
   }
 };
 
-/* Where a span of a whole tile is. */
+/* The position of a span of a whole tile. */
 struct SpanPlace {
   u32 tile, first;  /* its first element in the tile */
   ConstPlaneSet planes;
@@ -64,13 +64,13 @@ struct SpanPlace {
   }
 };
 
-/* What a warp asks for before it needs it: a span's planes, and the start of its tile's record. */
+/* The data that a warp loads ahead: a span's planes, and the start of its tile's record. */
 template <class C>
 struct SpanAhead {
   PlaneWords<C> words;
   WholeBytes<C> whole[kRows];  /* of the first chunk */
   Reader record;
-  uint2 start;                 /* 8 bytes a lane */
+  uint2 start;                 /* 8 bytes per lane */
 
   DEVICE void ask_all(const Launch &launch, const SpanPlace &place, u32 lane) {
     ask_record(Extent::of(launch, place.tile), launch, lane);
@@ -90,7 +90,7 @@ struct SpanAhead {
   }
 };
 
-/* How many misses a span has, whose first words are at hand. */
+/* Returns the number of misses of a span, whose first words are already loaded. */
 template <class C>
 DEVICE u32 missed_in(const PlaneWords<C> &words, const SpanPlace &place, u32 lane) {
   u32 sum = ones(words.template missed<true>(0, kTile));
@@ -101,8 +101,8 @@ DEVICE u32 missed_in(const PlaneWords<C> &words, const SpanPlace &place, u32 lan
   return sum_of_lanes(sum);
 }
 
-/* The span's escapes, `missed_before` of the record's being others'; those of a short record are in
- * shared memory, at `ahead`. */
+/* Returns a reader of the span's escapes; the record's first `missed_before` escapes belong to
+ * other spans. The escapes of a short record are copied to shared memory, at `ahead`. */
 template <class C>
 DEVICE MissReader<C> find_escapes(const SpanAhead<C> &next, u32 missed_before, u8 *ahead, u32 lane) {
   reinterpret_cast<uint2 *>(ahead)[lane] = next.start;
@@ -114,7 +114,8 @@ DEVICE MissReader<C> find_escapes(const SpanAhead<C> &next, u32 missed_before, u
   return misses;
 }
 
-/* Makes the tops of a span and asks for the words of the one after; false where escapes are missing. */
+/* Computes the tops of a span and loads the words of the next; returns false if escapes are
+ * missing. */
 template <class C>
 DEVICE bool make_tops(SpanAhead<C> &next, const SpanPlace &place, const SpanPlace &later, bool goes_on,
                       const TopPlaces &places, MissReader<C> &misses, u8 *tops, u32 lane) {
@@ -129,7 +130,7 @@ DEVICE bool make_tops(SpanAhead<C> &next, const SpanPlace &place, const SpanPlac
   return ok;
 }
 
-/* Stores a span, chunk by chunk, and asks for the rows of the one after. */
+/* Stores a span, chunk by chunk, and loads the rows of the next span. */
 template <class C>
 DEVICE void store_span(Decoding &job, SpanAhead<C> &next, const SpanPlace &place, const SpanPlace &later, bool goes_on,
                        const u8 *tops, bool ok) {
@@ -145,7 +146,7 @@ DEVICE void store_span(Decoding &job, SpanAhead<C> &next, const SpanPlace &place
   if (!ok) job.refuse();
 }
 
-/* This warp's spans of the team's tiles, until none is left. */
+/* Decodes this warp's spans of the team's tiles until no tile is left. */
 template <class C>
 DEVICE void decode_spans(Decoding &job, const TopPlaces &places, const SpanTeam &team, u8 *tops, u8 *ahead) {
   const Launch &launch = job.launch;
@@ -175,7 +176,7 @@ DEVICE void decode_spans(Decoding &job, const TopPlaces &places, const SpanTeam 
   }
 }
 
-/* The last tile, where it is not whole; by one warp. */
+/* Decodes the last tile if it is incomplete; by one warp. */
 template <class C>
 DEVICE void decode_rest(Decoding &job, const TopPlaces &places, u8 *tops) {
   const u32 tile = job.launch.whole_tiles;
@@ -196,17 +197,17 @@ struct FastMemory {
   }
 };
 
-/* Runs the decoder of a code of one level. */
+/* Runs the decoder of a one-level code. */
 struct DecodeFast {
   Decoding &job;
   const Plan &plan;
   TopPlaces &places;
   FastMemory memory;
-  bool last;  /* of all warps */
+  bool last;  /* whether this is the last of all warps */
   template <class C>
   DEVICE void run() const {
     fill_places<C>(places, plan);
-    if (last) decode_rest<C>(job, places, memory.tops);  /* the others take its tiles meanwhile */
+    if (last) decode_rest<C>(job, places, memory.tops);  /* other warps take its tiles meanwhile */
     decode_spans<C>(job, places, SpanTeam::here(memory.told), memory.tops, memory.ahead);
   }
 };

@@ -1,22 +1,22 @@
-/* Decodes tiles with a bitmap, a warp a tile (FORMAT.md, sections 5 and 6).
+/* Decodes tiles with a bitmap, one warp per tile (FORMAT.md, sections 5 and 6).
  *
- * The bitmap, with the number of kept elements before each of its words, comes first. Kept
- * elements are then decoded a group at a time into a ring, from which every chunk of the tile
- * takes its own by rank. A group enters the ring only when no chunk needs what it overwrites.
+ * First it reads the bitmap and counts the kept elements before each of its words. Then it decodes
+ * kept elements, one group at a time, into a ring buffer, from which every chunk of the tile reads
+ * its elements by rank. A group enters the ring only when no chunk needs the overwritten elements.
  */
 #pragma once
 #include <ancf_decode_window.cuh>
 
 constexpr u32 kTileWords = kTile / 32;
-/* Elements: a power of two that holds what a chunk takes and a group. */
+/* Elements of the ring: a power of two with space for a chunk's elements and a group. */
 constexpr u32 kRing = kWidth == 1 ? 4096 : 2048;
 static_assert(kRing >= kChunkElements + kGroup, "ring");
 
-/* A warp's share of shared memory. */
+/* A warp's part of shared memory. */
 struct alignas(16) SparseMemory {
   u8 ring[kRing * kWidth], tops[kTopsBytes];
   u32 bitmap[kTileWords];
-  u16 ranks[kTileWords];  /* of kept elements before each word */
+  u16 ranks[kTileWords];  /* kept elements before each word */
 };
 
 /* A lane's four words of a bitmap: elements from 128 * lane on, or half as many pairs. */
@@ -25,12 +25,12 @@ struct BitmapWords {
   DEVICE u32 count() const { return ones(words[0]) + ones(words[1]) + ones(words[2]) + ones(words[3]); }
 };
 
-/* The bits of `plane` that belong to the ones of `flags`, at their places; bit `rank` is the first's. */
+/* Returns bits of `plane`, from bit `rank` on, at the positions of the ones of `flags`. */
 DEVICE u32 pick_bits(const u32 *plane, u32 flags, u32 rank) {
   return Spreader::to(flags).spread(read_bits(plane, rank, ones(flags)));
 }
 
-/* One plane of bits for some pairs: those in `flags`, 64 a lane. */
+/* Reads one plane of bits for the pairs in `flags`, 64 pairs per lane. */
 DEVICE uint2 read_for_pairs(const Decoding &job, Reader &record, const uint2 &flags) {
   u32 low = ones(flags.x);
   LaneRank rank = LaneRank::of(low + ones(flags.y));
@@ -69,7 +69,7 @@ DEVICE BitmapWords read_bitmap(const Decoding &job, const u8 *block, Reader &rec
   return bitmap;
 }
 
-/* Leaves a tile's bitmap in shared memory; returns how many elements are kept. */
+/* Writes a tile's bitmap and ranks to shared memory; returns the number of kept elements. */
 DEVICE u32 place_bitmap(const BitmapWords &bitmap, SparseMemory &memory, u32 lane) {
   LaneRank rank = LaneRank::of(bitmap.count());
   u32 before = rank.before;
@@ -83,7 +83,8 @@ DEVICE u32 place_bitmap(const BitmapWords &bitmap, SparseMemory &memory, u32 lan
   return rank.total;
 }
 
-/* Decodes the group of kept elements from `first` on into the ring; false where escapes are missing. */
+/* Decodes the group of kept elements from `first` on into the ring; returns false if escapes are
+ * missing. */
 template <class C>
 DEVICE bool fill_ring(const ConstPlaneSet &planes, u32 first, u32 count, const TopPlaces &places, MissReader<C> &misses,
                       SparseMemory &memory, u32 lane) {
@@ -107,7 +108,8 @@ DEVICE bool fill_ring(const ConstPlaneSet &planes, u32 first, u32 count, const T
   return true;
 }
 
-/* A lane's piece of the tile from element `place` on: kept elements from the ring, else the fill. */
+/* Returns a lane's piece of the tile from element `place` on: kept elements from the ring, else
+ * fill. */
 DEVICE uint4 take_piece(const SparseMemory &memory, u32 place, Element fill) {
   u32 word = memory.bitmap[place / 32], shift = place % 32;
   u32 rank = memory.ranks[place / 32] + ones(word & low_bits(shift)), words[4] = {0, 0, 0, 0};
@@ -121,18 +123,18 @@ DEVICE uint4 take_piece(const SparseMemory &memory, u32 place, Element fill) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Gives the elements of a piece their signs: bit i is element i's. */
+/* Sets the signs of a piece's elements; bit i of `signs` is that of element i. */
 DEVICE void add_signs(uint4 &piece, u32 signs) {
   u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
   for (u32 i = 0; i < kPiece; i++) {
-    u32 bit = (i + 1) * kWidth * 8 - 1;  /* of the piece, the sign's; a constant, once the loop is unrolled */
+    u32 bit = (i + 1) * kWidth * 8 - 1;  /* the sign's; a constant once the loop is unrolled */
     words[bit / 32] |= (signs >> i & 1) << bit % 32;
   }
   piece = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* The same for the rows of a chunk from element `first` on, from the tile's plane of signs. */
+/* The same for the rows of a chunk from element `first` on; reads the tile's plane of signs. */
 DEVICE void add_signs(uint4 (&rows)[kRows], const u8 *plane, u32 first, u32 count, u32 lane) {
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
@@ -167,10 +169,10 @@ DEVICE void decode_sparse_tile(Decoding &job, const TopPlaces &places, SparseMem
     if (end > count) end_rows(rows, first, count, lane);
     job.store<false>(rows, (static_cast<u64>(tile) * kTile + first) * kWidth);
   }
-  warp_barrier();  /* the next tile's bitmap comes to the same place */
+  warp_barrier();  /* the next tile's bitmap overwrites this one */
 }
 
-/* Runs the decoder of a code on as many warps of the block as have memory. */
+/* Runs the decoder of a code on the warps of the block that have memory. */
 struct DecodeSparse {
   Decoding &job;
   const Plan &plan;

@@ -1,10 +1,10 @@
-/* Decoders of the modes that code whole values, a warp a tile (integer, ternary, values; FORMAT.md,
- * sections 4 and 7), and of those without tiles (raw, constant, boolean).
+/* Decoders of the modes that code whole values, one warp per tile (integer, ternary, values;
+ * FORMAT.md, sections 4 and 7), and of the modes without tiles (raw, constant, boolean).
  */
 #pragma once
 #include <ancf_decoding.cuh>
 
-constexpr u32 kPlacedEntries = 512;  /* of a dictionary of whole values, in shared memory */
+constexpr u32 kPlacedEntries = 512;  /* entries of a dictionary of whole values in shared memory */
 
 /* The inverse of planes(values, bits, padded), for a lane's elements from `first` on. */
 DEVICE void read_planes(const ConstPlaneSet &planes, u32 first, u32 bits, u64 (&values)[kPiece]) {
@@ -30,7 +30,7 @@ DEVICE void read_planes(const ConstPlaneSet &planes, u32 first, u32 bits, u64 (&
   }
 }
 
-/* Calls `decode(rows, first)` for every chunk of a tile and stores the rows that it makes. */
+/* Calls `decode(rows, first)` for every chunk of a tile and stores the rows that it sets. */
 template <class Decode>
 DEVICE void decode_chunks(Decoding &job, u32 tile, u32 count, Decode decode) {
   for (u32 first = 0; first < count; first += kChunkElements) {
@@ -63,7 +63,7 @@ DEVICE void decode_integer_tile(Decoding &job, u32 tile, Reader record) {
   });
 }
 
-/* A piece by its codes, whose escapes, flagged in `escaped`, stay 0. */
+/* Returns a piece by its codes; escapes are flagged in `escaped`. */
 DEVICE uint4 read_values(const ConstPlaneSet &planes, const u64 *placed, u32 bits, u32 first, u32 count, u32 &escaped) {
   u64 codes[kPiece];
   u32 words[4] = {0, 0, 0, 0}, none = (1u << bits) - 1;
@@ -108,7 +108,7 @@ DEVICE void decode_values_tile(Decoding &job, const u64 *placed, u32 bits, u32 t
   });
 }
 
-/* The dictionary to `placed`, 0 where there is no entry; by all threads of the block. */
+/* Copies the dictionary to `placed`, 0 where there is no entry; by all threads of the block. */
 DEVICE void fill_placed(const Plan &plan, const u8 *blob, u64 *placed) {
   const u64 *dictionary = reinterpret_cast<const u64 *>(blob + kHeaderBytes);
   for (u32 code = thread_in_block(); code < 1u << plan.k1; code += threads_in_block()) {
@@ -117,7 +117,7 @@ DEVICE void fill_placed(const Plan &plan, const u8 *blob, u64 *placed) {
   }
 }
 
-/* A piece of a mode without tiles, of the chunk at byte `at`. */
+/* Returns the piece at byte `at` of mode constant or boolean. */
 DEVICE uint4 flat_piece(const Plan &plan, const u8 *plane, u64 at) {
   u32 words[4] = {0, 0, 0, 0};
   u64 place = at / kWidth;
@@ -131,14 +131,14 @@ DEVICE uint4 flat_piece(const Plan &plan, const u8 *plane, u64 at) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* A lane's pieces of the chunk at byte `at` of a mode without tiles. */
+/* Loads a lane's pieces of the chunk at byte `at` of a mode without tiles. */
 DEVICE void load_flat(const Plan &plan, const u8 *body, u64 at, u32 lane, uint4 (&rows)[kRows]) {
   if (plan.mode == kRaw) return load_chunk(rows, body, at, plan.raw_nbytes, lane);
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) rows[row] = flat_piece(plan, body, at + row * 512 + lane * 16);
 }
 
-/* The modes without tiles: raw, constant and boolean. A chunk is loaded before the last is stored. */
+/* Decodes raw, constant and boolean. A chunk is loaded before the previous one is stored. */
 DEVICE void decode_flat(Decoding &job, const Plan &plan, u32 warp, u32 warps) {
   const u64 step = static_cast<u64>(warps) * kCheckChunkBytes, nbytes = plan.raw_nbytes;
   const u8 *body = job.launch.blob + kHeaderBytes;
@@ -153,7 +153,7 @@ DEVICE void decode_flat(Decoding &job, const Plan &plan, u32 warp, u32 warps) {
   }
 }
 
-/* By all threads of the block, which meet. */
+/* Decodes a blob of pipeline whole; all threads of the block call it and synchronise. */
 DEVICE void decode_whole(Decoding &job, const Plan &plan, const u8 *blob, u64 *placed, u32 warp, u32 warps) {
   if (plan.mode == kTernary || plan.mode == kValues) fill_placed(plan, blob, placed);
   barrier(0, threads_in_block());

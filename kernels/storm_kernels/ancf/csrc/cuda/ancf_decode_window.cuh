@@ -1,12 +1,12 @@
-/* Decodes tiles of window and truncated blobs, a warp a tile (FORMAT.md, sections 4 and 5). */
+/* Decodes tiles of window and truncated blobs, one warp per tile (FORMAT.md, sections 4 and 5). */
 #pragma once
 #include <ancf_decode_group.cuh>
 
-/* Elements whose tops are made before any is stored: whole groups and whole chunks. */
+/* Elements whose tops are computed before any element is stored: whole groups and whole chunks. */
 constexpr u32 kSpan = kGroup > kChunkElements ? kGroup : kChunkElements;
 constexpr u32 kTopsBytes = kMostTopBytes * kSpan;
 
-/* The whole bytes of a lane's pieces of the chunk that starts at element `first`. */
+/* Loads the whole bytes of a lane's pieces of the chunk that starts at element `first`. */
 template <class C, bool kFull>
 DEVICE void load_rows(const ConstPlaneSet &planes, u32 first, u32 lane, WholeBytes<C> (&rows)[kRows]) {
 #pragma unroll
@@ -15,7 +15,7 @@ DEVICE void load_rows(const ConstPlaneSet &planes, u32 first, u32 lane, WholeByt
   }
 }
 
-/* Elements from `from` on as 0 in the rows of the chunk that starts at element `first`. */
+/* Sets elements from `from` on to 0 in the rows of the chunk that starts at element `first`. */
 DEVICE void end_rows(uint4 (&rows)[kRows], u32 first, u32 from, u32 lane) {
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
@@ -24,7 +24,8 @@ DEVICE void end_rows(uint4 (&rows)[kRows], u32 first, u32 from, u32 lane) {
   }
 }
 
-/* A lane's pieces of a chunk of the span whose tops are at `tops`, from element `at` of it on. */
+/* Joins a lane's pieces of a chunk that starts at element `at` of the span whose tops are
+ * `tops`. */
 template <class C>
 DEVICE void join_rows(const WholeBytes<C> (&whole)[kRows], const u8 *tops, u32 at, const Replaced &replaced,
                       const u8 *escapes, u32 lane, uint4 (&rows)[kRows]) {
@@ -72,7 +73,7 @@ DEVICE void decode_window_tile(Decoding &job, const TopPlaces &places, u8 *tops,
   }
 }
 
-/* Runs the decoder of a code of two levels. */
+/* Runs the decoder of a two-level code. */
 struct DecodeDense {
   Decoding &job;
   const Plan &plan;

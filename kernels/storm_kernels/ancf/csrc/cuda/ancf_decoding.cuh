@@ -1,17 +1,17 @@
-/* What the decoders share: a launch's arguments, and records read with every size checked.
+/* Code that all decoders share: a launch's arguments, and readers that check every size.
  *
- * A blob may be damaged: nothing read from it is used as a place or a size before it was compared
- * with what the blob and the output have. That holds for all decoders.
+ * A blob may be damaged. So all decoders compare an offset or size from the blob with the sizes of
+ * blob and output before they use it.
  */
 #pragma once
 #include <ancf_code.cuh>
 
-/* Of a block. Two blocks a multiprocessor leave each of 24 warps' threads 80 registers, so that none
- * are spilled where it matters; pipeline fast, whose warps meet, does better with 32 of 64 where
- * elements are short enough for that. */
+/* Warps per block. With two blocks (24 warps) per multiprocessor each thread has 80 registers, so
+ * none are spilled where it matters. Pipeline fast, whose warps synchronise, is faster with 32
+ * warps of 64 registers if elements are short enough. */
 constexpr u32 kDecodeWarps = 12, kFastWarps = kWidth <= 2 ? 16 : 12;
 
-/* Stores a piece at any address, as far as it exists; a loop, so that it takes no registers. */
+/* Stores the existing bytes of a piece at any address; a loop, to save registers. */
 DEVICE void store_bytes(u8 *dst, u64 at, u64 nbytes, uint4 piece) {
   u64 end = at + 16 < nbytes ? at + 16 : nbytes;
 #pragma unroll 1
@@ -24,7 +24,7 @@ DEVICE void store_bytes(u8 *dst, u64 at, u64 nbytes, uint4 piece) {
   }
 }
 
-/* What all threads of a launch know, in shared memory: registers are for elements. */
+/* The data that all threads of a launch share, in shared memory to save registers. */
 struct Launch {
   const u8 *blob, *blocks, *payload;
   const u32 *directory;
@@ -34,7 +34,7 @@ struct Launch {
   u32 payload_units, block_size, tiles, whole_tiles, last_elements;
   bool checks, has_pairs, has_signs, dst_aligned;
 
-  /* By all threads of the block, which have to meet before they read. */
+  /* All threads of the block call it, and must synchronise before they read. */
   DEVICE void prepare(const Plan &plan, const u8 *from, u8 *to, Work *shared_work) {
     if (thread_in_block() != 0) return;
     blob = from;
@@ -59,7 +59,7 @@ struct Launch {
   DEVICE const u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
 };
 
-/* A thread's part of a launch. */
+/* A thread's state in a launch. */
 struct Decoding {
   const Launch &launch;
   u32 lane;
@@ -67,7 +67,7 @@ struct Decoding {
 
   DEVICE void refuse() const { fetch_or(&launch.work->status, 1u); }
 
-  /* Adds the chunk at byte `at` to the checksum and stores it; all of it exists where kFull. */
+  /* Adds the chunk at byte `at` to the checksum and stores it; kFull: the whole chunk exists. */
   template <bool kFull>
   DEVICE void store(const uint4 (&rows)[kRows], u64 at) {
     if (!kFull && at >= launch.raw_nbytes) return;
@@ -83,8 +83,8 @@ struct Decoding {
   }
 };
 
-/* A record, and how much of it has been used. `ok` turns false for good when it is too short;
- * it is the same in all threads that share a tile. */
+/* A record, and how much of it has been read. `ok` becomes false for good if the record is too
+ * short; it is the same in all threads that share a tile. */
 struct Reader {
   const u8 *at;
   u32 left;
@@ -99,7 +99,7 @@ struct Reader {
   }
 };
 
-/* Where a record starts and ends, in units of 8 bytes, as the directory says. */
+/* The start and end of a record by the directory, in units of 8 bytes. */
 struct Extent {
   u32 start, end;
 
@@ -109,26 +109,27 @@ struct Extent {
   }
   DEVICE bool fits(const Launch &launch) const { return start <= end && end <= launch.payload_units; }
 
-  /* The record; not ok where the directory is damaged. No valid record is as long as 2^31 bytes;
-   * a longer claim is cut, which changes nothing. */
+  /* Returns the record; not ok if the directory is damaged. No valid record reaches 2^31 bytes; a
+   * longer claim is truncated, which has no effect. */
   DEVICE Reader record(const Launch &launch) const {
     if (!fits(launch)) return {launch.blob, 0, false};
     u32 units = end - start < 0x0fffffff ? end - start : 0x0fffffff;
     return {launch.payload + static_cast<u64>(start) * kRecordUnit, units * kRecordUnit, true};
   }
 
-  /* Asks for the first 4 KiB of the record, a line a lane. */
+  /* Prefetches the first 4 KiB of the record, one line per lane. */
   DEVICE void prefetch(const Launch &launch, u32 lane) const {
     if (!fits(launch) || lane * 128 >= (end - start) * kRecordUnit) return;
     prefetch_line(launch.payload + static_cast<u64>(start) * kRecordUnit + lane * 128);
   }
 };
 
-/* In lane 0, how many tickets were taken before. */
+/* Takes a ticket; returns its number in lane 0, and 0 in the others. */
 DEVICE u32 take_ticket(const Decoding &job) { return job.lane == 0 ? take_number(&job.launch.work->next_unit) : 0; }
 
-/* Every tile of the blob, given to warps as these come for one. The next tile's number and its
- * place in the directory are asked for while one is decoded. `warp` counts over all `warps`. */
+/* Decodes every tile of the blob; warps draw tiles dynamically. While a warp decodes a tile, it
+ * loads the next tile's number and directory entries. `warp` is the index among all `warps`
+ * warps. */
 template <class Decode>
 DEVICE void decode_each(Decoding &job, u32 warp, u32 warps, Decode decode) {
   if (warp >= warps) return;

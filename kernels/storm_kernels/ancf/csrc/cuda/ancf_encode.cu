@@ -1,8 +1,8 @@
-/* The encode kernels: one pass over the tensor, whatever the plan says (FORMAT.md).
+/* The encode kernels: one pass over the tensor for every plan (FORMAT.md).
  *
- * Tiles come from a ticket counter. Fixed blocks go straight to their place, records to the payload
- * once their place is known. A kernel ends whatever the number of blocks, and
- * every byte of the blob depends on the input alone.
+ * Tiles are drawn from a ticket counter. Fixed blocks are written directly to their place, records
+ * to the payload once their place is known. A kernel ends with any number of blocks, and every byte
+ * of the blob depends only on the input.
  */
 #include <ancf_encode_dense.cuh>
 #include <ancf_encode_fast.cuh>
@@ -10,7 +10,7 @@
 #include <ancf_encode_sparse.cuh>
 #include <ancf_encode_whole.cuh>
 
-/* Pipelines fast and whole: blocks of kBlockThreads, which are teams. */
+/* Pipelines fast and whole: blocks of kBlockThreads, divided into teams. */
 template <Pipeline kPipeline>
 DEVICE void encode_by_teams(const u8 *src, u8 *dst, u8 *scratch, Result *result, u32 unit_tiles) {
   let_next_begin();
@@ -36,8 +36,8 @@ DEVICE void encode_by_teams(const u8 *src, u8 *dst, u8 *scratch, Result *result,
   finish(plan, job.units(), job.check, dst, scratch, result);
 }
 
-/* How blocks of the other two are made up: of warps, with a CodeTable at the end. Two blocks share a
- * multiprocessor. Dense has as many warps as leave each thread the registers that it needs. */
+/* The shared memory of the other two pipelines: one part per warp, then a CodeTable. Two blocks
+ * share a multiprocessor. Dense has as many warps as leave each thread enough registers. */
 constexpr u32 kCodeTableBytes = kWidth == 8 ? 32768 : 4096;
 constexpr u32 kDenseWarps = kWidth == 8 ? 7 : kWidth == 4 ? 8 : 12;
 constexpr u32 kBitmapWarps = kWidth == 1 ? 16 : kWidth == 2 ? 11 : kWidth == 4 ? 6 : 2;
@@ -78,9 +78,9 @@ DEVICE void encode_by_warps(const u8 *src, u8 *dst, u8 *scratch, Result *result)
   finish(plan, plan.tiles, job.check, dst, scratch, result);
 }
 
-/* Encode `src` to `dst` as the plan in `scratch` says: one of these does. Any number of blocks;
- * the host knows their threads, and reads here their dynamic shared memory. `dst`: 16-byte
- * aligned, kHeaderBytes + raw_nbytes bytes. */
+/* Encode `src` to `dst` by the plan in `scratch`; only the kernel of the plan's pipeline does so.
+ * Any number of blocks; the host knows their threads, and reads their dynamic shared memory from
+ * here. `dst`: 16-byte aligned, kHeaderBytes + raw_nbytes bytes. */
 #if ANCF_PIPELINES & 2
 extern "C" __device__ const u32 ancf_encode_fast_shared_bytes = kSharedBytes;
 KERNEL_TWICE(kBlockThreads)
@@ -110,12 +110,12 @@ ancf_encode_whole(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch,
 }
 #endif
 
-/* For `launched`: not one of them, but all that may be wanted. */
+/* Value of `launched` if all encoders that the plan may need were launched. */
 constexpr u32 kAllPipelines = 255;
 
-/* Runs after these: copies the original bytes where only then it was clear that the blob must be raw.
- * Where one encoder alone was `launched`, on the guess that the plan would be its own, and it was not,
- * this makes the whole of a raw blob: nobody else has read the source. */
+/* Runs after the encoders: copies the original bytes if the encoding turned out too large. If only
+ * the encoder of the guessed pipeline `launched` ran and the plan has another pipeline, it writes
+ * the whole raw blob, since no kernel has read the source. */
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 launched) {
   await_launches_before();
@@ -133,14 +133,15 @@ ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, R
   finish(plan, plan.tiles, check, dst, scratch, result);
 }
 
-/* Bytes on the device. */
+/* A range of device memory. */
 struct Span {
   const u8 *address;
   u64 nbytes;
 };
 
-/* For a blob whose bytes somebody else copies: of each span, what every block has of its checksum; with
- * the length's part (FORMAT.md, section 8) their sum is it. Any number of blocks. */
+/* Computes each span's checksum for raw blobs whose bytes are copied by other means. Every block
+ * writes its partial sum; all sums plus the length's term (FORMAT.md, section 8) are the checksum.
+ * Any number of blocks. */
 extern "C" __device__ const u32 ancf_check_shared_bytes = kBlockThreads / kWarpThreads * sizeof(u64);
 KERNEL_TWICE(kBlockThreads)
 ancf_check(const Span *spans, u32 count, u64 *sums) {

@@ -1,23 +1,23 @@
 /* The encoder of pipeline dense: modes window and truncated, with second codes.
  *
- * A warp goes through its tile by stages of a few KiB. Planes of fixed blocks go straight to their
- * place; what belongs in the record is kept, and waits while the warp works on its next tile: at
- * each stage it looks whether the place is known by now. A stage's memory is
- * fetched into again only after all lanes have passed the barrier behind their last use of it.
+ * A warp processes its tile in stages of a few KiB. It writes planes of fixed blocks directly to
+ * their place. It keeps the tile's record in shared memory while it works on its next tile; at each
+ * stage it checks whether the record's place is known. A stage's memory is refilled only after all
+ * lanes have passed the barrier after their last use of it.
  */
 #pragma once
 #include <ancf_tail.cuh>
 
 constexpr u32 kDenseStage = kBatchBytes < kCheckChunkBytes ? kCheckChunkBytes : kBatchBytes;
-constexpr u32 kDenseStages = kTile * kWidth / kDenseStage;  /* of a tile */
+constexpr u32 kDenseStages = kTile * kWidth / kDenseStage;  /* per tile */
 constexpr u32 kStageBatches = kDenseStage / kBatchBytes;
-constexpr u32 kDenseRoom = kDenseStage + 2 * kTailRoom;  /* of two tiles' ends */
+constexpr u32 kDenseRoom = kDenseStage + 2 * kTailRoom;  /* tails of two tiles */
 
 template <class C>
 struct DenseEncoder {
   WarpEncoding &job;
   const CodeTable<C> &table;
-  Tail<C> tail, ended;  /* of the tile in work, and of the one before, if it `waits` */
+  Tail<C> tail, ended;  /* of the current tile, and of the previous one, if it `waits` */
   u32 waiting;
   bool waits;
 
@@ -58,7 +58,7 @@ struct DenseEncoder {
     job.fetch(job.room, static_cast<u64>(tile) * kTile * kWidth + stage * kDenseStage, kDenseStage);
   }
 
-  /* A stage, and the fetch of the one behind it. */
+  /* Encodes a stage, and starts to fetch the next one. */
   DEVICE void encode_stage(u32 tile, u32 stage, u32 next_tile, u32 next_stage) {
     job.add_to_check(job.room, static_cast<u64>(tile) * kTile * kWidth + stage * kDenseStage, kDenseStage);
     u32 count = job.tile_elements(tile);
@@ -83,7 +83,7 @@ struct DenseEncoder {
   DEVICE void store_whole(const PlaneSet &planes, u32 first, u32 batch, const Run &run) const {
     using Whole = WholeParts<C>;
     if constexpr (Whole::kWhole != 0) {
-      warp_barrier();  /* the checksum has been taken from it */
+      warp_barrier();  /* the checksum has been computed */
       Whole::template replace<kWidth <= 2 ? kOctets : kWidth == 4 ? 2 : 1>(run, run);
       warp_barrier();
       u32 begin = first - job.lane * kRunElements;
@@ -102,7 +102,7 @@ struct DenseEncoder {
     for (u32 i = 0; i < C::kFirst; i++, to += stride) *reinterpret_cast<u32 *>(to) = made.first[i];
   }
 
-  /* Writes the record that waits, if its place is known or `kWaits`. */
+  /* Writes the waiting record if its place is known; with `kWaits`, waits for the place. */
   template <bool kWaits>
   DEVICE void settle() {
     if (!waits) return;

@@ -1,12 +1,12 @@
 /* The encoder of pipeline fast: mode window, one code of three bits (FORMAT.md, sections 4 and 5).
  *
- * A team of warps has a tile, each of them a chunk of 2 KiB. The team meets once a
- * tile, to learn how many escapes come before whose.
+ * A team of warps encodes a tile, each warp a chunk of 2 KiB. The team synchronises once per tile,
+ * to exchange the numbers of escapes.
  */
 #pragma once
 #include <ancf_encoding.cuh>
 
-/* The table of a code: by top byte where elements can be split by words, else by symbol. */
+/* The lookup table of a code: by top byte if elements can be split by words, else by symbol. */
 template <class C, bool kPacked>
 struct TableOf { using Type = SymbolTable<C>; };
 template <class C>
@@ -14,7 +14,7 @@ struct TableOf<C, true> { using Type = TopTable<C>; };
 template <class C>
 using Table = typename TableOf<C, Packed<C>::kFits>::Type;
 
-/* The elements of a tile, as escapes need them: `tops` is what write_packed left. */
+/* The elements of a tile, for writing escapes; `tops` was written by write_packed. */
 struct Coded {
   const u8 *start, *tops;
   template <class C>
@@ -36,7 +36,7 @@ DEVICE void write_escapes(const Team &team, u8 *escapes, const u32 (&flags)[kRow
   }
 }
 
-/* Residues and codes of one row; returns its escapes. */
+/* Writes residues and codes of one row; returns the flags of its escapes. */
 template <class C>
 DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 count,
                      const Table<C> &table, u8 *tops, u32 lane) {
@@ -53,7 +53,7 @@ DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 
   }
 }
 
-/* All rows of a full tile; bit planes are gathered in shared memory by each warp. */
+/* Writes all rows of a full tile; each warp gathers its bit planes in shared memory. */
 template <class C>
 DEVICE void write_full_rows(Encoding &job, const PlaneSet &planes, const uint4 (&rows)[kRows],
                             const Table<C> &table, u32 (&flags)[kRows]) {

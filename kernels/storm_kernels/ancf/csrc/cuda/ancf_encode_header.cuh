@@ -1,5 +1,5 @@
-/* The end of encoding: what became of the blob, and its header (FORMAT.md, sections 2 and 9).
- * One thread writes the header, after all that it tells of is known.
+/* The end of encoding: determines the final mode and writes the header (FORMAT.md, sections 2 and
+ * 9). One thread writes the header once all its values are known.
  */
 #pragma once
 #include <ancf_look_back.cuh>
@@ -10,7 +10,7 @@ DEVICE void write_header(const Plan &plan, u8 *dst) {
   for (u32 i = 0; i < 32; i++) reinterpret_cast<u64 *>(dst)[i] = words[i];
 }
 
-/* After the last record: what became of the blob. `units`: of records. One thread. */
+/* Completes the blob after the last record. `units`: the units of records. One thread. */
 DEVICE void conclude(Plan plan, u32 units, u8 *dst, u8 *scratch, Result *result) {
   Work *work = work_of(scratch);
   if (plan.tiles != 0) {
@@ -46,7 +46,7 @@ DEVICE void conclude(Plan plan, u32 units, u8 *dst, u8 *scratch, Result *result)
   result->status = kOk;
 }
 
-/* The end of every encoder: all threads of the block come here. */
+/* The end of every encoder: all threads of the block call it. */
 DEVICE void finish(const Plan &plan, u32 units, u64 check, u8 *dst, u8 *scratch, Result *result) {
   Work *work = work_of(scratch);
   u64 sum = over_lanes(check);

@@ -1,17 +1,18 @@
 /* The encoder of sparse tiles: a bitmap, and the elements that differ from the fill.
  *
- * A warp holds a whole tile in shared memory and works in place: kept elements move together, then
- * each run of 32 of them makes room for its own planes. That writes over nothing which a lane has still to read:
- * kept elements never move up, and planes take no more bits than their elements.
+ * A warp holds a whole tile in shared memory and works in place: it packs the kept elements, then
+ * replaces each run of 32 of them by its planes. This overwrites no data that a lane has yet to
+ * read: kept elements never move up, and planes take no more bits than their elements.
  */
 #pragma once
 #include <ancf_tail.cuh>
 
 constexpr u32 kTileBytes = kTile * kWidth;
-constexpr u32 kPairWords = kTile / 2 / 32;  /* of bits of as many pairs as a tile has */
+constexpr u32 kPairWords = kTile / 2 / 32;  /* words with one bit for each pair of a tile */
 constexpr u32 kSparseRoom = kTileBytes + 2 * kPairWords * 4 + kTailRoom;
 
-/* Which elements of a run differ from the fill: the even ones in the low half, the odd in the high. */
+/* The elements of a run that differ from the fill: even ones in the low half, odd ones in the
+ * high. */
 struct KeptMask {
   u32 halves;
 
@@ -33,7 +34,7 @@ struct KeptMask {
     if (exists != ~0u) found &= split(exists);
     return {found};
   }
-  /* Bits of elements in order, as halves. */
+  /* Converts bits in element order to halves. */
   DEVICE static u32 split(u32 bits) {
     u32 halves = 0;
     for (u32 i = 0; i < kRunElements; i++) halves |= (bits >> i & 1) << (i / 2 + 16 * (i % 2));
@@ -45,7 +46,7 @@ struct KeptMask {
   DEVICE u32 either() const { return (halves | halves >> 16) & 0xffff; }
 };
 
-/* The signs of a run's elements, in order. */
+/* Returns the signs of a run's elements, in order. */
 DEVICE u32 signs_of(const Octet (&octets)[kOctets]) {
   u32 signs = 0;
   if constexpr (kWidth == 2) {
@@ -68,7 +69,7 @@ DEVICE void remove_signs(Octet (&octets)[kOctets]) {
   }
 }
 
-/* What a tile has, so far: elements kept, pairs with one, pairs whose second is one. */
+/* A tile's counts so far: kept elements, pairs with a kept element, pairs whose second is kept. */
 struct SparseCounts {
   u32 kept, either, odd;
 };
@@ -132,7 +133,7 @@ struct SparseEncoder {
     warp_barrier();
   }
 
-  /* Writes the bitmap's plane A, keeps its others, and brings the kept elements together. */
+  /* Writes the bitmap's plane A, keeps its other planes, and packs the kept elements. */
   DEVICE SparseCounts keep(u32 tile) {
     SparseCounts counts = {0, 0, 0};
     u32 count = job.tile_elements(tile);
@@ -194,7 +195,7 @@ struct SparseEncoder {
     }
   }
 
-  /* Codes the kept elements; each run's planes, but those of second codes, take its place. */
+  /* Codes the kept elements; each run is replaced by its planes, except those of second codes. */
   DEVICE void code(u32 kept, u32 runs) {
 #pragma unroll 1
     for (u32 begin = 0; begin < runs; begin += kWarpThreads) {
@@ -209,7 +210,7 @@ struct SparseEncoder {
     warp_barrier();
   }
 
-  /* A run's planes, where its elements were. */
+  /* Writes a run's planes over its elements. */
   DEVICE static void replace(const Run &from, const Run &to, const RunPlanes<C> &made) {
     if constexpr (Whole::kWhole != 0) Whole::template replace<kOctets>(from, to);
 #pragma unroll
@@ -224,7 +225,7 @@ struct SparseEncoder {
     copy_words(record + 4 * words, pairs + kPairWords, (counts.odd + 31) / 32, job.lane);
   }
 
-  /* Residues and first codes. */
+  /* Writes residues and first codes. */
   DEVICE void write_planes(const PlaneSet &planes, u32 runs) const {
 #pragma unroll 1
     for (u32 begin = 0; begin < runs; begin += kWarpThreads) {

@@ -1,21 +1,21 @@
-/* What the encoders of pipelines dense and bitmap share, where a warp has a tile to itself: a
- * launch's arguments, tickets, tiles on their way to shared memory, and the places of records.
- * Nothing is written past the limit.
+/* Code that the encoders of pipelines dense and bitmap share, where one warp encodes a tile: a
+ * launch's arguments, tickets, copies of tiles to shared memory, and the places of records. Nothing
+ * is written past the limit.
  */
 #pragma once
 #include <ancf_lanes.cuh>
 #include <ancf_look_back.cuh>
 
-/* Where a tile's record goes. */
+/* The place of a tile's record in the blob. */
 struct Place {
   u8 *record;
-  bool fits;  /* else it would pass the limit and is left out */
+  bool fits;  /* else it would exceed the limit and is not written */
 };
 
-/* One launch's arguments, and this warp's place in it. */
+/* One launch's arguments, and this warp's state. */
 struct WarpEncoding {
   const Plan &plan;
-  u64 raw_nbytes;     /* and what else of the plan each tile needs */
+  u64 raw_nbytes;     /* this and more are cached from the plan for each tile */
   u8 *blocks;
   u32 block_size, tiles;
   const u8 *src;
@@ -27,7 +27,7 @@ struct WarpEncoding {
   bool checks;
   u64 check;
 
-  /* A ticket for a tile; only lane 0 has it, so that the warp need not wait for it yet. */
+  /* Draws a ticket for a tile; only lane 0 has it, so the warp does not wait for it yet. */
   DEVICE u32 draw() const { return lane == 0 ? fetch_add(&work->next_unit, 1u) : 0; }
 
   DEVICE u32 tile_elements(u32 tile) const {
@@ -36,7 +36,7 @@ struct WarpEncoding {
   }
   DEVICE u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
 
-  /* Starts to bring `bytes` original bytes from `at` on to `stage`; past the end they are 0. */
+  /* Starts to copy `bytes` original bytes from `at` on to `stage`; past the end they are 0. */
   DEVICE void fetch(u8 *stage, u64 at, u32 bytes) const {
     if (!aligned(src) || at + bytes > raw_nbytes) return fetch_any(stage, at, bytes);
     const u8 *from = src + at + lane * 16;
@@ -49,14 +49,14 @@ struct WarpEncoding {
       *reinterpret_cast<uint4 *>(stage + swizzled(offset)) = load_piece(src, at + offset, raw_nbytes);
     }
   }
-  /* The same as far as the L2. */
+  /* The same, but only into the L2 cache. */
   DEVICE void prefetch(u64 at, u32 bytes) const {
     constexpr u32 kLine = 128;
     if (at + bytes > raw_nbytes) return;
     for (u32 offset = lane * kLine; offset < bytes; offset += kWarpThreads * kLine) prefetch_line(src + at + offset);
   }
 
-  /* Adds what this lane fetched to the checksum; `bytes` is a multiple of a chunk. */
+  /* Adds the bytes that this lane fetched to the checksum; `bytes` is a multiple of a chunk. */
   DEVICE void add_to_check(const u8 *stage, u64 at, u32 bytes) {
     if (!checks) return;
     u32 own = swizzled(lane * 16);
@@ -72,12 +72,13 @@ struct WarpEncoding {
     }
   }
 
-  /* Tells the others how long the record of `tile` is; `bytes` is a multiple of the unit. */
+  /* Publishes the length of the record of `tile`; `bytes` is a multiple of the unit. */
   DEVICE void announce(u32 tile, u32 bytes) const {
     if (lane == 0) store_shared_word(prefixes + tile, kPartSum | bytes / kRecordUnit);
   }
 
-  /* Finds the record's place, if that is known or `kWaits`, and writes the directory's entry. */
+  /* Finds the record's place and writes the directory's entry. If the place is not known yet, waits
+   * for it with `kWaits`, else returns false. */
   template <bool kWaits>
   DEVICE bool find_place(u32 tile, u32 bytes, Place &place) const {
     u64 start;
@@ -94,12 +95,12 @@ struct WarpEncoding {
     return true;
   }
 
-  /* The directory's last number and its padding. */
+  /* Writes the directory's last entry and its padding. */
   DEVICE void finish_directory(u32 *directory, u64 end) const {
     u32 entries = static_cast<u32>(round_up(4ull * (tiles + 1), kDirectoryAlign) / 4);
     for (u32 i = tiles + lane; i < entries; i += kWarpThreads) directory[i] = i == tiles ? static_cast<u32>(end) : 0;
   }
 };
 
-/* The record's bytes, padded. */
+/* Returns the padded length of a record. */
 DEVICE u32 padded_record(u32 bytes) { return (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit; }

@@ -1,11 +1,12 @@
 /* The encoders of pipeline whole: modes integer, ternary and values (FORMAT.md, sections 4 and 7),
- * and those without tiles. Widths are known at run time only, and speed matters less than in the modes
- * for floats. All lanes of a team take part in every meeting.
+ * and the modes without tiles. Widths are known only at run time, and speed matters less than in
+ * the modes for floats. All lanes of a team take part in every synchronisation.
  */
 #pragma once
 #include <ancf_encoding.cuh>
 
-/* planes(values, bits, padded): section 5's pieces, of a lane's elements from `first` on. */
+/* Writes planes(values, bits, padded), the pieces of section 5, for a lane's elements from `first`
+ * on. */
 DEVICE void write_planes(const PlaneSet &planes, u32 first, const u64 (&values)[kPiece], u32 bits, u32 lane) {
   u32 at = 0;
   bool wanted = first < planes.padded;
@@ -30,7 +31,7 @@ DEVICE void write_planes(const PlaneSet &planes, u32 first, const u64 (&values)[
   }
 }
 
-/* Least and most of the team's elements, in the order of the type. */
+/* Minimum and maximum of the team's elements, in the order of the type. */
 struct Bounds {
   u64 least = ~0ull, most = 0;
 
@@ -121,7 +122,7 @@ struct SortedValues {
     return made;
   }
 
-  /* The code of x, all ones where it has none. */
+  /* Returns the code of x, all ones if it has none. */
   DEVICE u32 find(Element x) const {
     u32 low = 0, high = count;
     while (low < high) {
@@ -174,7 +175,7 @@ DEVICE void encode_values(Encoding &job, const u64 *values) {
   });
 }
 
-/* The bits of a piece of elements that are 0 or 1; `refused` if one is neither. */
+/* Returns the bits of a piece of boolean elements; sets `refused` if an element is not 0 or 1. */
 DEVICE u32 boolean_bits(const uint4 &piece, bool &refused) {
   u32 bits = 0;
 #pragma unroll
@@ -186,7 +187,7 @@ DEVICE u32 boolean_bits(const uint4 &piece, bool &refused) {
   return bits;
 }
 
-/* Modes without tiles: the original bytes, one bit an element, or the checksum alone. */
+/* Encodes modes without tiles: the original bytes, one bit per element, or only the checksum. */
 DEVICE void encode_flat(Encoding &job) {
   u64 chunks = (job.plan.raw_nbytes + kCheckChunkBytes - 1) / kCheckChunkBytes;
   u64 warps = static_cast<u64>(block_count()) * (kBlockThreads / kWarpThreads);

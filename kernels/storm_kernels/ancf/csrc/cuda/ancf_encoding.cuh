@@ -1,6 +1,6 @@
-/* What the encoders of pipelines fast and whole share, where a team of warps has a tile: a launch's
- * arguments, and records on their way to the payload. They gather in shared memory until the sizes
- * of all earlier units are known. Nothing is written past the limit.
+/* Code that the encoders of pipelines fast and whole share, where a team of warps encodes a tile: a
+ * launch's arguments, and the transfer of records to the payload. Records are buffered in shared
+ * memory until the sizes of all earlier units are known. Nothing is written past the limit.
  */
 #pragma once
 #include <ancf_look_back.cuh>
@@ -8,7 +8,7 @@
 
 constexpr u32 kGatherBytes = kTile;
 
-/* Bytes of shared memory a team has: a tile's elements, its bit planes, the records' buffer. */
+/* A team's shared memory in bytes: a tile's elements, its bit planes, the records' buffer. */
 constexpr u32 kAheadBytes = kTile * kWidth;
 constexpr u32 kBufferBytes = kWidth == 1 ? 10240 : kWidth == 2 ? 15872 : kWidth == 4 ? 26112 : 49152;
 constexpr u32 kArenaBytes = kAheadBytes + kGatherBytes + kBufferBytes;
@@ -17,10 +17,10 @@ constexpr u32 kTableBytes = kSymbolTableBytes > 2304 ? kSymbolTableBytes : 2304;
 constexpr u32 kSharedBytes = kTeams * (sizeof(TeamShared) + kArenaBytes) + (kTableBytes + 15) / 16 * 16;
 static_assert(kArenaBytes % 16 == 0, "16-byte aligned arenas");
 
-/* One launch's arguments, and this thread's place in it. */
+/* One launch's arguments, and this thread's state. */
 struct Encoding {
   const Plan &plan;
-  u64 raw_nbytes;     /* and what else of the plan each tile needs */
+  u64 raw_nbytes;     /* this and more are cached from the plan for each tile */
   u8 *blocks;
   u32 block_size, whole_tiles, last_elements;
   bool checks;
@@ -32,19 +32,19 @@ struct Encoding {
   Team team;
   TeamShared *shared;
   u8 *arena;
-  bool fetches;  /* ahead() holds tiles fetched ahead, else what the mode puts there */
+  bool fetches;  /* ahead() holds prefetched tiles, else data of the mode */
   u32 turn;
   u64 check;
 
   DEVICE u8 *ahead() const { return arena; }
   DEVICE u8 *gathered() const { return arena + kAheadBytes; }
-  /* Bytes for the elements of a tile, where the mode fetches ahead: the buffer's end. */
+  /* One byte per element of a tile, at the buffer's end, for modes that fetch ahead. */
   DEVICE u8 *tops() const { return arena + kArenaBytes - kTile; }
   DEVICE u8 *buffer() const { return arena + kAheadBytes + kGatherBytes; }
   DEVICE u64 limit() const { return kHeaderBytes + plan.raw_nbytes; }
   DEVICE u32 units() const { return (plan.tiles + unit_tiles - 1) / unit_tiles; }
 
-  /* The next unit's number, the same for the whole team. */
+  /* Draws the next unit's number, the same for the whole team. */
   DEVICE u32 take_unit() {
     if (team.thread == 0) shared->unit = fetch_add(&work->next_unit, 1u);
     team.meet();
@@ -53,7 +53,7 @@ struct Encoding {
 
   DEVICE bool is_whole(u32 tile) const { return tile < whole_tiles && aligned(src); }
 
-  /* Starts to bring this thread's part of a tile to ahead(), where the mode leaves that free. */
+  /* Starts to copy this thread's part of a tile to ahead(), if the mode does not use ahead(). */
   DEVICE void fetch_ahead(u32 tile) {
     if (!fetches || !is_whole(tile)) return;
     u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes + team.lane * 16;
@@ -62,7 +62,7 @@ struct Encoding {
     for (u32 row = 0; row < kRows; row++) copy_behind(to + 512 * row, src + at + 512 * row);
   }
 
-  /* This thread's part of a tile that fetch_ahead was told of; adds it to the checksum. */
+  /* Loads this thread's part of a tile passed to fetch_ahead before; adds it to the checksum. */
   DEVICE void load(uint4 (&rows)[kRows], u32 tile) {
     u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes;
     if (fetches && is_whole(tile)) {
@@ -79,8 +79,8 @@ struct Encoding {
   DEVICE u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
 };
 
-/* Learns where unit `unit` of `size` starts and, if it is complete, tells the others where it
- * ends; all in units of 8 bytes. The team meets. */
+/* Finds the start of unit `unit` of length `size` and, if it is complete, publishes its end; all in
+ * units of 8 bytes. The team synchronises. */
 DEVICE_CALL u64 locate_unit(u64 *prefixes, u32 unit, u64 size, bool complete, TeamShared *shared, Team team) {
   if (team.warp == 0) {
     u64 found;
@@ -98,15 +98,15 @@ DEVICE_CALL void copy_words(u64 *to, const u64 *from, u32 count, u32 thread) {
   for (u32 i = thread; i < count; i += kTeamThreads) to[i] = from[i];
 }
 
-/* Some records of one unit, next to each other in the team's buffer. */
+/* Contiguous records of one unit in the team's buffer. */
 struct Batch {
-  u32 unit, side;      /* side: which of the team's two sets of offsets is the unit's */
+  u32 unit, side;      /* side: which of the team's two sets of offsets the unit uses */
   u32 start, bytes;    /* in the buffer */
-  u32 shipped;         /* bytes of the unit that are in the payload already */
+  u32 shipped;         /* bytes of the unit already in the payload */
 };
 
-/* A team's records on their way to the payload. A complete unit waits, with its size told to the
- * others, while the team works on its next one: by then its place is mostly known. */
+/* A team's records before they are in the payload. A complete unit, whose size is published, waits
+ * while the team works on its next unit: after that its place is mostly known. */
 struct Records {
   Encoding &job;
   u32 capacity;        /* bytes of the buffer that may be used */
@@ -125,7 +125,7 @@ struct Records {
     placed = false;
   }
 
-  /* Makes room for a record of `bytes` bytes and notes where it starts; returns its memory. */
+  /* Reserves memory for a record of `bytes` bytes and stores its offset; returns the memory. */
   DEVICE u8 *reserve(u32 index, u32 bytes) {
     if (current.start + current.bytes + bytes + kRecordUnit > capacity) make_room();
     if (job.team.thread == 0) {
@@ -134,7 +134,7 @@ struct Records {
     return job.buffer() + current.start + current.bytes;
   }
 
-  /* Takes the record of `bytes` bytes that reserve() gave memory for. */
+  /* Adds the record of `bytes` bytes in the memory from reserve(). */
   DEVICE void add(u32 bytes) {
     u32 padded = (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
     u8 *end = job.buffer() + current.start + current.bytes + bytes;
@@ -142,7 +142,7 @@ struct Records {
     current.bytes += padded;
   }
 
-  /* The current unit is complete. */
+  /* Ends the current unit, which is complete. */
   DEVICE void close() {
     if (waits) settle();
     u64 size = (current.shipped + current.bytes) / kRecordUnit;
@@ -155,7 +155,7 @@ struct Records {
     if (placed) finish(base);
   }
 
-  /* Places the unit that waits; the team meets. */
+  /* Writes the waiting unit to its place; the team synchronises. */
   DEVICE void settle() { finish(locate(waiting, true)); }
 
   DEVICE void finish(u64 place) {
@@ -165,7 +165,7 @@ struct Records {
     job.team.meet();
   }
 
-  /* Where the unit of `batch` starts; once it is complete, tells the others where it ends. */
+  /* Returns the start of the unit of `batch`; if it is complete, publishes its end. */
   DEVICE u64 locate(const Batch &batch, bool complete) {
     u64 size = (batch.shipped + batch.bytes) / kRecordUnit;
     return locate_unit(job.prefixes, batch.unit, size, complete, job.shared, job.team);
@@ -182,7 +182,7 @@ struct Records {
     current = {current.unit, current.side, 0, 0, current.shipped + current.bytes};
   }
 
-  /* Copies a batch to the payload; bytes that would pass the limit are left out. */
+  /* Copies a batch to the payload, unless it would exceed the limit. */
   DEVICE void copy(const Batch &batch, u64 place) {
     u64 at = job.plan.payload_offset + place * kRecordUnit + batch.shipped;
     if (at + batch.bytes > job.limit()) return;
@@ -191,7 +191,7 @@ struct Records {
     copy_words(to, from, batch.bytes / 8, job.team.thread);
   }
 
-  /* The unit's directory entries and, after the last tile, the end and the padding. */
+  /* Writes the unit's directory entries and, after the last tile, the end and the padding. */
   DEVICE void write_directory(const Batch &batch, u64 place) {
     u32 first = batch.unit * job.unit_tiles, thread = job.team.thread;
     u32 left = job.plan.tiles - first, tiles = left < job.unit_tiles ? left : job.unit_tiles;
@@ -210,15 +210,15 @@ DEVICE void write_escape(u8 *at, u64 value) {
   for (u32 i = 0; i < kBytes; i++) at[i] = static_cast<u8>(value >> (8 * i));
 }
 
-/* Encodes units until none is left; `encode(tile, index, records)` does the unit's tile `index`.
- * The next ticket is taken early, so that its first tile can be fetched ahead. */
+/* Encodes units until none is left; `encode(tile, index, is_last, records)` encodes tile number
+ * `index` of the unit. The next ticket is drawn early, so that its first tile can be prefetched. */
 template <class Encode>
 DEVICE void encode_units(Encoding &job, u32 capacity, Encode encode) {
   Records records{job, capacity};
   u32 unit = job.take_unit();
   job.fetch_ahead(unit * job.unit_tiles);
   while (unit < job.units()) {
-    job.team.meet();  /* all have read the ticket */
+    job.team.meet();  /* all threads have read the ticket */
     if (job.team.thread == 0) job.shared->unit = fetch_add(&job.work->next_unit, 1u);
     records.open(unit);
     u32 first = unit * job.unit_tiles;

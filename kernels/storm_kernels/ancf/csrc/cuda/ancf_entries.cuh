@@ -1,9 +1,9 @@
-/* How encoders find codes: a table in shared memory, and the planes of a run that come from it.
+/* Looks up codes in a table in shared memory, and computes the planes of a run from the entries.
  *
- * An element's entry holds, in bit 0 of byte p, its bit of plane p: first codes, second codes and,
- * where they fit in the index, the bits of the residue beside its whole bytes. Entries of eight
- * elements, shifted by 0..7 and added, are then a byte of each plane. An element
- * with a first code has a second code of 0, and one that escapes has all ones in both.
+ * Bit 0 of byte p of an element's entry is its bit of plane p. The planes are first codes, second
+ * codes and, if they fit the index, the residue's bits besides its whole bytes. So the entries of
+ * eight elements, shifted by 0..7 and added, are one byte of each plane. An element with a first
+ * code has a second code of 0; an escape has all ones in both codes.
  */
 #pragma once
 #include <ancf_lanes.cuh>
@@ -11,7 +11,7 @@
 template <class C>
 struct CodeTable {
   static constexpr u32 kWhole = C::kResidue / 8 * 8;  /* bits of the residue in whole bytes */
-  static constexpr u32 kLeft = C::kResidue - kWhole;  /* and beside them */
+  static constexpr u32 kLeft = C::kResidue - kWhole;  /* the other bits of the residue */
   static constexpr bool kHoldsLeft = kLeft != 0 && C::kBits - kWhole <= 8;
   static constexpr u32 kFrom = kHoldsLeft ? kWhole : C::kResidue;  /* first bit of the index */
   static constexpr u32 kIndexBits = C::kBits - kFrom;
@@ -23,18 +23,18 @@ struct CodeTable {
 
   u32 entries[kIndexes * kWords];
 
-  /* What an element's symbol, and bits beside it, are found by. */
+  /* Returns the table index of an element: its symbol, and residue bits if the table has them. */
   DEVICE static u32 index(Element x) {
-    constexpr u32 kTurned = C::kRotate && kFrom ? 1 : 0;  /* else the sign has stayed on top */
+    constexpr u32 kTurned = C::kRotate && kFrom ? 1 : 0;  /* else the sign is still on top */
     return static_cast<u32>(x >> (C::kDrop + kFrom - kTurned)) & (kIndexes - 1);
   }
-  /* The bits of a turned element from kFrom on. */
+  /* Returns the bits of the rotated element from kFrom on. */
   DEVICE static u32 top(u32 index) {
     if (!C::kRotate || kFrom) return index;
     return (index << 1 | index >> (kIndexBits - 1)) & (kIndexes - 1);
   }
 
-  /* Adds the entry of an element to eight elements' sums, as number `i`. */
+  /* Adds the entry of element number `i` to the sums of eight elements. */
   DEVICE void add(u32 (&sums)[kWords], u32 index, u32 i) const {
     const u32 *entry = entries + index * kWords;
     if constexpr (kWords == 1) {
@@ -51,7 +51,7 @@ struct CodeTable {
       sums[3] += all.w << i;
     }
   }
-  /* Bits [from, from + count) of an element's planes. */
+  /* Returns bits [from, from + count) of an element's planes. */
   DEVICE u32 field(u32 index, u32 from, u32 count) const {
     u32 value = 0;
     for (u32 i = 0; i < count; i++) {
@@ -61,7 +61,7 @@ struct CodeTable {
     return value;
   }
 
-  /* All threads of the block, before any uses the table. */
+  /* Fills the table; all threads of the block call it before any uses the table. */
   DEVICE void fill(const Plan &plan) {
     for (u32 at = thread_in_block(); at < kIndexes; at += threads_in_block()) {
       u32 symbol = top(at) >> (C::kResidue - kFrom), code = 0;
@@ -73,13 +73,13 @@ struct CodeTable {
       for (u32 word = 0; word < kWords; word++) entries[at * kWords + word] = spread_nibble(bits >> (4 * word));
     }
   }
-  /* Bit i of a nibble in bit 0 of byte i. */
+  /* Moves bit i of a nibble to bit 0 of byte i. */
   DEVICE static u32 spread_nibble(u32 bits) {
     return (bits & 1) | (bits & 2) << 7 | (bits & 4) << 14 | (bits & 8) << 21;
   }
 };
 
-/* The bytes with the residue's bits beside its whole bytes, of eight elements. */
+/* Returns the bytes of eight elements that contain the residue's bits besides its whole bytes. */
 template <class C>
 DEVICE void left_bytes(const Octet &octet, u32 &low, u32 &high) {
   constexpr u32 kWhole = CodeTable<C>::kWhole;
@@ -99,14 +99,14 @@ DEVICE void left_bytes(const Octet &octet, u32 &low, u32 &high) {
   }
 }
 
-/* A word of each bit plane of a run, and its elements without a first code and without any. */
+/* One word of each bit plane of a run, and the flags of elements without a first code, or any. */
 template <class C>
 struct RunPlanes {
   using Table = CodeTable<C>;
   u32 left[Table::kLeft ? Table::kLeft : 1], first[C::kFirst], second[C::kSecond ? C::kSecond : 1];
   u32 missed, escaped;
 
-  /* `exists`: bits of the run's elements that are not padding. */
+  /* `exists`: flags of the run's elements that are not padding. */
   DEVICE static RunPlanes of(const Run &run, u32 exists, const Table &table) {
     RunPlanes made;
     u32 sums[kOctets][Table::kWords] = {}, bytes[2][kOctets], inexact = 0;
@@ -128,7 +128,7 @@ struct RunPlanes {
     return made;
   }
 
-  /* Makes planes of the sums of a run's octets; padding has codes of 0. */
+  /* Converts the sums of a run's octets to planes; padding has codes of 0. */
   DEVICE void take(const u32 (&sums)[kOctets][Table::kWords], u32 exists) {
     u32 planes[4 * Table::kWords];
 #pragma unroll
@@ -152,7 +152,7 @@ struct RunPlanes {
     transpose_bits(words);
     for (u32 i = 0; i < Table::kLeft; i++) left[i] = words[i];
   }
-  /* Elements that have bits in the part that is left out have no code. */
+  /* Marks elements whose dropped bits are not 0 as escapes. */
   DEVICE void take_inexact(const Run &run, u32 exists) {
     u32 inexact = 0;
 #pragma unroll 1
@@ -168,16 +168,16 @@ struct RunPlanes {
   }
 };
 
-/* The residues' whole bytes of a run, which take the place of its elements: an octet's kWhole / 4
- * words at a time, by parts of 32, 16 and 8 bits. */
+/* The whole bytes of a run's residues, which replace its elements in memory: kWhole / 4 words per
+ * octet, in parts of 32, 16 and 8 bits. */
 template <class C>
 struct WholeParts {
   static constexpr u32 kWhole = CodeTable<C>::kWhole;
   static constexpr u32 kWords = kWhole / 32 * 32, kHalves = kWhole / 16 * 16;
   static constexpr u32 kOctetWords = kWhole / 4;
 
-  /* From the elements at `from` to `to`, which is the same memory; kAtOnce: octets read before any
-   * is written, all of them where the two lie differently. */
+  /* Converts the elements at `from` to whole bytes at `to`, the same memory. kAtOnce: octets that
+   * are read before any is written; all of them if `from` and `to` have different layouts. */
   template <u32 kAtOnce>
   DEVICE static void replace(const Run &from, const Run &to) {
 #pragma unroll
@@ -224,7 +224,7 @@ struct WholeParts {
     }
   }
 
-  /* The low bytes of four turned elements of 16 bits. */
+  /* Returns the low bytes of four rotated elements of 16 bits. */
   DEVICE static void split_halves(u32 low, u32 high, u32 &bytes) {
     bytes = pick_bytes(low, high, 0x6420);
     if (!C::kRotate) return;
@@ -248,8 +248,8 @@ struct WholeParts {
     if constexpr (kWhole != kHalves) pack_fields<kHalves, 8>(turned, 8, words[kHalves / 4], words[kHalves / 4 + 1]);
   }
 
-  /* Copies the parts of runs [0, runs) at `stage` to their planes from element `first` on. In a
-   * fixed block (else a record) runs are staged, and planes aligned to eight bytes. */
+  /* Copies the parts of runs [0, runs) at `stage` to their planes from element `first` on. For a
+   * fixed block (else a record) runs are staged and planes are aligned to eight bytes. */
   template <bool kInBlock>
   DEVICE static void store(const PlaneSet &planes, u32 first, u32 runs, u8 *stage, u32 lane) {
     if constexpr (kWords != 0) store_part<0, 32, kInBlock>(planes, first, runs, stage, lane);

@@ -1,6 +1,6 @@
-/* The ANCF format's numbers and the parameters of one blob, as the CUDA kernels see them.
- * FORMAT.md explains them; a test holds the constants to layout.py. A `Plan` in
- * device memory is complete before a kernel that reads it starts, and no kernel changes it.
+/* The constants of the ANCF format and the parameters of one blob, for the CUDA kernels. FORMAT.md
+ * explains them; a test compares the constants with layout.py. A `Plan` in device memory is
+ * complete before a kernel that reads it starts, and no such kernel changes it.
  */
 #pragma once
 #include <ancf_device.cuh>
@@ -12,12 +12,12 @@
 #define ANCF_MANTISSA 7
 #endif
 
-/* Which kernels a module is to have, a bit for each Pipeline: one takes the compiler seconds. */
+/* The kernels of a module, one bit for each Pipeline: each takes the compiler seconds. */
 #ifndef ANCF_PIPELINES
 #define ANCF_PIPELINES 0xf
 #endif
 
-constexpr u32 kWidth = ANCF_WIDTH;        /* bytes of an element; one module a (width, mantissa) */
+constexpr u32 kWidth = ANCF_WIDTH;        /* bytes of an element; one module per width, mantissa */
 constexpr u32 kMantissa = ANCF_MANTISSA;  /* stored mantissa bits */
 
 constexpr u32 kMagic = 0x46434E41;  /* "ANCF" */
@@ -45,12 +45,12 @@ enum Mode : u32 {
   kTruncated = 5, kTernary = 6, kValues = 7, kInteger = 8,
 };
 enum Bitmap : u32 { kBitmapNone = 0, kBitmapPlain = 1, kBitmapPairs = 2 };
-constexpr u32 kBitmapSigns = 4;  /* added to one of these: a plane of all signs beside the bitmap */
+constexpr u32 kBitmapSigns = 4;  /* flag added to a kind: a plane of all signs follows the bitmap */
 
-/* What a kernel leaves in a status word. kNotDecoded: no kernel for this blob was launched. */
+/* Values of a status word. kNotDecoded: no kernel for this blob was launched. */
 enum Status : u32 { kOk = 0, kBadHeader = 1, kBadRecord = 2, kBadChecksum = 3, kNotDecoded = 4 };
 
-/* The blob's parameters (names as in the header) and what follows from them. */
+/* The blob's parameters (names as in the header) and the values derived from them. */
 struct Plan {
   u64 raw_nbytes, elements;
   u64 fixed_offset, payload_offset, payload_bytes;
@@ -58,26 +58,26 @@ struct Plan {
   u32 mode, dtype, width, mantissa;  /* width: bytes of an element */
   u32 flags, bitmap, rotate, drop, residue_bits, k1, k2, escape_bytes;
   u32 dict_count, tiles, directory_offset;
-  u32 status;                /* of reading the header; an encoder's is kOk */
-  u32 may_be_constant;       /* the sample is; if no element differs the blob says constant */
+  u32 status;                /* result of reading the header; an encoder's is kOk */
+  u32 may_be_constant;       /* the sample is constant; so is the blob if no element differs */
   u32 window[kWindowSlots];
 };
 
-/* A counter in a cache line of its own. */
+/* A counter in a separate cache line. */
 struct Counter {
   u32 taken, unused[31];
 };
 
-/* What the blocks of one launch share; zero before it. */
+/* The memory that the blocks of one launch share; zero before the launch. */
 constexpr u32 kTileCounters = 4;
 struct Work {
   u32 next_unit, blocks_done, refused, status;
   u64 checksum;
   u32 copy_raw, unused[25];
-  Counter tiles[kTileCounters];  /* where more tickets are drawn than one place serves */
+  Counter tiles[kTileCounters];  /* for more draws of tickets than one counter can serve */
 };
 
-/* What an encoder tells its caller, in memory of the caller's choice. */
+/* An encoder's result, in memory that the caller provides. */
 struct Result {
   u64 total_bytes, status, mode;
 };
@@ -111,7 +111,7 @@ DEVICE Traits traits_of(u32 dtype) {
   }
 }
 
-/* Scratch: the plan, the dictionary of whole values, the work, a word a unit. */
+/* Scratch: the plan, the dictionary of whole values, the work area, one word per unit. */
 constexpr u32 kPlanBytes = 512;
 constexpr u32 kValuesBytes = 4096;
 constexpr u32 kWorkBytes = 128 * (1 + kTileCounters);
@@ -123,7 +123,7 @@ DEVICE u64 *values_of(u8 *scratch) { return reinterpret_cast<u64 *>(scratch + kP
 DEVICE Work *work_of(u8 *scratch) {
   return reinterpret_cast<Work *>(scratch + kPlanBytes + kValuesBytes);
 }
-/* One word a unit of tiles: state in the top two bits, record bytes / 8 below. */
+/* One word per unit of tiles: state in the top two bits, record bytes / 8 below. */
 DEVICE u64 *prefixes_of(u8 *scratch) {
   return reinterpret_cast<u64 *>(scratch + kPlanBytes + kValuesBytes + kWorkBytes);
 }
@@ -133,20 +133,21 @@ DEVICE u64 round_up(u64 value, u64 multiple) { return (value + multiple - 1) / m
 DEVICE bool has_pairs(u32 bitmap) { return (bitmap & ~kBitmapSigns) == kBitmapPairs; }
 DEVICE bool keeps_signs_apart(u32 bitmap) { return (bitmap & kBitmapSigns) != 0; }
 
-/* Bytes of a bit plane of a tile of `count` elements, and of one of its pairs. */
+/* The bytes of a bit plane with one bit per element of a tile of `count` elements, or per pair. */
 DEVICE u32 plane_bytes(u32 count) { return (count + 127) / 128 * 16; }
 DEVICE u32 pair_plane_bytes(u32 count) { return (count + 255) / 256 * 16; }
-/* Bytes of a bitmap's plane A. */
+/* The bytes of a bitmap's plane A. */
 DEVICE u32 bitmap_bytes(bool pairs, u32 count) { return pairs ? pair_plane_bytes(count) : plane_bytes(count); }
 
-/* Bytes of the fixed block of a tile of `count` elements. */
+/* The bytes of the fixed block of a tile of `count` elements. */
 DEVICE u32 block_bytes(const Plan &plan, u32 count) {
   bool sparse = plan.mode == kSparse, pairs = sparse && has_pairs(plan.bitmap);
   u32 planes = sparse ? (pairs ? 0 : 1) + plan.bitmap / kBitmapSigns : plan.residue_bits + plan.k1;
   return planes * plane_bytes(count) + (pairs ? pair_plane_bytes(count) : 0);
 }
 
-/* Which kernels work on a blob: each kind has its own, so that none pays for another's registers. */
+/* The kernels that process a blob. Each pipeline has its own, so none pays for another's
+ * registers. */
 enum Pipeline : u32 { kWhole = 0, kFast = 1, kDense = 2, kWithBitmap = 3 };
 DEVICE Pipeline pipeline_of(const Plan &plan) {
   if (plan.mode == kSparse) return kWithBitmap;
@@ -157,11 +158,11 @@ DEVICE Pipeline pipeline_of(const Plan &plan) {
 DEVICE bool has_tiles(u32 mode) { return mode != kRaw && mode != kConstant && mode != kBoolean; }
 DEVICE bool has_dictionary_apart(u32 mode) { return mode == kTernary || mode == kValues; }
 
-/* Fills in everything that follows from mode, bits and raw_nbytes, for elements of `width` bytes. */
+/* Sets all values derived from mode, bits and raw_nbytes, for elements of `width` bytes. */
 DEVICE void derive(Plan &plan, u32 width, u32 mantissa) {
   plan.width = width;
   plan.mantissa = mantissa;
-  plan.elements = plan.raw_nbytes >> lowest_bit(width);  /* which is quicker than to divide */
+  plan.elements = plan.raw_nbytes >> lowest_bit(width);  /* faster than a division */
   u32 symbol_bits = plan.drop ? 8 * plan.width : 8 * plan.width - plan.residue_bits;
   plan.escape_bytes = !plan.k1 ? 0 : symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
   u64 tiles = has_tiles(plan.mode) ? (plan.elements + kTile - 1) / kTile : 0;
@@ -194,7 +195,7 @@ DEVICE u64 header_check(const u64 *words) {
   return check;
 }
 
-/* The 32 words of the header of `plan`. */
+/* Sets the 32 words of the header of `plan`. */
 DEVICE void pack_header(const Plan &plan, u64 (&words)[32]) {
   for (u32 i = 0; i < 32; i++) words[i] = 0;
   words[0] = kMagic | static_cast<u64>(kVersion) << 32 | static_cast<u64>(plan.mode) << 48 |

@@ -1,7 +1,7 @@
-/* How encoders lay a tile over the lanes of one warp: batches of 1,024 elements, of which each
- * lane has 32 that follow each other, its run. A run is one word of every bit plane, so planes are
- * made by words and without other lanes. Elements go by batch, then lane, then
- * place in the run, so that ranks found here are ranks in the tensor.
+/* How encoders distribute a tile over the lanes of one warp: in batches of 1,024 elements, each
+ * lane has 32 consecutive elements, its run. A run is one word of every bit plane, so a lane
+ * computes planes word by word without other lanes. Elements are ordered by batch, then lane, then
+ * position in the run, so ranks computed here are ranks in the tensor.
  */
 #pragma once
 #include <ancf_bits.cuh>
@@ -12,14 +12,14 @@ constexpr u32 kRunBytes = kRunElements * kWidth;
 constexpr u32 kBatchElements = kRunElements * kWarpThreads;
 constexpr u32 kBatchBytes = kBatchElements * kWidth;
 constexpr u32 kOctets = kRunElements / 8;
-constexpr u32 kRowBytes = 16 * kWarpThreads;  /* what a warp copies at once */
+constexpr u32 kRowBytes = 16 * kWarpThreads;  /* bytes that a warp copies at once */
 
-/* Where byte `offset` of staged elements lies in shared memory: pieces of 16 bytes change places
- * inside a run, so that lanes that read their runs meet in no bank. */
+/* The offset of byte `offset` of staged elements in shared memory: pieces of 16 bytes are permuted
+ * inside a run, so that lanes that read their runs have no bank conflicts. */
 constexpr u32 kSwizzleShift = kWidth == 8 ? 4 : 3;
 constexpr u32 kSwizzleMask = (kWidth == 1 ? 1 : kWidth == 2 ? 3 : 7) * 16;
 DEVICE u32 swizzled(u32 offset) { return offset ^ (offset >> kSwizzleShift & kSwizzleMask); }
-/* The same for an offset inside its row that is swizzled already, in the row that begins at `row`. */
+/* The same for an already swizzled offset in a row, for the row that begins at `row`. */
 DEVICE u32 in_row(u32 own, u32 row) { return (own ^ (row >> kSwizzleShift & kSwizzleMask)) + row; }
 
 /* Eight elements. */
@@ -37,13 +37,13 @@ struct Run {
   u8 *memory;
   u32 own;
 
-  /* Elements that were fetched. */
+  /* A run of fetched elements. */
   DEVICE static Run staged(u8 *memory, u32 number) { return {memory, swizzled(number * kRunBytes)}; }
-  /* Elements as they lie in the tensor. */
+  /* A run in the layout of the tensor. */
   DEVICE static Run plain(u8 *memory, u32 number) { return {memory, number * kRunBytes}; }
-  /* Words, of which lanes that use the same one meet in few banks; pairs stay together. */
+  /* A run of words: lanes that access the same word have few bank conflicts; pairs are adjacent. */
   DEVICE static Run scattered(u8 *memory, u32 number) {
-    constexpr u32 kTogether = kWidth < 4 ? 4 / kWidth : 1;  /* runs in all banks */
+    constexpr u32 kTogether = kWidth < 4 ? 4 / kWidth : 1;  /* runs that fill all banks */
     return {memory, number * kRunBytes ^ number / kTogether * 8 % kRunBytes};
   }
   DEVICE u8 *at(u32 byte) const { return memory + (own ^ byte); }
@@ -70,10 +70,10 @@ struct Run {
   DEVICE u32 &word(u32 number) const { return *reinterpret_cast<u32 *>(at(4 * number)); }
 };
 
-/* The bits of a run's elements that exist, of `count` from the run's first on. */
+/* Returns the flags of a run's elements that exist; `first` is its first element of `count`. */
 DEVICE u32 existing(u32 first, u32 count) { return first >= count ? 0 : low_bits(count - first); }
 
-/* Byte i of word j goes to byte j of word i. */
+/* Moves byte i of word j to byte j of word i. */
 DEVICE void transpose_bytes(u32 (&words)[4]) {
   u32 low = pick_bytes(words[0], words[1], 0x5140), high = pick_bytes(words[0], words[1], 0x7362);
   u32 low2 = pick_bytes(words[2], words[3], 0x5140), high2 = pick_bytes(words[2], words[3], 0x7362);
@@ -83,7 +83,7 @@ DEVICE void transpose_bytes(u32 (&words)[4]) {
   words[3] = pick_bytes(high, high2, 0x7632);
 }
 
-/* Bit j of each byte of word i changes places with bit i of the same byte of word j. */
+/* Exchanges bit j of each byte of word i with bit i of the same byte of word j. */
 DEVICE void transpose_bits(u32 (&words)[8]) {
   constexpr u32 kMasks[3] = {0x55555555, 0x33333333, 0x0f0f0f0f};
 #pragma unroll
@@ -99,19 +99,20 @@ DEVICE void transpose_bits(u32 (&words)[8]) {
   }
 }
 
-/* The bits of the low half at even places, those of the high half at odd ones. */
+/* Returns the bits of the low half at even positions, those of the high half at odd positions. */
 DEVICE u32 interleaved(u32 halves) { return to_even_bits(halves & 0xffff) | to_even_bits(halves >> 16) << 1; }
 
-/* Brings the bits that a mask names together, in order: four bytes at a time, which are then joined. */
+/* Packs the bits that a mask selects, in order: within four bytes at a time, which are then
+ * joined. */
 struct BitGather {
   BitMoves<8> moves;
   u32 mask;
 
   DEVICE static BitGather of(u32 mask) { return {BitMoves<8>::of(mask), mask}; }
 
-  /* The bits named in each byte of `word`, at that byte's low end; it has no other bits. */
+  /* Packs the selected bits of each byte of `word` to its low end; `word` has no other bits. */
   DEVICE u32 in_bytes(u32 word) const { return moves.together(word); }
-  /* The bits named in the whole word, at its low end. */
+  /* Packs the selected bits of the whole word to its low end. */
   DEVICE u32 in_word(u32 word) const {
     word = in_bytes(word);
     return (word & 0xff) | (word >> 8 & 0xff) << ones(mask & 0xff) |
@@ -119,7 +120,7 @@ struct BitGather {
   }
 };
 
-/* Puts `bits` at bit number `place` of a stream in shared memory that is 0 from there on. */
+/* Writes `bits` at bit number `place` of a stream in shared memory that is 0 from there on. */
 DEVICE void append_bits(u32 *stream, u32 place, u32 bits) {
   if (bits == 0) return;
   u32 shift = place % 32, rest = bits >> 1 >> (31 - shift);
@@ -127,7 +128,7 @@ DEVICE void append_bits(u32 *stream, u32 place, u32 bits) {
   if (rest != 0) fetch_or(stream + place / 32 + 1, rest);
 }
 
-/* Copies of shared words to memory that is aligned to words only; by one warp. */
+/* Copies shared words to memory that is only aligned to words; by one warp. */
 DEVICE void copy_words(u8 *to, const u32 *from, u32 count, u32 lane) {
   for (u32 i = lane; i < count; i += kWarpThreads) reinterpret_cast<u32 *>(to)[i] = from[i];
 }

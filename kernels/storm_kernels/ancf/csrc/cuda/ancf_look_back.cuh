@@ -1,6 +1,7 @@
-/* Where records go: units of them tell each other their sizes through one word each (decoupled
- * look-back, Merrill and Garland 2016). A unit is one record, or a few that follow each other.
- * A unit waits only for units with lower tickets, which running warps hold, so some warp always goes on.
+/* Computes the places of records: units of records publish their sizes in one word each (decoupled
+ * look-back, Merrill and Garland 2016). A unit is one record or a few consecutive ones. A unit
+ * waits only for units with lower tickets, which running warps hold, so some warp always makes
+ * progress.
  */
 #pragma once
 #include <ancf_code.cuh>
@@ -9,8 +10,8 @@ constexpr u64 kPartSum = 1ull << 62;   /* the word holds this unit's size */
 constexpr u64 kWholeSum = 2ull << 62;  /* the word holds the size of all units up to this one */
 constexpr u64 kSumMask = kPartSum - 1;
 
-/* Finds the records' bytes before unit `unit`, in units of 8; a whole warp calls it. Where sizes
- * are still missing it waits for them, or comes back without an answer. */
+/* Finds the bytes of records before unit `unit`, in units of 8; a whole warp calls it. If sizes are
+ * still missing, it waits for them with kWaits, else returns false. */
 template <bool kWaits>
 DEVICE bool look_back(const u64 *prefixes, u32 unit, u32 lane, u64 &found) {
   found = 0;

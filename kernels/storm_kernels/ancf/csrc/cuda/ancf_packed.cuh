@@ -1,15 +1,15 @@
-/* Codes whose symbol, with the residue's left-over bits below it, fills one byte: a lane's piece
- * of elements then splits and joins by whole words, several elements an instruction. All common
- * float types are such (bfloat16 and float32 exponents, float16, float8, bf16 kept in fp32).
- * The bytes are those that ancf_code.cuh's general functions would make.
+/* Codes whose symbol, with the residue's left-over bits below it, fits one byte. A lane's piece of
+ * elements then splits and joins by whole words, several elements per instruction. This holds for
+ * all common float types (bfloat16 and float32 exponents, float16, float8, bf16 stored in fp32).
+ * The bytes equal those of ancf_code.cuh's general functions.
  */
 #pragma once
 #include <ancf_code.cuh>
 
 constexpr u32 kTops = 256;               /* values of a top byte */
-constexpr u32 kPieceWords = kPiece / 4;  /* words that hold a byte for each of a lane's elements */
+constexpr u32 kPieceWords = kPiece / 4;  /* words with one byte for each of a lane's elements */
 
-/* The byte of element i among packed ones. */
+/* Returns the byte of element i from packed bytes. */
 template <u32 kWords>
 DEVICE u32 packed_byte(const u32 (&words)[kWords], u32 i) {
   return i % 4 == 3 ? words[i / 4] >> 24 : words[i / 4] >> (8 * (i % 4)) & 0xff;
@@ -17,16 +17,16 @@ DEVICE u32 packed_byte(const u32 (&words)[kWords], u32 i) {
 
 template <class C>
 struct Packed {
-  static constexpr u32 kWhole = C::kResidue / 8 * 8;   /* bits kept as whole bytes */
+  static constexpr u32 kWhole = C::kResidue / 8 * 8;   /* bits stored as whole bytes */
   static constexpr u32 kLeft = C::kResidue - kWhole;   /* bits of the residue in the top byte */
   static constexpr bool kFits =
       kWidth <= 4 && C::kBits - kWhole <= 8 && (C::kBits == 8 || C::kBits == 16 || C::kBits == 32);
   static constexpr u32 kBytesLow = kPiece * kWhole / 8; /* of a lane's piece */
 
-  /* A piece in parts: bytes [0, 8) or [0, 16) of each element, bytes [16, 24), top bytes. */
+  /* A piece in parts: bits [0, 8) or [0, 16) of each element, bits [16, 24), top bytes. */
   u32 low[2], middle, tops[kPieceWords ? kPieceWords : 1];
 
-  /* Rotates elements of kBits bits inside words by one to the left, or back. */
+  /* Rotates elements of kBits bits inside words left by one; turned_back is the inverse. */
   DEVICE static u32 turned(u32 word) {
     if (!C::kRotate) return word;
     if (C::kBits == 32) return word << 1 | word >> 31;
@@ -86,8 +86,8 @@ struct Packed {
   }
 };
 
-/* How the encoder looks top bytes up. `entry` as in SymbolTable; `left` has the residue's bits of
- * the top byte, bit p in bit 0 of byte p. */
+/* The encoder's lookup table for top bytes. `entry` is as in SymbolTable; `left` has the residue's
+ * bits of the top byte, bit p in bit 0 of byte p. */
 template <class C>
 struct TopTable {
   u32 entry[kTops];
@@ -103,8 +103,8 @@ DEVICE void fill_table(TopTable<C> &table, const Plan &plan) {
   }
 }
 
-/* Where a lane's bits go: element `first` of bit planes, those of the residue's whole bytes left
- * out. Planes of a full tile are gathered in shared memory first, to be stored by whole words. */
+/* The destination of a lane's bits: element `first` of the bit planes after the residue's whole
+ * bytes. Planes of a full tile are first gathered in shared memory, to be stored by whole words. */
 struct BitPlanes {
   u8 *base;
   u32 padded, first;
@@ -121,7 +121,7 @@ struct BitPlanes {
 
 constexpr u32 kChunkPlane = kChunkElements / 8;  /* bytes of one bit plane of a chunk */
 
-/* Stores the chunk's bit planes, gathered at `gathered`, to their places; by one warp. */
+/* Stores the chunk's bit planes from `gathered` to their places; by one warp. */
 template <class C>
 DEVICE void store_planes(const PlaneSet &planes, const u8 *gathered, u32 warp, u32 lane) {
   constexpr u32 kPlanes = Packed<C>::kLeft + C::kFirst, kWords = kChunkPlane / 4;
@@ -135,7 +135,8 @@ DEVICE void store_planes(const PlaneSet &planes, const u8 *gathered, u32 warp, u
   }
 }
 
-/* Residues and codes of a lane's piece; returns its escapes. The top bytes go to `tops`, for them. */
+/* Writes residues and codes of a lane's piece, and its top bytes to `tops`, which escapes need.
+ * Returns the flags of its escapes. */
 template <class C, bool kFull>
 DEVICE u32 write_packed(const PlaneSet &planes, const BitPlanes &bits, u32 first, const uint4 &piece, u32 valid,
                         const TopTable<C> &table, u8 *tops, u32 lane) {

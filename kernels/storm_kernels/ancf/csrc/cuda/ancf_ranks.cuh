@@ -1,28 +1,29 @@
-/* The most frequent symbols of the sample, and what coding with them costs; one warp a ranking.
+/* Ranks the most frequent symbols of the sample and computes the cost of coding with them; one warp
+ * per ranking.
  *
- * Keys are distinct and ordered as the dictionary is (count descending, symbol ascending), so that
- * the largest key below the last one found is the next entry, whatever order they lie in.
+ * Keys are distinct and have the dictionary's order (count descending, symbol ascending). So the
+ * largest key below the last one found is the next entry, whatever their order in memory.
  */
 #pragma once
 #include <ancf_counts.cuh>
 
-constexpr u32 kRanked = 22;  /* most entries of a window dictionary: 7 + 15 */
+constexpr u32 kRanked = 22;  /* maximum entries of a window dictionary: 7 + 15 */
 static_assert(kRanked <= kWarpThreads, "a lane keeps one entry");
 static_assert(kSampleMax <= 1 << 16 && kBins <= 1 << 16, "a key is two halves of a word");
 
-/* Symbols with the sign or without, of all elements or of those other than the fill. */
+/* Symbols with or without the sign, of all elements or of those other than the fill. */
 enum Choice : u32 { kJointAll, kExponentAll, kJointRest, kExponentRest, kChoices };
 DEVICE bool is_exponent(u32 choice) { return choice % 2 != 0; }
 DEVICE bool is_rest(u32 choice) { return choice >= kJointRest; }
 
-/* Two widths of codes and their cost over the sample, in bits. */
+/* The parameters of a coding, and its cost over the sample in bits. */
 struct Coding {
   u32 bits, choice, rotate, residue_bits, k1, k2;
 };
 
 struct Ranking {
-  u32 keys[kBins];     /* of the symbols that occur, in no order */
-  u32 occurring;       /* how many they are */
+  u32 keys[kBins];     /* keys of the symbols that occur, unordered */
+  u32 occurring;       /* their number */
   u32 ranked[kRanked]; /* the keys of the first entries; 0: none */
   Coding coding;
 };
@@ -33,7 +34,8 @@ DEVICE u32 count_of(u32 key) { return key ? (key >> 16) + 1 : 0; }
 
 DEVICE u32 slots_of(u32 bits) { return bits ? (1u << bits) - 1 : 0; }
 
-/* Writes the keys of the symbols that occur; returns how many. Of `symbol_left_out`, `left_out` are not counted. */
+/* Writes the keys of the symbols that occur; returns their number. Subtracts `left_out` from the
+ * count of `symbol_left_out`. */
 DEVICE u32 collect_keys(const Counts &counts, u32 *keys, bool exponent, u32 symbol_left_out, u32 left_out, u32 lane) {
   u32 bins = exponent ? kExponents : kBins, found = 0;
 #pragma unroll 4
@@ -49,8 +51,9 @@ DEVICE u32 collect_keys(const Counts &counts, u32 *keys, bool exponent, u32 symb
   return found;
 }
 
-/* Leaves out keys that cannot be among the first kRanked; returns how many are left, in front.
- * Of 32 lanes' greatest keys the kRanked-th is surpassed or met by kRanked keys at least. */
+/* Removes keys that cannot be among the first kRanked, and packs the others to the front; returns
+ * their number. At least kRanked keys are not below the kRanked-th of the 32 lanes' greatest
+ * keys. */
 DEVICE u32 keep_largest(u32 *keys, u32 occurring, u32 lane) {
   u32 greatest = 0, rank = 0, kept = 0;
 #pragma unroll 4
@@ -68,7 +71,7 @@ DEVICE u32 keep_largest(u32 *keys, u32 occurring, u32 lane) {
   return kept;
 }
 
-/* Ranks up to 2 * kWarpThreads keys: each counts those above it. */
+/* Ranks up to 2 * kWarpThreads keys: counts the keys above each. */
 DEVICE void count_above(const u32 *keys, u32 count, u32 *ranked, u32 lane) {
   u32 own = lane < count ? keys[lane] : 0;
   u32 other = lane + kWarpThreads < count ? keys[lane + kWarpThreads] : 0;
@@ -99,7 +102,8 @@ DEVICE void search_each(const u32 *keys, u32 count, u32 *ranked, u32 lane) {
 }
 
 /* Writes the first kRanked of the `occurring` keys in descending order to `ranked`, 0 where there
- * is none; returns entry `lane`. Most tensors have few symbols, and of many only few are left. */
+ * is none; returns entry `lane`. Most tensors have few symbols; of many, keep_largest leaves
+ * few. */
 DEVICE u32 rank_keys(u32 *keys, u32 occurring, u32 *ranked, u32 lane) {
   constexpr u32 kFew = 2 * kWarpThreads;
   if (lane < kRanked) ranked[lane] = 0;
@@ -111,10 +115,11 @@ DEVICE u32 rank_keys(u32 *keys, u32 occurring, u32 *ranked, u32 lane) {
   return lane < kRanked ? ranked[lane] : 0;
 }
 
-/* How many elements the first `slots` entries cover. */
+/* Returns the number of elements that the first `slots` entries cover. */
 DEVICE u32 covered(u32 key, u32 slots, u32 lane) { return sum_of_lanes(lane < slots ? count_of(key) : 0); }
 
-/* The cost of codes of k1 and, for what these miss, k2 bits over `count` elements; `rotate` as in the plan. */
+/* Returns the coding with codes of k1 bits and, for elements these miss, k2 bits, with its cost
+ * over `count` elements; `rotate` is as in the plan. */
 DEVICE Coding coding_of(u32 choice, u32 rotate, u32 key, u32 count, u32 drop, u32 k1, u32 k2, u32 lane) {
   u32 residue_bits = kMantissa - drop + rotate;
   u32 escape_bits = drop ? 8 * kWidth : 8 * kWidth - residue_bits <= 8 ? 8 : 16;
@@ -124,7 +129,7 @@ DEVICE Coding coding_of(u32 choice, u32 rotate, u32 key, u32 count, u32 drop, u3
   return {bits, choice, rotate, residue_bits, k1, k2};
 }
 
-/* FORMAT.md, section 10: which widths the symbols are coded with. */
+/* Returns the coding with the cheapest code widths (FORMAT.md, section 10). */
 DEVICE Coding cheapest_coding(u32 choice, u32 rotate, u32 key, u32 count, u32 drop, bool dense, u32 lane) {
   if (!dense) return coding_of(choice, rotate, key, count, drop, 3, 0, lane);
   Coding narrow = coding_of(choice, rotate, key, count, drop, 2, 3, lane);

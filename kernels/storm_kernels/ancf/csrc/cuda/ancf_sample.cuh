@@ -1,8 +1,8 @@
-/* The sample that choices are made from (FORMAT.md, section 9, rule 3), a part of it a thread.
+/* The sample for the choice (FORMAT.md, section 9, rule 3); each thread has a part.
  *
- * A thread's part is 16 neighbours, at most a few sectors of memory: one place to work out and one
- * to eight loads at once, where a place an element would cost more time than the loads.
- * Element `i` of the sample is the same one here and in choose.py.
+ * A thread's part is 16 neighbouring elements, at most a few sectors of memory. A thread computes
+ * one address and issues one to eight loads; to compute an address per element would cost more time
+ * than the loads. Element `i` of the sample is the same as in choose.py.
  */
 #pragma once
 #include <ancf_format.cuh>
@@ -33,15 +33,15 @@ DEVICE Value read_at(const u8 *src, u64 index) {
 
 DEVICE u32 sample_size(u64 n) { return n < kSampleMax ? static_cast<u32>(n) : kSampleMax; }
 
-/* Where the sample's element number `i` stands in a tensor of n. */
+/* Returns the index of the sample's element number `i` in a tensor of n elements. */
 DEVICE u64 sample_place(u32 i, u64 n) {
   if (n <= kSampleMax) return i;
   u64 last = n / kSampleRun - 1;
   return i / kSampleRun * last / (kSampleRuns - 1) * kSampleRun + i % kSampleRun;
 }
 
-/* Elements [start, start + kOwn) of the sample, of which `own` exist; in place of the others stands
- * the tensor's first, which is in every sample: what is found in all of a part stays true. */
+/* Elements [start, start + kOwn) of the sample, of which `own` exist. The tensor's first element,
+ * which every sample contains, replaces the others, so facts about a whole part remain true. */
 struct Part {
   Value x[kOwn];
   u32 start, own;
@@ -70,7 +70,7 @@ private:
     for (u32 i = 0; i < kOwn; i++) x[i] = i < own ? read_at(from, i) : first;
   }
   DEVICE static Value piece(const uint4 &word, u32 i) {
-    const u32 at = i * kWidth / 4;  /* a constant, once the loop is unrolled */
+    const u32 at = i * kWidth / 4;  /* a constant once the loop is unrolled */
     u32 low = at == 0 ? word.x : at == 1 ? word.y : at == 2 ? word.z : word.w;
     if (kWidth == 8) return static_cast<Value>(low | static_cast<u64>(at == 0 ? word.y : word.w) << 32);
     return low >> (8 * (i * kWidth % 4)) & kAllBits;

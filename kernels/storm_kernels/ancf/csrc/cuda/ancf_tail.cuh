@@ -1,22 +1,22 @@
-/* The end of a record: second codes, as bit streams, then escapes (FORMAT.md, section 5).
+/* The tail of a record: second codes as bit streams, then escapes (FORMAT.md, section 5).
  *
- * A warp gathers them in a little shared memory while it goes through its tile. A tile with more
- * than fits there, which has hardly been compressed, is gone through again once its place is
- * known; its size is right in both cases, since the counts go on.
+ * A warp collects them in a small part of shared memory while it processes its tile. If they do not
+ * fit, the tile is hardly compressed; then it is processed again once the record's place is known.
+ * The record's size is correct in both cases, since counting continues.
  */
 #pragma once
 #include <ancf_encode_warp.cuh>
 #include <ancf_entries.cuh>
 
-constexpr u32 kMissRoom = kTile / 2;  /* second codes that are kept */
+constexpr u32 kMissRoom = kTile / 2;  /* maximum second codes in shared memory */
 constexpr u32 kStreamWords = kMissRoom / 32;
 constexpr u32 kMostSecond = 4;        /* bits of a second code */
 constexpr u32 kEscapeRoomBytes = 320;
 constexpr u32 kTailRoom = kMostSecond * kStreamWords * 4 + kEscapeRoomBytes;
 static_assert(kTailRoom % 16 == 0, "16-byte aligned parts");
 
-/* Adds bits to global memory that is 0 at bit number `place` from `base`; other lanes add theirs to
- * the same word. */
+/* Sets bits in global memory at bit number `place` from `base`, where it is 0; other lanes may set
+ * bits of the same word. */
 DEVICE void or_bits(u8 *base, u32 place, u32 bits) {
   u64 address = reinterpret_cast<u64>(base) + place / 8;
   fetch_or(reinterpret_cast<u32 *>(address & ~3ull), bits << (8 * (address & 3) + place % 8));
@@ -32,7 +32,7 @@ struct Tail {
 
   DEVICE u8 *escapes() const { return reinterpret_cast<u8 *>(streams + kMostSecond * kStreamWords); }
 
-  /* Begins a tile. */
+  /* Resets the tail for a new tile. */
   DEVICE void open(u32 lane) {
     missed = escaped = 0;
     for (u32 i = 4 * lane; i < C::kSecond * kStreamWords; i += 4 * kWarpThreads) {
@@ -41,7 +41,7 @@ struct Tail {
     warp_barrier();
   }
 
-  /* Counts a run's missed elements and keeps its escapes; returns how many were missed before. */
+  /* Counts a run's missed elements and keeps its escapes; returns the number missed before it. */
   DEVICE u32 add_escapes(const Run &run, const RunPlanes<C> &planes) {
     LaneRank sum = LaneRank::of(ones(planes.missed) | ones(planes.escaped) << 16);
     u32 before = missed + (sum.before & 0xffff);
@@ -78,7 +78,7 @@ struct Tail {
   DEVICE u32 bytes() const { return plane_bytes() * C::kSecond + escaped * C::kEscapeBytes; }
   DEVICE bool is_kept() const { return (C::kSecond == 0 || missed <= kMissRoom) && escaped <= kEscapeRoom; }
 
-  /* Writes what was kept to `to`, and zeros up to the end of the record. */
+  /* Writes the kept codes and escapes to `to`, and zeros up to the end of the record. */
   DEVICE void write(u8 *to, u32 padding, u32 lane) const {
     for (u32 bit = 0; bit < C::kSecond; bit++, to += plane_bytes()) {
       copy_bytes(to, reinterpret_cast<const u8 *>(streams + bit * kStreamWords), plane_bytes(), lane);
@@ -88,22 +88,22 @@ struct Tail {
     if (lane < padding) to[count + lane] = 0;
   }
 
-  /* Writes to `to` what was not kept, from the tile's elements or, with a bitmap, those other than
-   * the fill; without their signs if asked. */
+  /* Writes the whole tail to `to` from the tile's elements, when it did not fit. With a bitmap only
+   * elements other than the fill count; `without_signs` ignores their signs. */
   template <bool kHasBitmap>
   DEVICE void write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table,
                           bool without_signs = false) const;
 };
 
-/* The same by a second pass over a tile in the tensor, an element a lane. */
+/* Writes a tail by a second pass over a tile in the tensor, one element per lane. */
 template <class C, bool kHasBitmap>
 struct TailAgain {
   const u8 *from;
   u32 count;
   u64 fill;
-  Element mask;            /* the bits that elements are coded with */
+  Element mask;            /* the bits of elements that are coded */
   u8 *to;
-  u32 bytes, plane_bytes;  /* of all with its padding, of a plane of second codes */
+  u32 bytes, plane_bytes;  /* of the padded tail; of a plane of second codes */
   const CodeTable<C> *table;
   u32 lane;
 
@@ -125,7 +125,7 @@ struct TailAgain {
     }
   }
 
-  /* Both codes, the second above the first. */
+  /* Returns both codes, the second above the first. */
   DEVICE u32 code_of(Element x) const {
     if (!C::is_exact(x)) return low_bits(C::kFirst + C::kSecond);
     return table->field(CodeTable<C>::index(x), 0, C::kFirst + C::kSecond);

@@ -1,9 +1,9 @@
 /* How threads share a tile: teams, chunks of 2 KiB, ranks of flagged elements, the checksum.
  *
- * A block of 512 threads holds several teams; a team works on one tile at a time and each of its
- * warps on one chunk of 2 KiB of original bytes, the checksum's unit. A lane holds four pieces of
- * 16 bytes, one of each 512-byte row. Elements go by row, then lane, then place
- * in the piece, so ranks computed here are ranks in the tensor.
+ * A block of 512 threads contains several teams. A team processes one tile at a time, and each of
+ * its warps one chunk of 2 KiB of original bytes, the checksum's unit. A lane holds four pieces of
+ * 16 bytes, one of each 512-byte row. Elements are ordered by row, then lane, then position in the
+ * piece, so ranks computed here are ranks in the tensor.
  */
 #pragma once
 #include <ancf_format.cuh>
@@ -25,20 +25,20 @@ struct Team {
     return {thread / kTeamThreads, inside, inside / kWarpThreads, inside % kWarpThreads};
   }
   DEVICE void meet() const { barrier(1 + id, kTeamThreads); }
-  /* Place in the tile of the first element of this lane's piece in `row`. */
+  /* Returns the index in the tile of the first element of this lane's piece in `row`. */
   DEVICE u32 first(u32 row) const {
     return warp * kChunkElements + row * kRowElements + lane * kPiece;
   }
 };
 
-using Element = u64;  /* wide enough for all; the compiler narrows it */
+using Element = u64;  /* wide enough for all types; the compiler narrows it */
 
 constexpr u32 kIntegerHeadBytes = 16;  /* base and width of a tile of mode integer */
 
-/* The bits that an element has. */
+/* Returns the low bits that fit an element. */
 DEVICE Element narrowed(u64 value) { return kWidth == 8 ? value : value & ((1ull << 8 * kWidth % 64) - 1); }
 
-/* Element i of a piece; i is a constant after unrolling. */
+/* Returns element i of a piece; i is a constant after unrolling. */
 DEVICE Element element(const uint4 &piece, u32 i) {
   u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
   if (kWidth == 8) return words[2 * i] | static_cast<u64>(words[2 * i + 1]) << 32;
@@ -61,7 +61,7 @@ DEVICE void put_element(u32 (&words)[4], u32 i, Element value) {
   }
 }
 
-/* The piece with the elements from number `valid` on as 0. */
+/* Returns the piece with the elements from number `valid` on set to 0. */
 DEVICE uint4 first_elements(const uint4 &piece, u32 valid) {
   u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
@@ -72,7 +72,7 @@ DEVICE uint4 first_elements(const uint4 &piece, u32 valid) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* One element at any address. */
+/* Reads one element at any address. */
 DEVICE Element read_element(const u8 *address) {
   Element value = 0;
   if (reinterpret_cast<u64>(address) % kWidth == 0) {
@@ -86,7 +86,7 @@ DEVICE Element read_element(const u8 *address) {
 
 DEVICE bool aligned(const void *address) { return reinterpret_cast<u64>(address) % 16 == 0; }
 
-/* 16 bytes at `at`, of which those from `nbytes` on read as 0. */
+/* Loads 16 bytes at `at`; bytes from `nbytes` on read as 0. */
 DEVICE uint4 load_piece(const u8 *src, u64 at, u64 nbytes) {
   u32 words[4] = {0, 0, 0, 0};
   u32 count = at >= nbytes ? 0 : nbytes - at < 16 ? static_cast<u32>(nbytes - at) : 16;
@@ -106,7 +106,8 @@ DEVICE void store_piece(u8 *dst, u64 at, u64 nbytes, uint4 piece) {
   }
 }
 
-/* This lane's pieces of the chunk at byte `at`, at any alignment; past `nbytes` they are 0. */
+/* Loads this lane's pieces of the chunk at byte `at`, at any alignment; past `nbytes` they are
+ * 0. */
 DEVICE void load_chunk(uint4 (&rows)[kRows], const u8 *src, u64 at, u64 nbytes, u32 lane) {
   if (aligned(src) && at + kCheckChunkBytes <= nbytes) {
     const uint4 *pieces = reinterpret_cast<const uint4 *>(src + at) + lane;
@@ -133,8 +134,8 @@ DEVICE void store_chunk(const uint4 (&rows)[kRows], u8 *dst, u64 at, u64 nbytes,
   }
 }
 
-/* Calls `visit(rows, at, lane)` for each chunk of `src`, which the warps of a launch of blocks of
- * kBlockThreads share. */
+/* Calls `visit(rows, at, lane)` for each chunk of `src`, distributed over the warps of a launch
+ * with blocks of kBlockThreads. */
 template <class Visit>
 DEVICE void visit_chunks(const u8 *src, u64 nbytes, Visit visit) {
   u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;
@@ -149,7 +150,7 @@ DEVICE void visit_chunks(const u8 *src, u64 nbytes, Visit visit) {
 
 DEVICE u64 multiply_wide(u32 a, u32 b) { return static_cast<u64>(a) * b; }
 
-/* This lane's column of the chunk at byte `at`, mixed (FORMAT.md, section 8). */
+/* Returns the mixed sum of this lane's column of the chunk at byte `at` (FORMAT.md, section 8). */
 DEVICE u64 column_check(const uint4 (&rows)[kRows], u64 at, u32 lane) {
   u64 sum = 0;
 #pragma unroll
@@ -165,23 +166,23 @@ DEVICE u64 column_check(const uint4 (&rows)[kRows], u64 at, u32 lane) {
   return mixed ^ mixed >> 29;
 }
 
-/* The sum of what all lanes have. */
+/* Returns the sum over all lanes. */
 DEVICE u64 over_lanes(u64 sum) {
   for (u32 step = 16; step; step /= 2) sum += shuffle_xor(sum, step);
   return sum;
 }
 
-/* Where flagged elements come among all flagged ones: first of each row in this lane, and all. */
+/* Ranks of flagged elements: that of this lane's first one in each row, and the total number. */
 struct Ranks {
   u32 start[kRows];
   u32 total;
 
-  /* Ranks inside the warp's chunk, from how many this lane has in each row. */
+  /* Computes ranks inside the warp's chunk from this lane's number of flagged elements per row. */
   DEVICE static Ranks in_warp(const u32 (&count)[kRows], u32 lane) {
     return kPiece <= 8 ? in_bytes(count, lane) : in_halves(count, lane);
   }
 
-  /* At most 8 a row: what comes before a lane in its row is below 256, so a byte holds it. */
+  /* For at most 8 per row: the count before a lane in its row is below 256 and fits a byte. */
   DEVICE static Ranks in_bytes(const u32 (&count)[kRows], u32 lane) {
     u32 own = count[0] | count[1] << 8 | count[2] << 16 | count[3] << 24;
     u32 before = shuffle_up(own, 1);
@@ -234,18 +235,18 @@ struct Ranks {
   }
 };
 
-constexpr u32 kMaxUnitTiles = 4;  /* tiles that a team encodes before it needs their place */
+constexpr u32 kMaxUnitTiles = 4;  /* tiles that a team encodes before their place must be known */
 
-/* Shared words of one team. `totals` has two halves, used in turn, so that one meeting a scan
- * is enough: the half written now was last read before the previous meeting. */
+/* Shared words of one team. `totals` has two halves, used in turn, so one synchronisation per scan
+ * is enough: the half written now was last read before the previous synchronisation. */
 struct alignas(16) TeamShared {
-  u64 base;                                /* of the unit that is being placed */
+  u64 base;                                /* start of the unit that is being placed */
   u32 offsets[2][kMaxUnitTiles];           /* of records in their unit, by the unit's side */
-  u32 unit;                                /* the ticket taken last */
+  u32 unit;                                /* the ticket drawn last */
   u16 totals[2][kTeamWarps];
 };
 
-/* Turns ranks inside each warp into ranks inside the team's tile; the team meets once. */
+/* Converts ranks inside each warp to ranks inside the team's tile; the team synchronises once. */
 DEVICE void rank_in_team(Ranks &ranks, const Team &team, TeamShared &shared, u32 &turn) {
   turn ^= 1;
   if (team.lane == 0) shared.totals[turn][team.warp] = static_cast<u16>(ranks.total);
@@ -261,7 +262,7 @@ DEVICE void rank_in_team(Ranks &ranks, const Team &team, TeamShared &shared, u32
   ranks.total = all;
 }
 
-/* Eight bytes as an 8 x 8 bit matrix, transposed: bit j of byte i goes to bit i of byte j. */
+/* Transposes eight bytes as an 8 x 8 bit matrix: bit j of byte i moves to bit i of byte j. */
 DEVICE void transpose_bits(u32 &low, u32 &high) {
   u32 swap;
   swap = (low ^ low >> 7) & 0x00AA00AA;
@@ -277,15 +278,15 @@ DEVICE void transpose_bits(u32 &low, u32 &high) {
   low ^= swap << 4;
 }
 
-/* Writes `bits` bits of each lane (a power of two up to 16) as one run of bits at `place` bits
- * from `plane`; `place` is this lane's, lanes follow each other. All 32 lanes call it. */
+/* Writes kBits bits of each lane (a power of two up to 16) as contiguous bits of `plane`. `place`
+ * is this lane's bit offset; lanes are consecutive. All 32 lanes call it. */
 template <u32 kBits>
 DEVICE void write_lane_bits(u8 *plane, u32 place, u32 value, bool wanted, u32 lane) {
   if (kBits == 16) {
     if (wanted) *reinterpret_cast<u16 *>(plane + place / 8) = static_cast<u16>(value);
     return;
   }
-  constexpr u32 kLanes = kBits < 8 ? 8 / kBits : 1;  /* that share a byte */
+  constexpr u32 kLanes = kBits < 8 ? 8 / kBits : 1;  /* lanes that share a byte */
   value <<= kBits * (lane % kLanes);
 #pragma unroll
   for (u32 step = 1; step < kLanes; step *= 2) value |= shuffle_xor(value, step);

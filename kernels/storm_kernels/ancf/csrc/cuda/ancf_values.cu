@@ -1,18 +1,19 @@
-/* The dictionary of whole values of modes ternary and values (FORMAT.md, sections 10 and 11).
+/* Makes the dictionary of whole values for modes ternary and values (FORMAT.md, sections 10 and
+ * 11).
  *
- * One block sorts the sample, then its runs of equal values by length. The order is
- * that of choose.py: count descending, value ascending. Only forced modes come here: the sorts take longer
- * than a choice among all modes may.
+ * One block sorts the sample, then sorts its runs of equal values by length. The order is that of
+ * choose.py: count descending, value ascending. Only forced modes use this kernel: the sorts take
+ * longer than a choice among all modes may.
  */
 #include <ancf_sample.cuh>
 
 constexpr u32 kValuesSharedBytes = kSampleMax * (sizeof(Value) + sizeof(u32));
 constexpr u32 kNoRun = 0xffffffff;
 
-/* For the host: the dynamic shared memory of a block. */
+/* Read by the host: a block's dynamic shared memory in bytes. */
 extern "C" __device__ const u32 ancf_values_shared_bytes = kValuesSharedBytes;
 
-/* Ascending, in place; `count` is a power of two. The whole block calls it. */
+/* Sorts ascending, in place; `count` is a power of two. The whole block calls it. */
 template <class T>
 DEVICE void sort_shared(T *items, u32 count) {
   for (u32 size = 2; size <= count; size *= 2) {
@@ -32,7 +33,7 @@ DEVICE void sort_shared(T *items, u32 count) {
   barrier(0, kChooseThreads);
 }
 
-/* Where the run of equal items that starts at `start` ends, in `count` sorted ones. */
+/* Returns the end of the run of equal items that starts at `start`, among `count` sorted items. */
 template <class T>
 DEVICE u32 run_end(const T *items, u32 start, u32 count) {
   u32 low = start, high = count;
@@ -44,7 +45,7 @@ DEVICE u32 run_end(const T *items, u32 start, u32 count) {
   return low;
 }
 
-/* Bits of mode values' codes, from how many of the sample's elements are 0. */
+/* Returns the bits of mode values' codes, from the number of zeros in the sample. */
 DEVICE u32 values_bits(u32 policy, u32 zeros, u32 count) {
   enum Policy : u32 { kConservative, kAdaptive, kAggressive };
   if (policy == kAggressive) return 9;
@@ -52,7 +53,7 @@ DEVICE u32 values_bits(u32 policy, u32 zeros, u32 count) {
   return zeros * 2 >= count ? 7 : zeros * 10 >= count ? 8 : 9;
 }
 
-/* The plan with a dictionary of `found` values; raw where the rest of the blob would not fit. */
+/* Returns the plan with a dictionary of `found` values; a raw plan if the blob would not fit. */
 DEVICE Plan plan_with(const Plan &asked, u32 mode, u32 k1, u32 found) {
   Plan made = {};
   made.raw_nbytes = asked.raw_nbytes;
@@ -69,7 +70,7 @@ DEVICE Plan plan_with(const Plan &asked, u32 mode, u32 k1, u32 found) {
   return made;
 }
 
-/* After ancf_choose, where mode ternary or values was asked for: the most frequent whole values
+/* Runs after ancf_choose if mode ternary or values is forced: finds the most frequent whole values
  * of the sample. One block of kChooseThreads. */
 KERNEL(kChooseThreads)
 ancf_values(const u8 *__restrict__ src, u8 *scratch, u32 mode, u32 policy) {

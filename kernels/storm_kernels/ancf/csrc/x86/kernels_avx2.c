@@ -3,7 +3,7 @@
 
 #include "../primitives_portable.h"
 
-/* Copies this large go past the caches: nobody reads them again soon. */
+/* From this size on, copies bypass the caches: they are not read again soon. */
 #define STREAM_BYTES (4u << 20)
 
 
@@ -13,7 +13,7 @@ static inline void avx2_planes_of_bytes(const uint8_t *bytes, unsigned groups, u
     for (unsigned g = 0; g < groups; g++) {
         __m256i low = _mm256_loadu_si256((const __m256i *)(bytes + 64 * g));
         __m256i high = _mm256_loadu_si256((const __m256i *)(bytes + 64 * g + 32));
-        for (unsigned b = 0; b < bits; b++) { /* bit b of each byte goes to its top, for movemask */
+        for (unsigned b = 0; b < bits; b++) { /* bit b of each byte to its top, for movemask */
             __m128i up = _mm_cvtsi32_si128(7 - (int)b);
             uint32_t first = (uint32_t)_mm256_movemask_epi8(_mm256_sll_epi16(low, up));
             uint32_t second = (uint32_t)_mm256_movemask_epi8(_mm256_sll_epi16(high, up));
@@ -22,7 +22,7 @@ static inline void avx2_planes_of_bytes(const uint8_t *bytes, unsigned groups, u
     }
 }
 
-/* 32 bytes, byte i all ones where bit i of the word is set. */
+/* Returns 32 bytes; byte i is all ones if bit i of the word is set, else 0. */
 static inline __m256i avx2_mask_of_bits(uint32_t word)
 {
     const __m256i owner = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
@@ -84,7 +84,7 @@ static inline void avx2_planes_of_symbols(const struct coder *c, unsigned half,
     avx2_planes_of_bytes(codes, groups, bits, planes);
 }
 
-/* pshufb takes four bits of a code below 32, the fifth selects one of two tables. */
+/* pshufb looks up by four bits of a code below 32; the fifth bit selects one of two tables. */
 static inline void avx2_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
                                           unsigned bits, const uint8_t table[CODE_TABLE],
                                           uint8_t *symbols)
@@ -100,7 +100,7 @@ static inline void avx2_symbols_of_planes(const uint64_t planes[][WORDS], unsign
     }
 }
 
-/* One instruction each: the mask says it all. */
+/* Extraction and deposition are one instruction each, so the mover is only the mask. */
 typedef uint64_t avx2_mover;
 
 static inline avx2_mover avx2_make_mover(uint64_t mask) { return mask; }
@@ -119,7 +119,7 @@ static inline uint64_t avx2_deposit_bits(uint64_t x, const avx2_mover *mask)
 
 #define EIGHT_INDICES UINT64_C(0x0706050403020100)
 
-/* Each of the 8 bits as a whole byte. */
+/* Expands each of the 8 bits to a byte of 0 or 0xFF. */
 static inline uint64_t avx2_bytes_of_bits(uint64_t bits)
 {
     return _pdep_u64(bits, EACH_BYTE) * 0xFF;
@@ -130,7 +130,7 @@ static inline uint64_t avx2_eight_bits(const uint64_t *mask, unsigned first)
     return mask[first / 64] >> (first % 64) & 0xFF;
 }
 
-/* pshufb control that moves whole 16-bit elements as `indices` (a byte each) say. */
+/* Returns the pshufb control that moves 16-bit elements by `indices` (one byte each). */
 static inline __m128i avx2_control_u16(uint64_t indices)
 {
     __m128i element = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)indices));
@@ -225,7 +225,7 @@ static inline void avx2_expand_u32(const uint32_t *kept, const uint64_t *mask, u
 
 /* -- Checksum ------------------------------------------------------------------------------------ */
 
-/* Low 64 bits of the products, from three 32-bit ones. */
+/* Returns the low 64 bits of the products, from three 32-bit products each. */
 static inline __m256i avx2_multiply(__m256i a, uint64_t constant)
 {
     __m256i b = _mm256_set1_epi64x((long long)constant);
@@ -236,8 +236,8 @@ static inline __m256i avx2_multiply(__m256i a, uint64_t constant)
 
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* Half a row of a chunk added to its columns' sums, in memory order. Vector i holds columns 2i and
- * 2i + 1 of the half; its lanes sum words 0, 1 and words 2, 3 of each. */
+/* Adds half a row of a chunk to its columns' sums, in memory order. Vector i holds columns 2i and
+ * 2i + 1 of the half; its lanes sum words 0, 1 and words 2, 3 of each column. */
 static inline __attribute__((always_inline)) void avx2_add_row(const uint8_t *at, uint8_t *copy,
                                                                int stream, unsigned row,
                                                                __m256i sums[8])
@@ -261,7 +261,7 @@ static inline __attribute__((always_inline)) void avx2_add_row(const uint8_t *at
 static inline __attribute__((always_inline)) uint64_t
 avx2_sum(const uint8_t *data, uint8_t *copy, size_t chunks, uint64_t first_chunk, int stream)
 {
-    /* Lanes after unpacking: columns 0 and 2, 1 and 3 of four. */
+    /* The columns of the lanes after unpacking: 0, 2, 1, 3 of four. */
     const __m256i order = _mm256_setr_epi64x(0, (long long)(2 * ANCF_C1), (long long)ANCF_C1,
                                              (long long)(3 * ANCF_C1));
     __m256i total = _mm256_setzero_si256();
@@ -301,7 +301,7 @@ static uint64_t avx2_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
     if ((uintptr_t)dst % 32 != 0 || chunks < STREAM_BYTES / ANCF_CHUNK_BYTES)
         return avx2_sum(data, dst, chunks, first_chunk, 0);
     uint64_t sum = avx2_sum(data, dst, chunks, first_chunk, 1);
-    _mm_sfence(); /* streamed stores are ordered before whatever tells others of them */
+    _mm_sfence(); /* orders streaming stores before later stores that publish the copy */
     return sum;
 }
 

@@ -1,15 +1,16 @@
-/* The tile coder with AVX-512 (BW, DQ, VL, VBMI, VBMI2): 64 bytes at a time, bit planes as mask registers.
+/* The tile coder with AVX-512 (BW, DQ, VL, VBMI, VBMI2): 64 bytes at a time, bit planes as mask
+ * registers.
  *
- * Compaction stores whole vectors from registers: compressing stores are many times slower on some
- * processors. */
+ * Compaction compresses in registers and stores whole vectors: compressing stores are many times
+ * slower on some processors. */
 #include <immintrin.h>
 
 #include "../primitives_portable.h"
 
-/* Copies this large go past the caches: nobody reads them again soon. */
+/* From this size on, copies bypass the caches: they are not read again soon. */
 #define STREAM_BYTES (4u << 20)
 
-/* 0, 2, 4 to 126. */
+/* Returns the bytes 0, 2, 4 to 126. */
 static inline __m512i avx512_twice_lane(void)
 {
     uint8_t lanes[64];
@@ -40,8 +41,9 @@ static inline void avx512_bytes_of_planes(const uint64_t planes[][WORDS], unsign
     }
 }
 
-/* m elements of 16 bits, rotated left by one, as their high and their low bytes: p low bytes, as many
- * high ones in whole vectors, 0 from the m-th on. One pass, and no array of rotated elements. */
+/* Rotates m elements of 16 bits left by one and splits them into high and low bytes, which are 0
+ * from index m on: p low bytes, and as many high bytes rounded up to whole vectors. It needs one
+ * pass and no array of rotated elements. */
 static inline void avx512_split_rotated(const void *elements, unsigned m, unsigned p, uint8_t *high,
                                         uint8_t *low)
 {
@@ -60,7 +62,7 @@ static inline void avx512_split_rotated(const void *elements, unsigned m, unsign
     }
 }
 
-/* A table of 256 bytes is two lookups of 128, chosen by the symbol's top bit. */
+/* Looks up in a table of 256 bytes by two lookups in 128 bytes; the symbol's top bit selects. */
 static inline void avx512_planes_of_symbols(const struct coder *c, unsigned half,
                                             const uint8_t *symbols, unsigned groups,
                                             uint64_t planes[][WORDS])
@@ -116,7 +118,7 @@ static inline void avx512_take_bytes(const uint8_t *from, const uint64_t *mask, 
     }
 }
 
-/* One instruction each: the mask says it all. */
+/* Extraction and deposition are one instruction each, so the mover is only the mask. */
 typedef uint64_t avx512_mover;
 
 static inline avx512_mover avx512_make_mover(uint64_t mask) { return mask; }
@@ -133,13 +135,13 @@ static inline uint64_t avx512_deposit_bits(uint64_t x, const avx512_mover *mask)
 
 /* -- Compaction ---------------------------------------------------------------------------------- */
 
-/* The next `lanes` bits of mask from element `first` on; lanes divides 64. */
+/* Returns `lanes` bits of mask from element `first` on; lanes divides 64. */
 static inline uint64_t avx512_bits(const uint64_t *mask, unsigned first, unsigned lanes)
 {
     return mask[first / 64] >> (first % 64) & (~UINT64_C(0) >> (64 - lanes));
 }
 
-/* Lanes that exist of those from element `first` on. */
+/* Returns the mask of the lanes from element `first` on that are below `count`. */
 static inline uint64_t avx512_lanes(unsigned first, unsigned count, unsigned lanes)
 {
     unsigned left = count - first;
@@ -164,7 +166,7 @@ static inline uint64_t avx512_lanes(unsigned first, unsigned count, unsigned lan
         return kept;                                                                              \
     }                                                                                             \
                                                                                                   \
-    /* `signs` is a plane of them to add, or NULL. */                                             \
+    /* `signs` is a plane of signs to set, or NULL. */                                            \
     static INLINE void avx512_expand_all_u##BITS(const uint##BITS##_t *kept,                      \
                                                  const uint64_t *mask, const uint64_t *signs,     \
                                                  unsigned count, uint##BITS##_t fill, void *out)  \
@@ -216,8 +218,8 @@ DEFINE_COMPACTION(64, 8)
 
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* One row of a chunk added to its columns' sums, in memory order. Vector i holds columns 4i to
- * 4i + 3; its lanes sum words 0, 1 and words 2, 3 of each. */
+/* Adds one row of a chunk to its columns' sums, in memory order. Vector i holds columns 4i to 4i +
+ * 3; its lanes sum words 0, 1 and words 2, 3 of each column. */
 static inline __attribute__((always_inline)) void avx512_add_row(const uint8_t *at, uint8_t *copy,
                                                                  int stream, unsigned row,
                                                                  __m512i sums[8])
@@ -241,7 +243,7 @@ static inline __attribute__((always_inline)) void avx512_add_row(const uint8_t *
 static inline __attribute__((always_inline)) uint64_t
 avx512_sum(const uint8_t *data, uint8_t *copy, size_t chunks, uint64_t first_chunk, int stream)
 {
-    /* Lanes after unpacking two vectors of four columns: 0, 4, 1, 5, 2, 6, 3, 7. */
+    /* The columns of the lanes after unpacking two vectors of four: 0, 4, 1, 5, 2, 6, 3, 7. */
     const __m512i order = _mm512_mullo_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7),
                                              _mm512_set1_epi64((long long)ANCF_C1));
     const __m512i mix = _mm512_set1_epi64((long long)ANCF_C2);
@@ -266,7 +268,7 @@ avx512_sum(const uint8_t *data, uint8_t *copy, size_t chunks, uint64_t first_chu
             total = _mm512_add_epi64(total, h);
         }
     }
-    uint64_t lanes[8], sum = 0; /* summed here: the intrinsic adds signed numbers */
+    uint64_t lanes[8], sum = 0; /* summed here, because the intrinsic adds signed numbers */
     _mm512_storeu_si512(lanes, total);
     for (unsigned i = 0; i < 8; i++)
         sum += lanes[i];
@@ -284,7 +286,7 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
     if ((uintptr_t)dst % 64 != 0 || chunks < STREAM_BYTES / ANCF_CHUNK_BYTES)
         return avx512_sum(data, dst, chunks, first_chunk, 0);
     uint64_t sum = avx512_sum(data, dst, chunks, first_chunk, 1);
-    _mm_sfence(); /* streamed stores are ordered before whatever tells others of them */
+    _mm_sfence(); /* orders streaming stores before later stores that publish the copy */
     return sum;
 }
 

@@ -1,5 +1,5 @@
-// The kernels of one module. What they are made for is defined by whoever compiles it: GEMM_HALF,
-// GEMM_PAIRS, GEMM_ENCODES, GEMM_ACTIVATION, GEMM_BIAS and GEMM_CLUSTER, as the parameters of `hopper_product`.
+// The kernels of one module. The compile command defines its variant: GEMM_HALF, GEMM_PAIRS,
+// GEMM_ENCODES, GEMM_ACTIVATION, GEMM_BIAS and GEMM_CLUSTER are the parameters of `hopper_product`.
 #include "gemm_backward.cuh"
 #include "gemm_hopper.cuh"
 

@@ -1,5 +1,5 @@
-// Activations and their gradients, with PyTorch's roundings: every result of an operation that
-// PyTorch has is rounded to the elements' type; within an operation all is float32.
+// Activations and their gradients, with PyTorch's roundings: the result of each PyTorch operation
+// is rounded to the elements' type; computation within an operation is float32.
 #pragma once
 
 #include "gemm_code.cuh"
@@ -62,14 +62,14 @@ DEVICE u32 product_word(u32 a, u32 b)
     return Format::pack(Format::low(a) * Format::low(b), Format::high(a) * Format::high(b));
 }
 
-// activation(gate) * up, of both elements of a word.
+// activation(gate) * up, for both elements of a word.
 template <class Format, u32 kActivation>
 DEVICE u32 gated_word(u32 gate, u32 up)
 {
     return product_word<Format>(activated_word<Format, kActivation>(gate), up);
 }
 
-// The gradient of gate, of both elements of a word; `grad` is that of activation(gate).
+// The gradient of gate, for both elements of a word; `grad` is that of activation(gate).
 template <class Format, u32 kActivation>
 DEVICE u32 gate_gradient_word(u32 gate, u32 grad)
 {

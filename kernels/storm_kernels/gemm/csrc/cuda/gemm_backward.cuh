@@ -1,5 +1,5 @@
-// The gradients of gate and up, and activation(gate) * up again, from blobs: decoded on the way, so
-// that neither is ever written as it was.
+// Computes the gradients of gate and up, and recomputes activation(gate) * up, from the blobs of
+// gate and up. The kernel decodes in registers, so decoded gate and up are never written to memory.
 #pragma once
 
 #include "gemm_records.cuh"
@@ -19,8 +19,8 @@ struct Backward {
     u32 tiles, unused;
 };
 
-// A warp's shared memory: 64 bytes a lane, in pieces of 16 whose order keeps lanes in banks of their
-// own. Memory is read and written by neighbouring lanes in neighbouring pieces.
+// A warp's shared memory: 64 bytes per lane, in pieces of 16 bytes whose order avoids bank
+// conflicts between lanes. Neighbouring lanes read and write neighbouring pieces of global memory.
 constexpr u32 kLaneBytes = 2 * kPiece;
 constexpr u32 kExchangeBytes = kWarp * kLaneBytes;
 constexpr u32 kBackwardShared = kBackwardThreads / kWarp * kExchangeBytes;
@@ -30,7 +30,7 @@ DEVICE uint4 *exchanged(u8 *memory, u32 lane, u32 piece)
     return reinterpret_cast<uint4 *>(memory + lane * kLaneBytes + (piece ^ lane / 2 % 4) * 16);
 }
 
-// The elements of all lanes, of which `bytes` are there.
+// Loads the elements of all lanes; only `bytes` of them exist.
 DEVICE void load_elements(const u8 *from, u64 bytes, u8 *memory, u32 (&words)[kPieceWords])
 {
     const u32 lane = thread_in_block() % kWarp;
@@ -67,7 +67,8 @@ DEVICE void store_elements(const u32 (&words)[kPieceWords], u8 *memory, u64 byte
     meet_warp();
 }
 
-// The lane's 32 elements. `escapes` points at the warp's next, and is moved on. All lanes call it.
+// Decodes the lane's 32 elements. `escapes` points to the warp's next escape, and the function
+// advances it. All lanes call it.
 template <class Format>
 DEVICE void decode(const Backward &job, const Encoded &blob, const Place &place, bool is_there,
                    const u8 *&escapes, u32 (&words)[kPieceWords])
@@ -86,7 +87,7 @@ DEVICE void decode(const Backward &job, const Encoded &blob, const Place &place,
     escapes += from_lane(end, kWarp - 1);
 }
 
-// A warp has a tile.
+// Each warp processes one tile.
 template <class Format, u32 kActivation>
 DEVICE void gated_backward(const Backward &job)
 {

@@ -1,20 +1,21 @@
-// 32 neighbouring elements of a row, as ANCF's mode window keeps them (ancf/FORMAT.md, sections 4 and
-// 5): elements are rotated left by one bit, the exponent is the symbol, the rest the residue, and the
-// codes are (3, 0). The dictionary is seven exponents in a row, so a code is a difference.
+// 32 neighbouring elements of a row, as ANCF's mode window codes them (ancf/FORMAT.md, sections 4
+// and 5). Elements are rotated left by one bit, the exponent is the symbol, the rest is the
+// residue, and the codes are (3, 0). The dictionary is seven consecutive exponents, so a code is
+// the difference between the exponent and the first one.
 #pragma once
 
 #include <gemm_device.cuh>
 
-constexpr u32 kTile = 4096;      // elements of a tile of ANCF
-constexpr u32 kChunk = 128;      // elements whose escapes lie together until records are made
-constexpr u32 kSlotBytes = 160;  // of a chunk: how many escapes, then these; a multiple of a sector
+constexpr u32 kTile = 4096;      // elements per ANCF tile
+constexpr u32 kChunk = 128;      // elements that share a slot for escapes until records are written
+constexpr u32 kSlotBytes = 160;  // a chunk's slot: number of escapes, then these; whole sectors
 constexpr u32 kCodeBits = 3;
 constexpr u32 kEscape = 7;       // the code of a symbol that is not in the window
-constexpr u32 kPiece = 32;       // elements that a lane has
+constexpr u32 kPiece = 32;       // elements per lane
 constexpr u32 kPieceWords = kPiece / 2;
 
 struct Bfloat16 {
-    static constexpr u32 kHighPlanes = 0;  // bit planes of a residue, above its lowest eight bits
+    static constexpr u32 kHighPlanes = 0;  // bit planes of a residue above its lowest eight bits
     static constexpr u32 kPlanes = kHighPlanes + kCodeBits;
     static constexpr u32 kBits = 8 + kPlanes;
 
@@ -42,8 +43,8 @@ struct Half {
 // Planes of 32 elements; bit i of a word is element i.
 template <class Format>
 struct Planes {
-    u32 residues[8];            // the lowest eight bits of each
-    u32 bits[Format::kPlanes];  // the rest of residues, then codes
+    u32 residues[8];            // the lowest eight bits of each residue
+    u32 bits[Format::kPlanes];  // the other bits of residues, then codes
 
     DEVICE u32 code(u32 b) const { return bits[Format::kHighPlanes + b]; }
     DEVICE u32 escapes() const { return code(0) & code(1) & code(2); }
@@ -62,7 +63,7 @@ DEVICE u32 rotated_back(u32 word)
     return (word >> 1 & shifted) | (word << 15 & ~shifted);
 }
 
-// Bit b of eight bytes, as bits 0 to 7.
+// Returns bit b of each of eight bytes as bits 0 to 7.
 DEVICE u32 bits_of_bytes(u32 first, u32 second, u32 b)
 {
     const u32 mask = 0x01010101u << b;
@@ -98,10 +99,10 @@ DEVICE Planes<Format> planes_of(const u32 (&words)[kPieceWords], u32 base)
     return planes;
 }
 
-// Bits 0 to 3, as bytes of 0 or 1.
+// Returns bits 0 to 3 as four bytes of 0 or 1.
 DEVICE u32 bytes_of_bits(u32 bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
 
-// The elements that planes stand for. `escapes` points at the symbols of those that have one.
+// Decodes planes to elements. `escapes` points to the symbols of the elements that are escapes.
 template <class Format>
 DEVICE void elements_of(const Planes<Format> &planes, u32 base, const u8 *escapes,
                         u32 (&words)[kPieceWords])
@@ -128,9 +129,9 @@ DEVICE void elements_of(const Planes<Format> &planes, u32 base, const u8 *escape
     }
 }
 
-// Where planes of an element's piece lie in the blob.
+// The offsets of the planes of an element's piece in the blob.
 struct Place {
-    u64 residues, planes, step;  // bytes: from the fixed blocks' start; from a plane to the next
+    u64 residues, planes, step;  // bytes: offsets from the fixed blocks; plane to plane
 };
 
 template <class Format>

@@ -1,5 +1,5 @@
-// The machine's operations that the code of elements uses, each under one name: the tests run that
-// code on a CPU by putting another file of this name in the include path.
+// The machine operations that the per-element code uses, each under one name. The tests run that
+// code on a CPU: they put another file of this name in the include path.
 #pragma once
 
 typedef unsigned char u8;
@@ -22,7 +22,7 @@ DEVICE u32 from_lane_across(u32 value, u32 mask) { return __shfl_xor_sync(kAllLa
 DEVICE u32 from_lanes_below(u32 value, u32 by) { return __shfl_up_sync(kAllLanes, value, by); }
 DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(kAllLanes, value, lane); }
 
-// The block's dynamic shared memory, which begins at a multiple of 16 bytes.
+// The block's dynamic shared memory, aligned to at least 16 bytes.
 DEVICE u8 *shared_memory()
 {
     extern __shared__ __align__(1024) u8 storm_gemm_shared[];
@@ -33,13 +33,14 @@ DEVICE u32 count_ones(u32 word) { return __popc(word); }
 DEVICE u32 lowest_one(u32 word) { return __ffs(word) - 1; }
 DEVICE void add_to(u32 *place, u32 value) { atomicAdd(place, value); }
 
-// Four bytes of a (numbers 0 to 3) and b (4 to 7); the lowest four bits of selector name the lowest.
+// Selects four bytes of a (numbers 0 to 3) and b (4 to 7); each four bits of `selector` name one
+// byte, the lowest bits the lowest byte.
 DEVICE u32 bytes_of(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
-// sum and the four products of bytes.
+// Returns `sum` plus the four products of corresponding bytes.
 DEVICE u32 dot_bytes(u32 a, u32 b, u32 sum) { return __dp4a(a, b, sum); }
 
-// The lesser of a + b and limit, of each half by itself, without a sign.
+// Returns min(a + b, limit) for each unsigned 16-bit half.
 DEVICE u32 sums_at_most(u32 a, u32 b, u32 limit)
 {
     u32 least;
@@ -51,8 +52,8 @@ DEVICE u32 sums_at_most(u32 a, u32 b, u32 limit)
     return least;
 }
 
-// Stores four matrices of 8 rows of 16 bytes. Lane 8 m + i says where row i of matrix m goes; lane
-// 4 i + j has columns 2 j and 2 j + 1 of row i of each.
+// Stores four matrices of 8 rows of 16 bytes. Lane 8 m + i gives the address of row i of matrix m;
+// lane 4 i + j holds columns 2 j and 2 j + 1 of row i of each matrix.
 DEVICE void store_matrices(u8 *row, u32 a, u32 b, u32 c, u32 d)
 {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
@@ -61,7 +62,7 @@ DEVICE void store_matrices(u8 *row, u32 a, u32 b, u32 c, u32 d)
                  : "memory");
 }
 
-// Of results below 2^-126 nothing is left, which no activation's rounding shows.
+// Results below 2^-126 are flushed to zero, which changes no activation after rounding.
 DEVICE float exponential(float x)
 {
     float power;

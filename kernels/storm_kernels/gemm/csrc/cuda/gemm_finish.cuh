@@ -1,38 +1,39 @@
-// What becomes of a tile's sums: rounded, raw or encoded, and the gated product of two panels.
+// The epilogue of a tile: rounds its sums, stores them raw or encoded, and computes the gated
+// product of two panels.
 //
-// A warp has 16 rows of two panels of 128 columns, in the layout of the instruction m64n256k16. It
-// brings a half of both panels' columns through shared memory at a time, after which a lane has 32
-// neighbouring elements of a row of each, which is what ANCF's planes are made of.
+// A warp holds 16 rows of two panels of 128 columns, in the layout of the instruction m64n256k16.
+// It rearranges half of both panels' columns at a time through shared memory. Then each lane has 32
+// neighbouring elements of a row of each panel, from which it builds ANCF's planes.
 #pragma once
 
 #include "gemm_activation.cuh"
 
 constexpr u32 kPanelColumns = 128;
 constexpr u32 kPanels = 2;
-constexpr u32 kGroups = 2 * kPanelColumns / 8;  // of eight columns, in both panels
+constexpr u32 kGroups = 2 * kPanelColumns / 8;  // groups of eight columns, in both panels
 constexpr u32 kWarpRows = 16;
 constexpr u32 kHalfColumns = 64;
 constexpr u32 kStagedRow = 2 * kHalfColumns;    // bytes
 constexpr u32 kStagedPanel = kWarpRows * kStagedRow;
 constexpr u32 kStagedBytes = kPanels * kStagedPanel;  // a warp's shared memory
 
-// Where a panel's elements go, encoded. All starts at a multiple of 16 bytes.
+// The addresses to which a panel's elements are encoded, each a multiple of 16 bytes.
 struct Coding {
     u8 *fixed;     // the blob's fixed blocks
     u8 *slots;     // kSlotBytes for each kChunk elements
-    u32 *escapes;  // how many each tile has; added to
+    u32 *escapes;  // the number of escapes of each tile; the kernel adds to it
     u32 base;      // the window's first symbol
     u32 unused;
 };
 
 struct Job {
-    u8 *out;              // of the two panels together (pairs), or each as it is
+    u8 *out;              // the combination of the two panels (pairs), or each panel itself
     const u8 *bias[kPanels];
     Coding codings[kPanels];
     u32 rows, columns;    // of every result; columns are a multiple of kPanelColumns
-    u32 steps;            // of 64 products, an element
-    u32 group;            // how many tiles below each other come in turn
-    u32 lead;             // steps; at most those of a tile, and fewer than the ring has stages
+    u32 steps;            // steps of 64 products per element
+    u32 group;            // tiles of the same columns that are processed one after another
+    u32 lead;             // steps; at most `steps`, and fewer than the ring's stages
     u32 unused;
 };
 
@@ -47,8 +48,8 @@ DEVICE u32 rounded(const float (&sums)[4], u32 i, const u8 *bias, u32 column)
     return Format::pack(low, high);
 }
 
-// Brings a half of a panel into the warp's shared memory: rows of 128 bytes, in each the pieces of
-// 16 bytes in an order that keeps lanes in banks of their own.
+// Writes half of a panel into the warp's shared memory: rows of 128 bytes, each in pieces of 16
+// bytes whose order avoids bank conflicts between lanes.
 template <class Format, bool kBias>
 DEVICE void stage(const float (&sums)[kGroups][4], u32 panel, u32 half, const u8 *bias, u32 column,
                   u8 *staged)
@@ -67,7 +68,7 @@ DEVICE void stage(const float (&sums)[kGroups][4], u32 panel, u32 half, const u8
     }
 }
 
-// Where piece number `eight` of 16 bytes of a lane's 32 elements lies.
+// Returns the address of the lane's 16-byte piece number `eight` (eight of its 32 elements).
 DEVICE const u8 *staged_piece(const u8 *staged, u32 eight)
 {
     const u32 lane = thread_in_block() % kWarp, row = lane / 2;
@@ -92,7 +93,7 @@ DEVICE void stage_again(u8 *staged, const u32 (&words)[kPieceWords])
             make_uint4(words[4 * eight], words[4 * eight + 1], words[4 * eight + 2], words[4 * eight + 3]);
 }
 
-// Copies a staged half of a panel to rows of `pitch` bytes, eight lanes a row: whole lines.
+// Copies a staged half of a panel to rows of `pitch` bytes, eight lanes per row: whole cache lines.
 DEVICE void store_staged(const u8 *staged, u8 *to, u64 pitch, u32 rows)
 {
     const u32 lane = thread_in_block() % kWarp, piece = lane % 8;
@@ -106,8 +107,9 @@ DEVICE void store_staged(const u8 *staged, u8 *to, u64 pitch, u32 rows)
     }
 }
 
-// Encodes a lane's 32 elements, all but their bit planes. Two neighbouring lanes have 64 of a chunk,
-// whose `before` others escaped; returns that with these. All lanes call it.
+// Encodes a lane's 32 elements except their bit planes. Two neighbouring lanes hold 64 elements of
+// a chunk; `before` is the number of escapes among the chunk's earlier elements. Returns `before`
+// plus the escapes of both lanes. All lanes call it.
 template <class Format>
 DEVICE u32 encode(const Planes<Format> &planes, const u8 *staged, const Coding &to, u64 element,
                   const Place &place, u32 before, bool is_there)
@@ -127,8 +129,8 @@ DEVICE u32 encode(const Planes<Format> &planes, const u8 *staged, const Coding &
     return before + count + other;
 }
 
-// Stores the bit planes of a chunk: two neighbouring lanes have its first half in `first` and its
-// second one in `second`, and store a half each. `place` is that of the lane's second one.
+// Stores the bit planes of a chunk. Two neighbouring lanes hold its first half in `first` and its
+// second half in `second`, and each lane stores one half. `place` is that of the lane's `second`.
 template <class Format>
 DEVICE void store_bits(const u32 (&first)[Format::kPlanes], const u32 (&second)[Format::kPlanes],
                        u8 *fixed, const Place &place, bool is_there)
@@ -144,7 +146,7 @@ DEVICE void store_bits(const u32 (&first)[Format::kPlanes], const u32 (&second)[
     }
 }
 
-// Says how many of a chunk escaped: the last that is done with it.
+// Stores the number of escapes of a chunk; the lane that completes the chunk calls it.
 DEVICE void close_chunk(const Coding &to, u64 element, u32 escaped)
 {
     to.slots[element / kChunk * kSlotBytes] = static_cast<u8>(escaped);
@@ -152,8 +154,8 @@ DEVICE void close_chunk(const Coding &to, u64 element, u32 escaped)
         add_to(to.escapes + element / kTile, escaped);
 }
 
-// Pairs: the panels are the same columns of two products. Otherwise neighbouring ones of one.
-// `staged` is the warp's shared memory, of kStagedBytes.
+// With kPairs the panels are the same columns of two products, else neighbouring columns of one.
+// `staged` is the warp's shared memory, kStagedBytes long.
 template <class Format, bool kPairs, bool kEncodes, u32 kActivation, bool kBias>
 DEVICE void finish(const float (&sums)[kGroups][4], u8 *staged, const Job &job, u32 first_row,
                    u32 first_column)

@@ -1,14 +1,16 @@
-// Products on Hopper's tensor cores: a x weights, rows by rows, whose sums `finish` takes.
+// Matrix products on Hopper's tensor cores: rows of a times rows of weights; `finish` is the
+// epilogue.
 //
-// One block a multiprocessor stays for many tiles. Of its three warpgroups the first sends for pieces
-// of 64 products, which wait in a ring; the two others multiply, 64 rows each with 256 rows of the
-// weights, and finish. The 256 are 128 of two matrices (pairs), or neighbours in one.
+// One persistent block per multiprocessor processes many tiles. The first of its three warpgroups
+// starts copies of 64 products each into the stages of a ring. The two others each multiply 64 rows
+// with 256 rows of the weights, and run the epilogue. The 256 rows are 128 rows of each of two
+// matrices (pairs), or neighbours in one.
 //
-// One of the two begins `lead` steps before the other and stays ahead, so that while one finishes a
-// tile the other still multiplies.
+// One of the two multiplying warpgroups begins `lead` steps before the other and remains ahead. So
+// while one runs the epilogue of a tile, the other still multiplies.
 //
-// The blocks of a cluster have tiles below each other, so the same rows of weights: each sends for
-// its share of these, for all.
+// The blocks of a cluster have tiles of the same columns, so they need the same rows of weights.
+// Each block copies its share of these rows to all blocks of the cluster.
 #pragma once
 
 #include "gemm_finish.cuh"
@@ -31,17 +33,17 @@ constexpr u32 kSharedBytes =
     kSwizzleAlign + kStages * kStageBytes + kConsumerWarps * kStagedBytes + kBarrierBytes;
 static_assert(kSharedBytes <= 227 << 10, "a block has no more");
 
-// What the instruction wants to know of a matrix of rows of 128 bytes, swizzled as copies with
-// CU_TENSOR_MAP_SWIZZLE_128B leave it: eight rows are 1,024 bytes, the next eight follow. 16 products
-// more are 32 bytes, or 2 in the description.
+// Returns the instruction's descriptor of a matrix with rows of 128 bytes, swizzled as by copies
+// with CU_TENSOR_MAP_SWIZZLE_128B: eight rows are 1,024 bytes, and the next eight follow. To
+// advance by 16 products (32 bytes), add 2 to the descriptor.
 DEVICE u64 described(u32 address)
 {
     constexpr u64 eight_rows = 1024 / 16, swizzle_128 = 1;
     return (address & 0x3ffff) >> 4 | 1ull << 16 | eight_rows << 32 | swizzle_128 << 62;
 }
 
-// Tiles in the order in which they are multiplied: `group` of them below each other, then the next
-// columns, so that those at work at a time share rows of both matrices.
+// The order in which tiles are multiplied: `group` tiles of the same columns, then the next
+// columns. So the tiles in progress at the same time share rows of both matrices.
 struct Order {
     u32 across, down, group;
 
@@ -189,6 +191,6 @@ DEVICE void hopper_product(const TensorMap &left, const TensorMap &first, const 
     }
     if (kCluster > 1) {
         meet_warp();
-        meet_cluster();  // the others still write to this block's shared memory
+        meet_cluster();  // the other blocks may still write to this block's shared memory
     }
 }

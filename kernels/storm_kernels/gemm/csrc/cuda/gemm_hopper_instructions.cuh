@@ -1,10 +1,10 @@
-// The instructions that gemm_hopper.cuh is made of, each with what holds after it.
+// Wrappers of the instructions that gemm_hopper.cuh uses.
 // (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "Tensors".)
 #pragma once
 
 #include <gemm_device.cuh>
 
-// A tensor's description for copies, made by cuTensorMapEncodeTiled.
+// A tensor's description for copies, created by cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
     u64 words[16];
 };
@@ -19,14 +19,15 @@ DEVICE void init_barrier(u32 barrier, u32 arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Lets copies and the cluster's other blocks know of barriers that this thread has made.
+// Makes barriers that this thread initialised visible to copies and to the cluster's other blocks.
 DEVICE void publish_barriers()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives at the same barrier of the cluster's block of that rank, for reads that are complete: a
-// release to the whole cluster would be a fence, and the first-level cache's contents.
+// Arrives at the same barrier of the cluster's block `rank`. It has no release semantics, since it
+// only signals completed reads: a release to the cluster would be a fence and lose the L1 cache's
+// contents.
 DEVICE void arrive_at(u32 barrier, u32 rank)
 {
     asm volatile("{\n.reg .b32 there;\n"
@@ -48,7 +49,7 @@ DEVICE void arrive_and_expect(u32 barrier, u32 bytes)
                  : "memory");
 }
 
-// Waits until the phase of that parity is complete.
+// Waits until the phase with this parity is complete.
 DEVICE void await(u32 barrier, u32 parity)
 {
     asm volatile("{\n"
@@ -61,8 +62,8 @@ DEVICE void await(u32 barrier, u32 parity)
                  : "memory");
 }
 
-// Copies a box of a matrix to shared memory; `barrier` learns of its bytes, zeros past the matrix's
-// edges among them.
+// Copies a box of a matrix to shared memory. `barrier` counts the box's bytes, including the zeros
+// that fill the box beyond the matrix's edges.
 DEVICE void copy_box(u32 to, const TensorMap &map, u32 column, u32 row, u32 barrier)
 {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
@@ -71,8 +72,8 @@ DEVICE void copy_box(u32 to, const TensorMap &map, u32 column, u32 row, u32 barr
                  : "memory");
 }
 
-// Like copy_box, to the same place in the shared memory of all blocks of the cluster in `ranks`, and
-// their barriers.
+// Like copy_box, but to the same offset in the shared memory of all blocks of the cluster in the
+// mask `ranks`, and to their barriers.
 DEVICE void copy_box_to(u32 to, const TensorMap &map, u32 column, u32 row, u32 barrier, u16 ranks)
 {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -89,14 +90,14 @@ DEVICE void fetch_map(const TensorMap &map)
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_group_of_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits for all but the last `left` groups.
+// Waits for all groups of products except the last `left`.
 template <u32 left>
 DEVICE void await_products()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
 }
 
-// A warpgroup's threads have so many registers each from here on.
+// From here on each thread of the warpgroup has `count` registers.
 template <u32 count>
 DEVICE void give_up_registers()
 {
@@ -142,9 +143,9 @@ DEVICE void meet_cluster()
     FOUR_SUMS(20), FOUR_SUMS(21), FOUR_SUMS(22), FOUR_SUMS(23), \
     FOUR_SUMS(24), FOUR_SUMS(25), FOUR_SUMS(26), FOUR_SUMS(27), \
     FOUR_SUMS(28), FOUR_SUMS(29), FOUR_SUMS(30), FOUR_SUMS(31)
-// sums += a * b over 16 products, of 64 rows of a and 256 rows of b: thread 4 g + t of warp v has rows
-// 16 v + g (i < 2) and 8 more, and columns 8 n + 2 t + i % 2 in sums[n][i]. Where `adds` is 0 sums
-// begin anew. Asynchronous: sums may not be touched before await_products.
+// sums += a * b over 16 products, for 64 rows of a and 256 rows of b. Thread 4 g + t of warp v
+// holds in sums[n][i] row 16 v + g (i < 2) or 16 v + g + 8, and column 8 n + 2 t + i % 2. If `adds`
+// is 0, sums restart from zero. Asynchronous: do not access sums before await_products.
 #define MULTIPLY(name, kind)                                                                       \
     DEVICE void name(float (&sums)[32][4], u64 a, u64 b, u32 adds)                                 \
     {                                                                                              \

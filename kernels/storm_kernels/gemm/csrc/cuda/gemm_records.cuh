@@ -1,7 +1,7 @@
-// The rest of a blob whose fixed blocks and escapes are there: directory, records, header.
+// Completes a blob whose fixed blocks and escapes are written: directory, records, header.
 //
-// A block has neighbouring tiles. It adds up the records of all before its own, 4 bytes a tile, so
-// that no block waits for another; the last one knows the whole blob's size.
+// Each block processes neighbouring tiles. It sums the record sizes of all earlier tiles, 4 bytes
+// per tile, so no block waits for another. The last block knows the whole blob's size.
 #pragma once
 
 #include "gemm_finish.cuh"
@@ -15,7 +15,7 @@ constexpr u32 kTotalAt = 24, kPayloadBytesAt = 72, kWindowAt = 80, kHeaderCheckA
 
 struct Blob {
     u8 *bytes;
-    u64 room;            // bytes; what does not fit is not written
+    u64 room;            // bytes of the buffer; records that do not fit are not written
     const u8 *slots;
     const u32 *escapes;  // of each tile
     u64 *result;         // the blob's bytes, and whether they fit
@@ -25,8 +25,8 @@ struct Blob {
 struct Records {
     Blob blobs[kPanels];
     u64 elements, payload_offset;
-    u32 tiles, blocks;   // blocks a blob
-    u64 header[kHeaderBytes / 8];  // all but window, sizes and check
+    u32 tiles, blocks;   // blocks per blob
+    u64 header[kHeaderBytes / 8];  // complete except window, sizes and check
 };
 
 // The block's shared memory.
@@ -35,7 +35,7 @@ struct RecordsShared {
     u32 escapes[kRecordThreads], before[kRecordThreads];  // of a round of tiles
 };
 
-// The sum over the block, and what threads before this one have of it.
+// Returns the sum over the block; `before` is set to the sum over earlier threads.
 DEVICE u32 sum_of_block(u32 value, u32 *sums, u32 &before)
 {
     const u32 lane = thread_in_block() % kWarp, warp = thread_in_block() / kWarp;
@@ -102,7 +102,7 @@ DEVICE void write_header(const Records &records, const Blob &blob, u64 payload_b
     header[kHeaderCheckAt / 8] = check;
 }
 
-// The last block of a blob ends its directory and writes its header.
+// Completes a blob's directory and writes its header; the blob's last block calls it.
 DEVICE void end_blob(const Records &records, const Blob &blob, u64 units)
 {
     const u64 payload_bytes = 8 * units, total = records.payload_offset + payload_bytes;

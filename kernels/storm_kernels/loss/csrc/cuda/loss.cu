@@ -1,12 +1,13 @@
-/* A cross-entropy's passes over logits, one block a row: what tells a row's log-probabilities from
- * its logits, and the gradient from both.
+/* Passes of a cross-entropy over its logits, one block per row: the statistics that turn a row's
+ * logits into log-probabilities, and the gradient from logits and statistics.
  *
- * They are to have the bits of PyTorch's log_softmax of the logits in float32, so they add in its
- * order (aten/src/ATen/native/cuda/SoftMax.cu, block_reduce.cuh): which thread adds which elements,
- * one after another, then lanes and warps by halves. That order belongs to rows in float32, also
- * where the logits have another type: a row begins `shift` floats behind a vector of 16 bytes. Nothing
- * relies on it: whoever launches these has compared both with PyTorch's on the same device.
- * Contraction of products and sums is the compiler's default, as in PyTorch's own build.
+ * They must match PyTorch's log_softmax of the logits in float32 bit for bit, so they add in its
+ * order (aten/src/ATen/native/cuda/SoftMax.cu, block_reduce.cuh). First each thread adds certain
+ * elements one after another; then lanes and warps are added by halves. The order is that of
+ * float32 rows, also if the logits have another type: a row begins `shift` floats after a 16-byte
+ * boundary. Nothing relies on the match unchecked: the caller has compared the kernels with
+ * PyTorch's on the same device. Contraction of products and sums is the compiler's default, as in
+ * PyTorch's own build.
  */
 #include <loss_device.cuh>
 
@@ -36,8 +37,8 @@ struct alignas(sizeof(Word) * kCount) Vector {
   Word at[kCount];
 };
 
-/* Which elements a thread takes, in order: PyTorch holds short rows in registers, longer ones in
- * shared memory if they are whole vectors, and reads the longest twice. */
+/* The elements that a thread takes, in order. PyTorch holds short rows in registers, longer rows in
+ * shared memory if they consist of whole vectors, and reads the longest rows twice. */
 struct Strided {
   template <class T, class Take>
   static DEVICE void visit(const typename T::Word *row, i64 count, u32, Take take) {
@@ -67,7 +68,7 @@ struct Shifted {
   template <class T, class Take>
   static DEVICE void visit(const typename T::Word *row, i64 count, u32 shift, Take take) {
     i64 threads = threads_in_block(), thread = thread_in_block();
-    if (shift > 0) {  /* one element a thread up to where a vector begins */
+    if (shift > 0) {  /* one element per thread up to the first aligned vector */
       row -= shift;
       count += shift;
       if (thread >= shift && thread < count) take(T::load(row[thread]));
@@ -96,13 +97,13 @@ DEVICE float across_warp(float value) {
   return value;
 }
 
-/* What all threads' values come to; every thread gets it. */
+/* Reduces the values of all threads; every thread gets the result. */
 template <class Op>
 DEVICE float across_block(float value) {
   u32 thread = thread_in_block(), lane = thread % kWarp, warp = thread / kWarp;
   float *shared = shared_memory();
   value = across_warp<Op>(value);
-  block_barrier();  /* what an earlier call left has been read */
+  block_barrier();  /* all threads have read the result of an earlier call */
   if (lane == 0) shared[warp] = value;
   block_barrier();
   value = thread < threads_in_block() / kWarp ? shared[lane] : Op::kNothing;
@@ -112,8 +113,8 @@ DEVICE float across_block(float value) {
   return shared[0];
 }
 
-/* Of each row its largest logit, the logarithm of the sum of exponentials of all less that, and the
- * log-probability of its class. `first_shift` is the first row's. */
+/* Computes each row's largest logit, the logarithm of the sum of exp(logit - largest), and the
+ * log-probability of its class. `first_shift` is the shift of the first row. */
 template <class T, class Order>
 DEVICE void forward(const typename T::Word *logits, const i64 *classes, float *picked, float *largest,
                     float *log_total, i64 count, u32 first_shift) {
@@ -134,8 +135,8 @@ DEVICE void forward(const typename T::Word *logits, const i64 *classes, float *p
   }
 }
 
-/* The gradient of a row of logits, given that of its class' log-probability. May overwrite them.
- * PyTorch adds up the row's gradients first, which are zeros but for the class'. */
+/* Computes the gradient of a row of logits from that of its class's log-probability. `out` may be
+ * `logits`. PyTorch first sums the row's gradients, which are zeros except that of the class. */
 template <class T>
 DEVICE void backward(const typename T::Word *logits, const i64 *classes, const float *gradients,
                      const float *largest, const float *log_total, typename T::Word *out, i64 count) {
@@ -153,7 +154,7 @@ DEVICE void backward(const typename T::Word *logits, const i64 *classes, const f
     return T::store(given - expf(log_probability) * sum);
   };
   u64 address = reinterpret_cast<u64>(from);
-  i64 lead = (16 - address % 16) % 16 / sizeof(Word);  /* elements up to where a vector begins */
+  i64 lead = (16 - address % 16) % 16 / sizeof(Word);  /* elements before an aligned vector */
   if (lead > count || address % 16 != reinterpret_cast<u64>(to) % 16) lead = count;
   i64 vectors = (count - lead) / kWide, rest = lead + vectors * kWide;
   for (i64 i = thread; i < lead; i += threads) to[i] = of(from[i], i);

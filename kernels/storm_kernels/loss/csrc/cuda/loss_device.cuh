@@ -1,5 +1,5 @@
-/* The machine operations that the loss' kernels use, each under one name: the tests run the same
- * kernels on a CPU by putting another file of this name in the include path.
+/* The machine operations that the loss kernels use, each under one name. The tests run the same
+ * kernels on a CPU: they put another file of this name in the include path.
  */
 #pragma once
 
@@ -19,7 +19,7 @@ DEVICE i64 block_index() { return blockIdx.x; }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE float from_lanes_above(float value, u32 by) { return __shfl_down_sync(0xffffffffu, value, by); }
 
-/* The block's dynamic shared memory: a float for each warp. */
+/* The block's dynamic shared memory: one float for each warp. */
 DEVICE float *shared_memory() {
   extern __shared__ float storm_loss_shared[];
   return storm_loss_shared;

@@ -1,4 +1,4 @@
-/* The primitives that both NEON variants share: 16 bytes of a plane, 128 values, at a time. */
+/* The primitives that both NEON variants share: they process 16 bytes of a plane, 128 values. */
 #include <arm_neon.h>
 
 #include "../primitives_portable.h"
@@ -43,7 +43,7 @@ static inline void split_codes(bits bit0, bits bit1, bits *even, bits *odd)
 
 static inline sums zero_sums(void) { return vdupq_n_s32(0); }
 
-/* Field k of a byte of codes, 0 to 2. */
+/* Returns field k of each byte of codes, 0 to 2. */
 static inline int8x16_t field_of(bits codes, unsigned k)
 {
     bits shifted = vshlq_u8(codes, vdupq_n_s8((int8_t)(-2 * (int)k)));
@@ -102,7 +102,7 @@ static inline float total_of_floats(floats *all)
     return tree_total(lane);
 }
 
-/* Bit i of the result is the top bit of byte i of 64. */
+/* Returns the top bits of 64 bytes: bit i is that of byte i. */
 static inline uint64_t gather(const bits set[4])
 {
     const bits weights = vreinterpretq_u8_u64(vdupq_n_u64(UINT64_C(0x8040201008040201)));

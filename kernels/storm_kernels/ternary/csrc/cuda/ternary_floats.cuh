@@ -1,16 +1,16 @@
 // Products with x of float32 in the order of summation that all backends share.
 //
-// A warp has kFloatRows rows, and a lane the columns equal to it modulo 32, in ascending order; the
-// words of the rows pass through shared memory, from which all lanes read the same one.
+// A warp processes kFloatRows rows, and a lane the columns equal to it modulo 32, in ascending
+// order. The rows' words are loaded to shared memory, from which all lanes read the same word.
 #pragma once
 
 #include "ternary_planes.cuh"
 
 constexpr u32 kFloatWarps = 4;
 constexpr u32 kFloatRows = 4;
-constexpr u32 kFloatWords = 32;  // of 32 columns: as many as a warp loads at once
+constexpr u32 kFloatWords = 32;  // words of 32 columns that a warp loads at once
 
-// Adds x where a column of w is not zero, negated where it is negative.
+// Adds x if the column of w is not zero, negated if it is negative.
 __device__ __forceinline__ float add_signed(float sum, u32 bit0, u32 bit1, float x, u32 lane)
 {
     const u32 turn = bit1 << (31 - lane) & 0x80000000u;
@@ -18,7 +18,7 @@ __device__ __forceinline__ float add_signed(float sum, u32 bit0, u32 bit1, float
     return bit0 >> lane & 1 ? __fadd_rn(sum, value) : sum;
 }
 
-// Sum i takes sum i + 16, i + 8, i + 4, i + 2 and i + 1; lane 0 then has the whole.
+// Sum i adds sum i + 16, i + 8, i + 4, i + 2 and i + 1; lane 0 then has the total.
 __device__ __forceinline__ float tree_total(float sum)
 {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ float tree_total(float sum)
     return sum;
 }
 
-// The words of a warp's rows, 32 columns each, as one load of the warp brings them.
+// The words of a warp's rows, 32 columns each, from one load of the warp.
 struct Words {
     u32 bit0[kFloatRows][kFloatWords], bit1[kFloatRows][kFloatWords];
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ void multiply_f32(const u8* bit0, const u8* bit1, u64
             x_of_tile[i] = 32 * begin + i < columns ? x[32 * begin + i] : 0.0f;
         __syncthreads();
         fetch(begin + kFloatWords + lane);
-        // Words behind the last one are zeros, and add nothing.
+        // Words after the last one are zeros and add nothing.
         for (u32 four = 0; four < kFloatWords; four += 4) {
             float value[4];
             uint4 w0[kFloatRows], w1[kFloatRows];

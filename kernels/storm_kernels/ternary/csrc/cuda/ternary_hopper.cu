@@ -1,5 +1,5 @@
-// The kernels for Hopper, as one module, which is compiled for sm_90a alone; cuda.py launches them.
-// Each is there for as many warpgroups a block as its registers allow without any going to memory.
+// The kernels for Hopper, as one module that is compiled only for sm_90a; cuda.py launches them.
+// Each is compiled for as many warpgroups per block as possible without register spills.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "warpgroup instructions need sm_90a"
 #endif

@@ -1,35 +1,35 @@
-// Products with 16 x and more on Hopper's tensor cores, which take x out of shared memory.
+// Products with many x on Hopper's tensor cores, which read x from shared memory.
 //
-// A warpgroup has 64 rows of w and all x of its block; the products of one instruction are those of
-// 64 rows with up to 128 x. w is decoded from planes into the registers that the instruction reads,
-// x lies in shared memory and is read by all warpgroups of the block. The blocks of a cluster share
-// rows and take spans of columns in turn; their sums meet in shared memory, in the order of ranks.
+// A warpgroup processes 64 rows of w with all x of its block; one instruction multiplies 64 rows
+// with up to 128 x. w is decoded from planes into the registers that the instruction reads. x is in
+// shared memory, and all warpgroups of the block read it. The blocks of a cluster share rows and
+// take spans of columns in turn; their sums are added through shared memory, in the order of ranks.
 // (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"; DESIGN.md, "Hopper".)
 //
-// Thread t of four has the 16 bytes of planes number t of a span of 512 columns as they lie in
-// memory, as in ternary_matmul.cuh; the order of columns within an instruction is free, as long as x
-// has it too. A chunk is word q of those 16 bytes: 128 columns, 32 of each of the four threads.
+// Thread t of four has the 16 bytes of planes number t of a span of 512 columns in memory order, as
+// in ternary_matmul.cuh. The order of columns within an instruction is free if x has the same
+// order. A chunk is word q of those 16 bytes: 128 columns, 32 of each of the four threads.
 //
-// x in order: [tile of kEights][span][chunk q][step][eight][h][x of 8][thread t] of one word, the
-// word that multiplies register h of thread t. So a chunk is a contiguous piece, copied as it is, and
-// [h][x of 8][t] are two of the matrices of 8 rows of 16 bytes that the instruction is made of.
+// Layout of the reordered x: [tile of kEights][span][chunk q][step][eight][h][x of 8][thread t] of
+// one word, which multiplies register h of thread t. So a chunk is contiguous and copied unchanged,
+// and [h][x of 8][t] are two of the instruction's matrices of 8 rows of 16 bytes.
 //
-// Single instructions are in ternary_hopper_instructions.cuh, which is included before this: the
-// tests have another one, which computes on the host what PTX says of them.
+// Single instructions are in ternary_hopper_instructions.cuh, which is included before this file.
+// The tests use another file, which computes on the host what PTX specifies.
 #pragma once
 
 #include "ternary_planes.cuh"
 
 constexpr u32 kHopperSpan = 512;   // columns
 constexpr u32 kHopperOrderThreads = 128;
-constexpr u32 kGroupThreads = 128;  // of a warpgroup
+constexpr u32 kGroupThreads = 128;  // per warpgroup
 constexpr u32 kGroupRows = 64;
 constexpr u32 kMaxStages = 8;   // chunks of x in shared memory
-constexpr u32 kBarrierBytes = 128;  // at the begin of shared memory: two barriers a stage
-constexpr u32 kMeetingPad = 4;  // keeps threads of a warp in banks of their own
+constexpr u32 kBarrierBytes = 128;  // at the start of shared memory: two barriers per stage
+constexpr u32 kMeetingPad = 4;  // avoids bank conflicts between threads of a warp
 
-// The two-bit codes of 32 columns in fields of four bits: field j of codes[r] is column 4 j + r. Bit
-// 0 of a code is that of bit0, bit 1 that of bit1.
+// Spreads the two-bit codes of 32 columns to fields of four bits: field j of codes[r] is column
+// 4 j + r. Bit 0 of a code is from bit0, bit 1 from bit1.
 __device__ __forceinline__ void spread_codes(u32 bit0, u32 bit1, u32 (&codes)[4])
 {
     constexpr u32 low = 0x55555555u, fields = 0x33333333u;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void spread_codes(u32 bit0, u32 bit1, u32 (&codes)[4]
     codes[3] = odd >> 2 & fields;
 }
 
-// int8: of the 4 steps of 32 columns step r has, in register h, columns 16 h + r and every fourth
-// on, in ascending bytes.
+// int8: there are 4 steps of 32 columns. In step r, register h has columns 16 h + r, + 4, + 8 and
+// + 12, in ascending bytes.
 struct HopperInt8 {
     typedef int Sum;
     static constexpr u32 kSteps = 4;
@@ -53,7 +53,7 @@ struct HopperInt8 {
         h1 = look_up(values, codes[step] >> 16);
     }
 
-    // Words of x, of 32 bytes in 8 loaded words.
+    // Returns a word of x from 32 bytes in 8 loaded words.
     static constexpr u32 kLoads = 1;
     static __device__ __forceinline__ u32 word(const u32 (&loaded)[8], u32 step, u32 h)
     {
@@ -65,9 +65,9 @@ struct HopperInt8 {
     static __device__ __forceinline__ int doubled(int sum) { return sum; }
 };
 
-// bfloat16: of the 8 steps of 32 columns step 2 r + half has columns 16 half + 4 h + r, in the lower
-// half of register h, and 8 more. Values are halves of w, whose lower bytes are 0: sums are doubled
-// at the end, which is exact.
+// bfloat16: there are 8 steps of 32 columns. In step 2 r + half, the lower half of register h has
+// column 16 half + 4 h + r, the upper half the column 8 higher. Values are w / 2, whose lower bytes
+// are 0; sums are doubled at the end, which is exact.
 struct HopperBfloat16 {
     typedef float Sum;
     static constexpr u32 kSteps = 8;
@@ -90,7 +90,7 @@ struct HopperBfloat16 {
     static __device__ __forceinline__ float doubled(float sum) { return 2.0f * sum; }
 };
 
-// Brings x into order. A thread has 32 columns of an x: chunk q of thread t.
+// Reorders x. A thread processes 32 columns of an x: chunk q of thread t.
 template <class Math>
 __device__ __forceinline__ void order(const u8* x, u64 x_pitch, u64 x_bytes, u64 spans, u64 batch,
                                       u64 eights, u32 width, u32* ordered)
@@ -146,21 +146,21 @@ __device__ __forceinline__ void put_sum(void* out, int, u64 place, float total, 
 struct HopperArguments {
     const u8 *bit0, *bit1;
     u64 pitch, rows, columns;
-    const u8* ordered;  // x
+    const u8* ordered;  // the reordered x
     u64 batch;
-    const float* scale;  // of rows, or none
+    const float* scale;  // of rows, or null
     void* out;
     int out_kind;
     u32 stages, depth;  // chunks of x, and spans of planes, in shared memory
 };
 
-// The planes that a thread multiplies, on their way into places of shared memory that no other
-// thread uses, `depth` spans ahead: registers for as many would be too many.
+// Asynchronous copies of the planes that a thread multiplies, `depth` spans ahead, to shared memory
+// that no other thread uses: registers for so many spans would be too many.
 struct PlanesAhead {
     const HopperArguments& from;
-    u64 row;      // the first of the thread's two
-    u32 place;    // the first in shared memory
-    u32 step;     // bytes from one of the thread's places to the next, four of which are a slot
+    u64 row;      // the first of the thread's two rows
+    u32 place;    // the thread's first place in shared memory
+    u32 step;     // bytes from one of the thread's places to the next; four places are a slot
 
     __device__ __forceinline__ void begin(u32 span, u32 slot) const
     {
@@ -187,7 +187,7 @@ struct PlanesAhead {
         }
     }
 
-    // Waits until the oldest of `depth` spans is there.
+    // Waits until the oldest of `depth` spans has arrived.
     __device__ __forceinline__ void await_oldest() const
     {
         switch (from.depth) {
@@ -199,7 +199,7 @@ struct PlanesAhead {
         }
     }
 
-    // Makes codes of word q of the first row, or of that 8 rows below it.
+    // Decodes word q of the first row to codes, or with `below` that of the row 8 rows below.
     __device__ __forceinline__ void take(u32 slot, u32 q, u32 below, u32 (&codes)[4]) const
     {
         const u32 at = place + (4 * slot + 2 * below) * step + 4 * q;
@@ -207,12 +207,12 @@ struct PlanesAhead {
     }
 };
 
-// Sets chunks of x on their way for as long as there are free stages.
+// Starts copies of chunks of x; waits for a free stage before each.
 template <u32 kChunkBytes>
 __device__ __forceinline__ void send_x(const u8* tile, u64 spans, u32 stages, u32 first_stage,
                                        u32 full, u32 empty)
 {
-    u32 stage = 0, parity = 1;  // a barrier that is new counts as one whose phase of parity 1 is over
+    u32 stage = 0, parity = 1;  // a new barrier counts as one whose phase with parity 1 is complete
     for (u32 span = cluster_rank(); span < spans; span += cluster_size())
         for (u32 q = 0; q < 4; q++) {
             await(empty + 8 * stage, parity);
@@ -224,8 +224,8 @@ __device__ __forceinline__ void send_x(const u8* tile, u64 spans, u32 stages, u3
         }
 }
 
-// Multiplies all spans of this block. Two groups of kAtOnce products are under way at any time: while
-// the tensor cores have one, the registers of the next are made.
+// Multiplies all spans of this block. Two groups of kAtOnce products are in flight at any time:
+// while the tensor cores process one, the threads decode the registers of the next.
 template <class Math, u32 kEights>
 __device__ __forceinline__ void multiply_spans(typename Math::Sum (&sums)[kEights][4],
                                                const PlanesAhead& planes, u32 spans, u32 stages,
@@ -261,7 +261,7 @@ __device__ __forceinline__ void multiply_spans(typename Math::Sum (&sums)[kEight
                                            x + (group * kAtOnce + i) * (kStepBytes / 16));
                 end_group_of_products();
                 await_products<1>();
-                // The chunk before this one has been read.
+                // The previous chunk has been read.
                 if (group == 0 && previous && threadIdx.x % kWarp == 0)
                     arrive(previous);
             }
@@ -278,15 +278,15 @@ __device__ __forceinline__ void multiply_spans(typename Math::Sum (&sums)[kEight
     await_products<0>();
 }
 
-// The sums of a cluster's blocks, which lie in the shared memory of each, become results. Each block
-// has a share of x. A thread has a row of it, and kAtOnce of its x are on their way at a time: a
-// word of another block takes as long to come as several chunks take to be multiplied.
+// Adds the sums in the shared memory of a cluster's blocks and writes results. Each block has a
+// share of x. A thread processes one row of the share, with kAtOnce of its x in flight at a time:
+// to load a word of another block takes as long as to multiply several chunks.
 template <class Math, u32 kEights>
 struct Outcome {
     typedef typename Math::Sum Sum;
     const HopperArguments& to;
     u64 first_row, tile;
-    u32 meeting, pitch, block_rows;  // where sums are, words from one x to the next
+    u32 meeting, pitch, block_rows;  // address of the sums, words from one x to the next
 
     template <u32 kRanks>
     __device__ __forceinline__ void put() const
@@ -325,8 +325,8 @@ struct Outcome {
     }
 };
 
-// Shared memory: barriers; x, `stages` chunks; planes, 64 bytes a thread and span; in their place, in the end,
-// sums of kEights * 8 x by the block's rows and a few words more.
+// Shared memory: barriers; `stages` chunks of x; planes, 64 bytes per thread and span. At the end
+// the sums of kEights * 8 x by the block's rows, and a few words more, replace x and planes.
 template <class Math, u32 kEights>
 __device__ __forceinline__ void hopper_matmul(const HopperArguments& to)
 {
@@ -350,10 +350,10 @@ __device__ __forceinline__ void hopper_matmul(const HopperArguments& to)
     }
     __syncthreads();
     Sum sums[kEights][4] = {};
-    const u32 row = tid / kWarp * 16 + tid % kWarp / 4;  // and 8 more
+    const u32 row = tid / kWarp * 16 + tid % kWarp / 4;  // and row + 8
     if (tid >= threads) {
         if (tid == threads) {
-            await_previous();  // it brings x into order
+            await_previous();  // the previous kernel reorders x
             send_x<kChunkBytes>(to.ordered + tile * spans * 4 * kChunkBytes, spans, to.stages,
                                 first_stage, full, empty);
         }
@@ -369,7 +369,7 @@ __device__ __forceinline__ void hopper_matmul(const HopperArguments& to)
         multiply_spans<Math, kEights>(sums, planes, spans, to.stages, first_stage, full, empty);
         await_copies<0>();
     }
-    __syncthreads();  // nobody reads x or planes any more
+    __syncthreads();  // no thread reads x or planes any more
     Sum* meeting = reinterpret_cast<Sum*>(memory + kBarrierBytes);
     const u32 pitch = block_rows + kMeetingPad;
     if (tid < threads)
@@ -387,7 +387,7 @@ __device__ __forceinline__ void hopper_matmul(const HopperArguments& to)
         case 4: outcome.template put<4>(); break;
         default: outcome.template put<8>(); break;
         }
-    meet_cluster();  // the others read this block's sums
+    meet_cluster();  // until then other blocks read this block's sums
 }
 
 #define HOPPER(name, math, eights, groups)                                                               \

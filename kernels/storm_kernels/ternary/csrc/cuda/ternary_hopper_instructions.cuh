@@ -1,11 +1,11 @@
-// The instructions that ternary_hopper.cuh is made of, each with what holds after it.
+// Wrappers of the instructions that ternary_hopper.cuh uses.
 #pragma once
 
 #include "ternary_planes.cuh"
 
-constexpr u32 kMatrixBytes = 128;  // 8 rows of 16 bytes, as the products' instruction takes them
+constexpr u32 kMatrixBytes = 128;  // 8 rows of 16 bytes, the unit of the matrix instruction
 
-// Selected bytes of `table`; of `selector` the low 16 bits count, four to a byte.
+// Returns bytes of `table` selected by the low 16 bits of `selector`, four bits per byte.
 __device__ __forceinline__ u32 look_up(u32 table, u32 selector)
 {
     u32 found;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Lets copies know of barriers that this thread has made.
+// Makes barriers that this thread initialised visible to copies.
 __device__ __forceinline__ void publish_barriers()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -48,7 +48,7 @@ __device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes)
                  : "memory");
 }
 
-// Waits until the phase of that parity is complete.
+// Waits until the phase with this parity is complete.
 __device__ __forceinline__ void await(u32 barrier, u32 parity)
 {
     asm volatile("{\n"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity)
                  : "memory");
 }
 
-// Copies to shared memory; `barrier` learns of the bytes as they come.
+// Copies to shared memory; `barrier` counts the bytes as they arrive.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier)
 {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
                  : "memory");
 }
 
-// Copies 16 bytes to shared memory, of which those from `used` on become zeros.
+// Copies 16 bytes to shared memory; bytes from `used` on become zeros.
 __device__ __forceinline__ void copy_16(u32 to, const u8* from, u32 used)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -97,7 +97,7 @@ __device__ __forceinline__ void end_group_of_copies()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for all but the last `left` groups of this thread's copies.
+// Waits for all groups of this thread's copies except the last `left`.
 template <u32 left>
 __device__ __forceinline__ void await_copies()
 {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void meet_cluster()
                      : "memory");
 }
 
-// A word at the same place in the shared memory of the cluster's block of that rank.
+// Loads the word at the same offset in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ u32 load_of_rank(u32 address, u32 rank)
 {
     u32 there, word;
@@ -153,16 +153,16 @@ __device__ __forceinline__ u32 load_of_rank(u32 address, u32 rank)
 __device__ __forceinline__ void from_bits(int& to, u32 bits) { to = static_cast<int>(bits); }
 __device__ __forceinline__ void from_bits(float& to, u32 bits) { to = __uint_as_float(bits); }
 
-// What the instruction wants to know of x: matrices of 8 rows of 16 bytes one after another, those
-// for registers h = 0 and 1 beside each other, then those of the next eight x; nothing is swizzled.
+// Returns the instruction's descriptor of x: consecutive matrices of 8 rows of 16 bytes, those for
+// registers h = 0 and 1 adjacent, then those of the next eight x, without swizzling.
 __device__ __forceinline__ u64 described(u32 address)
 {
     constexpr u64 along_columns = kMatrixBytes / 16, along_x = 2 * kMatrixBytes / 16;
     return (address & 0x3ffff) >> 4 | along_columns << 16 | along_x << 32;
 }
 
-// sums[n][i] += w * x: thread 4 g + t of warp v has rows 16 v + g (i < 2) and 8 more, and x number
-// 8 n + 2 t + i % 2. Asynchronous: neither sums nor a may be touched before await_products.
+// sums[n][i] += w * x: thread 4 g + t of warp v has row 16 v + g (i < 2) or 16 v + g + 8, and x
+// number 8 n + 2 t + i % 2. Asynchronous: do not access sums or a before await_products.
 template <u32 kEights>
 struct Multiply;
 
@@ -188,7 +188,7 @@ struct Multiply;
     SUMS_48(kind), FOUR_SUMS(kind, 12), FOUR_SUMS(kind, 13), FOUR_SUMS(kind, 14),                  \
         FOUR_SUMS(kind, 15)
 
-// `count` is how many sums a thread has; a0 to a3 and b are the numbers of the operands after them.
+// `count` is the number of sums per thread; a0 to a3 and b are the numbers of the next operands.
 #define MULTIPLY(eights, x, count, a0, a1, a2, a3, b)                                              \
     template <>                                                                                    \
     struct Multiply<eights> {                                                                      \

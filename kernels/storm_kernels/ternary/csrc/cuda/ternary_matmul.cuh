@@ -1,13 +1,12 @@
 // Products with several x on tensor cores: int8 exactly, bfloat16 with sums in float32.
 //
-// A warp has 16 rows of w (times kTiles) and up to 64 x. Of a matrix instruction thread t of four
-// holds the same columns of w and of x, so their order within a row is free: thread t takes the
-// 16 bytes of planes number t of a span of 512 columns as they lie in memory. x is brought into the
-// order of the instructions' registers once, by the kernels with "order" in their names, with zeros
-// up to as many x as the warps of a block take. Of a
-// block's warps kRowWarps have rows side by side, and read the same x out of the first-level cache
-// (else reading x from the second level is what takes the time); kSplits of them share rows and
-// take spans in turn, and their sums meet in shared memory.
+// A warp processes 16 rows of w (times kTiles) with 8 * kEights x. In a matrix instruction thread t
+// of four holds the same columns of w and of x, so the order of columns within a row is free:
+// thread t takes the 16 bytes of planes number t of a span of 512 columns in memory order. The
+// kernels with "order" in their names reorder x once for the instructions' registers, padded with
+// zeros to the number of x of a block's warps. kRowWarps of a block's warps have adjacent rows and
+// read the same x from the L1 cache (otherwise reading x from L2 would limit the speed). kSplits of
+// them share rows and take spans in turn, and their sums are added through shared memory.
 #pragma once
 
 #include "ternary_planes.cuh"
@@ -15,10 +14,10 @@
 constexpr u32 kSpan = 512;  // columns
 constexpr u32 kOrderThreads = 256;
 
-// x in order: [span][eight x][word q of 4][part][lane] of 16 bytes. Lane 4 g + t has columns
-// 128 t + 32 q and on of x number g. int8: 2 parts, of the turned words 4 p and on.
-// `sums` gets the sum of every x over each span, (span, x): a block has the eight warps of two of
-// (span, eight x), four of each.
+// Layout of the reordered x: [span][eight x][word q of 4][part][lane] of 16 bytes. Lane 4 g + t has
+// columns 128 t + 32 q and on of x number g. int8: 2 parts; part p has the transposed words from 4
+// p on. `sums` receives the sum of every x over each span, (span, x): the eight warps of a block
+// process two of (span, eight x), four warps each.
 extern "C" __global__ void __launch_bounds__(kOrderThreads)
     ternary_order_i8(const u8* x, u64 x_pitch, u64 columns, u64 batch, u64 eights, uint4* ordered,
                      int* sums)
@@ -53,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads)
                                                    meeting[warp + 2][lane] + meeting[warp + 3][lane];
 }
 
-// bfloat16: 4 parts, of words that hold columns i and 16 + i.
+// bfloat16: 4 parts, with words that hold columns i and 16 + i.
 extern "C" __global__ void __launch_bounds__(kOrderThreads)
     ternary_order_bf16(const unsigned short* x, u64 x_stride, u64 columns, u64 batch, u64 eights,
                        uint4* ordered)
@@ -83,7 +82,7 @@ struct Int8 {
     typedef int Sum;
     static constexpr u32 kParts = 2;
 
-    // Registers 4 part to 4 part + 3 of the eight of 32 columns of a row.
+    // Sets registers 4 part to 4 part + 3 of the eight registers for 32 columns of a row.
     static __device__ __forceinline__ void expand(u32 bit0, u32 bit1, u32 part, u32 (&registers)[4])
     {
         u32 even, odd;
@@ -109,7 +108,7 @@ struct Bfloat16 {
     typedef float Sum;
     static constexpr u32 kParts = 4;
 
-    // Registers 4 part to 4 part + 3 of the sixteen of 32 columns of a row; 0x3f80 is 1.
+    // Sets registers 4 part to 4 part + 3 of the sixteen for 32 columns of a row; 0x3f80 is 1.
     static __device__ __forceinline__ void expand(u32 bit0, u32 bit1, u32 part, u32 (&registers)[4])
     {
 #pragma unroll
@@ -131,7 +130,7 @@ struct Bfloat16 {
     }
 };
 
-// The 16 bytes at a column of a row that are in it; rows are a multiple of 8 bytes.
+// Loads 16 bytes of a row at offset `at`, zeros past its end; rows are a multiple of 8 bytes.
 __device__ __forceinline__ uint4 load_plane(const u8* row, u64 at, u64 pitch)
 {
     if (at + 16 <= pitch) {
@@ -155,7 +154,7 @@ __device__ __forceinline__ void matmul(const u8* bit0, const u8* bit1, u64 pitch
                                        int out_kind)
 {
     constexpr u32 kRows = 16 * kTiles * kRowWarps, kThreads = kRowWarps * kSplits * kWarp;
-    constexpr u32 kSteps = 4 * Math::kParts;  // of a span
+    constexpr u32 kSteps = 4 * Math::kParts;  // per span
     __shared__ typename Math::Sum meeting[kSplits][8][kRows + 4];
     __shared__ int x_total[8 * kEights];
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
@@ -176,7 +175,7 @@ __device__ __forceinline__ void matmul(const u8* bit0, const u8* bit1, u64 pitch
         }
     };
     fetch(split);
-    await_previous();  // it brings x into order
+    await_previous();  // the previous kernel reorders x
     for (u64 span = split; span < spans; span += kSplits) {
         uint4 p[2 * kTiles], s[2 * kTiles];
 #pragma unroll
@@ -184,8 +183,8 @@ __device__ __forceinline__ void matmul(const u8* bit0, const u8* bit1, u64 pitch
             p[i] = next0[i], s[i] = next1[i];
         fetch(span + kSplits);
         const uint4* x = ordered + (span * eights + first_eight) * (kSteps * kWarp) + lane;
-        // x of the next step is on its way while one step is multiplied: a load takes as long as
-        // all of a step's products.
+        // x of the next step is loaded while one step is multiplied: a load takes as long as all
+        // products of a step.
         uint4 now[kEights], later[kEights];
 #pragma unroll
         for (u32 n = 0; n < kEights; n++)

@@ -1,14 +1,15 @@
-// Products with one x: int8 by dp4a, planes by population counts. Bound by reading the planes.
+// Products with one x: int8 by dp4a, planes by population counts. Reading the planes limits the
+// speed.
 #pragma once
 
 #include "ternary_planes.cuh"
 
 constexpr u32 kMatvecThreads = 256;
 constexpr u32 kMatvecLanes = 8;
-constexpr u32 kTileUnits = 256;  // of 64 columns: x of a tile takes 16 KiB of shared memory
+constexpr u32 kTileUnits = 256;  // units of 64 columns: x of a tile takes 16 KiB of shared memory
 
-// x of a tile, turned. Part p of a unit is its words 4 p to 4 p + 3, so that neighbouring threads,
-// with neighbouring units, read neighbouring 16 bytes.
+// The transposed x of a tile. Part p of a unit is its words 4 p to 4 p + 3, so that neighbouring
+// threads, with neighbouring units, read neighbouring 16 bytes.
 struct TileOfX {
     uint4 part[4][kTileUnits];
     int sum;  // of all x of the tile
@@ -40,7 +41,7 @@ __device__ __forceinline__ void load_tile(TileOfX& tile, const u8* x, u64 first,
     __syncthreads();
 }
 
-// Codes are multiplied where they stand in their byte: sum k is 4^k times what it stands for.
+// Codes are multiplied without a shift in their byte, so sum k is 4^k times the real sum.
 __device__ __forceinline__ void add_word(int (&sums)[4], u32 bit0, u32 bit1, uint4 low, uint4 high)
 {
     u32 even, odd;
@@ -51,7 +52,7 @@ __device__ __forceinline__ void add_word(int (&sums)[4], u32 bit0, u32 bit1, uin
     sums[3] = dot4(odd & 0xc0c0c0c0u, high.w, dot4(even & 0xc0c0c0c0u, high.z, sums[3]));
 }
 
-// The units of a thread that are loaded together, before the first of them is used.
+// The units of a thread that are loaded together before the first is used.
 template <u32 kLanes, u32 kUnroll>
 struct Units {
     uint2 p[kUnroll], s[kUnroll];
@@ -80,9 +81,9 @@ struct Units {
     }
 };
 
-// kLanes threads share a row, each with every kLanes-th unit of 64 columns. The next kUnroll units
-// are on their way while some are multiplied, and the first while x is brought in. A tile adds at
-// most 256 / kLanes * 2^18 to a sum of 32 bits.
+// kLanes threads share a row; each processes every kLanes-th unit of 64 columns. The next kUnroll
+// units are loaded while others are multiplied, and the first ones while x is loaded. A tile adds
+// at most 256 / kLanes * 2^18 to a 32-bit sum.
 template <u32 kLanes, u32 kUnroll>
 __device__ __forceinline__ void matvec_i8(const u8* bit0, const u8* bit1, u64 pitch, u64 rows,
                                           u64 columns, const u8* x, const float* scale, void* out,
@@ -127,9 +128,10 @@ extern "C" __global__ void __launch_bounds__(kMatvecThreads)
     matvec_i8<kMatvecLanes, 2>(bit0, bit1, pitch, rows, columns, x, scale, out, out_kind);
 }
 
-// One scale for `group` columns: a warp a row, lane by lane a word of 32 columns, whose sum waits in
-// shared memory until its group is whole. Terms are added by one thread, in ascending order.
-constexpr u32 kGroupWords = 2048;  // words whose sums wait: groups are finished span by span
+// One scale for `group` columns: one warp per row; each lane processes words of 32 columns. Their
+// sums are buffered in shared memory until their group is complete. One thread adds all terms, in
+// ascending order.
+constexpr u32 kGroupWords = 2048;  // words whose sums are buffered: one span of a row
 
 extern "C" __global__ void __launch_bounds__(kWarp)
     ternary_grouped_i8(const u8* bit0, const u8* bit1, u64 pitch, u64 rows, u64 columns,
@@ -143,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kWarp)
     const u32* row1 = reinterpret_cast<const u32*>(bit1 + row * pitch);
     const u64 words = (columns + 31) / 32;
     float total = 0.0f;
-    i64 open = 0;  // what the group that a span has cut has summed so far
+    i64 open = 0;  // the sum so far of a group that continues in the next span
     for (u64 begin = 0; begin < words; begin += kGroupWords) {
         const u32 count = words - begin < kGroupWords ? words - begin : kGroupWords;
         __syncwarp();
@@ -176,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kWarp)
         out[b * rows + row] = total;
 }
 
-// x as planes: sixteen threads a row, a unit of 64 columns at a time.
+// x as planes: sixteen threads per row, one unit of 64 columns at a time.
 constexpr u32 kPlaneLanes = 16;
 constexpr u32 kPlaneUnroll = 4;
 
@@ -215,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kMatvecThreads)
         put_total(out, out_kind, row, total, scale ? scale[row] : 1.0f);
 }
 
-// The sum over `words` words of 64 bits is added to *sum, which the caller has set to 0.
+// Adds the sum over `words` words of 64 bits to *sum, which the caller has set to 0.
 extern "C" __global__ void __launch_bounds__(256)
     ternary_dot(const u64* a0, const u64* a1, const u64* b0, const u64* b1, u64 words, u64* sum)
 {

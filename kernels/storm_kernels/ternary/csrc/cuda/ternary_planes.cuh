@@ -1,7 +1,7 @@
-// What all kernels know of planes: words of 32 columns, their two-bit codes, and where results go.
+// Code that all kernels share: words of 32 columns, their two-bit codes, and writing of results.
 //
-// A pair bit0 = 0, bit1 = 1, which stands for no value, counts as 0 here: planes are not checked on
-// the device. Rows are a multiple of 8 bytes long and begin at one; api.py sees to that.
+// The invalid pair bit0 = 0, bit1 = 1 counts as 0 here: products on the device do not check planes.
+// Rows are a multiple of 8 bytes long and begin at multiples of 8; cuda.py ensures that.
 #pragma once
 
 typedef unsigned char u8;
@@ -12,11 +12,12 @@ typedef long long i64;
 constexpr u32 kWarp = 32;
 constexpr u32 kAll = 0xffffffffu;
 
-// Results, as `Kind` in planes.py numbers them.
+// Kinds of results, with the numbers of `Kind` in planes.py.
 constexpr int kFloat32 = 1;
 constexpr int kInt32 = 4;
 
-// Codes w + 1 of 32 values: field k of byte j is column 8 j + 2 k in `even`, 8 j + 2 k + 1 in `odd`.
+// Sets codes w + 1 of 32 values: field k of byte j is column 8 j + 2 k in `even`, 8 j + 2 k + 1 in
+// `odd`.
 __device__ __forceinline__ void split_codes(u32 bit0, u32 bit1, u32& even, u32& odd)
 {
     constexpr u32 low = 0x55555555u;
@@ -25,7 +26,7 @@ __device__ __forceinline__ void split_codes(u32 bit0, u32 bit1, u32& even, u32& 
     odd = (~bit0 >> 1 & low) | (plus & ~low);
 }
 
-// Adds four products of unsigned with signed bytes.
+// Adds four products of unsigned bytes with signed bytes.
 __device__ __forceinline__ int dot4(u32 codes, u32 x, int sum)
 {
     int result;
@@ -33,13 +34,13 @@ __device__ __forceinline__ int dot4(u32 codes, u32 x, int sum)
     return result;
 }
 
-// Word number `i` of four; `i` is a constant where this is expanded.
+// Returns word number `i` of four; `i` is a constant after inlining.
 __device__ __forceinline__ u32 word_of(uint4 four, u32 i)
 {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// 32 bytes of x, turned so that word i holds columns i, 8 + i, 16 + i and 24 + i.
+// Transposes 32 bytes of x so that word i holds columns i, 8 + i, 16 + i and 24 + i.
 __device__ __forceinline__ void transpose_x(const u32 (&x)[8], u32 (&turned)[8])
 {
 #pragma unroll
@@ -54,7 +55,7 @@ __device__ __forceinline__ void transpose_x(const u32 (&x)[8], u32 (&turned)[8])
     }
 }
 
-// Columns [first, first + 32) of x, zeros beyond the last; `first` is a multiple of 32.
+// Loads columns [first, first + 32) of x, zeros after the last; `first` is a multiple of 32.
 __device__ __forceinline__ void load_x(const u8* x, u64 first, u64 columns, u32 (&words)[8])
 {
     if (first + 32 <= columns && reinterpret_cast<u64>(x + first) % 16 == 0) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ void load_x(const u8* x, u64 first, u64 columns, u32 
     }
 }
 
-// A kernel that lets the next one on the stream begin, and that one, which awaits its end where it
-// needs its results. Both do nothing on devices without it.
+// Programmatic dependent launch: let_next_begin lets the next kernel on the stream begin, and
+// await_previous waits for the previous kernel's end. Both do nothing on older devices.
 __device__ __forceinline__ void let_next_begin()
 {
 #if __CUDA_ARCH__ >= 900
@@ -92,21 +93,21 @@ __device__ __forceinline__ void await_previous()
 #endif
 }
 
-// What a kernel that brings x into order does first. It may itself have begun early, and what came
-// before it may have written x or w: the next one, which reads w at once, begins after all that.
+// The start of a kernel that reorders x. It may itself have begun early, and earlier kernels may
+// have written x or w. The next kernel reads w at once, so it may begin only after they have ended.
 __device__ __forceinline__ void order_begins()
 {
     await_previous();
     let_next_begin();
 }
 
-// A scaled result is a sum of one term: 0 + term, which is +0 where the term is -0.
+// Returns a scaled result, which is a sum of one term: 0 + term, which is +0 if the term is -0.
 __device__ __forceinline__ float scaled(float sum, float scale)
 {
     return __fadd_rn(0.0f, __fmul_rn(sum, scale));
 }
 
-// Writes one result; `scale` is that of the row where results are floats.
+// Writes one result; `scale` is the row's, for float results.
 __device__ __forceinline__ void put_total(void* out, int kind, u64 place, i64 total, float scale)
 {
     if (kind == kInt32)

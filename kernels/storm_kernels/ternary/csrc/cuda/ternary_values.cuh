@@ -1,4 +1,4 @@
-// Planes from values and back: a thread has eight values, one byte of each plane.
+// Converts values to planes and back: a thread processes eight values, one byte of each plane.
 #pragma once
 
 #include "ternary_planes.cuh"
@@ -12,8 +12,8 @@ __device__ __forceinline__ float as_float(unsigned short value)
     return __uint_as_float(static_cast<u32>(value) << 16);
 }
 
-// With a negative threshold only -1, 0 and 1 are taken. *refused, which the caller has set to all
-// ones, becomes the number of the first value that is not.
+// Encodes values. With a negative threshold only -1, 0 and 1 are valid. *refused, which the caller
+// has set to all ones, becomes the number of the first invalid value.
 template <class T>
 __device__ __forceinline__ void encode(const T* values, u64 rows, u64 columns, float threshold,
                                        u8* bit0, u8* bit1, u64 pitch, u64* refused)
@@ -54,7 +54,7 @@ __device__ __forceinline__ int value_at(u32 set0, u32 set1, u32 i)
     return static_cast<int>(set0 >> i & 1) - 2 * static_cast<int>(set1 >> i & 1);
 }
 
-// Four bits as four bytes, and pairs of bits as bfloat16.
+// Convert four values to four bytes, and two values to bfloat16.
 __device__ __forceinline__ u32 bytes_of(u32 set0, u32 set1)
 {
     return ((set0 & 15) * 0x00204081u & 0x01010101u) | ((set1 & 15) * 0x00204081u & 0x01010101u) * 255;
@@ -97,7 +97,8 @@ __device__ __forceinline__ void put(unsigned short* to, int value)
     *to = static_cast<unsigned short>(__float_as_uint(static_cast<float>(value)) >> 16);
 }
 
-// *refused becomes the number of the first value whose pair of bits stands for none; it counts as 0.
+// Decodes values. *refused becomes the number of the first value with an invalid pair, which counts
+// as 0.
 template <class T>
 __device__ __forceinline__ void decode(const u8* bit0, const u8* bit1, u64 pitch, u64 rows,
                                        u64 columns, T* values, u64* refused)

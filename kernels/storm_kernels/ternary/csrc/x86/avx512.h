@@ -1,4 +1,4 @@
-/* The primitives that all AVX-512 variants share: 64 bytes of a plane, 512 values, at a time. */
+/* The primitives that all AVX-512 variants share: they process 64 bytes of a plane, 512 values. */
 #include <immintrin.h>
 
 #include "../primitives_portable.h"
@@ -23,7 +23,7 @@ static inline bits load_part(const uint8_t *bytes, uint64_t count)
     return _mm512_maskz_loadu_epi8((UINT64_C(1) << count) - 1, bytes);
 }
 
-/* Truth tables of three operands a, b, c: bit 4 a + 2 b + c of the number. */
+/* Truth tables of three operands a, b, c: bit 4 a + 2 b + c of the number is the result. */
 #define TABLE_OR_AND_NOT 0xf2 /* a | (c & ~b) */
 #define TABLE_NOT_A_OR_B 0x4e /* c ? ~a : b */
 
@@ -34,7 +34,7 @@ static inline bits bits_wrong(bits wrong, bits bit0, bits bit1)
 
 static inline int any_bits(bits some) { return _mm512_test_epi64_mask(some, some) != 0; }
 
-/* Shifts carry bits over from the neighbouring byte; the mask drops them. */
+/* Shifts move bits over from the neighbouring byte; the mask drops them. */
 static inline void split_codes(bits bit0, bits bit1, bits *even, bits *odd)
 {
     const bits low = _mm512_set1_epi8(0x55);

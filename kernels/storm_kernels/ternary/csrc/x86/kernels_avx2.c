@@ -38,7 +38,7 @@ static inline bits bits_wrong(bits wrong, bits bit0, bits bit1)
 
 static inline int any_bits(bits some) { return !_mm256_testz_si256(some, some); }
 
-/* 16-bit shifts carry bits over from the neighbouring byte; the masks drop them. */
+/* 16-bit shifts move bits over from the neighbouring byte; the masks drop them. */
 static inline void split_codes(bits bit0, bits bit1, bits *even, bits *odd)
 {
     const bits low = _mm256_set1_epi8(0x55), high = _mm256_set1_epi8((char)0xaa);
@@ -51,7 +51,7 @@ static inline void split_codes(bits bit0, bits bit1, bits *even, bits *odd)
 
 static inline sums zero_sums(void) { return _mm256_setzero_si256(); }
 
-/* One field of both codes, multiplied by two parts of x, in 16 bits. */
+/* Multiplies one field of both codes by two parts of x, in 16 bits. */
 static inline __m256i field_products(bits even, bits odd, uint8_t field, const __m256i *x)
 {
     const bits mask = _mm256_set1_epi8((char)field);
@@ -59,8 +59,8 @@ static inline __m256i field_products(bits even, bits odd, uint8_t field, const _
                             _mm256_maddubs_epi16(_mm256_and_si256(odd, mask), x[1]));
 }
 
-/* Fields are multiplied where they stand in their byte, as far as four products then fit into 16
- * bits: 4 * 32 * 128 do, the last field's 4 * 128 * 128 do not, so that one is shifted. */
+/* Fields are multiplied without a shift in their byte if four products then fit 16 bits: 4 * 32 *
+ * 128 do. The last field's 4 * 128 * 128 do not, so it is shifted. */
 static inline void add_products(sums *all, bits even, bits odd, const int8_t *x)
 {
     const __m256i *part = (const __m256i *)x;
@@ -93,8 +93,8 @@ static inline counts zero_counts(void)
     return (counts){_mm256_setzero_si256(), _mm256_setzero_si256()};
 }
 
-/* Set bits of each 64-bit lane, by a table of four-bit numbers. (Mula, Kurz, Lemire: "Faster
- * population counts using AVX2 instructions", 2018.) */
+/* Counts the set bits of each 64-bit lane, by a table of four-bit numbers. (Mula, Kurz, Lemire:
+ * "Faster population counts using AVX2 instructions", 2018.) */
 static inline __m256i count_bits(bits some)
 {
     const __m256i table = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1,
@@ -164,7 +164,7 @@ static inline uint64_t avx2_signs_of_i8(const int8_t *values, uint64_t *word0, u
     __m256i high = _mm256_loadu_si256((const __m256i *)(values + 32));
     *word0 = ~masks(_mm256_cmpeq_epi8(low, zero), _mm256_cmpeq_epi8(high, zero));
     *word1 = masks(low, high);
-    /* |-128| is 128 as an unsigned byte, which a maximum sees as such. */
+    /* |-128| is 128 as an unsigned byte, so the maximum is unsigned. */
     __m256i size_low = _mm256_abs_epi8(low), size_high = _mm256_abs_epi8(high);
     return ~masks(_mm256_cmpeq_epi8(_mm256_max_epu8(size_low, one), one),
                   _mm256_cmpeq_epi8(_mm256_max_epu8(size_high, one), one));
@@ -192,7 +192,7 @@ static inline uint64_t avx2_signs_of_f32(const float *values, float threshold, u
     return refused;
 }
 
-/* All bits of byte i are bit i of the word. */
+/* Sets all bits of byte i to bit i of the word. */
 static inline __m256i spread(uint32_t word)
 {
     const __m256i owner = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2,

@@ -8,7 +8,7 @@ typedef __m512i sums;
 
 static inline sums zero_sums(void) { return _mm512_setzero_si512(); }
 
-/* Two products of 2 * 128 and eight of those additions stay far within 16 bits. */
+/* Eight sums of two products of 2 * 128 are far below the limit of 16 bits. */
 static inline void add_products(sums *all, bits even, bits odd, const int8_t *x)
 {
     const bits field = _mm512_set1_epi8(3);
@@ -37,7 +37,7 @@ static inline void lanes_of_sums(const sums *all, int32_t *lanes)
 
 static inline int64_t total_of_sums(const sums *all) { return total_of_lanes(*all); }
 
-/* Set bits of each 64-bit lane, by a table of four-bit numbers, as kernels_avx2.c does. */
+/* Counts the set bits of each 64-bit lane, by a table of four-bit numbers, as in kernels_avx2.c. */
 static inline __m512i count_bits(bits some)
 {
     const __m512i low = _mm512_set1_epi8(15);

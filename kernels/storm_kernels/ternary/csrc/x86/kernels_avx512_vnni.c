@@ -4,8 +4,8 @@
 #define TABLE ternary_avx512_vnni
 #define TABLE_NAME "avx512_vnni"
 
-/* A code is multiplied where it stands in its byte, so that no field needs a shift: part k holds
- * 4^k times its sums. The largest, 128 * 128 eight times a block, allows 2^14 blocks in 32 bits. */
+/* A code is multiplied without a shift in its byte, so part k holds 4^k times its sums. The largest
+ * gain, 128 * 128 eight times per block, allows 2^14 blocks in 32 bits. */
 typedef struct {
     __m512i part[4];
 } sums;
