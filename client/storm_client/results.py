@@ -42,27 +42,27 @@ class Results:
         policy: Policy,
         recorder: StatsRecorder,
         *,
-        least: int,
+        min_bytes: int,
         codec: str,
-        keeps: bool,
+        keeps_without_daemon: bool,
     ) -> None:
-        """Start without results. Results below `least` bytes are kept.
+        """Start without results. Results below `min_bytes` bytes are kept.
 
-        `keeps` says whether the step continues without a lost daemon.
+        `keeps_without_daemon` says whether the step continues without a lost daemon.
         """
         self.session: Session | None = None
         """The session for results that compiled code keeps temporarily."""
         self._planned = planned
         self._step = step
         self._policy = policy
-        self._least = least
+        self._min_bytes = min_bytes
         self._codec = codec
         self._recorder = recorder
-        self._keeps = keeps
+        self._keeps_without_daemon = keeps_without_daemon
         self._records: list[weakref.ref[StoredRange]] = []
         """Records that are sent at the end of the block at the latest."""
 
-    def note(self, record: StoredRange) -> None:
+    def send_at_end(self, record: StoredRange) -> None:
         """Send the record of a result at the end of the block at the latest."""
         self._records.append(weakref.ref(record))
 
@@ -79,21 +79,21 @@ class Results:
                 record.session.send(record)
 
     @untraced
-    def leave_together(self, kept: list[_follow.Kept]) -> None:
+    def offload_waiting(self, kept: list[_follow.Kept]) -> None:
         """Offload results that compiled code has kept so far; after an error the rest is kept."""
         session = self.session
         assert session is not None, "what is kept for now is of its device"
         try:
             with session.connection.lock:
                 for one in kept:
-                    self._leave(one, session)
+                    self._offload(one, session)
             session.send_unshared(latest=len(kept) + LOOK_BACK)
         except DaemonLost as loss:
             left = filter(None, (one.describe() for one in kept))
-            self._stay(loss, (nbytes for _, _, nbytes, *_ in left))
+            self._keep_after_loss(loss, (nbytes for _, _, nbytes, *_ in left))
 
     @untraced
-    def leave_unshared(self, units: list[_follow.Unit]) -> list[Use] | None:
+    def offload_unshared(self, units: list[_follow.Unit]) -> list[Use] | None:
         """Offload results, one range per unit; return None if they are to be kept.
 
         Nobody else holds the results or their copies, so nobody can find them or write to them.
@@ -110,7 +110,7 @@ class Results:
             session.send_results(records)
         except DaemonLost as loss:
             members_of_all = chain.from_iterable(members for _, _, members in units)
-            self._stay(loss, (nbytes for _, nbytes, _ in members_of_all))
+            self._keep_after_loss(loss, (nbytes for _, nbytes, _ in members_of_all))
             return None
         seconds = perf_counter() - began
         if session.has_in_place:  # otherwise the thread copies, and costs are counted by bytes
@@ -121,7 +121,7 @@ class Results:
         return uses
 
     @untraced
-    def leave_made(self, number: int, tensor: torch.Tensor) -> Use | None:
+    def offload_when_made(self, number: int, tensor: torch.Tensor) -> Use | None:
         """Offload value `number` while somebody still holds it; return None if that is not allowed.
 
         The value was computed on its device's default stream, and is all of its storage.
@@ -130,7 +130,7 @@ class Results:
         began, worked = perf_counter(), thread_time()
         if session is None or not session.has_in_place:
             return None
-        if not self._planned.leaves_as_made(number, nbytes):
+        if not self._planned.may_offload_early(number, nbytes):
             return None
         storage = tensor.untyped_storage()  # the Python object counts as a holder of the storage
         if session.saved.find(storage) is not None:  # Python packed it before it was computed
@@ -143,20 +143,20 @@ class Results:
             session.saved.add_use(use)
             session.send_results([record])
         except DaemonLost as loss:
-            if not self._keeps:
+            if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
             return None
         recorder.saved(nbytes, perf_counter() - began)
         self._planned.costs.stored(thread_time() - worked)
         return use
 
-    def _stay(self, loss: DaemonLost, sizes: Iterable[int]) -> None:
+    def _keep_after_loss(self, loss: DaemonLost, sizes: Iterable[int]) -> None:
         """Count results of these sizes, in bytes, as kept because the daemon is lost.
 
         Raises:
             DaemonLost: the step does not continue without a daemon.
         """
-        if not self._keeps:
+        if not self._keeps_without_daemon:
             raise lost_in_forward(loss) from loss
         for nbytes in sizes:
             self._recorder.saved(nbytes, 0.0)
@@ -172,7 +172,7 @@ class Results:
             recorders.add(self._recorder.of_layer(layer), nbytes, own)
         return recorders
 
-    def _leave(self, kept: _follow.Kept, session: Session) -> None:
+    def _offload(self, kept: _follow.Kept, session: Session) -> None:
         """Offload a result, unless it was moved already."""
         found = kept.describe()
         if found is None:
@@ -184,16 +184,16 @@ class Results:
             recorder.deduplicated(nbytes)
             use = self._step.use(record)
         else:
-            began, decision = perf_counter(), self._policy.decide_storage(storage, self._least)
+            began, decision = perf_counter(), self._policy.decide_storage(storage, self._min_bytes)
             if isinstance(decision, Keep):
                 recorder.skipped(nbytes, decision.reason)
                 return
             record = session.record(storage, dtype, self._codec, recorder)
             use = self._step.first_use(record)
             proof = None if base is None else SnapshotProof.of_base(base, version)
-            session.stays_in_use(record, proof)
+            session.defer_until_unshared(record, proof)
             if proof is not None:
-                self.note(record)
+                self.send_at_end(record)
             recorder.saved(nbytes, perf_counter() - began)
         session.saved.add_use(use)
-        kept.leave(use)
+        kept.release(use)

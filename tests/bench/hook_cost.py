@@ -102,7 +102,7 @@ class Counted(NamedTuple):
             return counting, unpack
 
         def ended(self: StepHooks) -> Any:
-            walks.append(self._follower is not None and self._follower.walks)
+            walks.append(self._follower is not None and self._follower.follows_script)
             return end_plan(self)
 
         StepHooks.hooks, StepHooks._end_plan = property(counted), ended

@@ -133,9 +133,9 @@ def costs_of(rank: int) -> Iterator[None]:
 def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
     """Have plans be compared, and each rank be faster by another one: together one of them is."""
     machine = replace(CPU, link=1e-7, codec=1e-9, thread_store=1e-9, thread_recompute=1e-6)
-    known = StepTimes.took
+    known = StepTimes.record_step
 
-    def took(self: StepTimes, alternative: Alternative, _: Duration) -> None:
+    def record_step(self: StepTimes, alternative: Alternative, _: Duration) -> None:
         slow = 0.3 if rank else 0.1
         known(self, alternative, Passed(0.2 if alternative == OFFLOAD_ALONE else slow))
 
@@ -144,7 +144,7 @@ def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
         patch.object(controller, "give_back_unused", lambda _: None),
         patch.object(plan_maker, "machine_of", lambda _: machine),
         patch.object(StepTimes, "wants_full_queue", property(lambda _: False)),
-        patch.object(StepTimes, "took", took),
+        patch.object(StepTimes, "record_step", record_step),
     ):
         yield
 

@@ -31,14 +31,14 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
         followed.append(follower is not None)
         return follower
 
-    leave = PlannedStep.leave
+    leave = PlannedStep.leave_script
 
     def left(self: PlannedStep) -> None:
         followed.left += 1
         leave(self)
 
     monkeypatch.setattr(hooks.StepHooks, "_find_follower", noted)
-    monkeypatch.setattr(PlannedStep, "leave", left)
+    monkeypatch.setattr(PlannedStep, "leave_script", left)
     if path == "python":
         monkeypatch.setattr(hooks.StepHooks, "_native_path", lambda _: None)
         return followed

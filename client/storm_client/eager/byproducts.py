@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["FORMER", "Byproduct", "Depends", "kept_among"]
+__all__ = ["FORMER", "Byproduct", "Depends", "byproduct_among"]
 
 
 class Depends(IntEnum):
@@ -51,7 +51,7 @@ class Byproduct:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, _nothing):
             given = values.detach().requires_grad_()
             made = self._function(given, *others, **options)
-        kept = kept_among(saved, (given, made))
+        kept = byproduct_among(saved, (given, made))
         if kept is None:
             raise RuntimeError(f"{self.__name__}: {len(saved)} tensors are kept now, and one was")
         return kept.detach()
@@ -73,7 +73,9 @@ FORMER: Final = _Former()
 """Returns its first argument, whose memory nobody else holds."""
 
 
-def kept_among(saved: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> torch.Tensor | None:
+def byproduct_among(
+    saved: Iterable[torch.Tensor], known: Iterable[torch.Tensor]
+) -> torch.Tensor | None:
     """Return the only saved tensor that shares no storage with `known`; None unless exactly one."""
     addresses = {tensor.untyped_storage()._cdata for tensor in known}
     found = [one for one in saved if one.untyped_storage()._cdata not in addresses]

@@ -15,7 +15,7 @@ from storm_client.eager.recompute import Input, Recipe
 from storm_client.eager.sources import Source
 
 if TYPE_CHECKING:
-    from storm_client.eager.values import Seen
+    from storm_client.eager.values import TrackedStorage
     from storm_client.native import _follow
 
 __all__ = ["Call", "HiddenCall", "is_plain", "name_of", "outputs_of", "replaced", "tensors_among"]
@@ -61,7 +61,7 @@ class Call:
         options: Mapping[str, Any],
         draw: _follow.Draw | None = None,
         *,
-        former: Sequence[Seen | None] = (),
+        former: Sequence[TrackedStorage | None] = (),
         hidden: HiddenCall | None = None,
     ) -> None:
         """`draw` holds the random numbers that the call has drawn; None for none.

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from storm_client.eager.values import Seen
+from storm_client.eager.values import TrackedStorage
 
 __all__ = ["Cast", "Casts"]
 
@@ -27,7 +27,7 @@ _next_number = torch._C._autograd._get_sequence_nr
 class Cast(NamedTuple):
     """A tensor that autocast has made from an argument."""
 
-    seen: Seen
+    tracked: TrackedStorage
     node: Any
     """The cast's own node in the graph."""
     is_new: bool
@@ -68,12 +68,12 @@ class Casts:
         self._first_number = _next_number()
         self.clear()
 
-    def saved(self, seen: Seen, made: torch.Tensor) -> None:
+    def saved(self, tracked: TrackedStorage, made: torch.Tensor) -> None:
         """Record a value that is saved for the first time, if autocast has made it."""
         node = made.grad_fn
         if node is not None and node.name() == _CAST:
             is_new = node._sequence_nr() >= self._first_number
-            self._found.append(Cast(seen, node, is_new, made.dtype))
+            self._found.append(Cast(tracked, node, is_new, made.dtype))
 
     def take(self) -> list[Cast]:
         """Return the casts and forget them."""

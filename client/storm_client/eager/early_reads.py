@@ -43,7 +43,7 @@ class EarlyReads:
         """Return whether a result is large enough for an early read."""
         return output.nbytes >= LARGE_BYTES
 
-    def may_leave(self, number: int, nbytes: int) -> bool:
+    def may_offload_early(self, number: int, nbytes: int) -> bool:
         """Return whether a step has shown that nobody writes uncounted to a value of `nbytes`."""
         signature = self._step.signature
         if signature is None or not self._is_on:
@@ -59,19 +59,19 @@ class EarlyReads:
         evidence = signature.evidence
         if number in evidence.changed:
             return False
-        sequence = self._hooks.publish(output)
+        sequence = self._hooks.publish_ready(output)
         if not sequence:
             return False
         storage, trial = output.untyped_storage(), None
         if not evidence.unchanged.holds(number, storage.nbytes()):
-            if not evidence.goes_on_trying(number):
+            if not evidence.count_trial(number):
                 evidence.changed.add(number)
                 return False
             self.tries, sequence = True, 0
             trial = UnchangedTrial(signature, number, checksum(storage), storage.nbytes())
         self._pins.add(storage)
         ready = self._ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
-        self._hooks.is_ready(output, ready)
+        self._hooks.offload_when_ready(output, ready)
         return True
 
     def overwritten(self, storage: torch.UntypedStorage) -> None:

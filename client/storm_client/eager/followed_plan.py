@@ -15,7 +15,7 @@ from storm_client.eager.events import SAVED, Event, RecordedValue
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 
 if TYPE_CHECKING:
-    from storm_client.eager.following import Noted
+    from storm_client.eager.following import LoggedEvent
     from storm_client.native import _follow
     from storm_client.planner.plan import Plan
 
@@ -35,16 +35,16 @@ class Expected(NamedTuple):
     """Whether no earlier event is of this value."""
     inputs: tuple[int, ...]
     """The numbers of the values that it is made from; empty for a save."""
-    leaves: bool
+    is_offloaded: bool
     """Whether the value is offloaded, as a saved value or as an input of recomputed ones."""
-    stays: str
+    keep_reason: str
     """Why a saved result is kept, if nothing else is recomputed from it; otherwise empty."""
-    most: int
+    max_bytes: int
     """Bytes for which the plan was made: a larger value is not kept."""
 
-    def decided(self, nbytes: int) -> Decision:
+    def decision_for(self, nbytes: int) -> Decision:
         """Return the decision for the value if it has `nbytes`."""
-        return _in_size(self.decision, nbytes, self.most)
+        return _in_size(self.decision, nbytes, self.max_bytes)
 
 
 NOTHING = Expected(
@@ -63,7 +63,7 @@ class FollowedPlan:
         decisions: list[Decision],
         *,
         ways: list[int],
-        noted: list[Noted],
+        logged: list[LoggedEvent],
         shown: Plan | None = None,
     ) -> None:
         """Begin before any step has followed the plan. `shown` is the plan as users see it."""
@@ -71,16 +71,16 @@ class FollowedPlan:
         """One per value."""
         self.ways = ways
         """The way in which each value is recomputed; see `Ways.of`."""
-        self.most = [value.nbytes for value in values]
+        self.max_bytes = [value.nbytes for value in values]
         """Bytes of each value for which the plan was made."""
         self.script = _script(events, values, decisions)
         """The events of a step that follows the plan, then `NOTHING`."""
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         """Whether something is recomputed."""
         self.shown = shown
-        self.told: weakref.ref[Any] | None = None
+        self.last_session: weakref.ref[Any] | None = None
         """The session whose daemon knows the plan; the step's hooks send the plan there."""
-        self.noted = noted
+        self.logged = logged
         """The saves and calls of a step that has followed the same decisions, where a single call
         made each value that matters; empty until that is known."""
         self.compiled: tuple[int, _follow.Script] | None = None
@@ -98,23 +98,23 @@ class FollowedPlan:
         self.steps, self.by_python = before.steps, before.by_python
         self.is_settled = before.is_settled
 
-    def decided(self, number: int, nbytes: int) -> Decision:
+    def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded."""
         if not 0 <= number < len(self.decisions):
             return OFFLOAD
-        return _in_size(self.decisions[number], nbytes, self.most[number])
+        return _in_size(self.decisions[number], nbytes, self.max_bytes[number])
 
-    def news_for(self, session: object) -> Plan | None:
+    def unsent_plan(self, session: object) -> Plan | None:
         """Return the plan as users see it, unless this session was the last to ask for it."""
-        if self.told is not None and self.told() is session:
+        if self.last_session is not None and self.last_session() is session:
             return None
-        self.told = weakref.ref(session)
+        self.last_session = weakref.ref(session)
         return self.shown
 
 
-def _in_size(decision: Decision, nbytes: int, most: int) -> Decision:
-    """Return the decision for `nbytes` in a plan made for `most`: a larger value is not kept."""
-    return OFFLOAD if nbytes > most and isinstance(decision, Keep) else decision
+def _in_size(decision: Decision, nbytes: int, max_bytes: int) -> Decision:
+    """Return the decision for a value of `nbytes`; one larger than `max_bytes` is not kept."""
+    return OFFLOAD if nbytes > max_bytes and isinstance(decision, Keep) else decision
 
 
 def _script(
@@ -131,12 +131,18 @@ def _script(
         value, decision, matters = values[number], decisions[number], number in matter
         if what is SAVED and not (value.is_result or isinstance(decision, Replay)):
             matters = False  # recipes copy what no operation made, so its identity is not needed
-        leaves = isinstance(decision, Offload) and (value.is_saved or number in inputs_of_made)
-        stays = ""
+        is_offloaded = isinstance(decision, Offload) and (
+            value.is_saved or number in inputs_of_made
+        )
+        keep_reason = ""
         if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:
-            stays = decision.reason
-        most = value.nbytes
-        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves, stays, most))
+            keep_reason = decision.reason
+        max_bytes = value.nbytes
+        found.append(
+            Expected(
+                what, value, decision, matters, is_new, inputs, is_offloaded, keep_reason, max_bytes
+            )
+        )
         seen.add(number)
         if isinstance(decision, Replay):
             seen.update(inputs)

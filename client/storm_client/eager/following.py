@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
 
-__all__ = ["NativePath", "Noted", "Rest", "compiled"]
+__all__ = ["LoggedEvent", "NativePath", "PythonFallback", "compiled"]
 
 _CONSTANT = -1
 """Stands for an input that is always kept: small, or a parameter."""
 
-LONG_ENOUGH = 16
-"""Steps of the first rest."""
+MIN_FALLBACK_STEPS = 16
+"""Steps of the first fallback."""
 
 MAX_DOUBLED = 6
-"""The largest number of times that the length of a rest doubles."""
+"""The largest number of times that the length of a fallback doubles."""
 
 
 class _What(IntEnum):
     """The action at an event; as in native/script.h."""
 
     KEEP = 0
-    PYTHON = 1
+    OFFLOAD = 1
     RECOMPUTE = 2
     CALL = 3
 
@@ -61,7 +61,7 @@ class NativePath(NamedTuple):
     counts: NativeCounts
 
 
-class Noted(NamedTuple):
+class LoggedEvent(NamedTuple):
     """A saved tensor, or an output of a call; as native/call_log.cpp records it."""
 
     position: int
@@ -91,7 +91,7 @@ class Noted(NamedTuple):
 _Event: TypeAlias = "tuple[int, int, int, Sizes, int, int, bool, bool, Any]"
 
 
-class Rest:
+class PythonFallback:
     """Counts the steps that Python follows after compiled code has met an unexpected event."""
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class Rest:
         self._begun = 0
 
     def begin(self) -> None:
-        """Begin a rest, twice as long as the one before, up to a limit."""
-        self.steps = LONG_ENOUGH << min(self._begun, MAX_DOUBLED)
+        """Begin a fallback, twice as long as the one before, up to a limit."""
+        self.steps = MIN_FALLBACK_STEPS << min(self._begun, MAX_DOUBLED)
         self._begun += 1
 
 
@@ -111,7 +111,7 @@ def _can_be_followed(signature: StepSignature, plan: FollowedPlan) -> bool:
     evidence = signature.evidence
     if not plan.has_replays:
         return True
-    return bool(plan.noted) and all(
+    return bool(plan.logged) and all(
         evidence.recomputed.sizes(plan.ways[number]) or evidence.has_tried(number)
         for number, decision in enumerate(plan.decisions)
         if isinstance(decision, Replay) and signature.values[number].is_saved
@@ -138,7 +138,7 @@ def compiled(
                 if expected.what is SAVED
             ]
         kept = [
-            (number, plan.most[number])
+            (number, plan.max_bytes[number])
             for number, decision in enumerate(plan.decisions)
             if isinstance(decision, Keep)
         ]
@@ -157,27 +157,27 @@ def _saved(
 ) -> _Event:
     value, decision = expected.value, expected.decision
     proved = evidence.recomputed.sizes(plan.ways[value.number])
-    what, row = _What.PYTHON, counts.row(value.layer, "deduplicated")
+    what, row = _What.OFFLOAD, counts.row(value.layer, "deduplicated")
     if isinstance(decision, Keep):
         what, row = _What.KEEP, counts.row(value.layer, "skipped", decision.reason)
-    elif isinstance(decision, Replay) and (proved or not evidence.is_given_up(value.number)):
+    elif isinstance(decision, Replay) and (proved or not evidence.is_never_requested(value.number)):
         what, row = _What.RECOMPUTE, counts.row(value.layer, "replayed")
     matters, number = expected.matters, value.number
-    return (position, what, expected.most, proved, row, number, matters, is_new, None)
+    return (position, what, expected.max_bytes, proved, row, number, matters, is_new, None)
 
 
 def _with_calls(plan: FollowedPlan, evidence: Evidence, counts: NativeCounts) -> list[_Event]:
     """Return the saves and calls of a step, in order."""
-    noted, script = plan.noted, plan.script
-    used = {one.called for one in noted if one.is_used_call}
-    told = [one for one in noted if one.called is None or one.called in used]
+    logged, script = plan.logged, plan.script
+    used = {one.called for one in logged if one.is_used_call}
+    used_events = [one for one in logged if one.called is None or one.called in used]
     position, positions = len(script) - 1, []
-    for one in reversed(told):  # a call has the position of the next save
+    for one in reversed(used_events):  # a call has the position of the next save
         position = one.position if one.called is None else position
         positions.append(position)
     seen: set[int] = set()
     events: list[_Event] = []
-    for one, at in zip(told, reversed(positions), strict=True):
+    for one, at in zip(used_events, reversed(positions), strict=True):
         expected = script[one.position] if one.position >= 0 else None
         number = -1 if expected is None else expected.value.number
         is_new = number not in seen
@@ -193,13 +193,13 @@ def _with_calls(plan: FollowedPlan, evidence: Evidence, counts: NativeCounts) ->
     return events
 
 
-def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
+def _call(one: LoggedEvent, expected: Expected | None) -> tuple[Any, ...]:
     head = one.name, one.overload, one.kernel, one.place, one.inside
     if expected is None:
         return (*head, _Does.COUNT, None, True, False, False, False, 0, ())
     simple = expected.what is CAST or is_simple(expected.what)
     if not expected.matters:
-        return (*head, _Does.COUNT, None, simple, False, expected.leaves, False, 0, ())
+        return (*head, _Does.COUNT, None, simple, False, expected.is_offloaded, False, 0, ())
     inputs: tuple[int, ...] = ()
     does = _Does.LOOK_UP
     if isinstance(expected.decision, Replay):
@@ -209,4 +209,4 @@ def _call(one: Noted, expected: Expected | None) -> tuple[Any, ...]:
     random = may_draw(expected.what)
     depends = expected.what.depends if isinstance(expected.what, Byproduct) else 0
     overwrites = bool(expected.value.over) and not depends
-    return (*head, does, dtype, simple, random, expected.leaves, overwrites, depends, inputs)
+    return (*head, does, dtype, simple, random, expected.is_offloaded, overwrites, depends, inputs)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from storm_client.devices import is_capturing
-from storm_client.eager.byproducts import kept_among
+from storm_client.eager.byproducts import byproduct_among
 from storm_client.eager.calls import Call, HiddenCall, tensors_among
 from storm_client.eager.operations import EXPENSIVE, Function, byproduct_of, draws, is_bound
 
@@ -44,8 +44,8 @@ def known_calls(hidden: HiddenCall, returned: object) -> Iterator[KnownCall]:
         return
     function, arguments = known
     is_product = function in EXPENSIVE
-    is_noted = hidden.made is returned and not is_product
-    if not is_noted and is_bound(function, arguments, {}):
+    is_recorded = hidden.made is returned and not is_product
+    if not is_recorded and is_bound(function, arguments, {}):
         yield KnownCall(Call(function, arguments, {}, hidden=hidden), hidden.made, is_product)
 
 
@@ -60,7 +60,7 @@ def _inside(hidden: HiddenCall) -> Iterator[KnownCall]:
     function, arguments = known
     yield KnownCall(Call(function, arguments, {}, draw, hidden=hidden), made, is_timed=True)
     byproduct = byproduct_of(function)
-    kept = kept_among(hidden.kept, tensors_among((*arguments, made)))
+    kept = byproduct_among(hidden.kept, tensors_among((*arguments, made)))
     if byproduct is not None and kept is not None:
         yield KnownCall(Call(byproduct, arguments, {}, draw, hidden=hidden), kept, is_timed=True)
 

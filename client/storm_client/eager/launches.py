@@ -173,7 +173,7 @@ class LaunchWatch:
 
         compiled = run(function, *arguments, **{**options, "grid": note})
         if len(noted) == 1 and compiled is not None and _current_node() is None:
-            self.watcher.tell(_kernel_of(compiled, noted[0][0]), *noted[0])
+            self.watcher.report(_kernel_of(compiled, noted[0][0]), *noted[0])
         return compiled
 
 
@@ -200,7 +200,7 @@ def _exchange(listener: Callable[[], _Listener | None]) -> None:
     function: Any = sys.modules[_TRITON].JITFunction
     if _exchanged is None:
         run = function.run
-        function.run = _telling(run, listener)
+        function.run = _reporting(run, listener)
         _exchanged = run, function.run
 
 
@@ -211,19 +211,19 @@ def _put_back() -> None:
         function.run, _exchanged = _exchanged[0], None
 
 
-def _telling(
+def _reporting(
     run: Callable[..., Any], listener: Callable[[], _Listener | None]
 ) -> Callable[..., Any]:
     """Return a replacement for `run` that passes the call to the listener of this thread."""
 
     @untraced
-    def told(self: Any, *arguments: Any, **options: Any) -> Any:
+    def reported(self: Any, *arguments: Any, **options: Any) -> Any:
         listens = listener()
         if listens is None or options.get("grid") is None or options.get("warmup"):
             return run(self, *arguments, **options)
         return listens(run, self, arguments, options)
 
-    return told
+    return reported
 
 
 def _kernel_of(compiled: Any, bound: Mapping[str, Any]) -> Kernel:

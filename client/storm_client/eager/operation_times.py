@@ -114,7 +114,7 @@ class OperationTimes:
             )
             kind.nbytes += sum(one.nbytes for one in tensors_among(outputs_of(made)))
         if span is not None:
-            kind.took(span)
+            kind.record_span(span)
         return kind
 
     def allows(self) -> bool:
@@ -160,7 +160,7 @@ class _Repeated:
         self._seconds: float | None = None
         """The answer, once it was asked for."""
 
-    def took(self, span: Duration) -> None:
+    def record_span(self, span: Duration) -> None:
         """Record the span between the events of one operation, and evaluate spans already reached.
 
         Otherwise spans of steps that are never planned, such as failed ones, would accumulate.
@@ -225,7 +225,7 @@ class _Repeated:
             try:
                 for place in self._places:
                     place.fill()
-                self._recipe.takes_present_settings()
+                self._recipe.accept_present_settings()
                 first, _ = self._timed(1)  # the first run takes longer than the others
                 return first if first >= MAX_SECONDS else self._behind_a_full_queue(first)
             finally:

@@ -63,7 +63,7 @@ class PlannedStep:
         self._followed = None if self.script is None else self.record.script
         """The Python script from which the script for compiled code was made."""
         signature = self.record.signature
-        self.record.is_followed = (
+        self.record.is_native = (
             self.script is not None and signature is not None and signature.may_replay
         )
 
@@ -82,20 +82,20 @@ class PlannedStep:
         return _HOST if signature is None else signature.clock or _HOST
 
     @property
-    def is_news(self) -> bool:
+    def has_unsent_plan(self) -> bool:
         """Whether no live session has received the plan that the step is expected to follow."""
         plan = self.record.plan
-        return plan is not None and (plan.told is None or plan.told() is None)
+        return plan is not None and (plan.last_session is None or plan.last_session() is None)
 
-    def news_for(self, session: object) -> Plan | None:
+    def unsent_plan(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless this session was the last to ask for it."""
         plan = self.record.plan
-        return None if plan is None else plan.news_for(session)
+        return None if plan is None else plan.unsent_plan(session)
 
     @property
-    def has_parted(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether an event of the step differed from its expected signature."""
-        return self.record.has_parted
+        return self.record.has_diverged
 
     # --- for compiled code ------------------------------------------------------------------
 
@@ -107,12 +107,12 @@ class PlannedStep:
         """
         return self.record.count if self.record.script is self._followed else -1
 
-    def stand_at(self, position: int) -> None:
+    def set_position(self, position: int) -> None:
         """Note that compiled code has seen the first `position` events of the script."""
         if self.record.script is self._followed:
-            self.record.stand_at(position)
+            self.record.set_position(position)
 
-    def leave(self) -> None:
+    def leave_script(self) -> None:
         """Note that the step has left the script that compiled code was following.
 
         Nobody has watched the step's functions. If its plan recomputes something, nothing can be
@@ -121,7 +121,7 @@ class PlannedStep:
         signature = self.record.signature
         if self._followed is not None and signature is not None and signature.may_replay:
             self.record.stop()
-            signature.rest.begin()
+            signature.fallback.begin()
 
     def layer_of(self, position: int) -> str:
         """Return the layer in which the value of a script's event is made."""
@@ -131,17 +131,17 @@ class PlannedStep:
         """Keep or offload a value from which others are recomputed; see `Values.pack_input`."""
         return None if self.recording is None else self.recording.pack_input(tensor, number)
 
-    def leaves_as_made(self, number: int, nbytes: int) -> bool:
+    def may_offload_early(self, number: int, nbytes: int) -> bool:
         """Return whether to offload a value of `nbytes` that others still hold; see EarlyReads."""
-        return self.recording is not None and self.recording.early.may_leave(number, nbytes)
+        return self.recording is not None and self.recording.early.may_offload_early(number, nbytes)
 
     def note_made(self, number: int, tensor: torch.Tensor) -> bool:
         """Publish that a value to be offloaded has been made; see EarlyReads."""
         return self.recording is not None and self.recording.early.made(number, tensor)
 
-    def note_sizes(self, handed_over: int, larger: Iterable[tuple[int, int]]) -> None:
+    def note_sizes(self, saved_bytes: int, larger: Iterable[tuple[int, int]]) -> None:
         """Record the sizes that compiled code has seen; see `StepRecord`."""
-        self.record.handed_over += handed_over
+        self.record.saved_bytes_with_repeats += saved_bytes
         self.record.larger.update(larger)
 
     def note_loss(self, plain_bytes: int) -> None:
@@ -158,7 +158,7 @@ class PlannedStep:
         way, evidence = plan.ways[number], signature.evidence
         if evidence.recomputed.holds(way, nbytes):
             return None
-        self._tries |= evidence.goes_on_trying(number)
+        self._tries |= evidence.count_trial(number)
         return Trial(signature, number, way, nbytes)
 
     def trial_at(self, position: int, nbytes: int) -> Trial | None:
@@ -195,7 +195,7 @@ class PlannedStep:
             self._note_calls(self.recording)
             followed = self.planning.ended(
                 self,
-                least=self.recording.least,
+                min_bytes=self.recording.min_bytes,
                 pass_seconds=perf_counter() - self._began,
                 tries=self._tries or self.recording.early.tries,
             )
@@ -204,9 +204,9 @@ class PlannedStep:
 
     def _note_calls(self, recording: Recording) -> None:
         """Record the step's calls in its plan, so that compiled code can follow later steps."""
-        noted, plan = recording.noted(), self.record.plan
-        if noted is not None and plan is not None and plan.script is self.record.script:
-            plan.noted[:] = noted
+        logged, plan = recording.logged(), self.record.plan
+        if logged is not None and plan is not None and plan.script is self.record.script:
+            plan.logged[:] = logged
 
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""

@@ -114,36 +114,36 @@ class Evidence:
         """Values that are not."""
         self._tries: Counter[int] = Counter()
         """The number of trials of each value under the present decisions."""
-        self._never_asked: set[int] = set()
+        self._never_requested: set[int] = set()
         """Values for which no backward pass has asked in all trials of some plan."""
 
     @property
     def version(self) -> int:
         """Changes with each proof that says more than those before, and each value given up."""
-        return self.recomputed.version + len(self._never_asked)
+        return self.recomputed.version + len(self._never_requested)
 
     def prove(self, number: int, way: int, nbytes: int) -> None:
         """Record that a value recomputed in some way was the same at a size."""
         self.recomputed.add(way, nbytes)
         self._tries.pop(number, None)
 
-    def goes_on_trying(self, number: int) -> bool:
+    def count_trial(self, number: int) -> bool:
         """Count a trial; return whether a backward pass may still complete it.
 
         False for a value for which no backward pass is expected to ask.
         """
         self._tries[number] += 1
         if self._tries[number] > MAX_TRIES:
-            self._never_asked.add(number)
-        return not self.is_given_up(number)
+            self._never_requested.add(number)
+        return not self.is_never_requested(number)
 
-    def is_given_up(self, number: int) -> bool:
+    def is_never_requested(self, number: int) -> bool:
         """Return whether no backward pass is expected to ask for a value any more."""
-        return number in self._never_asked
+        return number in self._never_requested
 
     def has_tried(self, number: int) -> bool:
         """Return whether compiled code may continue the trials of a value that is not proved."""
-        return self.is_given_up(number) or self._tries[number] >= ENOUGH_TRIES
+        return self.is_never_requested(number) or self._tries[number] >= ENOUGH_TRIES
 
     def forget_tries(self) -> None:
         """Reset the counts of trials, since other decisions are followed."""

@@ -66,15 +66,15 @@ class StepRecord:
     signatures: StepSignatures
     signature: StepSignature | None
     """The signature that is expected, or that the step has matched so far."""
-    walks: bool = False
+    may_follow_script: bool = False
     """Whether it may use scripts."""
     is_learned: bool = True
     """Whether its functions are watched as far as they may be."""
-    is_followed: bool = False
+    is_native: bool = False
     """Whether compiled code looks at its calls, so that values are not known here."""
     has_launches: bool = False
     """Whether it has launched Triton kernels, as far as that was seen."""
-    has_parted: bool = False
+    has_diverged: bool = False
     """Whether an event has differed from its expected signature."""
     ended_as: StepSignature | None = None
     """The signature that it ended as; None before, and for a step that cannot be learned."""
@@ -83,7 +83,7 @@ class StepRecord:
     expected: Expected = NOTHING
     """The next event of the script."""
     values: list[RecordedValue] = field(default_factory=list)
-    handed_over: int = 0
+    saved_bytes_with_repeats: int = 0
     """Bytes saved so far, counting each save of a value."""
     larger: dict[int, int] = field(default_factory=dict)
     """Bytes of the values that are larger than the signature knows."""
@@ -91,7 +91,7 @@ class StepRecord:
     """Bytes that PyTorch's own loss would take beyond the loss in tiles; see Problem."""
     gradients: Gradients = field(default_factory=Gradients)
     """The gradients of the parameters that the step was seen to read."""
-    _left: StepSignature | None = None
+    _left_script_of: StepSignature | None = None
     """The signature whose script was left in the middle, so that some values were not seen."""
     _position: int = 0
     _events: list[Event] = field(default_factory=list)
@@ -101,7 +101,7 @@ class StepRecord:
         """Begin the step."""
         self.began_as = self.signature
         """The signature that was expected at the begin."""
-        self.walk_on()
+        self.enter_script()
 
     @property
     def plan(self) -> FollowedPlan | None:
@@ -133,7 +133,7 @@ class StepRecord:
         self._position += 1
         self.expected = self.script[self._position]
 
-    def stand_at(self, position: int) -> None:
+    def set_position(self, position: int) -> None:
         """Note that the first `position` events of the script have happened."""
         if self.script is not None:
             self._position, self.expected = position, self.script[position]
@@ -144,20 +144,22 @@ class StepRecord:
         A step whose calls compiled code has looked at is not remembered, since its values are not
         known here.
         """
-        self.has_parted = True
-        if self.is_followed:
+        self.has_diverged = True
+        if self.is_native:
             self.stop()
             return
         if self._position:
-            self._left = self.signature
-        self._recall()
+            self._left_script_of = self.signature
+        self._restore_events()
 
-    def walk_on(self) -> None:
+    def enter_script(self) -> None:
         """Walk along the script of the signature that was found last, if it has one."""
-        script = None if self.signature is None or not self.walks else self.signature.script
+        script = (
+            None if self.signature is None or not self.may_follow_script else self.signature.script
+        )
         if script is not None:
             self.script = script
-            self.stand_at(len(self._events))
+            self.set_position(len(self._events))
 
     def key(self) -> tuple[Event, ...] | None:
         """Return all events of a step that has ended; None if they are not known."""
@@ -165,8 +167,8 @@ class StepRecord:
         if signature is not None and len(signature.events) == self.count:
             return signature.events
         if self.script is not None:
-            self._recall()  # it has ended early
-        elif self._left is not None:
+            self._restore_events()  # it has ended early
+        elif self._left_script_of is not None:
             return None
         return tuple(self._events)
 
@@ -175,9 +177,9 @@ class StepRecord:
         self.values.append(value)
         return value
 
-    def saves(self, number: int, nbytes: int) -> None:
+    def record_save(self, number: int, nbytes: int) -> None:
         """Record the size of a saved value."""
-        self.handed_over += nbytes
+        self.saved_bytes_with_repeats += nbytes
         signature = self.signature
         if (
             signature
@@ -186,7 +188,7 @@ class StepRecord:
         ):
             self.larger[number] = nbytes
 
-    def happened(self, event: Event, nbytes: int) -> Decision | None:
+    def record_event(self, event: Event, nbytes: int) -> Decision | None:
         """Record an event of a value of `nbytes`; return the decision for it; None if unknown."""
         position = len(self._events)
         self._events.append(event)
@@ -194,21 +196,25 @@ class StepRecord:
         if signature is None:
             return None
         if position >= len(signature.events) or signature.events[position] != event:
-            self.has_parted = True
+            self.has_diverged = True
             signature = self.signature = self.signatures.begins_with(self._events)
             if signature is None:
-                if self._left is not None:
-                    self._left.watch_closely()
+                if self._left_script_of is not None:
+                    self._left_script_of.watch_closely()
                 return None
-        return None if signature.followed is None else signature.followed.decided(event[1], nbytes)
+        return (
+            None
+            if signature.followed is None
+            else signature.followed.decision_for(event[1], nbytes)
+        )
 
-    def decided(self, number: int, nbytes: int) -> Decision:
+    def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded.
 
         A value that the plan keeps is offloaded as well if it is larger than the plan knows.
         """
         plan = self.plan
-        return OFFLOAD if plan is None else plan.decided(number, nbytes)
+        return OFFLOAD if plan is None else plan.decision_for(number, nbytes)
 
     def layer(self, number: int) -> str:
         """Return the layer in which a value was made; empty where it is not known."""
@@ -217,7 +223,7 @@ class StepRecord:
         )
         return values[number].layer if 0 <= number < len(values) else ""
 
-    def _recall(self) -> None:
+    def _restore_events(self) -> None:
         """Leave the script, and restore the events and values so far from it."""
         signature = self.signature
         assert signature is not None
@@ -226,14 +232,14 @@ class StepRecord:
         self.values = values_of(self._events, signature.values)
 
 
-def _is_part(one: StepSignature, other: StepSignature, most: int) -> bool:
-    """Return whether `one` runs what `other` runs, except events of values up to `most` bytes."""
+def _is_part(one: StepSignature, other: StepSignature, max_bytes: int) -> bool:
+    """Return whether `one` runs what `other` runs, except events of values up to `max_bytes`."""
     run = iter([event for event in one.events if event[0] is not SAVED])
     expected = next(run, None)
     for what, number, dtype, _ in other.events:
         if expected is not None and (what, dtype) == (expected[0], expected[2]):
             expected = next(run, None)
-        elif what is not SAVED and other.values[number].nbytes > most:
+        elif what is not SAVED and other.values[number].nbytes > max_bytes:
             return False
     return expected is None
 
@@ -319,17 +325,18 @@ class StepSignatures:
                     return signature
         return None
 
-    def has_but_for(self, signature: StepSignature, most: int) -> bool:
+    def has_except_small(self, signature: StepSignature, max_bytes: int) -> bool:
         """Return whether a known signature runs the same but for events of small values.
 
-        Those are values of at most `most` bytes that only one of the two signatures makes.
+        Those are values of at most `max_bytes` that only one of the two signatures makes.
         """
         with self._lock:
             others = [
                 one for one in self._known.values() if one is not signature and one.has_functions
             ]
         return signature.has_functions and any(
-            _is_part(signature, one, most) or _is_part(one, signature, most) for one in others
+            _is_part(signature, one, max_bytes) or _is_part(one, signature, max_bytes)
+            for one in others
         )
 
     def ended(self, step: StepRecord) -> StepSignature | None:
@@ -349,7 +356,7 @@ class StepSignatures:
                 known = self._known.pop(key, None) or self._learned(key, step)
                 self._add(known)
             self._latest.append(known)
-            known.came(as_expected=step.began_as is known)
+            known.note_ended(as_expected=step.began_as is known)
             known.seen += 1
             known.grow(step.larger)
             known.has_launches |= step.has_launches
@@ -386,7 +393,7 @@ class Recurrence:
         self.is_seen = True
         """Whether it is worth learning a new step."""
 
-    def saw(self, *, is_new: bool) -> None:
+    def count_step(self, *, is_new: bool) -> None:
         """Count a step."""
         change = 1.0 if is_new else -FORGIVEN
         self._unlike = min(max(self._unlike + change, 0.0), MAX_UNLIKE)

@@ -87,7 +87,7 @@ class Recipe:
         self._differentiates = not is_simple(function) and torch.is_grad_enabled()
         """Whether the choice of its kernels may have depended on which inputs need a gradient."""
 
-    def takes_present_settings(self) -> None:
+    def accept_present_settings(self) -> None:
         """Accept the present settings, for a caller that only times the operation.
 
         PyTorch itself changes a setting in a process's first step: the order of attention kernels.
@@ -209,12 +209,12 @@ class Result:
     __slots__ = (
         "__weakref__",
         "_device",
-        "_given",
-        "_left",
         "_memo",
         "_origin",
         "_pins",
         "_recipe",
+        "_remaining_uses",
+        "_users",
         "_uses",
         "_view",
         "is_overwritten",
@@ -235,9 +235,9 @@ class Result:
         self._device = tensor.device
         self._recipe: tuple[Recipe, int | None] | None = None
         self._memo: tuple[torch.Tensor, int] | None = None
-        self._given: list[SavedVersion] = []
+        self._users: list[SavedVersion] = []
         self._uses = 0
-        self._left = 0
+        self._remaining_uses = 0
 
     @property
     def has_recipe(self) -> bool:
@@ -254,7 +254,7 @@ class Result:
     def expect_use(self) -> None:
         """Count one more expected request for it."""
         self._uses += 1
-        self._left += 1
+        self._remaining_uses += 1
 
     def viewed(self, view: View) -> torch.Tensor:
         """Return a view of its own memory while that is held, else of recomputed memory.
@@ -266,7 +266,7 @@ class Result:
         """
         origin = self._origin.storage()
         if origin is not None and origin.nbytes() == self.nbytes:
-            self._asked(None)
+            self._note_request(None)
             return view.rebuild(origin)
         if self.is_overwritten:
             raise lost("overwritten")
@@ -303,28 +303,28 @@ class Result:
         tensor = self._remembered(stream)
         if tensor is None:
             tensor = self._run(*self._recipe)
-        self._asked((tensor, stream))
+        self._note_request((tensor, stream))
         return tensor
 
-    def _asked(self, made: tuple[torch.Tensor, int] | None) -> None:
+    def _note_request(self, made: tuple[torch.Tensor, int] | None) -> None:
         """Remember the tensor for the expected requests; after the last, expect all once more."""
-        self._left -= 1
-        if self._left > 0:
+        self._remaining_uses -= 1
+        if self._remaining_uses > 0:
             self._memo = made
         else:
-            self._memo, self._left = None, self._uses
-            self._given.clear()
+            self._memo, self._remaining_uses = None, self._uses
+            self._users.clear()
 
-    def given(self, version: SavedVersion) -> None:
+    def add_user(self, version: SavedVersion) -> None:
         """Record a user of the recomputed memory, who may modify it, as `version` then shows."""
         if self._memo is not None:
-            self._given.append(version)
+            self._users.append(version)
 
     def _remembered(self, stream: int) -> torch.Tensor | None:
         """Return the remembered tensor if it is unmodified and was made on this stream."""
         if self._memo is None or self._memo[1] != stream:
             return None
-        return self._memo[0] if all(version.unchanged for version in self._given) else None
+        return self._memo[0] if all(version.unchanged for version in self._users) else None
 
     def _run(self, recipe: Recipe, index: int | None) -> torch.Tensor:
         made = recipe.run()
@@ -340,9 +340,9 @@ class Result:
 
     def _offered(self, made: torch.Tensor) -> None:
         """Remember an output made along with another result, if a request for it is expected."""
-        if self._left > 0 and self._memo is None and self._view.describes(made):
+        if self._remaining_uses > 0 and self._memo is None and self._view.describes(made):
             self._memo = made, _stream(self._device)
-            self._given.clear()
+            self._users.clear()
 
 
 class Replayed:

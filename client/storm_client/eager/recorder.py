@@ -103,8 +103,8 @@ class Recorder(Watching):
         made = function(*args, **kwargs) if kwargs else function(*args)
         if draw is not None:
             draw.end()
-        with recording.untold:
-            if not recording.goes_on(function, args, made):
+        with recording.not_recorded:
+            if not recording.skips_result(function, args, made):
                 timing: Callable[[], float] | None = None
                 if begin is not None or (recording.step.signature is None and _is_on_gpu(args)):
                     span = None if begin is None else begin.until_now()
@@ -125,7 +125,7 @@ class Recorder(Watching):
     ) -> None:
         """Record the byproduct of a call, if it is one tensor."""
         recording = self._recording
-        kept = None if recording is None else recording.kept(arguments, made)
+        kept = None if recording is None else recording.take_byproduct(arguments, made)
         if recording is None or kept is None or not arguments:
             return
         if byproduct is FORMER:
@@ -139,9 +139,9 @@ class Recorder(Watching):
             timing = self._operations.of(byproduct, arguments, options, kept, draw=draw)
         recording.ran(byproduct, arguments, options, kept, timing, draw=draw)
 
-    def launched(self, *told: Any) -> None:
+    def launched(self, *fields: Any) -> None:
         """Record the results of a kernel launch, unless it is part of another function's call."""
-        recording, launch = self._recording, Launch(*told)
+        recording, launch = self._recording, Launch(*fields)
         if recording is None:
             return
         if self._is_watching() and not _is_captured(launch.made):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from storm_client.eager.byproducts import Byproduct, kept_among
+from storm_client.eager.byproducts import Byproduct, byproduct_among
 from storm_client.eager.calls import (
     Call,
     HiddenCall,
@@ -30,7 +30,7 @@ from storm_client.eager.casts import Cast, Casts
 from storm_client.eager.early_reads import EarlyReads
 from storm_client.eager.events import CAST, SAVED, RecordedValue
 from storm_client.eager.followed_plan import Expected
-from storm_client.eager.following import Noted
+from storm_client.eager.following import LoggedEvent
 from storm_client.eager.hidden_calls import KnownCall, known_calls
 from storm_client.eager.launches import Launch
 from storm_client.eager.operation_times import OperationTimes
@@ -47,7 +47,7 @@ from storm_client.eager.recompute import Pins, Result
 from storm_client.eager.values import (
     Inputs,
     SaveHooks,
-    Seen,
+    TrackedStorage,
     Values,
     is_in_function,
     numbers_of,
@@ -77,34 +77,34 @@ class Recording:
     def __init__(
         self,
         step: StepRecord,
-        least: int,
+        min_bytes: int,
         hooks: SaveHooks,
         *,
         functions: frozenset[Function],
         layers: Layers,
         times: OperationTimes,
         calls: _follow.CallLog | None = None,
-        is_noted: bool = False,
-        leaves_early: bool = True,
+        logs_events: bool = False,
+        reads_early: bool = True,
     ) -> None:
-        """Look at tensors of at least `least` bytes; `functions` may be recomputed.
+        """Look at tensors of at least `min_bytes` bytes; `functions` may be recomputed.
 
         `calls` logs the calls that no Python function reports, and `times` times them. If
-        `is_noted`, `calls` also records for compiled code which calls make the values that matter.
-        With `leaves_early` values to be offloaded may be read as soon as they have been made.
+        `logs_events`, `calls` also records for compiled code which calls make the values that
+        matter. With `reads_early` values to be offloaded may be read as soon as they are made.
         """
-        self._values = Values(step, least, layers, hooks)
+        self._values = Values(step, min_bytes, layers, hooks)
         self.pack_input = self._values.pack_input
-        self.least = least
+        self.min_bytes = min_bytes
         """Minimum size in bytes of the tensors that are looked at."""
         self._hidden = calls
         """Logs the calls that no Python function reports."""
         self._times = times
-        self._calls = calls if is_noted else None
+        self._calls = calls if logs_events else None
         """Records which calls make the values that matter, so that compiled code can follow."""
         self.functions = functions
         self.step = step
-        self.early = EarlyReads(step, self._values.pins, hooks, is_on=leaves_early)
+        self.early = EarlyReads(step, self._values.pins, hooks, is_on=reads_early)
         """Values that may be read as soon as they have been made."""
         self._casts = Casts()
         self._kept: list[torch.Tensor] | None = None
@@ -116,42 +116,42 @@ class Recording:
         return self._values.pins
 
     @property
-    def untold(self) -> AbstractContextManager[None]:
+    def not_recorded(self) -> AbstractContextManager[None]:
         """A context in which calls are not part of the step: they only serve the recording."""
         return nullcontext() if self._hidden is None else self._hidden
 
-    def staying(self, tensor: torch.Tensor) -> Expected | None:
+    def expected_keep(self, tensor: torch.Tensor) -> Expected | None:
         """Return the expected event if it is a save of a kept result, and `tensor` can be that.
 
         The identity of such a value need not be known: any tensor taken for it may be kept.
         """
         expected = self.step.expected
-        if not expected.stays or not is_plain(tensor) or not is_result(tensor):
+        if not expected.keep_reason or not is_plain(tensor) or not is_result(tensor):
             return None
         nbytes = tensor.untyped_storage().nbytes()
-        is_small = tensor.nbytes < self.least and not tensor._is_view()
-        if is_small or not self.least <= nbytes <= expected.most:
+        is_small = tensor.nbytes < self.min_bytes and not tensor._is_view()
+        if is_small or not self.min_bytes <= nbytes <= expected.max_bytes:
             return None
         self._note_saved(nbytes)
         return expected
 
-    def noted(self) -> list[Noted] | None:
+    def logged(self) -> list[LoggedEvent] | None:
         """Return the step's saves and calls; None unless all that matters is known."""
         step, calls = self.step, self._calls
         if calls is None or not step.is_as_expected or step.expected.what is not None:
             return None
-        noted = [Noted(*one) for one in calls.entries()]
+        logged = [LoggedEvent(*one) for one in calls.entries()]
         # A script's own operator may be written in Python, so compiled code must not run it.
-        used = (one for one in noted if one.is_used_call)
+        used = (one for one in logged if one.is_used_call)
         are_pytorchs = all(one.kernel or one.name.startswith("aten::") for one in used)
-        return noted if are_pytorchs else None
+        return logged if are_pytorchs else None
 
     def _note_saved(self, nbytes: int) -> None:
         """Record that the value expected by the script is saved."""
         step = self.step
         if self._calls is not None:
-            self._calls.saved(step.count)
-        step.saves(step.expected.value.number, nbytes)
+            self._calls.add_save_event(step.count)
+        step.record_save(step.expected.value.number, nbytes)
         step.advance()
 
     def _note_call(self, made: torch.Tensor, tensors: list[torch.Tensor], entry: int = -1) -> None:
@@ -161,16 +161,16 @@ class Recording:
         """
         calls, expected = self._calls, self.step.expected
         if calls is not None and isinstance(expected.what, Byproduct):
-            if not calls.kept(tensors, self.step.count, entry):
+            if not calls.assign_byproduct(tensors, self.step.count, entry):
                 self._calls = None
             return
-        if calls is not None and not calls.made(made, tensors, self.step.count, entry):
+        if calls is not None and not calls.assign_output(made, tensors, self.step.count, entry):
             self._calls = None  # made by several calls, which only Python can recompute
 
     def _note_cast(self, cast: Cast, source: torch.Tensor) -> None:
         """Record the same for a cast that autocast has made."""
-        calls, address = self._calls, cast.seen.pin.address
-        if calls is not None and not calls.cast(address, [source], self.step.count):
+        calls, address = self._calls, cast.tracked.pin.address
+        if calls is not None and not calls.assign_cast(address, [source], self.step.count):
             self._calls = None
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
@@ -178,42 +178,42 @@ class Recording:
         step = self.step
         self._note_hidden()
         if self._hidden is not None:
-            self._hidden.saves(tensor)
+            self._hidden.add_saved_tensor(tensor)
         if self._kept is not None:
             self._kept.append(tensor)
         if step.script is not None:
-            found = self._walks_by(tensor, storage)
+            found = self._match_save(tensor, storage)
             if found is not None:
                 return found
             self._leave_script()
         if step.is_full:
             return None
-        seen = self._values.find(tensor, storage)
-        seen.value.uses += 1
-        decision = step.happened((SAVED, seen.number, None, ()), storage.nbytes())
-        step.saves(seen.number, storage.nbytes())
+        tracked = self._values.find(tensor, storage)
+        tracked.value.uses += 1
+        decision = step.record_event((SAVED, tracked.number, None, ()), storage.nbytes())
+        step.record_save(tracked.number, storage.nbytes())
         decision = OFFLOAD if decision is None else decision
         # If the operation of a value is known, its origin need not be found out.
-        is_first = seen.value.uses == 1 and not seen.value.operation
-        self._expect_operation(tensor, seen, decision, is_first=is_first)
-        step.walk_on()
-        return SavedValue(seen.value, decision, seen.result)
+        is_first = tracked.value.uses == 1 and not tracked.value.operation
+        self._expect_operation(tensor, tracked, decision, is_first=is_first)
+        step.enter_script()
+        return SavedValue(tracked.value, decision, tracked.result)
 
-    def kept(self, arguments: Sequence[Any], made: Any) -> torch.Tensor | None:
+    def take_byproduct(self, arguments: Sequence[Any], made: Any) -> torch.Tensor | None:
         """Return the byproduct of the function that has just run; None unless exactly one."""
         saved, self._kept = self._kept, None
-        return kept_among(saved, tensors_among((*arguments, made))) if saved else None
+        return byproduct_among(saved, tensors_among((*arguments, made))) if saved else None
 
     def _expect_operation(
-        self, tensor: torch.Tensor, seen: Seen, decision: Decision, *, is_first: bool
+        self, tensor: torch.Tensor, tracked: TrackedStorage, decision: Decision, *, is_first: bool
     ) -> None:
         """Prepare a saved value for the return of the operation that makes it."""
         made = base_of(tensor)
-        if isinstance(decision, Replay) and seen.result is None:
-            seen.result = Result(made, seen.pin, self.pins)
-            seen.result.original = made.detach()  # its recipe is not known yet
-        if is_first and not seen.value.over:
-            self._casts.saved(seen, made)
+        if isinstance(decision, Replay) and tracked.result is None:
+            tracked.result = Result(made, tracked.pin, self.pins)
+            tracked.result.original = made.detach()  # its recipe is not known yet
+        if is_first and not tracked.value.over:
+            self._casts.saved(tracked, made)
 
     def begins(self, *, keeps: bool = False) -> None:
         """Note that a function of the table begins; with `keeps` collect the tensors it saves."""
@@ -222,7 +222,7 @@ class Recording:
         if self._hidden is not None:
             self._hidden.begin()
 
-    def goes_on(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
+    def skips_result(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
         """Return whether a function's result is no event, or an expected event that needs no work.
 
         False where that is not known. It is True for most functions of a step that follows its
@@ -238,13 +238,13 @@ class Recording:
         if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
             return False
         is_given = bool(arguments) and made is arguments[0]
-        if made.nbytes < self.least or (is_given and not may_overwrite(function)):
+        if made.nbytes < self.min_bytes or (is_given and not may_overwrite(function)):
             return True
         if not (made.requires_grad or is_in_function()):
             return True
         if expected.matters or not _is_like(expected, function, made):
             return False
-        if expected.leaves and self.early.looks_at(made):
+        if expected.is_offloaded and self.early.looks_at(made):
             self._note_call(made, tensors_among(arguments))
             self.early.made(expected.value.number, made)
         step.advance()
@@ -298,7 +298,7 @@ class Recording:
             call.function, call.arguments, {}, made, draw=call.draw, casts=call.may_cast
         )
 
-    def overwritten(self, tensor: torch.Tensor) -> Seen | None:
+    def overwritten(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Record that a tensor's memory was modified without a version counting it.
 
         Returns its former value if a launch may have made another value from it, else None.
@@ -312,7 +312,7 @@ class Recording:
     def _happened(self, call: Call, made: Any, timing: Callable[[], float] | None) -> None:
         """Advance along the script if it expects the results of a call, else record them."""
         if self.step.script is not None:
-            if self._walks_past(call, made):
+            if self._match_results(call, made):
                 return
             self._leave_script()
         if self.step.is_full:
@@ -336,18 +336,20 @@ class Recording:
             found = None if inputs is None else self._values.read_for(call, output, inputs)
             if found is None:
                 continue  # an input may change unnoticed, or the output is not new memory
-            seen = self._values.find(output, storage, call.version)
-            value = seen.value
+            tracked = self._values.find(output, storage, call.version)
+            value = tracked.value
             value.operation = name_of(call.function)
             value.is_expensive = call.function in EXPENSIVE or call.is_launch
             value.is_result |= call.is_launch or is_in_function()
             value.inputs, value.timing = numbers_of(found), timing
             value.over = () if found is inputs else _over(call, output, value.inputs)
             self._values.reads_parameters(value, call.tensors())
-            event = (call.function, seen.number, value.dtype, value.inputs)
-            if isinstance(step.happened(event, storage.nbytes()), Replay):
-                self._give_up(seen, call, found, output, None if outputs[0] is made else index)
-        step.walk_on()
+            event = (call.function, tracked.number, value.dtype, value.inputs)
+            if isinstance(step.record_event(event, storage.nbytes()), Replay):
+                self._plan_recompute(
+                    tracked, call, found, output, None if outputs[0] is made else index
+                )
+        step.enter_script()
 
     def _is_large(self, output: Any, call: Call) -> bool:
         return self._values.is_large(output, in_graph=not (call.is_launch or call.is_byproduct))
@@ -361,8 +363,13 @@ class Recording:
         self._casts.clear()
         self._kept = None
 
-    def _give_up(
-        self, seen: Seen, call: Call, inputs: Inputs, output: torch.Tensor, index: int | None
+    def _plan_recompute(
+        self,
+        tracked: TrackedStorage,
+        call: Call,
+        inputs: Inputs,
+        output: torch.Tensor,
+        index: int | None,
     ) -> None:
         """Have a value recomputed: it is output `index` of `call`, or the only output if None."""
         if call.recipe is None:
@@ -370,9 +377,9 @@ class Recording:
             if sources is None:
                 return  # the value is kept
             call.recipe = call.recipe_of(sources, output.device.type)
-        if seen.result is None:
-            seen.result = Result(output, seen.pin, self.pins)
-        seen.result.made_by(call.recipe, index)
+        if tracked.result is None:
+            tracked.result = Result(output, tracked.pin, self.pins)
+        tracked.result.made_by(call.recipe, index)
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
         """Record for casts saved while a function ran which of its arguments they copy."""
@@ -381,42 +388,42 @@ class Recording:
             inputs = None if source is None else self._values.inputs_among([source])
             if source is None or inputs is None:
                 continue
-            seen = cast.seen
-            value = seen.value
+            tracked = cast.tracked
+            value = tracked.value
             value.operation, value.inputs = name_of(torch.Tensor.to), numbers_of(inputs)
-            event = (CAST, seen.number, cast.dtype, value.inputs)
-            if isinstance(self.step.happened(event, value.nbytes), Replay):
+            event = (CAST, tracked.number, cast.dtype, value.inputs)
+            if isinstance(self.step.record_event(event, value.nbytes), Replay):
                 self._cast_again(cast, source, inputs)
 
     def _cast_again(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
-        if cast.seen.result is not None:
+        if cast.tracked.result is not None:
             call = Call(torch.Tensor.to, (source, cast.dtype), {})
             recipe = call.recipe_of(self._values.hold([source], inputs), source.device.type)
-            cast.seen.result.made_by(recipe, None)
+            cast.tracked.result.made_by(recipe, None)
 
     # --- along a script ---------------------------------------------------------------------
 
-    def _walks_by(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
+    def _match_save(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Return a saved tensor's value and decision if the script expects it, else None."""
         expected = self.step.expected
         if expected.what is not SAVED:
             return None
         result = None
         if expected.matters:
-            seen = self._values.look_up(expected, tensor, storage)
-            if seen is None:
+            tracked = self._values.look_up(expected, tensor, storage)
+            if tracked is None:
                 return None
-            self._expect_operation(tensor, seen, expected.decision, is_first=expected.is_new)
-            result = seen.result
+            self._expect_operation(tensor, tracked, expected.decision, is_first=expected.is_new)
+            result = tracked.result
         nbytes = storage.nbytes()
         self._note_saved(nbytes)
-        return SavedValue(expected.value, expected.decided(nbytes), result)
+        return SavedValue(expected.value, expected.decision_for(nbytes), result)
 
-    def _walks_past(self, call: Call, made: Any) -> bool:
+    def _match_results(self, call: Call, made: Any) -> bool:
         """Return whether the script expects the results of a call; advance past them."""
         step = self.step
         while step.expected.what is CAST:
-            if step.expected.matters and not self._walks_by_cast(step.expected, call):
+            if step.expected.matters and not self._match_cast(step.expected, call):
                 return False
             step.advance()
         outputs = outputs_of(made)
@@ -424,37 +431,39 @@ class Recording:
             if not self._is_large(output, call):
                 continue
             expected = step.expected
-            if not _is_like(expected, call.function, output) or self._is_apart(call, output):
-                if self._could_make_again(output, call):
+            if not _is_like(expected, call.function, output) or self._overwrites_unexpected(
+                call, output
+            ):
+                if self._is_recomputable(output, call):
                     return False
                 continue
             place = None if outputs[0] is made else index
-            if expected.matters and not self._walks_by_made(expected, call, output, place):
+            if expected.matters and not self._match_output(expected, call, output, place):
                 return False
-            if expected.matters or (expected.leaves and self.early.looks_at(output)):
+            if expected.matters or (expected.is_offloaded and self.early.looks_at(output)):
                 self._note_call(output, call.tensors(), call.entry)
-            if expected.leaves:
+            if expected.is_offloaded:
                 self.early.made(expected.value.number, output)
             step.advance()
         return True
 
-    def _walks_by_made(
+    def _match_output(
         self, expected: Expected, call: Call, output: torch.Tensor, index: int | None
     ) -> bool:
         """Return whether an output can be the expected value; if so, carry out its decision."""
         storage = output.untyped_storage()
         if not isinstance(expected.decision, Replay):
             return self._values.look_up(expected, output, storage, call.version) is not None
-        inputs = self._values.meet(call, output, expected.inputs)
+        inputs = self._values.match_inputs(call, output, expected.inputs)
         if inputs is None or not call.is_fixed():
             return False
-        seen = self._values.look_up(expected, output, storage, call.version)
-        if seen is None:
+        tracked = self._values.look_up(expected, output, storage, call.version)
+        if tracked is None:
             return False
-        self._give_up(seen, call, inputs, output, index)
+        self._plan_recompute(tracked, call, inputs, output, index)
         return True
 
-    def _is_apart(self, call: Call, output: torch.Tensor) -> bool:
+    def _overwrites_unexpected(self, call: Call, output: torch.Tensor) -> bool:
         """Return whether a call has overwritten other values than the script expects.
 
         If a former value is unknown, the call was no event when the script was learned.
@@ -465,15 +474,15 @@ class Recording:
         former, over = self._values.former(call, output), expected.value.over
         return any(before is None or before.number not in over for before in former)
 
-    def _walks_by_cast(self, expected: Expected, call: Call) -> bool:
+    def _match_cast(self, expected: Expected, call: Call) -> bool:
         """Return whether autocast has made the value that the script expects."""
         for cast in self._casts:
-            if cast.seen.number == expected.value.number:
+            if cast.tracked.number == expected.value.number:
                 source = cast.source_among(call.tensors())
                 if source is None or not self._values.is_sound(source):
                     return False
                 if isinstance(expected.decision, Replay):
-                    inputs = self._values.meet_among([source], expected.inputs)
+                    inputs = self._values.match_tensors([source], expected.inputs)
                     if inputs is None:
                         return False
                     self._cast_again(cast, source, inputs)
@@ -481,7 +490,7 @@ class Recording:
                 return True
         return False
 
-    def _could_make_again(self, output: torch.Tensor, call: Call) -> bool:
+    def _is_recomputable(self, output: torch.Tensor, call: Call) -> bool:
         """Return whether an output of a call is recomputable: new memory made from sound inputs."""
         former = self._values.former(call, output)
         is_sound = call.is_fixed() and all(map(self._values.is_sound, call.tensors()))

@@ -25,7 +25,7 @@ import torch
 from storm_client.eager.comparison import Comparison
 from storm_client.eager.events import SAVED, Event, RecordedValue, saved_numbers
 from storm_client.eager.followed_plan import Expected, FollowedPlan
-from storm_client.eager.following import Rest
+from storm_client.eager.following import PythonFallback
 from storm_client.eager.gradients import Gradients, may_lie_elsewhere
 from storm_client.eager.proofs import Evidence
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
@@ -36,7 +36,7 @@ from storm_client.planner.link_watch import LinkWatch
 from storm_client.planner.prices import likeness
 
 if TYPE_CHECKING:
-    from storm_client.eager.following import Noted
+    from storm_client.eager.following import LoggedEvent
     from storm_client.planner.plan import Plan
 
 __all__ = ["NEAR_LARGEST", "StepSignature"]
@@ -83,11 +83,11 @@ class StepSignature:
         """The number of steps that must match as expected before this is reset."""
         self._came_as_expected = 0
         self.evidence = Evidence()
-        self.rest = Rest()
+        self.fallback = PythonFallback()
         self.followed: FollowedPlan | None = None
         """The plan that its steps follow; None until there is one."""
-        self._noted: dict[tuple[Decision, ...], list[Noted]] = {}
-        """See `FollowedPlan.noted`."""
+        self._logged: dict[tuple[Decision, ...], list[LoggedEvent]] = {}
+        """See `FollowedPlan.logged`."""
         self._gave_back = False
         """Whether the memory that learning needed was given back before."""
         self._without_functions: StepSignature | None = None
@@ -138,7 +138,7 @@ class StepSignature:
         """Have its plan made anew."""
         self.root._is_outdated = True
 
-    def is_told(self) -> None:
+    def mark_planned(self) -> None:
         """Note that the next plan uses all that was learned so far."""
         self.root._is_outdated = False
 
@@ -155,7 +155,7 @@ class StepSignature:
         return sum(value.nbytes for value in self.values if value.is_saved)
 
     @cached_property
-    def handed_over_bytes(self) -> int:
+    def saved_bytes_with_repeats(self) -> int:
         """The same, counting each save of a value."""
         return sum(value.nbytes * value.uses for value in self.values)
 
@@ -173,9 +173,9 @@ class StepSignature:
         root = self.root
         return sum(root.values[n].nbytes for n in root.block_ends) or None
 
-    def share(self, handed_over: int) -> float:
-        """Return the share that `handed_over` is of the largest step's saves; 1.0 for no bytes."""
-        return min(1.0, handed_over / self.handed_over_bytes) if handed_over else 1.0
+    def share(self, nbytes: int) -> float:
+        """Return the share that `nbytes` are of the largest step's saves; 1.0 for no bytes."""
+        return min(1.0, nbytes / self.saved_bytes_with_repeats) if nbytes else 1.0
 
     def grow(self, sizes: Mapping[int, int]) -> None:
         """Take over the `sizes` in bytes of values, by number, where they are larger than known.
@@ -189,7 +189,7 @@ class StepSignature:
         before = self.saved_bytes
         for number, nbytes in larger.items():
             self.values[number].grow(nbytes)
-        for name in ("saved_bytes", "handed_over_bytes", "block_ends"):
+        for name in ("saved_bytes", "saved_bytes_with_repeats", "block_ends"):
             self.__dict__.pop(name, None)
         growth = self.saved_bytes / before if before else 1.0
         for value in self.values:
@@ -247,11 +247,11 @@ class StepSignature:
         differ in another, where something writes to memory uncounted.
         """
         decisions = _with_overwritten(self.values, decisions)
-        self.is_told()
+        self.mark_planned()
         before, ways = self.followed, self.evidence.ways.of(self.values, decisions)
-        noted = self._noted.setdefault(tuple(decisions), [])
+        logged = self._logged.setdefault(tuple(decisions), [])
         followed = FollowedPlan(
-            self.events, self.values, decisions, ways=ways, noted=noted, shown=shown
+            self.events, self.values, decisions, ways=ways, logged=logged, shown=shown
         )
         if before is not None and before.decisions == decisions:
             followed.goes_on_from(before)
@@ -264,7 +264,7 @@ class StepSignature:
         self.is_ambiguous, self._came_as_expected = True, 0
         self._sure_after *= 2
 
-    def came(self, *, as_expected: bool) -> None:
+    def note_ended(self, *, as_expected: bool) -> None:
         """Note that a step of this signature has ended."""
         self._came_as_expected = self._came_as_expected + 1 if as_expected else 0
         if self._came_as_expected >= self._sure_after:

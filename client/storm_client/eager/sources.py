@@ -29,11 +29,11 @@ __all__ = [
     "Alias",
     "Blank",
     "Copied",
-    "Made",
     "OtherNumbers",
-    "Saved",
+    "OverwrittenResult",
+    "PackedInput",
+    "RecipeResult",
     "Source",
-    "Written",
     "lost",
 ]
 
@@ -46,18 +46,18 @@ _LOST: Final = {
     "tensor was to be recomputed; change a copy of it, or pass offload(..., replay=False)",
     "overwritten": "a Triton kernel has written in place to memory from which a saved tensor was "
     "to be recomputed; have it write to a copy, or pass offload(..., replay=False)",
-    "parameter": "the memory of a parameter of shape {} is not there, from which a saved tensor "
+    "parameter": "the memory of a parameter of shape {} was freed, from which a saved tensor "
     "was to be recomputed; pass offload(..., replay=False)",
     "settings": "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
     "number of threads, small numbers as zero, overridden operators), or on a CPU the thread "
-    "itself, are others in the backward pass, in which a saved tensor was to be recomputed, than "
-    "in the forward pass; have them be the same in both passes, or pass offload(..., replay=False)",
+    "itself, differ between the forward and the backward pass, in which a saved tensor was to be "
+    "recomputed; have them be the same in both passes, or pass offload(..., replay=False)",
     "drawn": "the operation that a saved tensor was to be recomputed by has drawn other random "
     "numbers than in the forward pass: another thread has drawn from the same generator, or set "
     "it, while that ran in one of the passes; give the thread a generator of its own, or pass "
     "offload(..., replay=False)",
-    "memory": "the memory of a tensor that had stayed is gone: its storage was resized after the "
-    "tensor was saved; pass offload(..., replay=False)",
+    "memory": "a tensor that was kept on the device no longer exists: its storage was resized "
+    "after the tensor was saved; pass offload(..., replay=False)",
     "layout": "computing a saved tensor again gave {} in {} bytes instead of what it was, in {}; "
     "pass offload(..., replay=False)",
 }
@@ -69,9 +69,9 @@ class OtherNumbers(ActivationLost):
 
 def lost(what: str, details: Sequence[Any] = ()) -> ActivationLost:
     """Return the error for a tensor that cannot be recomputed; compiled code uses it, too."""
-    told = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
+    described = [View.of(one) if isinstance(one, torch.Tensor) else one for one in details]
     kind = OtherNumbers if what == "drawn" else ActivationLost
-    return kind(_LOST[what].format(*told))
+    return kind(_LOST[what].format(*described))
 
 
 class Overwritable(Protocol):
@@ -115,7 +115,7 @@ class Alias(NamedTuple):
         return self.held
 
 
-class Saved(NamedTuple):
+class PackedInput(NamedTuple):
     """A tensor that was packed like a saved tensor of autograd, so kept or offloaded."""
 
     packed: Any
@@ -137,7 +137,7 @@ class Copied(NamedTuple):
     share the copy.
     """
 
-    copy: Saved
+    copy: PackedInput
     view: View
 
     def tensor(self) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Blank(NamedTuple):
         return self.view.rebuild(empty.untyped_storage())
 
 
-class Made(NamedTuple):
+class RecipeResult(NamedTuple):
     """A view of another recipe's result, at a version."""
 
     result: Result
@@ -180,7 +180,7 @@ class Made(NamedTuple):
         return self.result.viewed_anew(self.view)
 
 
-class Written(NamedTuple):
+class OverwrittenResult(NamedTuple):
     """The same for an operation that writes to the result: nobody else holds the memory."""
 
     result: Result
@@ -191,7 +191,7 @@ class Written(NamedTuple):
         return self.result.viewed_for_writing(self.view)
 
     @classmethod
-    def over(cls, result: Result, tensor: torch.Tensor) -> Written:
+    def over(cls, result: Result, tensor: torch.Tensor) -> OverwrittenResult:
         """Represent the value of `tensor` before it was overwritten."""
         result.is_overwritten = True
         result.expect_use()

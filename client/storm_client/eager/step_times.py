@@ -67,7 +67,7 @@ class StepTimes:
         """
         return self._is_on_gpu and self._full is None and 0 < self.pass_seconds <= MAX_FILLED
 
-    def filled(self, forward: Duration, share: float = 1.0) -> None:
+    def record_full_queue(self, forward: Duration, share: float = 1.0) -> None:
         """Record such a forward pass, of a step with a `share` of the largest step's saves."""
         self._full = forward, share
 
@@ -78,7 +78,7 @@ class StepTimes:
         self._forwards = [*self._forwards, (forward, share)][-OBSERVED:]
         return len(self._forwards) == OBSERVED
 
-    def turned(self, turn: Duration) -> None:
+    def record_turn(self, turn: Duration) -> None:
         """Record a turn: from the end of a forward pass to the backward pass's first request."""
         self._turns = [*self._turns, turn][-OBSERVED:]
 
@@ -111,7 +111,7 @@ class StepTimes:
             self._full = self._full[0], self._full[1] / factor
         self._forwards = [(forward, share / factor) for forward, share in self._forwards]
 
-    def took(self, alternative: Alternative, step: Duration | None) -> None:
+    def record_step(self, alternative: Alternative, step: Duration | None) -> None:
         """Record the time of a step that has followed a plan; None for a smaller step."""
         self._steps.append((alternative, step))
 

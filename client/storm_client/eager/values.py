@@ -22,10 +22,10 @@ from storm_client.eager.sources import (
     Alias,
     Blank,
     Copied,
-    Made,
-    Saved,
+    OverwrittenResult,
+    PackedInput,
+    RecipeResult,
     Source,
-    Written,
 )
 from storm_client.monitoring.layers import Layers, Place
 from storm_client.planner.decisions import Decision
@@ -33,7 +33,7 @@ from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.snapshots import Ready, base_of, is_result
 from storm_client.saved.versions import SavedVersion, View
 
-__all__ = ["Inputs", "SaveHooks", "Seen", "Values", "is_in_function", "numbers_of"]
+__all__ = ["Inputs", "SaveHooks", "TrackedStorage", "Values", "is_in_function", "numbers_of"]
 
 _CONSTANT = -1
 """Stands for an input that is always kept: a parameter, or a small tensor."""
@@ -42,22 +42,26 @@ _CONSTANT = -1
 class SaveHooks(NamedTuple):
     """Functions that pack and unpack the values of a step."""
 
-    pack: Callable[[torch.Tensor, Decision, str], Any]
+    pack_input: Callable[[torch.Tensor, Decision, str], Any]
     """Keeps or offloads an input of recipes, given its decision and its layer."""
-    unpack: Callable[[Any], torch.Tensor]
-    publish: Callable[[torch.Tensor], int]
+    restore_input: Callable[[Any], torch.Tensor]
+    publish_ready: Callable[[torch.Tensor], int]
     """Returns a number that the device publishes once the tensor has been made; 0 if unused."""
-    is_ready: Callable[[torch.Tensor, Ready], None]
+    offload_when_ready: Callable[[torch.Tensor, Ready], None]
     """Called with a value to be offloaded as it is when such a number is published."""
 
 
-class Seen:
+class TrackedStorage:
     """A storage of the current step, at one version."""
 
     __slots__ = ("before", "copy", "is_overwritten", "number", "pin", "result", "value", "version")
 
     def __init__(
-        self, value: RecordedValue, version: int, pin: WeakStorage, before: Seen | None = None
+        self,
+        value: RecordedValue,
+        version: int,
+        pin: WeakStorage,
+        before: TrackedStorage | None = None,
     ) -> None:
         """The storage is `value` as long as it has this version; `pin` refers weakly to it.
 
@@ -69,13 +73,13 @@ class Seen:
         self.version = version
         self.pin = pin
         self.result: Result | None = None
-        self.copy: Saved | None = None
+        self.copy: PackedInput | None = None
         """If no operation made the value: the copy that recipes read instead."""
         self.is_overwritten = False
         """Whether its memory was modified uncounted."""
 
 
-Inputs: TypeAlias = list[Seen | None]
+Inputs: TypeAlias = list[TrackedStorage | None]
 """The values of the tensors among a call's arguments; None for those that are always kept."""
 
 
@@ -85,25 +89,25 @@ class Values:
     def __init__(
         self,
         step: StepRecord,
-        least: int,
+        min_bytes: int,
         layers: Layers,
         hooks: SaveHooks,
     ) -> None:
-        """Track storages of at least `least` bytes; `hooks` keep or offload inputs of recipes."""
+        """Track storages of at least `min_bytes`; `hooks` keep or offload inputs of recipes."""
         self.pins = Pins()
         """Weak references to all storages that were looked at; results hold this object, too."""
         self._hooks = hooks
         self._step = step
-        self._least = least
+        self._min_bytes = min_bytes
         self._layers = layers
-        self._seen: dict[int, Seen] = {}
+        self._tracked: dict[int, TrackedStorage] = {}
         self._readers: dict[int, tuple[torch.Tensor, RecordedValue]] = {}
         """By a parameter's identity: the parameter, and the last value made from it."""
 
     def pack_input(self, tensor: torch.Tensor, number: int) -> Any:
         """Keep or offload a value from which others are recomputed; return the packed value."""
-        decision = self._step.decided(number, tensor.untyped_storage().nbytes())
-        return self._hooks.pack(tensor, decision, self._step.layer(number))
+        decision = self._step.decision_for(number, tensor.untyped_storage().nbytes())
+        return self._hooks.pack_input(tensor, decision, self._step.layer(number))
 
     def forget(self) -> None:
         """Free everything."""
@@ -111,18 +115,18 @@ class Values:
             if not parameter.untyped_storage().nbytes():
                 value.parameter_bytes -= parameter.nbytes
                 value.gathered_bytes += parameter.nbytes
-        self._seen.clear()
+        self._tracked.clear()
         self._readers.clear()
         self.pins = Pins()
 
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int | None = None
-    ) -> Seen:
+    ) -> TrackedStorage:
         """Return the value of a storage at a version, by default the present; add unknown ones."""
         version = tensor._version if version is None else version
-        seen = self._seen.get(storage._cdata)
-        if seen is not None and seen.version == version:
-            return seen
+        tracked = self._tracked.get(storage._cdata)
+        if tracked is not None and tracked.version == version:
+            return tracked
         number, node = len(self._step.values), base_of(tensor).grad_fn or tensor.grad_fn
         value = RecordedValue(
             number=number,
@@ -134,7 +138,7 @@ class Values:
             made_by="" if node is None else node.name(),
             place=self._place(number),
         )
-        return self._see(self._step.add(value), storage, version)
+        return self._track(self._step.add(value), storage, version)
 
     def look_up(
         self,
@@ -142,51 +146,55 @@ class Values:
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
         version: int | None = None,
-    ) -> Seen | None:
+    ) -> TrackedStorage | None:
         """Return the expected value if a storage can hold it at a version, else None."""
         version = tensor._version if version is None else version
-        seen = self._seen.get(storage._cdata)
-        if seen is not None and seen.version == version:
-            is_same = not expected.is_new and seen.number == expected.value.number
-            return seen if is_same else None
-        return self._see(expected.value, storage, version) if expected.is_new else None
+        tracked = self._tracked.get(storage._cdata)
+        if tracked is not None and tracked.version == version:
+            is_same = not expected.is_new and tracked.number == expected.value.number
+            return tracked if is_same else None
+        return self._track(expected.value, storage, version) if expected.is_new else None
 
-    def _see(self, value: RecordedValue, storage: torch.UntypedStorage, version: int) -> Seen:
+    def _track(
+        self, value: RecordedValue, storage: torch.UntypedStorage, version: int
+    ) -> TrackedStorage:
         """Record the value that a storage holds at a version, as the latest one looked at."""
         address = storage._cdata
-        before = self._seen.get(address)
+        before = self._tracked.get(address)
         pin = self.pins.add(storage) if before is None else before.pin
         if before is not None:
             before.before = None  # only one former value is ever needed
-        seen = self._seen[address] = Seen(value, version, pin, before)
-        return seen
+        tracked = self._tracked[address] = TrackedStorage(value, version, pin, before)
+        return tracked
 
-    def before(self, tensor: torch.Tensor) -> Seen | None:
+    def before(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Return the value that a call has overwritten to make `tensor`; None if unknown.
 
         A call increases the version at least once. If that is the only change since the storage was
-        looked at, the call has found the value that was seen then.
+        looked at, the call has found the value that it had then.
         """
-        seen = self._seen.get(tensor.untyped_storage()._cdata)
-        if seen is not None and seen.version == tensor._version:
-            seen = seen.before  # the result was saved within the call
-        return seen if seen is not None and seen.version + 1 == tensor._version else None
+        tracked = self._tracked.get(tensor.untyped_storage()._cdata)
+        if tracked is not None and tracked.version == tensor._version:
+            tracked = tracked.before  # the result was saved within the call
+        return tracked if tracked is not None and tracked.version + 1 == tensor._version else None
 
-    def overwritten(self, tensor: torch.Tensor) -> Seen | None:
+    def overwritten(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Record that a tensor's storage was modified without a version counting it.
 
         Returns its former value; None if that is unknown, or was saved: autograd then reads the
         memory as it is now.
         """
-        seen = self._seen.pop(tensor.untyped_storage()._cdata, None)
-        if seen is None:
+        tracked = self._tracked.pop(tensor.untyped_storage()._cdata, None)
+        if tracked is None:
             return None
-        seen.is_overwritten = True
-        if seen.result is not None:
-            seen.result.is_overwritten = True
-        return seen if seen.version == tensor._version and not seen.value.is_saved else None
+        tracked.is_overwritten = True
+        if tracked.result is not None:
+            tracked.result.is_overwritten = True
+        return (
+            tracked if tracked.version == tensor._version and not tracked.value.is_saved else None
+        )
 
-    def former(self, call: Call, output: torch.Tensor) -> Sequence[Seen | None]:
+    def former(self, call: Call, output: torch.Tensor) -> Sequence[TrackedStorage | None]:
         """Return the values that a call has overwritten to make an output: its first tensors."""
         if call.former or not call.overwrites(output):
             return call.former
@@ -196,11 +204,15 @@ class Values:
         """Map the storages to the step's own values from now on, no longer to the script's."""
         values = self._step.values
         # The inputs of an operation that the script did not expect may have no event yet.
-        self._seen = {at: seen for at, seen in self._seen.items() if seen.number < len(values)}
-        for seen in self._seen.values():
-            seen.value = values[seen.number]
+        self._tracked = {
+            at: tracked for at, tracked in self._tracked.items() if tracked.number < len(values)
+        }
+        for tracked in self._tracked.values():
+            tracked.value = values[tracked.number]
 
-    def meet(self, call: Call, output: torch.Tensor, numbers: Sequence[int]) -> Inputs | None:
+    def match_inputs(
+        self, call: Call, output: torch.Tensor, numbers: Sequence[int]
+    ) -> Inputs | None:
         """Return the inputs of a call for an output; None unless they can be values `numbers`."""
         tensors = call.tensors()
         if call.reads_layout:
@@ -211,36 +223,40 @@ class Values:
         for before, number in zip(former, numbers, strict=False):
             if before is None or before.result is None or before.number != number:
                 return None
-        others = self.meet_among(tensors[len(former) :], numbers[len(former) :])
+        others = self.match_tensors(tensors[len(former) :], numbers[len(former) :])
         return None if others is None else [*former, *others]
 
-    def meet_among(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Inputs | None:
+    def match_tensors(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
+    ) -> Inputs | None:
         """Return the inputs of a recipe; None if they cannot be the expected values."""
         if len(tensors) != len(numbers):
             return None
-        met: Inputs = []
+        matched: Inputs = []
         for tensor, number in zip(tensors, numbers, strict=True):
             if not is_plain(tensor):
                 return None
-            storage, seen = tensor.untyped_storage(), None
+            storage, tracked = tensor.untyped_storage(), None
             if number != _CONSTANT:
-                seen = self._met(tensor, storage, number)
-                if seen is None:
+                tracked = self._match(tensor, storage, number)
+                if tracked is None:
                     return None
             elif not self._is_constant(tensor, storage):
                 return None
-            met.append(seen)
-        return met
+            matched.append(tracked)
+        return matched
 
-    def _met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int) -> Seen | None:
+    def _match(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int
+    ) -> TrackedStorage | None:
         """Return an input of a recipe as the value `number`, if it can be that value."""
-        if storage.nbytes() < self._least or not self.is_sound(tensor):
+        if storage.nbytes() < self._min_bytes or not self.is_sound(tensor):
             return None
-        seen = self._seen.get(storage._cdata)
-        if seen is not None and seen.version == tensor._version:
-            return seen if seen.number == number else None
+        tracked = self._tracked.get(storage._cdata)
+        if tracked is not None and tracked.version == tensor._version:
+            return tracked if tracked.number == number else None
         assert self._step.signature is not None
-        return self._see(self._step.signature.values[number], storage, tensor._version)
+        return self._track(self._step.signature.values[number], storage, tensor._version)
 
     def inputs(self, call: Call) -> Inputs | None:
         """Return the inputs of a call; None if one of them could change uncounted."""
@@ -312,7 +328,7 @@ class Values:
             type(output) is torch.Tensor
             and (output.requires_grad or not in_graph or is_in_function())
             and output.layout is torch.strided
-            and output.nbytes >= self._least
+            and output.nbytes >= self._min_bytes
         )
 
     def sources(self, call: Call, output: torch.Tensor, inputs: Inputs) -> list[Source] | None:
@@ -321,33 +337,41 @@ class Values:
         if call.reads_layout:
             return [Blank.like(tensor) for tensor in tensors]
         count = len(self.former(call, output))
-        results = [seen.result for seen in inputs[:count] if seen is not None and seen.result]
+        results = [
+            tracked.result for tracked in inputs[:count] if tracked is not None and tracked.result
+        ]
         if len(results) < count:
             return None
-        written = map(Written.over, results, tensors)
+        written = map(OverwrittenResult.over, results, tensors)
         return [*written, *self.hold(tensors[count:], inputs[count:])]
 
     def hold(self, tensors: Sequence[torch.Tensor], inputs: Inputs) -> list[Source]:
         """Hold the inputs of a recipe."""
-        return [self._source(tensor, seen) for tensor, seen in zip(tensors, inputs, strict=True)]
+        return [
+            self._source(tensor, tracked) for tensor, tracked in zip(tensors, inputs, strict=True)
+        ]
 
-    def _source(self, tensor: torch.Tensor, seen: Seen | None) -> Source:
-        if seen is None:
-            is_small = tensor.untyped_storage().nbytes() < self._least
+    def _source(self, tensor: torch.Tensor, tracked: TrackedStorage | None) -> Source:
+        if tracked is None:
+            is_small = tensor.untyped_storage().nbytes() < self._min_bytes
             # A tensor that no operation made can be written to uncounted.
             return Alias.of(copied(tensor) if is_small and not is_result(tensor) else tensor)
-        if seen.result is not None:
-            seen.result.expect_use()
-            version = SavedVersion.of(tensor, seen.pin.address)
-            return Made(seen.result, View.of(tensor), version)
+        if tracked.result is not None:
+            tracked.result.expect_use()
+            version = SavedVersion.of(tensor, tracked.pin.address)
+            return RecipeResult(tracked.result, View.of(tensor), version)
         if is_result(tensor):
-            return Saved(self.pack_input(tensor, seen.number), self._hooks.unpack, seen)
-        if seen.copy is None:
-            seen.copy = Saved(self.pack_input(copied(tensor), seen.number), self._hooks.unpack)
-        return Copied(seen.copy, View.of(tensor))
+            return PackedInput(
+                self.pack_input(tensor, tracked.number), self._hooks.restore_input, tracked
+            )
+        if tracked.copy is None:
+            tracked.copy = PackedInput(
+                self.pack_input(copied(tensor), tracked.number), self._hooks.restore_input
+            )
+        return Copied(tracked.copy, View.of(tensor))
 
     def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        return storage.nbytes() < self._least or isinstance(base_of(tensor), torch.nn.Parameter)
+        return storage.nbytes() < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter)
 
     def _place(self, number: int) -> Place:
         """Return where in the model a value is made or saved, from a matching signature if any."""
@@ -367,4 +391,4 @@ def is_in_function() -> bool:
 
 def numbers_of(inputs: Inputs) -> tuple[int, ...]:
     """Return the numbers of a recipe's inputs; -1 for those that are always kept."""
-    return tuple(_CONSTANT if seen is None else seen.number for seen in inputs)
+    return tuple(_CONSTANT if tracked is None else tracked.number for tracked in inputs)

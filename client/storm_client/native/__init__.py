@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from storm_client.native.build import BuildError, module_path, why_not
+from storm_client.native.build import BuildError, build_failure, module_path
 from storm_client.native.configuring import configured
 
 __all__ = ["SWITCH", "Native", "module", "reason"]
@@ -71,11 +71,11 @@ class _Loader:
         elif self._builder is None:
             self._builder = _start_building()
         elif self._builder.poll() is not None:
-            self._give_up(why_not(self._path) or "the compiler's process was ended")
+            self._give_up(build_failure(self._path) or "the compiler's process was ended")
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        log.warning("stormd: saved tensors are followed by Python, which is slower: %s", reason)
+        log.warning("stormd: saved tensors are handled in Python, which is slower: %s", reason)
 
 
 _loader = _Loader()

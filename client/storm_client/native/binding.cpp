@@ -17,10 +17,10 @@ bool lies_elsewhere(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.storage().data()) % ALIGNMENT != 0;
 }
 
-bool is_parameter(const at::Tensor& tensor, const Owned& owned) {
+bool is_parameter(const at::Tensor& tensor, const ModelStorages& model_storages) {
   const at::Tensor& base = base_of(tensor);
   if (!base.is_leaf()) return false;
-  if (owned.has(storage_of(tensor.unsafeGetTensorImpl()))) return true;
+  if (model_storages.has(storage_of(tensor.unsafeGetTensorImpl()))) return true;
   if (!base.requires_grad()) return false;
   const WithInterpreter held;
   PyObject* object = THPVariable_Wrap(base);
@@ -31,11 +31,12 @@ bool is_parameter(const at::Tensor& tensor, const Owned& owned) {
 }
 
 // Returns how to hold a constant input, a small one or a parameter; none for any other input.
-std::optional<Source> constant(const at::Tensor& tensor, const Owned& owned, int64_t least) {
+std::optional<Source> constant(const at::Tensor& tensor, const ModelStorages& model_storages,
+                               int64_t min_bytes) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Alias(tensor);
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  const bool is_small = nbytes < least;
-  if (!is_small && !is_parameter(tensor, owned)) return {};
+  const bool is_small = nbytes < min_bytes;
+  if (!is_small && !is_parameter(tensor, model_storages)) return {};
   // If no operation made the memory, it can be written to without a version counting that.
   const bool copies = is_small && !is_result(tensor);
   return Alias(copies ? copied(tensor) : alias_of(tensor));
@@ -58,7 +59,7 @@ std::optional<Source> recomputed_cast(const std::vector<Cast>& casts, const at::
   for (const Cast& cast : casts) {
     if (!cast.source.is_same(argument)) continue;
     if (auto result = values.recomputed(cast.made)) {
-      return Made(std::move(result), cast.made);
+      return RecipeResult(std::move(result), cast.made);
     }
   }
   return {};
@@ -76,29 +77,35 @@ std::optional<Source> former_of(const Begun& begun, size_t place, const Call& ca
   } else if (input.is_same(output) && !is_view(input)) {
     before = values.before(number, input);
   }
-  return before == nullptr ? std::nullopt : std::optional<Source>(Written(std::move(before), input));
+  if (before == nullptr) return {};
+  return OverwrittenResult(std::move(before), input);
 }
 
 // Returns how to hold an input as the value with a number; none if it cannot be that value.
 std::optional<Source> source_of(const Script& script, int number, const Begun& begun,
-                                const at::Tensor& input, Values& values, const Owned& owned,
-                                int64_t least, std::vector<Unpacked>& unpacked) {
+                                const at::Tensor& input, Values& values,
+                                const ModelStorages& model_storages, int64_t min_bytes,
+                                std::vector<Unpacked>& unpacked) {
   auto cast = recomputed_cast(begun.casts, input, values);
-  if (number == CONSTANT) return cast ? std::move(cast) : constant(input, owned, least);
-  Seen* seen = values.meet(number, input, least);
-  if (seen == nullptr || cast) return seen == nullptr ? std::nullopt : std::move(cast);
-  if (seen->result != nullptr) return Made(seen->result, input);
+  if (number == CONSTANT) {
+    return cast ? std::move(cast) : constant(input, model_storages, min_bytes);
+  }
+  TrackedStorage* tracked = values.match_input(number, input, min_bytes);
+  if (tracked == nullptr || cast) return tracked == nullptr ? std::nullopt : std::move(cast);
+  if (tracked->result != nullptr) return RecipeResult(tracked->result, input);
   const bool copies = !is_result(input);
-  auto packed = copies ? seen->copy : nullptr;
+  auto packed = copies ? tracked->copy : nullptr;
   if (packed == nullptr) {
     const at::Tensor held = copies ? copied(input) : input;
-    if (!copies && !seen->is_overwritten) seen->is_overwritten = std::make_shared<bool>(false);
-    packed = std::make_shared<Packed>(held, copies ? nullptr : seen->is_overwritten);
+    if (!copies && !tracked->is_overwritten) {
+      tracked->is_overwritten = std::make_shared<bool>(false);
+    }
+    packed = std::make_shared<Packed>(held, copies ? nullptr : tracked->is_overwritten);
     const auto nbytes = static_cast<int64_t>(storage_of(held.unsafeGetTensorImpl())->nbytes());
     if (!script.keeps(number, nbytes)) unpacked.push_back({held, number, packed});
   }
   if (!copies) return Shared(std::move(packed));
-  seen->copy = packed;
+  tracked->copy = packed;
   return Copied(std::move(packed), input);
 }
 
@@ -118,43 +125,43 @@ bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs) {
   return !dropout.isDouble() || dropout.toDouble() != 0.0;
 }
 
-Seen* Values::see(int number, const at::Tensor& tensor) {
+TrackedStorage* Values::track(int number, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  Seen seen{number, version, tensor.storage().getWeakStorageImpl(), nullptr, nullptr};
-  const auto found = seen_.find(storage);
-  if (found != seen_.end()) {
-    const Seen& last = found->second;
-    seen.before = {last.number, last.version, last.result};
+  TrackedStorage tracked{number, version, tensor.storage().getWeakStorageImpl(), nullptr, nullptr};
+  const auto found = tracked_.find(storage);
+  if (found != tracked_.end()) {
+    const TrackedStorage& last = found->second;
+    tracked.before = {last.number, last.version, last.result};
   }
-  return &seen_.insert_or_assign(storage, std::move(seen)).first->second;
+  return &tracked_.insert_or_assign(storage, std::move(tracked)).first->second;
 }
 
-Seen* Values::look_up(const Event& event, const at::Tensor& tensor) {
-  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
+TrackedStorage* Values::look_up(const Event& event, const at::Tensor& tensor) {
+  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  if (found != seen_.end() && found->second.version == version) {
+  if (found != tracked_.end() && found->second.version == version) {
     const bool is_same = !event.is_new && found->second.number == event.number;
     return is_same ? &found->second : nullptr;
   }
-  return event.is_new ? see(event.number, tensor) : nullptr;
+  return event.is_new ? track(event.number, tensor) : nullptr;
 }
 
-Seen* Values::meet(int number, const at::Tensor& tensor, int64_t least) {
+TrackedStorage* Values::match_input(int number, const at::Tensor& tensor, int64_t min_bytes) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
-  if (static_cast<int64_t>(storage->nbytes()) < least) return nullptr;
-  const auto found = seen_.find(storage);
+  if (static_cast<int64_t>(storage->nbytes()) < min_bytes) return nullptr;
+  const auto found = tracked_.find(storage);
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  if (found != seen_.end() && found->second.version == version) {
+  if (found != tracked_.end() && found->second.version == version) {
     return found->second.number == number ? &found->second : nullptr;
   }
-  return see(number, tensor);
+  return track(number, tensor);
 }
 
 std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) const {
-  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
-  if (found == seen_.end()) return nullptr;
-  const Seen& last = found->second;
+  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == tracked_.end()) return nullptr;
+  const TrackedStorage& last = found->second;
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
   const bool is_noted = last.version == version;  // the output is noted already
   const Before before = is_noted ? last.before : Before{last.number, last.version, last.result};
@@ -164,26 +171,27 @@ std::shared_ptr<Result> Values::before(int number, const at::Tensor& tensor) con
 }
 
 Before Values::overwritten(const at::Tensor& tensor) {
-  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
-  if (found == seen_.end()) return {};
-  Seen seen = std::move(found->second);
-  seen_.erase(found);
-  if (seen.is_overwritten != nullptr) *seen.is_overwritten = true;
-  if (seen.result != nullptr) seen.result->overwritten();
+  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == tracked_.end()) return {};
+  TrackedStorage tracked = std::move(found->second);
+  tracked_.erase(found);
+  if (tracked.is_overwritten != nullptr) *tracked.is_overwritten = true;
+  if (tracked.result != nullptr) tracked.result->overwritten();
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  return seen.version == version ? Before{seen.number, version, seen.result} : Before{};
+  return tracked.version == version ? Before{tracked.number, version, tracked.result} : Before{};
 }
 
 std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
-  const auto found = seen_.find(storage_of(tensor.unsafeGetTensorImpl()));
+  const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  if (found == seen_.end() || found->second.version != version) return nullptr;
+  if (found == tracked_.end() || found->second.version != version) return nullptr;
   const auto& result = found->second.result;
   return result != nullptr && result->has_recipe() ? result : nullptr;
 }
 
-bool bind(const Script& script, const Call& call, Begun& begun, const at::Tensor& output, Seen& made,
-          Values& values, const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked) {
+bool make_recipe(const Script& script, const Call& call, Begun& begun, const at::Tensor& output,
+                 TrackedStorage& made, Values& values, const ModelStorages& model_storages,
+                 int64_t min_bytes, std::vector<Unpacked>& unpacked) {
   const bool measures = call.is_convolution && at::globalContext().benchmarkCuDNN();
   const size_t over = begun.launch ? begun.former.size() : binding::count_in(output, begun.inputs);
   if (measures || (!begun.launch && over != call.overwrites)) return false;
@@ -206,8 +214,8 @@ bool bind(const Script& script, const Call& call, Begun& begun, const at::Tensor
     if (!fits) return;
     std::optional<Source> source =
         next < over ? binding::former_of(begun, next, call, one, output, values)
-                    : binding::source_of(script, call.inputs[next], begun, one, values, owned, least,
-                                         unpacked);
+                    : binding::source_of(script, call.inputs[next], begun, one, values,
+                                         model_storages, min_bytes, unpacked);
     fits = source.has_value();
     if (fits) sources.push_back(*std::move(source));
   });
@@ -245,19 +253,21 @@ std::optional<Recipe> of_former(const Call& call, const Begun& begun, const Valu
   auto before = call.inputs.empty() ? nullptr : values.before(call.inputs[0], given);
   if (before == nullptr) return {};
   std::vector<Source> sources;
-  sources.emplace_back(Written(std::move(before), given));
+  sources.emplace_back(OverwrittenResult(std::move(before), given));
   const c10::IValue input(given);
   return Recipe(alias, c10::ArrayRef<c10::IValue>(input), std::move(sources), circumstances, nullptr);
 }
 
 }  // namespace binding
 
-bool bind_byproduct(const Script& script, const Call& call, Begun& begun,
-                    const at::Tensor& byproduct, Seen& made, Values& values, const Owned& owned,
-                    int64_t least, std::vector<Unpacked>& unpacked) {
+bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
+                           const at::Tensor& byproduct, TrackedStorage& made, Values& values,
+                           const ModelStorages& model_storages, int64_t min_bytes,
+                           std::vector<Unpacked>& unpacked) {
   if (made.result == nullptr) return false;
   if (call.depends == Depends::VALUES) {
-    return bind(script, call, begun, byproduct, made, values, owned, least, unpacked);
+    return make_recipe(script, call, begun, byproduct, made, values, model_storages, min_bytes,
+                       unpacked);
   }
   const auto circumstances = Circumstances::present(byproduct.device().type(), call.is_simple);
   if (!circumstances) return false;

@@ -19,7 +19,7 @@ struct Before {
 };
 
 // A storage of the current step, at one version.
-struct Seen {
+struct TrackedStorage {
   int number;  // of its value
   uint32_t version;
   WeakStorage pin;  // keeps the address from being reused
@@ -33,10 +33,10 @@ struct Seen {
 class Values {
  public:
   // Returns the value that an event expects if the tensor has it now; null if it has another.
-  Seen* look_up(const Event& event, const at::Tensor& tensor);
+  TrackedStorage* look_up(const Event& event, const at::Tensor& tensor);
 
   // Returns a recipe's input as the value with that number; null if it cannot be that value.
-  Seen* meet(int number, const at::Tensor& tensor, int64_t least);
+  TrackedStorage* match_input(int number, const at::Tensor& tensor, int64_t min_bytes);
 
   // Returns the result that recomputes a tensor as it is now; null if there is none.
   std::shared_ptr<Result> recomputed(const at::Tensor& tensor) const;
@@ -48,12 +48,12 @@ class Values {
   // Notes an overwrite of a tensor's memory that no version counts. Returns the former value.
   Before overwritten(const at::Tensor& tensor);
 
-  void clear() { seen_.clear(); }
+  void clear() { tracked_.clear(); }
 
  private:
-  Seen* see(int number, const at::Tensor& tensor);
+  TrackedStorage* track(int number, const at::Tensor& tensor);
 
-  std::unordered_map<const c10::StorageImpl*, Seen> seen_;
+  std::unordered_map<const c10::StorageImpl*, TrackedStorage> tracked_;
 };
 
 // An input that Python packs as soon as Python code may run.
@@ -94,13 +94,15 @@ struct Begun {
 //
 // If the cast of an argument has a recipe, the new recipe reads that cast: otherwise the argument
 // would be cast again.
-bool bind(const Script& script, const Call& call, Begun& begun, const at::Tensor& output, Seen& made,
-          Values& values, const Owned& owned, int64_t least, std::vector<Unpacked>& unpacked);
+bool make_recipe(const Script& script, const Call& call, Begun& begun, const at::Tensor& output,
+                 TrackedStorage& made, Values& values, const ModelStorages& model_storages,
+                 int64_t min_bytes, std::vector<Unpacked>& unpacked);
 
 // Does the same for a call's byproduct, whose value must have a result.
-bool bind_byproduct(const Script& script, const Call& call, Begun& begun,
-                    const at::Tensor& byproduct, Seen& made, Values& values, const Owned& owned,
-                    int64_t least, std::vector<Unpacked>& unpacked);
+bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
+                           const at::Tensor& byproduct, TrackedStorage& made, Values& values,
+                           const ModelStorages& model_storages, int64_t min_bytes,
+                           std::vector<Unpacked>& unpacked);
 
 // Returns whether a call may draw random numbers.
 bool draws_numbers(const Call& call, c10::ArrayRef<c10::IValue> inputs);

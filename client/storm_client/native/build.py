@@ -24,7 +24,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-__all__ = ["BuildError", "build", "check", "module_path", "why_not"]
+__all__ = ["BuildError", "build", "build_failure", "check", "module_path"]
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -49,8 +49,8 @@ call = ("aten::exp", "", None, 0, "", 0, None, True, False, False, False, 0, ())
 script = follow.Script([(0, 0, 256, (), rows[2], 0, False, True, None),
                         (1, 3, 0, (), 0, -1, False, False, call)], [(0, 256)], 1)
 unexpected = lambda *_: sys.exit("unexpected")
-hooks = follow.Follower(script, tallies, follow.Owned([w]), (*[unexpected] * 11, lambda: None), 128,
-                        rows[0], rows[1])
+model = follow.ModelStorages([w]); python = (*[unexpected] * 11, lambda: None)
+hooks = follow.Follower(script, tallies, model, python, 128, rows[0], rows[1])
 hooks.watch()
 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
     y = (x * w).exp()
@@ -61,7 +61,7 @@ assert tallies.drain()[0] == [(1, 1, 256), (2, 1, 256)]
 told = []; sink = S(launched=lambda *one: told.append(one[3:]), overwritten=told.append)
 new = follow.Launches(print, sink); new.watch(); e = torch.empty(4); assert not told
 kernel = S(updates=(), writes=(0,), reads=(1,), numbers=(2,))
-for number in 1, 1, "": new.tell(kernel, {"made": e, "read": w, "number": number}, (1,))
+for number in 1, 1, "": new.report(kernel, {"made": e, "read": w, "number": number}, (1,))
 assert follow.launch_listener() is print and told[2] is e and [one[1] for one in told[:2]] == [0, 1]
 new.unwatch()
 draw = follow.note_draw(w); drawn = torch.rand(4); draw.end(); after = torch.get_rng_state()
@@ -84,7 +84,7 @@ def module_path() -> Path:
     return _cache() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
-def why_not(path: Path) -> str | None:
+def build_failure(path: Path) -> str | None:
     """Return why building the module at that path failed; None if no failure is recorded."""
     try:
         return path.with_name("failed").read_text()
@@ -97,7 +97,7 @@ def build() -> Path:
 
     Raises:
         BuildError: there is no compiler, or its output cannot be loaded. The reason is recorded for
-            `why_not`; the next call tries again.
+            `build_failure`; the next call tries again.
     """
     path = module_path()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -196,7 +196,7 @@ def check() -> str:
     path = module_path()
     if path.exists():
         return str(path)
-    reason = why_not(path)
+    reason = build_failure(path)
     if reason is not None:
         raise BuildError(reason)
     return f"{_compiler()} builds it beside the first steps"

@@ -72,7 +72,7 @@ void copy_on_device(const std::vector<Copy>& copies) {
     from.push_back(over(one.from, one.from_offset, one.nbytes, word));
     to.push_back(over(one.to, one.to_offset, one.nbytes, word));
   }
-  at::DisableRecordFunctionGuard untold;
+  at::DisableRecordFunctionGuard paused;
   at::AutoDispatchBelowADInplaceOrView no_graph;
   c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
   at::_foreach_copy_(to, from);
@@ -112,29 +112,29 @@ Bundle::Bundle(const std::vector<c10::Storage>& storages, c10::Device device) : 
   copy_all(copies, device);
 }
 
-void Bundle::leave(PyObject* use) {
+void Bundle::release(PyObject* use) {
   use_ = Ref::borrowed(use);
   storage_ = c10::Storage();
 }
 
-void Bundle::drop(size_t place, uint32_t had) {
+void Bundle::drop(size_t place, uint32_t last_round) {
   Part& part = parts_[place];
   --part.tensors;
-  if (had != part.round) part.had();
+  if (last_round != part.round) part.count_taken();
 }
 
-c10::Storage Bundle::take(size_t place, uint32_t& had, Load load) {
+c10::Storage Bundle::take(size_t place, uint32_t& last_round, Load load) {
   Part& part = parts_[place];
   const uint64_t stream = stream_of(device_);
-  c10::Storage found = part.found(stream);
+  c10::Storage found = part.restored(stream);
   if (!found) {
     Ref loaded = load(use_.get());
     restore(THPStorage_Unpack(loaded.get()), stream);
-    found = part.found(stream);
+    found = part.restored(stream);
   }
-  if (had != part.round) {
-    had = part.round;
-    part.had();
+  if (last_round != part.round) {
+    last_round = part.round;
+    part.count_taken();
   }
   return found;
 }
@@ -143,7 +143,7 @@ c10::Storage Bundle::take(size_t place, uint32_t& had, Load load) {
 void Bundle::restore(const c10::Storage& source, uint64_t stream) {
   std::vector<std::pair<Part*, c10::Storage>> made;
   for (Part& part : parts_) {
-    if (part.tensors > 0 && !part.found(stream)) made.emplace_back(&part, source);
+    if (part.tensors > 0 && !part.restored(stream)) made.emplace_back(&part, source);
   }
   if (parts_.size() > 1) {
     WithoutInterpreter others_may_run;
@@ -156,19 +156,20 @@ void Bundle::restore(const c10::Storage& source, uint64_t stream) {
     copy_all(copies, device_);
   }
   for (auto& [part, storage] : made) {
-    if (part->tensors > 0 && !part->found(stream)) part->give(std::move(storage), stream);
+    if (part->tensors <= 0 || part->restored(stream)) continue;
+    part->set_restored(std::move(storage), stream);
   }
 }
 
 // Returns the storage that was restored in the order of a stream, if it still exists.
-c10::Storage Bundle::Part::found(uint64_t on) const {
+c10::Storage Bundle::Part::restored(uint64_t on) const {
   if (stream != on || !latest) return {};
   if (storage) return storage;
   auto impl = latest->lock();
   return impl && impl->nbytes() == nbytes ? c10::Storage(std::move(impl)) : c10::Storage();
 }
 
-void Bundle::Part::give(c10::Storage restored, uint64_t on) {
+void Bundle::Part::set_restored(c10::Storage restored, uint64_t on) {
   latest = restored.getWeakStorageImpl();
   storage = std::move(restored);
   stream = on;
@@ -176,7 +177,7 @@ void Bundle::Part::give(c10::Storage restored, uint64_t on) {
   waiting = tensors;
 }
 
-void Bundle::Part::had() {
+void Bundle::Part::count_taken() {
   if (--waiting == 0) storage = c10::Storage();
 }
 

@@ -21,24 +21,25 @@ class Bundle {
   // Throws c10::OutOfMemoryError if there is no memory.
   Bundle(const std::vector<c10::Storage>& storages, c10::Device device);
 
-  // The storage to offload, until `leave` releases it.
+  // The storage to offload, until `release` is called.
   const c10::Storage& storage() const { return storage_; }
 
   // Releases the memory, which `use` can restore.
-  void leave(PyObject* use);
+  void release(PyObject* use);
 
-  // Count a saved tensor in the storage at a place, and one that was freed. In `had`, `take` notes
-  // the tensor's last round. A storage restored before the tensor was saved is not held for it.
-  void join(size_t place, uint32_t& had) {
+  // Count a saved tensor in the storage at a place, and one that was freed. In `last_round`, `take`
+  // notes the tensor's last round. A storage restored before the tensor was saved is not held for
+  // it.
+  void join(size_t place, uint32_t& last_round) {
     ++parts_[place].tensors;
-    had = parts_[place].round;
+    last_round = parts_[place].round;
   }
-  void drop(size_t place, uint32_t had);
+  void drop(size_t place, uint32_t last_round);
 
   // Returns the storage at a place, in the order of the current stream. The first call restores all
   // storages that live tensors use. Each is held here until all its tensors have taken it.
   // Raises what `load` does.
-  c10::Storage take(size_t place, uint32_t& had, Load load);
+  c10::Storage take(size_t place, uint32_t& last_round, Load load);
 
  private:
   struct Part {
@@ -52,9 +53,9 @@ class Bundle {
     uint32_t round = 0;                  // how often it was restored
     int waiting = 0;                     // tensors that have not taken it in this round
 
-    c10::Storage found(uint64_t on) const;
-    void give(c10::Storage restored, uint64_t on);
-    void had();
+    c10::Storage restored(uint64_t on) const;
+    void set_restored(c10::Storage restored, uint64_t on);
+    void count_taken();
   };
 
   void restore(const c10::Storage& source, uint64_t stream);

@@ -68,22 +68,22 @@ struct Hidden {
 
 class Log : public Watcher {
  public:
-  int64_t least = 0;
-  bool notes = false;  // whether entries are made; else only hidden calls are recorded
+  int64_t min_bytes = 0;
+  bool logs_events = false;  // whether entries are made; else only hidden calls are recorded
   std::vector<Hidden> hidden;
   std::vector<Entry> entries;
   size_t begun = 0;  // number of entries when the current Python function began
   int calls = 0;     // in that function
   bool counts = false;  // whether it is running
   bool is_opened = false;  // whether the calls inside its attention were reported instead
-  std::optional<Unwatched> untold;  // while Python records what was called
+  std::optional<PausedWatching> paused;  // while Python records what was called
 
   bool wants_copies(const char*) const override { return true; }
 
-  void begins(const at::RecordFunction& call, Told told) override {
-    if (told == Told::COPY) copied_ = call.inputs().front().toTensor();
-    if (told == Told::CAST) cast_ = call.inputs().front().toTensor();
-    if (told == Told::CALL) {
+  void begins(const at::RecordFunction& call, CallKind kind) override {
+    if (kind == CallKind::COPY) copied_ = call.inputs().front().toTensor();
+    if (kind == CallKind::CAST) cast_ = call.inputs().front().toTensor();
+    if (kind == CallKind::CALL) {
       name_ = call.name();
       is_attention_ = std::strcmp(name_, "aten::scaled_dot_product_attention") == 0;
       given_.clear();
@@ -93,43 +93,46 @@ class Log : public Watcher {
       const bool draws = is_in_attention() && std::strcmp(call.name(), "aten::dropout") == 0;
       if (draws) draw_ = Draw::begin(call.inputs().front().toTensor());
     }
-    if (!notes) return;
-    auto& inputs = inputs_[static_cast<int>(told)];
+    if (!logs_events) return;
+    auto& inputs = inputs_[static_cast<int>(kind)];
     inputs.clear();
-    calls += counts && told == Told::CALL;
+    calls += counts && kind == CallKind::CALL;
     note_read(call, read_);
     for_each_tensor(read_, [&](const at::Tensor& one) { inputs.push_back(input_of(one)); });
     read_.clear();
   }
 
-  void ends(const at::RecordFunction& call, Told told) override {
+  void ends(const at::RecordFunction& call, CallKind kind) override {
     Hidden one;
     const at::Tensor copied = std::exchange(copied_, {}), cast = std::exchange(cast_, {});
-    if (told == Told::COPY) one.inputs = {copied};
-    if (told == Told::CAST && is_attention_ && casts_argument()) one.inputs = {cast};
-    if (told == Told::CALL) {
+    if (kind == CallKind::COPY) one.inputs = {copied};
+    if (kind == CallKind::CAST && is_attention_ && casts_argument()) one.inputs = {cast};
+    if (kind == CallKind::CALL) {
       one.inputs.swap(given_);
       one.draw = std::exchange(draw_, nullptr);
       one.kept.swap(kept_);
       if (one.draw != nullptr) one.draw->end();
       casts_.clear();
     }
-    if (!notes && one.inputs.empty()) return;
+    if (!logs_events && one.inputs.empty()) return;
     uint32_t place = 0;
     for_each_tensor(call.outputs(), [&](const at::Tensor& output) {
       if (!is_large(output)) return void(++place);
-      if (told == Told::COPY && lies_in(output, copied)) return;
-      one.entry = notes ? add(call.operator_name(), output, place++, told, !one.kept.empty()) : NONE;
+      if (kind == CallKind::COPY && lies_in(output, copied)) return;
+      one.entry = NONE;
+      if (logs_events) {
+        one.entry = add(call.operator_name(), output, place++, kind, !one.kept.empty());
+      }
       if (one.inputs.empty() || output.is_inference()) return;
       one.name = call.name();
       one.is_of_attention = is_in_attention();
       one.made = output;
       one.version = output.unsafeGetTensorImpl()->version_counter().current_version();
-      (told == Told::CAST ? casts_ : hidden).push_back(one);
+      (kind == CallKind::CAST ? casts_ : hidden).push_back(one);
     });
   }
 
-  void forgets() override {
+  void reports_inner_calls() override {
     is_opened = true;
     for (Hidden& one : casts_) {
       one.is_of_attention = true;
@@ -139,7 +142,7 @@ class Log : public Watcher {
   }
 
   // Notes that a tensor is saved.
-  void saves(const at::Tensor& tensor) {
+  void add_saved_tensor(const at::Tensor& tensor) {
     if (draw_ != nullptr) kept_.push_back(tensor);
   }
 
@@ -147,37 +150,37 @@ class Log : public Watcher {
   Input input_of(const at::Tensor& tensor) const {
     auto* impl = tensor.unsafeGetTensorImpl();
     if (!is_ordinary(impl)) return {impl};
-    return {impl, storage_of(impl), static_cast<int64_t>(storage_of(impl)->nbytes()) < least};
+    return {impl, storage_of(impl), static_cast<int64_t>(storage_of(impl)->nbytes()) < min_bytes};
   }
 
   bool is_large(const at::Tensor& output) const {
     auto* impl = output.unsafeGetTensorImpl();
     if (!is_ordinary(impl) || !is_in_graph(output)) return false;
-    return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
+    return static_cast<int64_t>(storage_of(impl)->nbytes()) >= min_bytes;
   }
 
   // Returns the index of the new entry. If the call `keeps` a byproduct, its entry comes next.
   int add(const std::optional<c10::OperatorName>& name, const at::Tensor& output, uint32_t place,
-          Told told, bool keeps) {
+          CallKind kind, bool keeps) {
     if (!name) return NONE;
     auto* impl = output.unsafeGetTensorImpl();
     Entry entry;
     entry.name = name->name;
     entry.overload = name->overload_name;
-    entry.is_cast = told == Told::CAST;
+    entry.is_cast = kind == CallKind::CAST;
     entry.place = place;
     entry.output = impl;
     entry.storage = storage_of(impl);
-    entry.inputs = inputs_[static_cast<int>(told)];
+    entry.inputs = inputs_[static_cast<int>(kind)];
     entry.ordinal = calls;
-    if (told == Told::COPY) entry.inside = name_;
+    if (kind == CallKind::COPY) entry.inside = name_;
     entries.push_back(std::move(entry));
     if (keeps) entries.push_back(kept_by(entries.back()));
     return static_cast<int>(entries.size()) - 1 - keeps;
   }
 
   std::vector<c10::IValue> read_;
-  std::vector<Input> inputs_[3];  // of the calls that began last, by `Told`
+  std::vector<Input> inputs_[3];  // of the calls that began last, by `CallKind`
   at::Tensor copied_;             // the input of the last call, if that is a copy
   at::Tensor cast_;               // the same for a cast
   bool is_attention_ = false;     // whether the outermost call is one
@@ -196,14 +199,14 @@ struct LogObject {
 Log& log_of(PyObject* self) { return reinterpret_cast<LogObject*>(self)->log; }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  long long least = 0;
-  int notes = 0;
-  if (!PyArg_ParseTuple(arguments, "Lp", &least, &notes)) return nullptr;
+  long long min_bytes = 0;
+  int logs_events = 0;
+  if (!PyArg_ParseTuple(arguments, "Lp", &min_bytes, &logs_events)) return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
   auto& log = *new (&log_of(self)) Log();
-  log.least = least;
-  log.notes = notes;
+  log.min_bytes = min_bytes;
+  log.logs_events = logs_events;
   return self;
 }
 
@@ -242,23 +245,23 @@ PyObject* end(PyObject* self, PyObject*) {
 }
 
 PyObject* enter(PyObject* self, PyObject*) {
-  log_of(self).untold.emplace();
+  log_of(self).paused.emplace();
   Py_RETURN_NONE;
 }
 
 PyObject* exit(PyObject* self, PyObject*) {
-  log_of(self).untold.reset();
+  log_of(self).paused.reset();
   Py_RETURN_NONE;
 }
 
-PyObject* saves(PyObject* self, PyObject* tensor) {
+PyObject* add_saved_tensor(PyObject* self, PyObject* tensor) {
   HANDLE_TH_ERRORS
-  log_of(self).saves(THPVariable_Unpack(tensor));
+  log_of(self).add_saved_tensor(THPVariable_Unpack(tensor));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* saved(PyObject* self, PyObject* argument) {
+PyObject* add_save_event(PyObject* self, PyObject* argument) {
   HANDLE_TH_ERRORS
   Entry entry;
   entry.position = static_cast<int>(PyLong_AsLong(argument));
@@ -290,7 +293,7 @@ PyObject* launched(PyObject* self, PyObject* tuple) {
       entry.inputs.push_back({tensor.unsafeGetTensorImpl()});
     }
     const auto nbytes = static_cast<int64_t>(entry.storage->nbytes());
-    if (nbytes >= log.least) log.entries.push_back(std::move(entry));
+    if (nbytes >= log.min_bytes) log.entries.push_back(std::move(entry));
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -321,10 +324,10 @@ bool is_bound(const Entry& entry, PyObject* given) {
   });
 }
 
-// made(output, arguments, position, entry): returns whether a single call made all of the current
-// function's output. Before that call the function may have taken views and written indices. For a
-// hidden call the entry is known.
-PyObject* made(PyObject* self, PyObject* arguments) {
+// assign_output(output, arguments, position, entry): returns whether a single call made all of the
+// current function's output. Before that call the function may have taken views and written
+// indices. For a hidden call the entry is known.
+PyObject* assign_output(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *made, *given;
   int position = 0, entry = NONE;
@@ -346,9 +349,10 @@ PyObject* made(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// kept(arguments, position, entry): notes that the event is the byproduct of the current function's
-// call, or of an entry's hidden call. Returns whether there was a single call, with a known result.
-PyObject* kept(PyObject* self, PyObject* arguments) {
+// assign_byproduct(arguments, position, entry): notes that the event is the byproduct of the
+// current function's call, or of an entry's hidden call. Returns whether there was a single call,
+// with a known result.
+PyObject* assign_byproduct(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* given;
   int position = 0, hidden = NONE;
@@ -367,8 +371,8 @@ PyObject* kept(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// cast(storage's address, source, position): returns whether the call that made it is known.
-PyObject* cast(PyObject* self, PyObject* arguments) {
+// assign_cast(storage's address, source, position): returns whether the call that made it is known.
+PyObject* assign_cast(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* given;
   unsigned long long address = 0;
@@ -446,22 +450,25 @@ PyObject* entries(PyObject* self, PyObject*) {
 }
 
 PyMethodDef METHODS[] = {
-    {"watch", watch, METH_NOARGS, "Note what this thread calls from now on."},
-    {"unwatch", unwatch, METH_NOARGS, "Note nothing any more."},
-    {"begin", begin, METH_NOARGS, "Note that a function of Python's begins."},
+    {"watch", watch, METH_NOARGS, "Start logging this thread's calls."},
+    {"unwatch", unwatch, METH_NOARGS, "Stop logging."},
+    {"begin", begin, METH_NOARGS, "Note that a Python function begins."},
     {"end", end, METH_NOARGS,
-     "Note that it has ended; tell whether its call was an attention that others have computed."},
-    {"__enter__", enter, METH_NOARGS, "Look away: what is called inside is no part of the step."},
-    {"__exit__", exit, METH_VARARGS, "Look again."},
-    {"launched", launched, METH_O, "Note what a launch of a kernel has made."},
-    {"saves", saves, METH_O, "Note that a tensor is saved."},
-    {"saved", saved, METH_O, "Note that the event at a position has been saved."},
-    {"made", made, METH_VARARGS, "Note which event the present function has made."},
-    {"kept", kept, METH_VARARGS, "Note which event the present function keeps."},
-    {"cast", cast, METH_VARARGS, "Note which event a cast is that autocast has made."},
+     "Note that it has ended; return whether it was an attention computed by other calls."},
+    {"__enter__", enter, METH_NOARGS, "Pause logging: calls inside are not part of the step."},
+    {"__exit__", exit, METH_VARARGS, "Resume logging."},
+    {"launched", launched, METH_O, "Log the outputs of a kernel launch."},
+    {"add_saved_tensor", add_saved_tensor, METH_O, "Log a saved tensor."},
+    {"add_save_event", add_save_event, METH_O, "Log the save event at a position."},
+    {"assign_output", assign_output, METH_VARARGS,
+     "Assign an event to the output of the current function; return whether one call made it."},
+    {"assign_byproduct", assign_byproduct, METH_VARARGS,
+     "Assign an event to the byproduct of the current function; return whether its call is known."},
+    {"assign_cast", assign_cast, METH_VARARGS,
+     "Assign an event to a cast by autocast; return whether the call that made it is known."},
     {"take_hidden", take_hidden, METH_NOARGS,
-     "Return the calls that no function of Python's is heard of, since that was asked last."},
-    {"entries", entries, METH_NOARGS, "Return what was noted, in order."},
+     "Return the calls that no Python function reports, since the last request."},
+    {"entries", entries, METH_NOARGS, "Return the logged saves and calls, in order."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -471,7 +478,7 @@ PyTypeObject log_type() {
   type.tp_basicsize = sizeof(LogObject);
   type.tp_dealloc = dealloc;
   type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "Notes which operators a step calls.";
+  type.tp_doc = "Logs the operators that a step calls.";
   type.tp_methods = METHODS;
   type.tp_new = create;
   return type;

@@ -21,13 +21,13 @@ def configured(follow: Any) -> Any:
 
     It asks Python only for settings that it cannot read itself, such as those of a later PyTorch.
     """
-    told = follow.told_settings()
+    read_natively = follow.native_settings()
     follow.configure(
         torch.nn.Parameter,
         changed_in_place,
         lost,
         _is_capturing,
-        tuple(one for one in GETTERS if one[0].__name__ not in told),
+        tuple(one for one in GETTERS if one[0].__name__ not in read_natively),
         None if tunes is bool else tunes,
         torch.library._impls,
         overridden_kernels,

@@ -65,8 +65,8 @@ PyObject* again(PyObject* self, PyObject* arguments) {
 }
 
 PyMethodDef METHODS[] = {
-    {"end", end, METH_NOARGS, "Note that what draws has run."},
-    {"again", again, METH_VARARGS, "Call a function that draws what was drawn before."},
+    {"end", end, METH_NOARGS, "Note that the drawing operation has run."},
+    {"again", again, METH_VARARGS, "Call a function with the recorded random numbers."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -100,7 +100,7 @@ PyObject* note_draw(PyObject*, PyObject* tensor) {
 }
 
 Draw::Draw(at::Generator generator, at::Tensor found)
-    : generator_(std::move(generator)), found_(std::move(found)) {}
+    : generator_(std::move(generator)), state_before_(std::move(found)) {}
 
 std::shared_ptr<Draw> Draw::begin(const at::Tensor& tensor) {
   const auto device = tensor.device();
@@ -114,21 +114,21 @@ std::shared_ptr<Draw> Draw::begin(const at::Tensor& tensor) {
   }
 }
 
-void Draw::end() { left_ = draws::state_of(generator_); }
+void Draw::end() { state_after_ = draws::state_of(generator_); }
 
 DrawingAgain::DrawingAgain(const Draw& draw)
     : locked_(draws::lock()), draw_(draw), generator_(draw.generator_) {
-  TORCH_CHECK(draw.left_.defined(), "what has drawn has not ended");
+  TORCH_CHECK(draw.state_after_.defined(), "what has drawn has not ended");
   std::lock_guard<std::mutex> nobody_draws(generator_.mutex());
   if (generator_.device().is_cpu()) {
     own_state_ = generator_.get_state();
-    generator_.set_state(draw.found_);
+    generator_.set_state(draw.state_before_);
     return;
   }
   // Setting a state would make cuDNN's recurrent layers draw their dropout anew. Exchanging the
   // state object does not, and a replayed CUDA graph continues to count in the object it knows.
   at::Generator found = generator_.clone();
-  found.set_state(draw.found_);
+  found.set_state(draw.state_before_);
   own_ = generator_.graphsafe_get_state();
   generator_.graphsafe_set_state(found);
 }
@@ -137,7 +137,7 @@ DrawingAgain::~DrawingAgain() {
   if (!is_put_back_) put_back();
 }
 
-bool DrawingAgain::end() { return draws::are_same(put_back(), draw_.left_); }
+bool DrawingAgain::end() { return draws::are_same(put_back(), draw_.state_after_); }
 
 at::Tensor DrawingAgain::put_back() {
   is_put_back_ = true;

@@ -27,8 +27,8 @@ class Draw {
   Draw(at::Generator generator, at::Tensor found);
 
   at::Generator generator_;
-  at::Tensor found_;
-  at::Tensor left_;
+  at::Tensor state_before_;
+  at::Tensor state_after_;
 };
 
 // While an instance lives, its thread draws the recorded numbers again: one thread at a time.

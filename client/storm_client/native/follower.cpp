@@ -8,12 +8,12 @@ PyObject* is_capturing = nullptr;
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *script, *tallies, *owned, *hooks;
-  long long least = 0;
+  PyObject *script, *tallies, *model_storages, *hooks;
+  long long min_bytes = 0;
   unsigned small_row = 0, parameter_row = 0;
   expect(PyArg_ParseTuple(arguments, "O!O!O!O!LII", &ScriptType, &script, &TalliesType, &tallies,
-                          &OwnedType, &owned, &PyTuple_Type, &hooks, &least, &small_row,
-                          &parameter_row));
+                          &ModelStoragesType, &model_storages, &PyTuple_Type, &hooks, &min_bytes,
+                          &small_row, &parameter_row));
   if (PyTuple_GET_SIZE(hooks) != HOOKS) {
     PyErr_Format(PyExc_ValueError, "%zd hooks, and there are %d", PyTuple_GET_SIZE(hooks), HOOKS);
     throw python_error();
@@ -23,14 +23,14 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   follower.self = self.get();
   follower.script_object = Py_NewRef(script);
   follower.tallies_object = Py_NewRef(tallies);
-  follower.owned_object = Py_NewRef(owned);
+  follower.model_storages_object = Py_NewRef(model_storages);
   for (int hook = 0; hook < HOOKS; ++hook) {
     follower.hooks[hook] = Py_NewRef(PyTuple_GET_ITEM(hooks, hook));
   }
   follower.script = &script_of(script);
   follower.tallies = &tallies_of(tallies);
-  follower.owned = &owned_of(owned);
-  follower.least = least;
+  follower.model_storages = &model_storages_of(model_storages);
+  follower.min_bytes = min_bytes;
   follower.small_row = small_row;
   follower.parameter_row = parameter_row;
   if (!follower.script->calls.empty()) look_for_overridden();
@@ -44,7 +44,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-  follower_of(self).leaving.clear();
+  follower_of(self).queue.clear();
   for (PyObject*& hook : follower_of(self).hooks) Py_CLEAR(hook);
   return 0;
 }
@@ -55,7 +55,7 @@ void dealloc(PyObject* self) {
   auto& follower = follower_of(self);
   Py_CLEAR(follower.script_object);
   Py_CLEAR(follower.tallies_object);
-  Py_CLEAR(follower.owned_object);
+  Py_CLEAR(follower.model_storages_object);
   follower.~Follower();
   Py_TYPE(self)->tp_free(self);
 }
@@ -70,14 +70,14 @@ void note_begin(const Call& call, const at::RecordFunction& called, Begun& begun
   if (first.defined()) begun.draw = Draw::begin(first);
 }
 
-void Follower::begins(const at::RecordFunction& begun, Told told) {
-  auto& pending = pending_of(told);
+void Follower::begins(const at::RecordFunction& begun, CallKind kind) {
+  auto& pending = pending_of(kind);
   pending.begun.clear();
-  if (told == Told::COPY) {
+  if (kind == CallKind::COPY) {
     const auto* impl = begun.inputs().front().toTensor().unsafeGetTensorImpl();
     copied = impl->has_storage() ? storage_of(impl) : nullptr;
   }
-  pending.is_looked_at = walks && !parted && script->names.count(begun.name()) > 0;
+  pending.is_looked_at = follows_script && !met_unexpected && script->names.count(begun.name()) > 0;
   if (!pending.is_looked_at) return;
   for (size_t expected = script->next_call[at]; expected < script->calls.size(); ++expected) {
     const auto& one = script->calls[expected];
@@ -85,17 +85,17 @@ void Follower::begins(const at::RecordFunction& begun, Told told) {
       const bool keeps = expected + 1 < script->calls.size() &&
                          script->calls[expected + 1].place == KEPT;
       const auto& last = keeps ? script->calls[expected + 1] : one;
-      const bool is_bound = one.does == Does::RECOMPUTE || last.does == Does::RECOMPUTE;
-      if (is_bound) note_begin(one.does == Does::RECOMPUTE ? one : last, begun, pending.begun);
+      const bool makes_recipe = one.does == Does::RECOMPUTE || last.does == Does::RECOMPUTE;
+      if (makes_recipe) note_begin(one.does == Does::RECOMPUTE ? one : last, begun, pending.begun);
       return;
     }
     if (!one.is_cast && !one.is_copy) return;  // these end before their call does
   }
 }
 
-void Follower::ends(const at::RecordFunction& ended, Told told) {
-  auto& pending = pending_of(told);
-  if (!pending.is_looked_at || parted) return pending.begun.clear();
+void Follower::ends(const at::RecordFunction& ended, CallKind kind) {
+  auto& pending = pending_of(kind);
+  if (!pending.is_looked_at || met_unexpected) return pending.begun.clear();
   pending.is_looked_at = false;
   if (pending.begun.draw != nullptr) pending.begun.draw->end();
   uint32_t place = 0;
@@ -103,18 +103,22 @@ void Follower::ends(const at::RecordFunction& ended, Told told) {
   Locked locked(lock);
   for_each_tensor(ended.outputs(), [&](const at::Tensor& output) {
     auto* impl = output.unsafeGetTensorImpl();
-    const bool is_view = told == Told::COPY && is_ordinary(impl) && storage_of(impl) == copied;
-    const bool is_told = is_ordinary(impl) && !is_view && is_in_graph(output) && is_large(impl);
-    if (is_told && !parted) parted = !advance(called, place, output, pending.begun);
-    Begun& call = pending_of(Told::CALL).begun;
-    const bool is_cast = told == Told::CAST && place == 0 && casts_argument();
-    if (is_told && is_cast && !pending.begun.inputs.empty() && !call.inputs.empty()) {
+    const bool is_view = kind == CallKind::COPY && is_ordinary(impl) && storage_of(impl) == copied;
+    const bool is_tracked = is_ordinary(impl) && !is_view && is_in_graph(output) && is_large(impl);
+    if (is_tracked && !met_unexpected) {
+      met_unexpected = !advance(called, place, output, pending.begun);
+    }
+    Begun& call = pending_of(CallKind::CALL).begun;
+    const bool is_cast = kind == CallKind::CAST && place == 0 && casts_argument();
+    if (is_tracked && is_cast && !pending.begun.inputs.empty() && !call.inputs.empty()) {
       call.casts.push_back({pending.begun.inputs.front().toTensor(), output});
     }
     ++place;
   });
-  if (told == Told::CALL && !parted) parted = !advance_byproduct(called, pending.begun);
-  if (told == Told::CALL) byproduct.reset();
+  if (kind == CallKind::CALL && !met_unexpected) {
+    met_unexpected = !advance_byproduct(called, pending.begun);
+  }
+  if (kind == CallKind::CALL) byproduct.reset();
   pending.begun.clear();
 }
 
@@ -126,9 +130,9 @@ bool Follower::advance_byproduct(const Called& called, Begun& begun) {
   if (expected.place != KEPT || !(expected.called() == called)) return true;
   ++at;
   if (!byproduct.defined()) return true;  // Python packed it
-  Seen* seen = values.look_up(event, byproduct);
-  return seen != nullptr && bind_byproduct(*script, expected, begun, byproduct, *seen, values, *owned,
-                                           least, unpacked);
+  TrackedStorage* tracked = values.look_up(event, byproduct);
+  return tracked != nullptr && make_byproduct_recipe(*script, expected, begun, byproduct, *tracked,
+                                                     values, *model_storages, min_bytes, unpacked);
 }
 
 // Returns whether the script expects an output of a call; if so, handles it and advances.
@@ -140,14 +144,15 @@ bool Follower::advance(const Called& called, uint32_t place, const at::Tensor& o
   if (!(expected.called() == called) || expected.place != place) return false;
   if (expected.does != Does::COUNT) {
     if (expected.dtype && *expected.dtype != output.scalar_type()) return false;
-    Seen* seen = values.look_up(event, output);
-    if (seen == nullptr) return false;
+    TrackedStorage* tracked = values.look_up(event, output);
+    if (tracked == nullptr) return false;
     if (expected.does == Does::RECOMPUTE &&
-        !bind(*script, expected, begun, output, *seen, values, *owned, least, unpacked)) {
+        !make_recipe(*script, expected, begun, output, *tracked, values, *model_storages, min_bytes,
+                     unpacked)) {
       return false;
     }
   }
-  if (expected.leaves && Leaving::is_large(nbytes)) {
+  if (expected.may_offload_early && OffloadQueue::is_large(nbytes)) {
     unpacked.push_back({output, event.number, nullptr});
   }
   ++at;
@@ -168,7 +173,7 @@ PyObject* launched(PyObject* self, PyObject* arguments) {
     const auto& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, at));
     begun.former.push_back(follower.values.overwritten(tensor));
   }
-  const bool is_looked_at = follower.walks && !follower.parted &&
+  const bool is_looked_at = follower.follows_script && !follower.met_unexpected &&
                             follower.script->kernels.count(kernel) > 0 &&
                             !c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (!is_looked_at) Py_RETURN_NONE;
@@ -177,11 +182,11 @@ PyObject* launched(PyObject* self, PyObject* arguments) {
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
     begun.inputs.emplace_back(THPVariable_Unpack(PyList_GET_ITEM(tensors, at)));
   }
-  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made) && !follower.parted; ++at) {
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(made) && !follower.met_unexpected; ++at) {
     const auto& output = THPVariable_Unpack(PyList_GET_ITEM(made, at));
     const auto* impl = output.unsafeGetTensorImpl();
     if (!follower.is_large(impl)) continue;
-    follower.parted = !follower.advance(called, static_cast<uint32_t>(at), output, begun);
+    follower.met_unexpected = !follower.advance(called, static_cast<uint32_t>(at), output, begun);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -217,7 +222,7 @@ PyObject* unwatch(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* go_on(PyObject* self, PyObject* argument) {
+PyObject* continue_at(PyObject* self, PyObject* argument) {
   auto& follower = follower_of(self);
   const long position = PyLong_AsLong(argument);
   if (position == -1 && PyErr_Occurred()) return nullptr;
@@ -230,21 +235,22 @@ PyObject* go_on(PyObject* self, PyObject* argument) {
   Py_RETURN_NONE;
 }
 
-PyObject* leave(PyObject* self, PyObject*) {
-  follower_of(self).walks = false;
+PyObject* leave_script(PyObject* self, PyObject*) {
+  follower_of(self).follows_script = false;
   Py_RETURN_NONE;
 }
 
-// together(a tensor on the device of those that may wait, the most bytes that may wait, whether
-// they are sent in place)
-PyObject* together(PyObject* self, PyObject* arguments) {
+// batch_offloads(a tensor on the device of those that may wait, the most bytes that may wait,
+// whether they are sent in place)
+PyObject* batch_offloads(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* example;
-  long long most = 0;
+  long long max_bytes = 0;
   int in_place = 0;
-  expect(PyArg_ParseTuple(arguments, "OLp", &example, &most, &in_place));
+  expect(PyArg_ParseTuple(arguments, "OLp", &example, &max_bytes, &in_place));
   auto& follower = follower_of(self);
-  follower.leaving.begin(THPVariable_Unpack(example).device(), follower.least, most, in_place);
+  const auto device = THPVariable_Unpack(example).device();
+  follower.queue.begin(device, follower.min_bytes, max_bytes, in_place);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -252,9 +258,9 @@ PyObject* together(PyObject* self, PyObject* arguments) {
 PyObject* forget(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
-  follower.leaving.clear();
+  follower.queue.clear();
   auto unpacked = std::exchange(follower.unpacked, {});
-  auto left = std::exchange(follower.left, {});
+  auto offloaded = std::exchange(follower.offloaded_when_made, {});
   follower.by_python.clear();
   Locked locked(follower.lock);
   follower.values.clear();
@@ -266,9 +272,10 @@ PyObject* end(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   pack_inputs(follower);
-  send_kept(follower);
+  offload_waiting(follower);
   expected(forget(self, nullptr));
-  return PyLong_FromLong(follower.parted || !follower.walks ? -1 : follower.next().position);
+  const bool has_left = follower.met_unexpected || !follower.follows_script;
+  return PyLong_FromLong(has_left ? -1 : follower.next().position);
   END_HANDLE_TH_ERRORS
 }
 
@@ -281,11 +288,14 @@ PyObject* get_sizes(PyObject* self, void*) {
     Ref one = expected(Py_BuildValue("iL", number, static_cast<long long>(nbytes)));
     expect(PyList_Append(larger.get(), one.get()) == 0);
   }
-  return Py_BuildValue("LO", static_cast<long long>(follower.handed_over), larger.get());
+  const auto saved_bytes = static_cast<long long>(follower.saved_bytes_with_repeats);
+  return Py_BuildValue("LO", saved_bytes, larger.get());
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* get_walks(PyObject* self, void*) { return PyBool_FromLong(follower_of(self).walks); }
+PyObject* get_follows_script(PyObject* self, void*) {
+  return PyBool_FromLong(follower_of(self).follows_script);
+}
 
 // Returns the object whose method packs what is handed over: the hooks of the step.
 PyObject* get_owner(PyObject* self, void*) {
@@ -297,28 +307,30 @@ PyObject* get_owner(PyObject* self, void*) {
 }
 
 PyMethodDef METHODS[] = {
-    {"pack", pack, METH_O, "Return what autograd is to hold instead of a tensor."},
+    {"pack", pack, METH_O, "Return the handle that autograd holds instead of a tensor."},
     {"unpack", unpack, METH_O, "Return the tensor that was packed."},
-    {"recompute", recompute_tried, METH_O,
-     "Return what the recipe of a Recomputed makes; None where it has none."},
-    {"watch", watch, METH_NOARGS, "Look at what this thread calls from now on."},
-    {"unwatch", unwatch, METH_NOARGS, "Look at nothing any more that it calls."},
-    {"launched", launched, METH_VARARGS, "Note what a launch of a kernel has made."},
+    {"recompute", recompute_for_trial, METH_O,
+     "Return the output of a Recomputed's recipe; None if it has no recipe."},
+    {"watch", watch, METH_NOARGS, "Start following this thread's calls."},
+    {"unwatch", unwatch, METH_NOARGS, "Stop following this thread's calls."},
+    {"launched", launched, METH_VARARGS, "Note the outputs of a kernel launch."},
     {"overwritten", overwritten, METH_O, "Note that a launch has written to a tensor's memory."},
-    {"go_on", go_on, METH_O, "Go on from a position among all events of the signature."},
-    {"together", together, METH_VARARGS,
-     "Have results on the device of an example leave together, up to so many bytes, in place or not."},
-    {"leave", leave, METH_NOARGS, "Have Python look at all that is saved from now on."},
+    {"continue_at", continue_at, METH_O,
+     "Continue the script at a position among all events of the signature."},
+    {"batch_offloads", batch_offloads, METH_VARARGS,
+     "Offload results on an example's device in batches of so many bytes, in place or by copies."},
+    {"leave_script", leave_script, METH_NOARGS, "Let Python pack all tensors saved from now on."},
     {"end", end, METH_NOARGS,
-     "Return how many events there were, -1 if others; nothing is called or saved any more."},
-    {"forget", forget, METH_NOARGS, "Let go of what is only needed for what is saved next."},
+     "End the step; return the position after its last event, or -1 if it has left the script."},
+    {"forget", forget, METH_NOARGS, "Release what is only needed for further saves."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef GETTERS[] = {
-    {"owner", get_owner, nullptr, "What looks at what is handed over.", nullptr},
-    {"sizes", get_sizes, nullptr, "What was seen of the sizes of what is saved.", nullptr},
-    {"walks", get_walks, nullptr, "Whether the step is still along its script.", nullptr},
+    {"owner", get_owner, nullptr, "The hooks of the step, which pack in Python.", nullptr},
+    {"sizes", get_sizes, nullptr, "The bytes of saved tensors, and the values that are larger than planned.", nullptr},
+    {"follows_script", get_follows_script, nullptr, "Whether the step still follows its script.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

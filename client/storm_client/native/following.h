@@ -17,24 +17,24 @@ extern PyObject* is_capturing;  // of torch._C; None without CUDA
 
 // The step's Python functions that this module calls, with arguments and, after a colon, results.
 enum Hook {
-  PACK,            // a tensor, the position of the next event: its handle
-  PACK_EXPECTED,   // a tensor, the position of the event that expects it: its handle
-  PACK_TRIED,      // the same, and a Recomputed to be compared with the tensor: its handle
-  UNPACK,          // a handle that those returned: the tensor
-  LEAVE,           // a list of waiting Kept: nothing; each is offloaded or stays kept
-  LEAVE_UNSHARED,  // a list of Unit: a list of uses for LOAD, or None if all stay kept
-  LOAD,            // a use that one of the LEAVE hooks made: the storage
-  PACK_INPUT,      // a recipe's input, its value's number: a handle for BRING
-  BRING,           // such a handle: the tensor
-  MADE,            // a value's number, a large tensor just made: whether Python packs it
-  LEAVE_MADE,      // the same, for one that may be offloaded at once: a use for LOAD, or None
-  ASKED,           // called once, when the backward pass first unpacks a tensor
+  PACK,              // a tensor, the position of the next event: its handle
+  PACK_EXPECTED,     // a tensor, the position of the event that expects it: its handle
+  PACK_TRIAL,        // the same, and a Recomputed to be compared with the tensor: its handle
+  UNPACK,            // a handle that those returned: the tensor
+  OFFLOAD,           // a list of waiting Kept: nothing; each is offloaded or stays kept
+  OFFLOAD_UNSHARED,  // a list of Unit: a list of uses for LOAD, or None if all stay kept
+  LOAD,              // a use that one of the OFFLOAD hooks made: the storage
+  PACK_INPUT,        // a recipe's input, its value's number: a handle for RESTORE_INPUT
+  RESTORE_INPUT,     // such a handle: the tensor
+  MADE,              // a value's number, a large tensor just made: whether Python packs it
+  OFFLOAD_WHEN_MADE,  // the same, for one that may be offloaded at once: a use for LOAD, or None
+  FIRST_UNPACK,      // called once, when the backward pass first unpacks a tensor
   HOOKS,
 };
 
 // A large result that was offloaded as soon as it was made, though others may hold it. Tensors that
 // are saved of it share these bytes as long as the result has not changed.
-struct Left {
+struct OffloadedWhenMade {
   WeakStorage storage;  // keeps its address from being reused
   WeakTensor base;
   uint32_t version;
@@ -54,47 +54,47 @@ struct Follower : public Watcher {
   PyObject* self = nullptr;  // the object that contains this
   PyObject* script_object = nullptr;
   PyObject* tallies_object = nullptr;
-  PyObject* owned_object = nullptr;
+  PyObject* model_storages_object = nullptr;
   PyObject* hooks[HOOKS] = {};
 
   const Script* script = nullptr;
   Tallies* tallies = nullptr;
-  const Owned* owned = nullptr;
-  int64_t least = 0;   // bytes: smaller tensors are kept
-  uint32_t at = 0;     // index of the next event in the script
-  bool walks = true;   // whether the step still follows the script
-  bool parted = false;  // a call was not the expected one; Python does not know yet
-  int64_t handed_over = 0;  // bytes of saved tensors, except those packed by PACK
+  const ModelStorages* model_storages = nullptr;
+  int64_t min_bytes = 0;        // smaller tensors are kept
+  uint32_t at = 0;              // index of the next event in the script
+  bool follows_script = true;   // until it has left the script
+  bool met_unexpected = false;  // a call was not the expected one; Python does not know yet
+  int64_t saved_bytes_with_repeats = 0;  // bytes of saved tensors, except those packed by PACK
   std::vector<std::pair<int, int64_t>> larger;  // values with more bytes than the plan knows
   uint32_t small_row = 0;
   uint32_t parameter_row = 0;
 
-  Pending pending[3];  // the calls that began last, by `Told`
+  Pending pending[3];  // the calls that began last, by `CallKind`
   const c10::StorageImpl* copied = nullptr;  // the storage that is copied, if there is one
   at::Tensor byproduct;  // of the call, once it is saved
   std::vector<Unpacked> unpacked;
-  Leaving leaving;
-  std::unordered_map<const c10::StorageImpl*, Left> left;
+  OffloadQueue queue;
+  std::unordered_map<const c10::StorageImpl*, OffloadedWhenMade> offloaded_when_made;
   std::unordered_set<const c10::StorageImpl*> by_python;  // large results that Python packs
   std::recursive_mutex lock;  // protects `values`, and all results of the step
   Values values;
 
   const Event& next() const { return script->events[at]; }
-  Pending& pending_of(Told told) { return pending[static_cast<int>(told)]; }
+  Pending& pending_of(CallKind kind) { return pending[static_cast<int>(kind)]; }
   bool wants_copies(const char* name) const override {
     return !script->copying.empty() && script->copying.count(name) > 0;
   }
-  void begins(const at::RecordFunction& call, Told told) override;
-  void ends(const at::RecordFunction& call, Told told) override;
-  void forgets() override {
-    pending_of(Told::CALL).is_looked_at = false;
-    pending_of(Told::CALL).begun.clear();
+  void begins(const at::RecordFunction& call, CallKind kind) override;
+  void ends(const at::RecordFunction& call, CallKind kind) override;
+  void reports_inner_calls() override {
+    pending_of(CallKind::CALL).is_looked_at = false;
+    pending_of(CallKind::CALL).begun.clear();
   }
   bool advance_byproduct(const Called& called, Begun& begun);
   bool advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun);
   // Returns whether an output is large enough for scripts.
   bool is_large(const at::TensorImpl* impl) const {
-    return static_cast<int64_t>(storage_of(impl)->nbytes()) >= least;
+    return static_cast<int64_t>(storage_of(impl)->nbytes()) >= min_bytes;
   }
 };
 
@@ -109,14 +109,14 @@ inline Follower& follower_of(PyObject* self) {
 
 // Offloads the waiting tensors through Python, or those that are due now. Tensors that are not
 // offloaded because of an error stay kept.
-void send_kept(Follower& follower, Which which = Which::ALL);
+void offload_waiting(Follower& follower, Which which = Which::ALL);
 
 // Packs the inputs of recipes like saved tensors, and handles large tensors that were just made.
 void pack_inputs(Follower& follower);
 
 // Methods of the Python type.
 PyObject* pack(PyObject* self, PyObject* object);
-PyObject* recompute_tried(PyObject* self, PyObject* packed);
+PyObject* recompute_for_trial(PyObject* self, PyObject* packed);
 PyObject* unpack(PyObject* self, PyObject* packed);
 
 }  // namespace follower

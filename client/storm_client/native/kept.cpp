@@ -13,13 +13,13 @@ struct Kept {
   at::Tensor token;  // holds the memory; undefined once that was moved or offloaded
   SavedVersion version;
   bool is_alias;  // a leaf is its own token, and is returned with any data it was given since
-  PyObject* moved = nullptr;  // what the step unpacks instead, once there is no token
+  PyObject* python_handle = nullptr;  // what Python unpacks instead, once there is no token
   std::optional<WeakTensor> base;  // if to be offloaded: the tensor whose version counter it has
   int position = -1;  // of its event in the script, if it is to be offloaded
-  std::optional<View> form;  // its layout, if it was offloaded
+  std::optional<View> layout;  // if it was offloaded
   std::shared_ptr<Bundle> bundle;  // in which it was offloaded, at `place`, if not alone
   size_t place = 0;
-  uint32_t had = 0;  // see Bundle
+  uint32_t last_round = 0;  // see Bundle
 };
 
 struct KeptObject {
@@ -55,8 +55,8 @@ Kept& kept_of(PyObject* self) { return reinterpret_cast<KeptObject*>(self)->kept
 void dealloc(PyObject* self) {
   unlink(reinterpret_cast<KeptObject*>(self));
   auto& kept = kept_of(self);
-  if (kept.bundle != nullptr) kept.bundle->drop(kept.place, kept.had);
-  Py_CLEAR(kept.moved);
+  if (kept.bundle != nullptr) kept.bundle->drop(kept.place, kept.last_round);
+  Py_CLEAR(kept.python_handle);
   kept.~Kept();
   Py_TYPE(self)->tp_free(self);
 }
@@ -65,11 +65,11 @@ void dealloc(PyObject* self) {
 at::Tensor restored(Kept& kept, Load load) {
   at::Tensor tensor;
   if (kept.bundle != nullptr) {
-    tensor = kept.form->over(kept.bundle->take(kept.place, kept.had, load));
+    tensor = kept.layout->over(kept.bundle->take(kept.place, kept.last_round, load));
   } else {
-    Ref moved = Ref::borrowed(kept.moved);
-    Ref storage = load(moved.get());
-    tensor = kept.form->over(THPStorage_Unpack(storage.get()));
+    Ref use = Ref::borrowed(kept.python_handle);
+    Ref storage = load(use.get());
+    tensor = kept.layout->over(THPStorage_Unpack(storage.get()));
   }
   tensor.unsafeGetTensorImpl()->set_version_counter(kept.version.counter());
   return tensor;
@@ -85,12 +85,12 @@ PyObject* get_token(PyObject* self, void*) {
 
 PyObject* get_is_alias(PyObject* self, void*) { return PyBool_FromLong(kept_of(self).is_alias); }
 
-// Releases the memory: from now on the tensor is unpacked from `moved`.
-PyObject* move(PyObject* self, PyObject* moved) {
+// Releases the memory: from now on the tensor is unpacked from `handle`.
+PyObject* move(PyObject* self, PyObject* handle) {
   auto& kept = kept_of(self);
   at::Tensor token = std::move(kept.token);  // released at the end: Python may run then
   kept.token = at::Tensor();
-  Py_XSETREF(kept.moved, Py_NewRef(moved));
+  Py_XSETREF(kept.python_handle, Py_NewRef(handle));
   Py_RETURN_NONE;
 }
 
@@ -110,24 +110,24 @@ PyObject* describe(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Releases the memory: the step restores the bytes of `moved`, and makes the tensor of them.
-PyObject* leave(PyObject* self, PyObject* moved) {
+// Releases the memory: the step restores the bytes of `use`, and makes the tensor of them.
+PyObject* release(PyObject* self, PyObject* use) {
   HANDLE_TH_ERRORS
   auto& kept = kept_of(self);
-  if (kept.token.defined()) kept.form.emplace(kept.token);
-  return move(self, moved);
+  if (kept.token.defined()) kept.layout.emplace(kept.token);
+  return move(self, use);
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef METHODS[] = {
-    {"describe", describe, METH_NOARGS, "Return what one is that is to leave; None if moved."},
-    {"leave", leave, METH_O, "Let the tensor go; its step gets the bytes, and makes it of them."},
-    {"move", move, METH_O, "Let the tensor go, of which something else has the bytes."},
+    {"describe", describe, METH_NOARGS, "Describe a tensor to offload; None if moved."},
+    {"release", release, METH_O, "Release the memory; the step restores the bytes from a use."},
+    {"move", move, METH_O, "Release the memory; a Python handle has the bytes."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef GETTERS[] = {
-    {"token", get_token, nullptr, "The tensor that is kept, or an alias of it; None once moved.",
+    {"token", get_token, nullptr, "The kept tensor, or an alias of it; None once moved.",
      nullptr},
     {"is_alias", get_is_alias, nullptr, "Whether the token is an alias, which may be moved.",
      nullptr},
@@ -140,7 +140,7 @@ PyTypeObject kept_type() {
   type.tp_basicsize = sizeof(KeptObject);
   type.tp_dealloc = dealloc;
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  type.tp_doc = "What autograd holds for a tensor that is kept on the device.";
+  type.tp_doc = "The handle that autograd holds for a tensor kept on the device.";
   type.tp_methods = METHODS;
   type.tp_getset = GETTERS;
   return type;
@@ -162,10 +162,10 @@ PyObject* keep(const at::Tensor& tensor) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-PyObject* moved_of(PyObject* self) {
+PyObject* python_handle_of(PyObject* self) {
   const auto& kept = kept::kept_of(self);
-  if (kept.moved != nullptr) kept.version.check();
-  return kept.moved;
+  if (kept.python_handle != nullptr) kept.version.check();
+  return kept.python_handle;
 }
 
 PyObject* keep_for_now(const at::Tensor& tensor, int position) {
@@ -179,19 +179,19 @@ const at::Tensor& token_of(PyObject* self) { return kept::kept_of(self).token; }
 
 int position_of(PyObject* self) { return kept::kept_of(self).position; }
 
-void leave_in(PyObject* self, std::shared_ptr<Bundle> bundle, size_t place) {
+void release_into(PyObject* self, std::shared_ptr<Bundle> bundle, size_t place) {
   auto& kept = kept::kept_of(self);
   if (!kept.token.defined()) return;  // it was moved meanwhile
-  kept.form.emplace(kept.token);
-  bundle->join(place, kept.had);
+  kept.layout.emplace(kept.token);
+  bundle->join(place, kept.last_round);
   kept.place = place;
   kept.bundle = std::move(bundle);
   kept.token.reset();
 }
 
-bool has_left(PyObject* self) { return kept::kept_of(self).form.has_value(); }
+bool is_offloaded(PyObject* self) { return kept::kept_of(self).layout.has_value(); }
 
-at::Tensor unpack_left(PyObject* self, Load load) {
+at::Tensor unpack_offloaded(PyObject* self, Load load) {
   auto& kept = kept::kept_of(self);
   kept.version.check();
   at::Tensor replaced = kept.version.replaced();
@@ -201,7 +201,7 @@ at::Tensor unpack_left(PyObject* self, Load load) {
 at::Tensor unpack_input(PyObject* self, Load load) {
   auto& kept = kept::kept_of(self);
   kept.version.check();
-  return kept.form ? kept::restored(kept, load) : kept.token;
+  return kept.layout ? kept::restored(kept, load) : kept.token;
 }
 
 PyObject* all_kept() {

@@ -12,7 +12,7 @@ PyObject* keep(const at::Tensor& tensor);
 
 // Returns what the step unpacks for a tensor that was moved; null if it was not. The reference is
 // borrowed. Raises RuntimeError if a moved tensor was modified in place since it was saved.
-PyObject* moved_of(PyObject* kept);
+PyObject* python_handle_of(PyObject* kept);
 
 // Keeps a result until it is offloaded with others; `position` is that of its event.
 PyObject* keep_for_now(const at::Tensor& tensor, int position);
@@ -24,14 +24,14 @@ const at::Tensor& token_of(PyObject* kept);
 int position_of(PyObject* kept);
 
 // Releases the memory, which is now at a place in a bundle, unless it was moved meanwhile.
-void leave_in(PyObject* kept, std::shared_ptr<Bundle> bundle, size_t place);
+void release_into(PyObject* kept, std::shared_ptr<Bundle> bundle, size_t place);
 
-// Returns whether `leave` or `leave_in` released the memory: alone, or in a bundle.
-bool has_left(PyObject* kept);
+// Returns whether `release` or `release_into` released the memory: alone, or in a bundle.
+bool is_offloaded(PyObject* kept);
 
 // Returns the offloaded tensor, or the tensor itself if it was given other data since. `load`
 // returns the storage of a Python `Use`. Raises RuntimeError if it was modified in place since.
-at::Tensor unpack_left(PyObject* kept, Load load);
+at::Tensor unpack_offloaded(PyObject* kept, Load load);
 
 // Returns a tensor from `keep_for_now` as it was then, kept or restored; undefined if it was moved.
 // Raises RuntimeError if it was modified in place since.

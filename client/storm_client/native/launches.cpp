@@ -210,9 +210,9 @@ void call(PyObject* sink, const char* method, const Ref& arguments) {
   expected(PyObject_Call(bound.get(), arguments.get(), nullptr));
 }
 
-// tell(a Kernel of eager/launches.py, its arguments by name, the grid): reports a launch to the
+// report(a Kernel of eager/launches.py, its arguments by name, the grid): reports a launch to the
 // sink, as an operation, or else the tensors that it has overwritten.
-PyObject* tell(PyObject* self, PyObject* arguments) {
+PyObject* report(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *kernel, *bound, *grid;
   expect(PyArg_ParseTuple(arguments, "OOO", &kernel, &bound, &grid));
@@ -267,7 +267,7 @@ PyObject* tell(PyObject* self, PyObject* arguments) {
 PyMethodDef METHODS[] = {
     {"watch", watch, METH_NOARGS, "Have the listener be this thread's; look at its allocations."},
     {"unwatch", unwatch, METH_NOARGS, "Do so no more, and forget what was new."},
-    {"tell", tell, METH_VARARGS, "Tell of a launch: of a kernel, by its arguments and its grid."},
+    {"report", report, METH_VARARGS, "Report a launch: a kernel, its arguments and its grid."},
     {nullptr, nullptr, 0, nullptr},
 };
 

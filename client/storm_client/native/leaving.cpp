@@ -58,17 +58,19 @@ Unit described(Group group) {
 
 }  // namespace
 
-void Leaving::begin(c10::Device device, int64_t least, int64_t most, bool in_place) {
+void OffloadQueue::begin(c10::Device device, int64_t min_bytes, int64_t max_bytes, bool in_place) {
   device_ = device;
-  least_ = least;
-  most_ = most;
-  most_copied_ = in_place ? std::min(most, MAX_COPIED) : most / static_cast<int64_t>(MOST);
+  min_bytes_ = min_bytes;
+  max_bytes_ = max_bytes;
+  const int64_t share = max_bytes / static_cast<int64_t>(MAX_WAITING);
+  max_copied_ = in_place ? std::min(max_bytes, MAX_COPIED) : share;
 }
 
-bool Leaving::can_wait(const at::Tensor& tensor) const {
+bool OffloadQueue::can_wait(const at::Tensor& tensor) const {
   const auto device = tensor.device();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (device_ != device || nbytes < least_ || (nbytes > most_ && !is_large(nbytes))) return false;
+  if (device_ != device || nbytes < min_bytes_) return false;
+  if (nbytes > max_bytes_ && !is_large(nbytes)) return false;
   // The token has to be an alias, and its base a result, whose changes are counted.
   if (!tensor.grad_fn() || !is_result(tensor) || c10::isQIntType(tensor.scalar_type())) {
     return false;
@@ -78,27 +80,27 @@ bool Leaving::can_wait(const at::Tensor& tensor) const {
   return guard.getStream(device) == guard.getDefaultStream(device);
 }
 
-bool Leaving::has(const c10::StorageImpl* storage) const {
+bool OffloadQueue::has(const c10::StorageImpl* storage) const {
   return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& one) {
     const at::Tensor& token = token_of(one.kept.get());
     return token.defined() && storage_of(token.unsafeGetTensorImpl()) == storage;
   });
 }
 
-bool Leaving::is_full(int64_t more) const {
-  return !is_large(more) && (small_ >= MOST || nbytes_ + more > most_);
+bool OffloadQueue::is_full(int64_t more) const {
+  return !is_large(more) && (small_ >= MAX_WAITING || nbytes_ + more > max_bytes_);
 }
 
-bool Leaving::has_unshared_large() const {
+bool OffloadQueue::has_unshared_large() const {
   if (small_ == waiting_.size()) return false;
   return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& one) {
     return one.is_large() && is_unshared(one, waiting_);
   });
 }
 
-void Leaving::add(PyObject* kept, int64_t nbytes) { wait({Ref::borrowed(kept), nbytes}); }
+void OffloadQueue::add(PyObject* kept, int64_t nbytes) { wait({Ref::borrowed(kept), nbytes}); }
 
-void Leaving::wait(Waiting&& one) {
+void OffloadQueue::wait(Waiting&& one) {
   if (!one.is_large()) {
     ++small_;
     nbytes_ += one.nbytes;
@@ -106,13 +108,13 @@ void Leaving::wait(Waiting&& one) {
   waiting_.push_back(std::move(one));
 }
 
-std::vector<Leaving::Waiting> Leaving::take() {
+std::vector<OffloadQueue::Waiting> OffloadQueue::take() {
   small_ = 0;
   nbytes_ = 0;
   return std::exchange(waiting_, {});
 }
 
-Group Leaving::take(const c10::StorageImpl* storage) {
+Group OffloadQueue::take(const c10::StorageImpl* storage) {
   Group taken;
   for (Waiting& one : take()) {
     const at::Tensor& token = token_of(one.kept.get());
@@ -128,7 +130,7 @@ Group Leaving::take(const c10::StorageImpl* storage) {
 
 // Returns whether only waiting tensors hold a storage, so that nobody else can write to it or find
 // it: see `is_unshared` of saved/snapshots.py.
-bool Leaving::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {
+bool OffloadQueue::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {
   const at::Tensor& token = token_of(one.kept.get());
   if (!token.defined()) return false;
   const c10::Storage& storage = token.storage();
@@ -145,7 +147,7 @@ bool Leaving::is_unshared(const Waiting& one, const std::vector<Waiting>& all) {
   return storage.use_count() == ours;
 }
 
-Due Leaving::due(Which which, bool capture) {
+Due OffloadQueue::due(Which which, bool capture) {
   const bool all = which == Which::ALL;
   auto waiting = take();
   std::erase_if(waiting, [](const Waiting& one) { return Py_REFCNT(one.kept.get()) == 1; });
@@ -174,11 +176,11 @@ Due Leaving::due(Which which, bool capture) {
     }
     const at::Tensor& token = token_of(one.kept.get());
     const auto* apart =
-        one.nbytes > most_copied_ ? storage_of(token.unsafeGetTensorImpl()) : nullptr;
+        one.nbytes > max_copied_ ? storage_of(token.unsafeGetTensorImpl()) : nullptr;
     groups[{token.scalar_type(), apart}].push_back(std::move(one));
   }
   for (auto& [key, group] : groups) {
-    const bool is_late = all || group.front().is_late || group.front().nbytes > most_copied_;
+    const bool is_late = all || group.front().is_late || group.front().nbytes > max_copied_;
     if (group.size() == 1 && !is_late) {
       put_off(std::move(group.front()));
       continue;
@@ -189,7 +191,7 @@ Due Leaving::due(Which which, bool capture) {
   return due;
 }
 
-void leave_unshared(std::vector<Group> groups, Group& others, Send send) {
+void offload_unshared(std::vector<Group> groups, Group& others, Send send) {
   std::vector<Unit> units;
   for (Group& group : groups) units.push_back(described(std::move(group)));
   Ref list = expected(PyList_New(0));
@@ -213,9 +215,9 @@ void leave_unshared(std::vector<Group> groups, Group& others, Send send) {
     Unit& unit = units[at];
     PyObject* use = PyList_GetItem(uses.get(), static_cast<Py_ssize_t>(at));
     expect(use != nullptr);
-    unit.bundle->leave(use);
+    unit.bundle->release(use);
     for (size_t one = 0; one < unit.group.size(); ++one) {
-      leave_in(unit.group[one].get(), unit.bundle, unit.places[one]);
+      release_into(unit.group[one].get(), unit.bundle, unit.places[one]);
     }
   }
 }

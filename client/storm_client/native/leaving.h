@@ -19,15 +19,15 @@ struct Due {
 // Which of the waiting tensors to offload.
 enum class Which : uint8_t { ALL, BATCH, LARGE };
 
-class Leaving {
+class OffloadQueue {
  public:
-  // Lets results on a device wait from now on: those of at least `least` bytes, up to `most` bytes
-  // in all. They are sent `in_place`, or copied by the training thread.
-  void begin(c10::Device device, int64_t least, int64_t most, bool in_place);
+  // Lets results on a device wait from now on: those of at least `min_bytes`, up to `max_bytes` in
+  // all. They are sent `in_place`, or copied by the training thread.
+  void begin(c10::Device device, int64_t min_bytes, int64_t max_bytes, bool in_place);
 
   // Returns whether a storage of so many bytes should be sent as soon as it is made; see
   // LARGE_BYTES of eager/early_reads.py.
-  static bool is_large(int64_t nbytes) { return nbytes >= LARGE; }
+  static bool is_large(int64_t nbytes) { return nbytes >= LARGE_BYTES; }
 
   // Returns whether a tensor may wait: Python later finds the same state as it would now. A large
   // one waits until nobody else holds it, and not for other tensors.
@@ -62,8 +62,8 @@ class Leaving {
   void clear() { take(); }
 
  private:
-  static constexpr size_t MOST = 16;
-  static constexpr int64_t LARGE = 16 << 20;
+  static constexpr size_t MAX_WAITING = 16;
+  static constexpr int64_t LARGE_BYTES = 16 << 20;
   // Of each tensor that is copied: copying more takes longer than the thread's work for one tensor.
   static constexpr int64_t MAX_COPIED = 4 << 20;
 
@@ -72,7 +72,7 @@ class Leaving {
     int64_t nbytes;  // of the storage, when it was saved
     bool is_late = false;
 
-    bool is_large() const { return Leaving::is_large(nbytes); }
+    bool is_large() const { return OffloadQueue::is_large(nbytes); }
   };
 
   void wait(Waiting&& one);
@@ -82,9 +82,9 @@ class Leaving {
   std::vector<Waiting> waiting_;
   size_t small_ = 0;    // how many of them are not large
   int64_t nbytes_ = 0;  // of those
-  int64_t least_ = 0;
-  int64_t most_ = 0;
-  int64_t most_copied_ = 0;  // of each copied tensor
+  int64_t min_bytes_ = 0;
+  int64_t max_bytes_ = 0;
+  int64_t max_copied_ = 0;  // of each copied tensor
   std::optional<c10::Device> device_;
 };
 
@@ -96,6 +96,6 @@ using Send = c10::function_ref<Ref(PyObject*)>;
 // Sends tensors that nobody else holds. A group with a single storage is sent in place; other
 // groups are copied into one storage each. Tensors that are not offloaded stay kept. If there is no
 // memory for copies, they are added to `others`.
-void leave_unshared(std::vector<Group> groups, Group& others, Send send);
+void offload_unshared(std::vector<Group> groups, Group& others, Send send);
 
 }  // namespace storm

@@ -48,33 +48,33 @@ PyObject* listener(PyObject*, PyObject*) { return launch_listener(); }
 
 PyObject* count_watchers(PyObject*, PyObject*) { return PyLong_FromSize_t(watchers()); }
 
-PyObject* told(PyObject*, PyObject*) {
+PyObject* read_settings(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  return told_settings();
+  return native_settings();
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef METHODS[] = {
-    {"watchers", count_watchers, METH_NOARGS, "Return how many look at what this thread calls."},
+    {"watchers", count_watchers, METH_NOARGS, "Return the number of watchers of this thread's calls."},
     {"launch_listener", listener, METH_NOARGS,
-     "Return who is told of this thread's launches; None for nobody."},
-    {"kept", kept, METH_NOARGS, "Return all that is kept, in the order in which it was saved."},
+     "Return the listener of this thread's launches; None if there is none."},
+    {"kept", kept, METH_NOARGS, "Return all Kept handles, in the order in which they were made."},
     {"watch_allocations", watch, METH_VARARGS,
      "Have failed allocations of a device type tried again where a function of their size and the "
      "number of attempts returns True; what it returns else, if text, is added to the error."},
     {"note_draw", note_draw, METH_O,
-     "Return what notes the random numbers that are drawn next on the device of a tensor; None where "
-     "that cannot be done."},
-    {"told_settings", told, METH_NOARGS,
-     "Return what is told of settings without Python, by names of torch._C's functions."},
+     "Record the random numbers drawn next on a tensor's device, as a Draw; None if that cannot be "
+     "done."},
+    {"native_settings", read_settings, METH_NOARGS,
+     "Return the settings that are read without Python, by names of torch._C's functions."},
     {"configure", configure, METH_VARARGS,
-     "Set what is asked of Python; see _follow.pyi."},
+     "Set the Python objects that the module uses; see configuring.py."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef MODULE = {PyModuleDef_HEAD_INIT,
                       "_follow",
-                      "Follows steps whose plan is made.",
+                      "Follows steps that have a plan.",
                       -1,
                       METHODS,
                       nullptr,
@@ -93,8 +93,8 @@ PyMODINIT_FUNC PyInit__follow() {
   using namespace storm;
   Ref made = Ref::stolen(PyModule_Create(&module::MODULE));
   if (!made) return nullptr;
-  for (PyTypeObject* type : {&KeptType, &RecomputedType, &TalliesType, &OwnedType, &ScriptType,
-                             &CallLogType, &FollowerType, &DrawType, &LaunchesType}) {
+  for (PyTypeObject* type : {&KeptType, &RecomputedType, &TalliesType, &ModelStoragesType,
+                             &ScriptType, &CallLogType, &FollowerType, &DrawType, &LaunchesType}) {
     if (!module::add_type(made.get(), type)) return nullptr;
   }
   return made.release();

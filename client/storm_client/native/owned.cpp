@@ -4,61 +4,65 @@
 
 namespace storm {
 
-void Owned::add(const at::Tensor& tensor) {
+void ModelStorages::add(const at::Tensor& tensor) {
   tensors_.insert_or_assign(storage_of(tensor.unsafeGetTensorImpl()),
                             WeakTensor(tensor.getIntrusivePtr()));
 }
 
-bool Owned::has(const c10::StorageImpl* storage) const {
+bool ModelStorages::has(const c10::StorageImpl* storage) const {
   const auto found = tensors_.find(storage);
   if (found == tensors_.end()) return false;
   const auto tensor = found->second.lock();
   return tensor && tensor->has_storage() && storage_of(tensor.get()) == storage;
 }
 
-namespace owned {
+namespace model_storages {
 
-struct OwnedObject {
+struct ModelStoragesObject {
   PyObject_HEAD
-  Owned owned;
+  ModelStorages model_storages;
 };
 
-Owned& mutable_owned(PyObject* self) { return reinterpret_cast<OwnedObject*>(self)->owned; }
+ModelStorages& mutable_storages(PyObject* self) {
+  return reinterpret_cast<ModelStoragesObject*>(self)->model_storages;
+}
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* tensors = nullptr;
   expect(PyArg_ParseTuple(arguments, "O!", &PyList_Type, &tensors));
   Ref self = expected(type->tp_alloc(type, 0));
-  new (&mutable_owned(self.get())) Owned();
+  new (&mutable_storages(self.get())) ModelStorages();
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
     const auto& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, at));
-    if (is_ordinary(tensor.unsafeGetTensorImpl())) mutable_owned(self.get()).add(tensor);
+    if (is_ordinary(tensor.unsafeGetTensorImpl())) mutable_storages(self.get()).add(tensor);
   }
   return self.release();
   END_HANDLE_TH_ERRORS
 }
 
 void dealloc(PyObject* self) {
-  mutable_owned(self).~Owned();
+  mutable_storages(self).~ModelStorages();
   Py_TYPE(self)->tp_free(self);
 }
 
-PyTypeObject owned_type() {
+PyTypeObject model_storages_type() {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "storm_client.native._follow.Owned";
-  type.tp_basicsize = sizeof(OwnedObject);
+  type.tp_name = "storm_client.native._follow.ModelStorages";
+  type.tp_basicsize = sizeof(ModelStoragesObject);
   type.tp_dealloc = dealloc;
   type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "The storages of a list of tensors, none of which it keeps.";
+  type.tp_doc = "The storages of a list of tensors, which it does not keep alive.";
   type.tp_new = create;
   return type;
 }
 
-}  // namespace owned
+}  // namespace model_storages
 
-PyTypeObject OwnedType = owned::owned_type();
+PyTypeObject ModelStoragesType = model_storages::model_storages_type();
 
-const Owned& owned_of(PyObject* self) { return owned::mutable_owned(self); }
+const ModelStorages& model_storages_of(PyObject* self) {
+  return model_storages::mutable_storages(self);
+}
 
 }  // namespace storm

@@ -7,7 +7,7 @@
 
 namespace storm {
 
-class Owned {
+class ModelStorages {
  public:
   void add(const at::Tensor& tensor);
 
@@ -20,8 +20,8 @@ class Owned {
   std::unordered_map<const c10::StorageImpl*, WeakTensor> tensors_;
 };
 
-extern PyTypeObject OwnedType;
+extern PyTypeObject ModelStoragesType;
 
-const Owned& owned_of(PyObject* self);
+const ModelStorages& model_storages_of(PyObject* self);
 
 }  // namespace storm

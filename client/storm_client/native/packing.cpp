@@ -9,14 +9,14 @@
 namespace storm {
 namespace follower {
 
-Ref ask(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr,
-        PyObject* third = nullptr) {
+Ref call_hook(const Follower& follower, Hook which, PyObject* first, PyObject* second = nullptr,
+              PyObject* third = nullptr) {
   Ref hook = Ref::borrowed(follower.hooks[which]);  // the follower may drop it meanwhile
   if (!hook) {
     PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
     throw python_error();
   }
-  Unwatched untold;  // Python's own calls are no part of the step
+  PausedWatching paused;  // Python's own calls are no part of the step
   PyObject* arguments[] = {first, second, third};
   const size_t count = (first != nullptr) + (second != nullptr) + (third != nullptr);
   return expected(PyObject_Vectorcall(hook.get(), arguments, count, nullptr));
@@ -28,51 +28,52 @@ bool captures(c10::Device device) {
   return PyObject_IsTrue(found.get()) == 1;
 }
 
-void send_kept(Follower& follower, Which which) {
-  auto& leaving = follower.leaving;
-  if (leaving.is_empty()) return;
-  Due due = leaving.due(which, captures(leaving.device()));
+void offload_waiting(Follower& follower, Which which) {
+  auto& queue = follower.queue;
+  if (queue.is_empty()) return;
+  Due due = queue.due(which, captures(queue.device()));
   if (!due.unshared.empty()) {
-    leave_unshared(std::move(due.unshared), due.others,
-                   [&](PyObject* units) { return ask(follower, LEAVE_UNSHARED, units); });
+    offload_unshared(std::move(due.unshared), due.others, [&](PyObject* units) {
+      return call_hook(follower, OFFLOAD_UNSHARED, units);
+    });
   }
   if (due.others.empty()) return;
   Ref list = expected(PyList_New(0));
   for (const auto& one : due.others) expect(PyList_Append(list.get(), one.get()) == 0);
-  ask(follower, LEAVE, list.get());
+  call_hook(follower, OFFLOAD, list.get());
 }
 
 // Returns whether Python might find a tensor to be a duplicate, if the waiting ones were offloaded.
-bool waits(const Follower& follower, PyObject* tensor) {
-  if (follower.leaving.is_empty()) return false;
+bool may_duplicate_waiting(const Follower& follower, PyObject* tensor) {
+  if (follower.queue.is_empty()) return false;
   if (!THPVariable_Check(tensor)) return true;
   auto* impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
-  return !is_ordinary(impl) || follower.leaving.has(storage_of(impl));
+  return !is_ordinary(impl) || follower.queue.has(storage_of(impl));
 }
 
 bool can_wait(const Follower& follower, const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
-  return follower.leaving.can_wait(tensor) && !captures(tensor.device()) &&
-         !follower.owned->has(storage) && follower.by_python.count(storage) == 0;
+  return follower.queue.can_wait(tensor) && !captures(tensor.device()) &&
+         !follower.model_storages->has(storage) && follower.by_python.count(storage) == 0;
 }
 
-// Returns a handle that shares the bytes of a `Left`; null if there is none, or it has changed
-// since.
-Ref held_with_left(Follower& follower, const at::Tensor& tensor, uint32_t row) {
-  const auto found = follower.left.find(storage_of(tensor.unsafeGetTensorImpl()));
-  if (found == follower.left.end()) return {};
+// Returns a handle that shares the bytes of a result that was offloaded when made; null if there is
+// none, or it has changed since.
+Ref share_offloaded(Follower& follower, const at::Tensor& tensor, uint32_t row) {
+  const auto found = follower.offloaded_when_made.find(storage_of(tensor.unsafeGetTensorImpl()));
+  if (found == follower.offloaded_when_made.end()) return {};
   auto& [storage, base, version, unsaved, bundle] = found->second;
   const bool is_first = unsaved != nullptr;
   auto of = is_first ? std::move(unsaved) : bundle.lock();
   const auto* made = base_of(tensor).unsafeGetTensorImpl();
   const bool is_same = base._unsafe_get_target() == made && made->version_counter().current_version() == version;
   if (of == nullptr || !is_same || !tensor.grad_fn() || !is_result(tensor)) {
-    follower.left.erase(found);
+    follower.offloaded_when_made.erase(found);
     return {};
   }
   unsaved = nullptr;
   Ref kept = Ref::stolen(keep(tensor));
-  leave_in(kept.get(), std::move(of), 0);
+  release_into(kept.get(), std::move(of), 0);
   if (!is_first) follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
   return kept;
 }
@@ -80,9 +81,9 @@ Ref held_with_left(Follower& follower, const at::Tensor& tensor, uint32_t row) {
 // Keeps a tensor until it is offloaded with others.
 Ref wait_for_others(Follower& follower, const at::Tensor& tensor, int position) {
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
-  if (follower.leaving.is_full(nbytes)) send_kept(follower, Which::BATCH);
+  if (follower.queue.is_full(nbytes)) offload_waiting(follower, Which::BATCH);
   Ref kept = Ref::stolen(keep_for_now(tensor, position));
-  follower.leaving.add(kept.get(), nbytes);
+  follower.queue.add(kept.get(), nbytes);
   return kept;
 }
 
@@ -91,18 +92,18 @@ Ref packed_input(Follower& follower, const at::Tensor& tensor, int number) {
   const auto& script = *follower.script;
   const auto saved = script.saved.find(number);
   if (saved != script.saved.end()) {
-    Ref held = held_with_left(follower, tensor, script.events[script.next[saved->second]].row);
+    Ref held = share_offloaded(follower, tensor, script.events[script.next[saved->second]].row);
     if (held) return held;
     if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, saved->second);
   }
   Ref wrapped = expected(THPVariable_Wrap(tensor));
   Ref of = expected(PyLong_FromLong(number));
-  return ask(follower, PACK_INPUT, wrapped.get(), of.get());
+  return call_hook(follower, PACK_INPUT, wrapped.get(), of.get());
 }
 
 // Returns whether a large result may be offloaded now: if it is no view, all of its storage, and
 // may wait.
-bool may_leave(const Follower& follower, const at::Tensor& tensor) {
+bool may_offload_early(const Follower& follower, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return is_ordinary(const_cast<at::TensorImpl*>(impl)) && &base_of(tensor) == &tensor &&
          static_cast<size_t>(nbytes_of(impl)) == storage_of(impl)->nbytes() &&
@@ -114,22 +115,23 @@ void note_made(Follower& follower, const at::Tensor& tensor, int number) {
   const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
   Ref wrapped = expected(THPVariable_Wrap(tensor));
   Ref of = expected(PyLong_FromLong(number));
-  if (may_leave(follower, tensor)) {
+  if (may_offload_early(follower, tensor)) {
     auto bundle = std::make_shared<Bundle>(std::vector{tensor.storage()}, tensor.device());
     const uint32_t version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-    Ref use = ask(follower, LEAVE_MADE, of.get(), wrapped.get());
+    Ref use = call_hook(follower, OFFLOAD_WHEN_MADE, of.get(), wrapped.get());
     if (use.get() != Py_None) {
-      bundle->leave(use.get());
-      for (Ref& kept : follower.leaving.take(storage)) leave_in(kept.get(), bundle, 0);
+      bundle->release(use.get());
+      for (Ref& kept : follower.queue.take(storage)) release_into(kept.get(), bundle, 0);
       const bool is_saved = bundle.use_count() > 1;
-      follower.left.insert_or_assign(
-          storage, Left{tensor.storage().getWeakStorageImpl(), WeakTensor(tensor.getIntrusivePtr()),
-                        version, is_saved ? nullptr : bundle, bundle});
+      follower.offloaded_when_made.insert_or_assign(
+          storage, OffloadedWhenMade{tensor.storage().getWeakStorageImpl(),
+                                     WeakTensor(tensor.getIntrusivePtr()), version,
+                                     is_saved ? nullptr : bundle, bundle});
       return;
     }
   }
-  if (follower.leaving.has(storage)) send_kept(follower);
-  Ref is_packed = ask(follower, MADE, of.get(), wrapped.get());
+  if (follower.queue.has(storage)) offload_waiting(follower);
+  Ref is_packed = call_hook(follower, MADE, of.get(), wrapped.get());
   if (PyObject_IsTrue(is_packed.get()) == 1) follower.by_python.insert(storage);
 }
 
@@ -147,32 +149,35 @@ void pack_inputs(Follower& follower) {
   }
 }
 
-// Lets Python pack a tensor. Python calls `go_on` or `leave` to say how the step continues. If
-// `leaves`, it gets a negative position, so that the step leaves the script there.
-Ref hand_over(Follower& follower, PyObject* tensor, bool leaves) {
-  if (leaves || !follower.walks || waits(follower, tensor)) send_kept(follower);
+// Lets Python pack a tensor. Python calls `continue_at` or `leave_script` to say how the step
+// continues. If `leaves_script`, it gets a negative position, so that the step leaves the script
+// there.
+Ref pack_in_python(Follower& follower, PyObject* tensor, bool leaves_script) {
+  if (leaves_script || !follower.follows_script || may_duplicate_waiting(follower, tensor)) {
+    offload_waiting(follower);
+  }
   const long at = follower.next().position;
-  Ref position = expected(PyLong_FromLong(leaves ? -1 - at : at));
-  return ask(follower, PACK, tensor, position.get());
+  Ref position = expected(PyLong_FromLong(leaves_script ? -1 - at : at));
+  return call_hook(follower, PACK, tensor, position.get());
 }
 
-Ref stay(Follower& follower, const at::Tensor& tensor, uint32_t row) {
+Ref keep_counted(Follower& follower, const at::Tensor& tensor, uint32_t row) {
   Ref kept = Ref::stolen(keep(tensor));
   follower.tallies->add(row, nbytes_of(tensor.unsafeGetTensorImpl()));
   return kept;
 }
 
 // Advances past the next event, which is a saved tensor.
-void go_past(Follower& follower, int64_t nbytes) {
+void advance_past_save(Follower& follower, int64_t nbytes) {
   const Event& event = follower.next();
-  follower.handed_over += nbytes;
-  if (nbytes > event.most) follower.larger.emplace_back(event.number, nbytes);
+  follower.saved_bytes_with_repeats += nbytes;
+  if (nbytes > event.max_bytes) follower.larger.emplace_back(event.number, nbytes);
   ++follower.at;
 }
 
-Ref give_up(Follower& follower, const at::Tensor& tensor, Seen& seen) {
-  if (seen.result == nullptr) seen.result = Result::held(base_of(tensor));
-  return Ref::stolen(recomputed(seen.result, tensor));
+Ref make_recomputed_handle(Follower& follower, const at::Tensor& tensor, TrackedStorage& tracked) {
+  if (tracked.result == nullptr) tracked.result = Result::held(base_of(tensor));
+  return Ref::stolen(recomputed(tracked.result, tensor));
 }
 
 // Packs a result, or an alias of one, that the next event expects.
@@ -180,34 +185,36 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
   const Event& event = follower.next();
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   if (event.what == What::RECOMPUTE && captures(tensor.device())) {
-    return hand_over(follower, object, /*leaves=*/true);
+    return pack_in_python(follower, object, /*leaves_script=*/true);
   }
-  Ref tried;
+  Ref handle;
   if (event.matters) {
     Locked locked(follower.lock);
-    Seen* seen = follower.values.look_up(event, tensor);
-    if (seen != nullptr && event.what == What::RECOMPUTE) {
-      tried = give_up(follower, tensor, *seen);
+    TrackedStorage* tracked = follower.values.look_up(event, tensor);
+    if (tracked != nullptr && event.what == What::RECOMPUTE) {
+      handle = make_recomputed_handle(follower, tensor, *tracked);
       if (event.is_byproduct) follower.byproduct = tensor;
     }
-    if (seen == nullptr) follower.parted = true;
+    if (tracked == nullptr) follower.met_unexpected = true;
   }
-  if (follower.parted) return hand_over(follower, object, /*leaves=*/true);
-  go_past(follower, nbytes);
-  if (tried && event.proved.have(nbytes)) {
+  if (follower.met_unexpected) return pack_in_python(follower, object, /*leaves_script=*/true);
+  advance_past_save(follower, nbytes);
+  if (handle && event.proved.have(nbytes)) {
     follower.tallies->add(event.row, nbytes_of(tensor.unsafeGetTensorImpl()));
-    return tried;
+    return handle;
   }
-  if (event.what == What::KEEP && nbytes <= event.most) return stay(follower, tensor, event.row);
-  if (!tried) {
-    Ref held = held_with_left(follower, tensor, event.row);
+  if (event.what == What::KEEP && nbytes <= event.max_bytes) {
+    return keep_counted(follower, tensor, event.row);
+  }
+  if (!handle) {
+    Ref held = share_offloaded(follower, tensor, event.row);
     if (held) return held;
     if (can_wait(follower, tensor)) return wait_for_others(follower, tensor, event.position);
   }
-  if (waits(follower, object)) send_kept(follower);
+  if (may_duplicate_waiting(follower, object)) offload_waiting(follower);
   Ref position = expected(PyLong_FromLong(event.position));
-  if (tried) return ask(follower, PACK_TRIED, object, position.get(), tried.get());
-  return ask(follower, PACK_EXPECTED, object, position.get());
+  if (handle) return call_hook(follower, PACK_TRIAL, object, position.get(), handle.get());
+  return call_hook(follower, PACK_EXPECTED, object, position.get());
 }
 
 // Returns whether a tensor now has the value that the next event expects.
@@ -235,47 +242,49 @@ Ref pack_ordinary(Follower& follower, PyObject* object, const at::Tensor& tensor
   const auto* storage = storage_of(impl);
   const Event& event = follower.next();
   const int64_t nbytes = nbytes_of(impl);
-  if (nbytes == 0 || (nbytes < follower.least && !is_view(tensor))) {
-    return stay(follower, tensor, follower.small_row);
+  if (nbytes == 0 || (nbytes < follower.min_bytes && !is_view(tensor))) {
+    return keep_counted(follower, tensor, follower.small_row);
   }
   const auto stored = static_cast<int64_t>(storage->nbytes());
   const bool is_save = event.what != What::CALL && event.what != What::END;
-  const bool fits = is_save && stored >= follower.least && !follower.parted;
-  const bool is_kept = event.is_byproduct && event.what == What::RECOMPUTE;
-  if (fits && (is_kept || is_result(tensor)) && !follower.owned->has(storage)) {
+  const bool fits = is_save && stored >= follower.min_bytes && !follower.met_unexpected;
+  const bool is_recomputed_byproduct = event.is_byproduct && event.what == What::RECOMPUTE;
+  if (fits && (is_recomputed_byproduct || is_result(tensor)) &&
+      !follower.model_storages->has(storage)) {
     return pack_result(follower, object, tensor);
   }
-  if (follower.owned->has(storage) || is_of_parameter(object, tensor)) {
-    return stay(follower, tensor, follower.parameter_row);
+  if (follower.model_storages->has(storage) || is_of_parameter(object, tensor)) {
+    return keep_counted(follower, tensor, follower.parameter_row);
   }
-  if (stored < follower.least && is_no_leaf(tensor) && !c10::isQIntType(tensor.scalar_type())) {
-    return stay(follower, tensor, follower.small_row);  // a view of a small tensor
+  if (stored < follower.min_bytes && is_no_leaf(tensor) && !c10::isQIntType(tensor.scalar_type())) {
+    return keep_counted(follower, tensor, follower.small_row);  // a view of a small tensor
   }
-  if (fits && event.what == What::KEEP && !event.matters && stored <= event.most &&
+  if (fits && event.what == What::KEEP && !event.matters && stored <= event.max_bytes &&
       !tensor.requires_grad()) {
-    go_past(follower, stored);
-    return stay(follower, tensor, event.row);
+    advance_past_save(follower, stored);
+    return keep_counted(follower, tensor, event.row);
   }
   // An alias of a result that the step knows, but no result itself: Python would not recognize it.
   if (fits && event.matters && is_known(follower, tensor)) {
     return pack_result(follower, object, tensor);
   }
-  return hand_over(follower, object, follower.parted);
+  return pack_in_python(follower, object, follower.met_unexpected);
 }
 
 PyObject* pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   if (!follower.unpacked.empty()) pack_inputs(follower);
-  if (follower.leaving.has_unshared_large()) send_kept(follower, Which::LARGE);
+  if (follower.queue.has_unshared_large()) offload_waiting(follower, Which::LARGE);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  if (follower.walks && (type == THPVariableClass || type == parameter_type())) {
+  if (follower.follows_script && (type == THPVariableClass || type == parameter_type())) {
     const auto& tensor = THPVariable_Unpack(object);
     if (is_ordinary(tensor.unsafeGetTensorImpl())) {
       return pack_ordinary(follower, object, tensor).release();
     }
   }
-  return hand_over(follower, object, follower.walks && follower.parted).release();
+  const bool leaves_script = follower.follows_script && follower.met_unexpected;
+  return pack_in_python(follower, object, leaves_script).release();
   END_HANDLE_TH_ERRORS
 }
 
@@ -286,15 +295,15 @@ at::Tensor recompute(Follower& follower, PyObject* packed) {
   if (replaced.defined()) return replaced;
   const auto began = std::chrono::steady_clock::now();
   Locked locked(follower.lock);
-  Bringing bring(follower.hooks[BRING], follower.hooks[LOAD]);
-  at::Tensor tensor = unpack_recomputed(packed, bring);
+  InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);
+  at::Tensor tensor = unpack_recomputed(packed, restorer);
   const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - began;
-  follower.tallies->replay_seconds += lasted.count() - bring.seconds;
+  follower.tallies->replay_seconds += lasted.count() - restorer.seconds;
   return tensor;
 }
 
 // Returns the output of a Recomputed's recipe, for a comparison; None if it has no recipe.
-PyObject* recompute_tried(PyObject* self, PyObject* packed) {
+PyObject* recompute_for_trial(PyObject* self, PyObject* packed) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
   if (Py_TYPE(packed) != &RecomputedType) {
@@ -303,8 +312,8 @@ PyObject* recompute_tried(PyObject* self, PyObject* packed) {
   }
   c10::InferenceMode guard(false);
   Locked locked(follower.lock);
-  Bringing bring(follower.hooks[BRING], follower.hooks[LOAD]);
-  at::Tensor made = make_recomputed(packed, bring);
+  InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);
+  at::Tensor made = make_recomputed(packed, restorer);
   if (!made.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(made);
   END_HANDLE_TH_ERRORS
@@ -313,23 +322,25 @@ PyObject* recompute_tried(PyObject* self, PyObject* packed) {
 PyObject* unpack(PyObject* self, PyObject* packed) {
   HANDLE_TH_ERRORS
   auto& follower = follower_of(self);
-  if (follower.hooks[ASKED] != nullptr) {
-    Ref asked = Ref::stolen(std::exchange(follower.hooks[ASKED], nullptr));
-    expected(PyObject_CallNoArgs(asked.get()));
+  if (follower.hooks[FIRST_UNPACK] != nullptr) {
+    Ref hook = Ref::stolen(std::exchange(follower.hooks[FIRST_UNPACK], nullptr));
+    expected(PyObject_CallNoArgs(hook.get()));
   }
-  send_kept(follower);
+  offload_waiting(follower);
   const auto* type = Py_TYPE(packed);
-  if (type == &KeptType && has_left(packed)) {
+  if (type == &KeptType && is_offloaded(packed)) {
     c10::InferenceMode guard(false);
     return THPVariable_Wrap(
-        unpack_left(packed, [&](PyObject* use) { return ask(follower, LOAD, use); }));
+        unpack_offloaded(packed, [&](PyObject* use) { return call_hook(follower, LOAD, use); }));
   }
-  PyObject* moved = type == &KeptType ? moved_of(packed) : nullptr;
-  if (moved != nullptr) {
-    Ref held = Ref::borrowed(moved);
-    return ask(follower, UNPACK, held.get()).release();
+  PyObject* handle = type == &KeptType ? python_handle_of(packed) : nullptr;
+  if (handle != nullptr) {
+    Ref held = Ref::borrowed(handle);
+    return call_hook(follower, UNPACK, held.get()).release();
   }
-  if (type != &KeptType && type != &RecomputedType) return ask(follower, UNPACK, packed).release();
+  if (type != &KeptType && type != &RecomputedType) {
+    return call_hook(follower, UNPACK, packed).release();
+  }
   c10::InferenceMode guard(false);  // PyTorch sets the version of the returned tensor
   const bool is_kept = type == &KeptType;
   return THPVariable_Wrap(is_kept ? unpack_kept(packed) : recompute(follower, packed));

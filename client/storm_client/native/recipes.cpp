@@ -177,7 +177,7 @@ at::Tensor View::over(c10::Storage storage) const {
 at::Tensor copied(const at::Tensor& tensor) {
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   const auto options = at::TensorOptions().dtype(at::kByte).device(tensor.device());
-  Unwatched untold;
+  PausedWatching paused;
   at::NoGradGuard nothing_recorded;
   at::Tensor copy = at::empty({nbytes}, options);
   if (tensor.is_cpu()) {  // not by an operator, which would change this thread's count of threads
@@ -191,18 +191,18 @@ at::Tensor copied(const at::Tensor& tensor) {
   return View(tensor).over(copy.storage());
 }
 
-at::Tensor Bringing::tensor(PyObject* packed) {
+at::Tensor InputRestorer::tensor(PyObject* packed) {
   const auto began = std::chrono::steady_clock::now();
   const auto call = [](PyObject* called, PyObject* of) {
     return expected(PyObject_CallOneArg(called, of));
   };
   at::Tensor tensor;
-  PyObject* moved = packed;
+  PyObject* handle = packed;
   if (Py_TYPE(packed) == &KeptType) {
     tensor = unpack_input(packed, [&](PyObject* use) { return call(load.get(), use); });
-    moved = moved_of(packed);
+    handle = python_handle_of(packed);
   }
-  if (!tensor.defined()) tensor = THPVariable_Unpack(call(function.get(), moved).get());
+  if (!tensor.defined()) tensor = THPVariable_Unpack(call(function.get(), handle).get());
   seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   return tensor;
 }
@@ -214,7 +214,7 @@ Alias::Alias(at::Tensor held)
       version_(held_.unsafeGetTensorImpl()->version_counter().current_version()),
       nbytes_(storage_of(held_.unsafeGetTensorImpl())->nbytes()) {}
 
-at::Tensor Alias::tensor(Bringing&) {
+at::Tensor Alias::tensor(InputRestorer&) {
   const auto now = held_.unsafeGetTensorImpl()->version_counter().current_version();
   if (now != version_) {
     Ref shape = shape_of(held_);
@@ -243,30 +243,32 @@ void Packed::is_packed(PyObject* handle) {
   kept_.reset();
 }
 
-at::Tensor Packed::tensor(Bringing& bring) {
+at::Tensor Packed::tensor(InputRestorer& restorer) {
   if (is_overwritten_ != nullptr && *is_overwritten_) raise_lost("overwritten");
   if (handle_ == nullptr) {
     version_.check();
     return kept_;
   }
-  return bring.tensor(handle_);
+  return restorer.tensor(handle_);
 }
 
 Copied::Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor)
     : copy_(std::move(copy)), view_(tensor) {}
 
-at::Tensor Copied::tensor(Bringing& bring) { return view_.over(copy_->tensor(bring).storage()); }
+at::Tensor Copied::tensor(InputRestorer& restorer) {
+  return view_.over(copy_->tensor(restorer).storage());
+}
 
-Made::Made(std::shared_ptr<Result> result, const at::Tensor& tensor)
+RecipeResult::RecipeResult(std::shared_ptr<Result> result, const at::Tensor& tensor)
     : result_(std::move(result)), view_(tensor), version_(tensor) {
   result_->expect_use();
 }
 
-at::Tensor Made::tensor(Bringing& bring) {
+at::Tensor RecipeResult::tensor(InputRestorer& restorer) {
   const bool is_as_it_was = version_.is_unchanged() && !result_->is_overwritten();
-  if (is_as_it_was) return result_->viewed(view_, bring);
+  if (is_as_it_was) return result_->viewed(view_, restorer);
   if (!result_->has_recipe()) version_.check();
-  return result_->viewed_anew(view_, bring);
+  return result_->viewed_anew(view_, restorer);
 }
 
 Blank::Blank(const at::Tensor& tensor, size_t alignment) : view_(tensor), device_(tensor.device()) {
@@ -276,18 +278,20 @@ Blank::Blank(const at::Tensor& tensor, size_t alignment) : view_(tensor), device
   nbytes_ = static_cast<int64_t>(reach);
 }
 
-at::Tensor Blank::tensor(Bringing&) {
+at::Tensor Blank::tensor(InputRestorer&) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
   return view_.over(at::empty({nbytes_}, options).storage());
 }
 
-Written::Written(std::shared_ptr<Result> result, const at::Tensor& tensor)
+OverwrittenResult::OverwrittenResult(std::shared_ptr<Result> result, const at::Tensor& tensor)
     : result_(std::move(result)), view_(tensor) {
   result_->overwritten();
   result_->expect_use();
 }
 
-at::Tensor Written::tensor(Bringing& bring) { return result_->viewed_for_writing(view_, bring); }
+at::Tensor OverwrittenResult::tensor(InputRestorer& restorer) {
+  return result_->viewed_for_writing(view_, restorer);
+}
 
 // --- recipes ----------------------------------------------------------------------------------
 
@@ -352,12 +356,13 @@ Recipe::Recipe(Operation operation, c10::ArrayRef<c10::IValue> inputs,
   }
 }
 
-std::vector<c10::IValue> Recipe::filled(Bringing& bring) {
+std::vector<c10::IValue> Recipe::filled(InputRestorer& restorer) {
   std::vector<c10::IValue> stack;
   stack.reserve(inputs_.size());
   size_t next = 0;
   const auto take = [&] {
-    at::Tensor tensor = std::visit([&](auto& source) { return source.tensor(bring); }, sources_[next]);
+    at::Tensor tensor =
+        std::visit([&](auto& source) { return source.tensor(restorer); }, sources_[next]);
     if (circumstances_.records && requires_grad_[next]) tensor = tensor.detach().requires_grad_();
     ++next;
     return tensor;
@@ -390,19 +395,19 @@ bool Recipe::call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack
   return !drawing || drawing->end();
 }
 
-at::Tensor Recipe::run(size_t place, Bringing& bring) {
+at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
   look_for_overridden();
   const auto now = Settings::present(circumstances_.device, circumstances_.is_simple);
   if (!now || *now != circumstances_.settings) {
     raise_lost("settings");
   }
-  std::vector<c10::IValue> stack = filled(bring);
+  std::vector<c10::IValue> stack = filled(restorer);
   const bool keeps = place == KEPT;
   at::AutoGradMode recording(circumstances_.records || keeps);
   WithoutHooks unseen(circumstances_.records);
   Autocasting casting(circumstances_.device, circumstances_.autocast);
   c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
-  Unwatched untold;
+  PausedWatching paused;
   if (const auto* launch = std::get_if<std::shared_ptr<Launch>>(&operation_)) {
     return run(**launch, stack, place);
   }
@@ -456,42 +461,42 @@ void Result::made_by(std::shared_ptr<Recipe> recipe, size_t place) {
 
 void Result::expect_use() {
   ++uses_;
-  ++left_;
+  ++remaining_uses_;
 }
 
-at::Tensor Result::viewed(const View& view, Bringing& bring) {
+at::Tensor Result::viewed(const View& view, InputRestorer& restorer) {
   // PyTorch would read the original memory, whatever was written to it.
   auto origin = origin_.lock();
   if (origin && origin->nbytes() == nbytes_) {
-    asked({}, 0);
+    note_request({}, 0);
     return view.over(c10::Storage(std::move(origin)));
   }
   if (is_overwritten_) raise_lost("overwritten");
-  return viewed_anew(view, bring);
+  return viewed_anew(view, restorer);
 }
 
-at::Tensor Result::viewed_anew(const View& view, Bringing& bring) {
-  const at::Tensor tensor = made(bring);
+at::Tensor Result::viewed_anew(const View& view, InputRestorer& restorer) {
+  const at::Tensor tensor = made(restorer);
   return view.over(tensor.storage());
 }
 
-at::Tensor Result::viewed_for_writing(const View& view, Bringing& bring) {
-  at::Tensor tensor = made(bring);
+at::Tensor Result::viewed_for_writing(const View& view, InputRestorer& restorer) {
+  at::Tensor tensor = made(restorer);
   const bool is_alone = uses_ == 1 && tensor.storage().use_count() == 1;
   if (!is_alone) tensor = copied(tensor);
   return view.over(tensor.storage());
 }
 
-at::Tensor Result::made(Bringing& bring) {
+at::Tensor Result::made(InputRestorer& restorer) {
   if (!recipe_) raise_lost("memory");
   const uint64_t stream = stream_of(device_);
   bool is_as_it_was = memo_.defined() && memo_stream_ == stream;
-  for (const auto& [counter, version] : given_) {
+  for (const auto& [counter, version] : users_) {
     is_as_it_was = is_as_it_was && counter.current_version() == version;
   }
   at::Tensor tensor = memo_;
   if (!is_as_it_was) {
-    tensor = recipe_->run(place_, bring);
+    tensor = recipe_->run(place_, restorer);
     const size_t nbytes = storage_of(tensor.unsafeGetTensorImpl())->nbytes();
     if (!view_.describes(tensor) || nbytes != nbytes_) {
       Ref wrapped = expected(THPVariable_Wrap(tensor));
@@ -500,30 +505,30 @@ at::Tensor Result::made(Bringing& bring) {
       raise_lost("layout", details.get());
     }
   }
-  asked(tensor, stream);
+  note_request(tensor, stream);
   return tensor;
 }
 
-void Result::asked(at::Tensor made, uint64_t stream) {
-  if (--left_ > 0) {
+void Result::note_request(at::Tensor made, uint64_t stream) {
+  if (--remaining_uses_ > 0) {
     memo_ = std::move(made);
     memo_stream_ = stream;
   } else {
     memo_.reset();
-    left_ = uses_;
-    given_.clear();
+    remaining_uses_ = uses_;
+    users_.clear();
   }
 }
 
 void Result::offered(const at::Tensor& made) {
-  if (left_ == 0 || memo_.defined() || !view_.describes(made)) return;
+  if (remaining_uses_ == 0 || memo_.defined() || !view_.describes(made)) return;
   memo_ = made;
   memo_stream_ = stream_of(device_);
-  given_.clear();
+  users_.clear();
 }
 
-void Result::given(const c10::VariableVersion& counter) {
-  if (memo_.defined()) given_.emplace_back(counter, counter.current_version());
+void Result::add_user(const c10::VariableVersion& counter) {
+  if (memo_.defined()) users_.emplace_back(counter, counter.current_version());
 }
 
 }  // namespace storm

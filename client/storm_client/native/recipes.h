@@ -43,9 +43,9 @@ at::Tensor copied(const at::Tensor& tensor);
 class Result;
 
 // Returns packed inputs, and measures the seconds that this takes.
-struct Bringing {
-  Bringing(PyObject* bring, PyObject* load)
-      : function(Ref::borrowed(bring)), load(Ref::borrowed(load)) {}
+struct InputRestorer {
+  InputRestorer(PyObject* restore_input, PyObject* load)
+      : function(Ref::borrowed(restore_input)), load(Ref::borrowed(load)) {}
 
   Ref function;  // unpacks what Python has packed
   Ref load;      // returns the storage of a tensor that waited and was offloaded
@@ -61,7 +61,7 @@ struct Bringing {
 class Alias {
  public:
   explicit Alias(at::Tensor held);
-  at::Tensor tensor(Bringing& bring);
+  at::Tensor tensor(InputRestorer& restorer);
 
  private:
   at::Tensor held_;
@@ -78,7 +78,7 @@ class Packed {
   // `is_overwritten` is null for a copy.
   Packed(const at::Tensor& tensor, Overwritten is_overwritten);
   ~Packed();
-  at::Tensor tensor(Bringing& bring);
+  at::Tensor tensor(InputRestorer& restorer);
   // Replaces the tensor by a handle: one from Python, or a Kept that waits to be offloaded.
   void is_packed(PyObject* handle);
 
@@ -92,7 +92,7 @@ class Packed {
 class Shared {
  public:
   explicit Shared(std::shared_ptr<Packed> packed) : packed_(std::move(packed)) {}
-  at::Tensor tensor(Bringing& bring) { return packed_->tensor(bring); }
+  at::Tensor tensor(InputRestorer& restorer) { return packed_->tensor(restorer); }
 
  private:
   std::shared_ptr<Packed> packed_;
@@ -102,7 +102,7 @@ class Shared {
 class Copied {
  public:
   Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor);
-  at::Tensor tensor(Bringing& bring);
+  at::Tensor tensor(InputRestorer& restorer);
 
  private:
   std::shared_ptr<Packed> copy_;
@@ -110,10 +110,10 @@ class Copied {
 };
 
 // A view of another recipe's output, at a version.
-class Made {
+class RecipeResult {
  public:
-  Made(std::shared_ptr<Result> result, const at::Tensor& tensor);
-  at::Tensor tensor(Bringing& bring);
+  RecipeResult(std::shared_ptr<Result> result, const at::Tensor& tensor);
+  at::Tensor tensor(InputRestorer& restorer);
 
  private:
   std::shared_ptr<Result> result_;
@@ -126,7 +126,7 @@ class Blank {
  public:
   // PyTorch's own memory starts at multiples of `alignment` bytes.
   Blank(const at::Tensor& tensor, size_t alignment);
-  at::Tensor tensor(Bringing& bring);
+  at::Tensor tensor(InputRestorer& restorer);
 
  private:
   View view_;
@@ -135,17 +135,17 @@ class Blank {
 };
 
 // Another recipe's output, for an operation that overwrites it: in memory that nobody else uses.
-class Written {
+class OverwrittenResult {
  public:
-  Written(std::shared_ptr<Result> result, const at::Tensor& tensor);
-  at::Tensor tensor(Bringing& bring);
+  OverwrittenResult(std::shared_ptr<Result> result, const at::Tensor& tensor);
+  at::Tensor tensor(InputRestorer& restorer);
 
  private:
   std::shared_ptr<Result> result_;
   View view_;
 };
 
-using Source = std::variant<Alias, Shared, Copied, Made, Blank, Written>;
+using Source = std::variant<Alias, Shared, Copied, RecipeResult, Blank, OverwrittenResult>;
 
 // The circumstances, besides its arguments, that decide how a call's result is computed.
 struct Circumstances {
@@ -185,7 +185,7 @@ class Recipe {
   // Returns the output at a place, or the byproduct if that is KEPT, as no part of any graph. The
   // other outputs of a launch are offered to their results. Releases the GIL meanwhile, except for
   // a launch.
-  at::Tensor run(size_t place, Bringing& bring);
+  at::Tensor run(size_t place, InputRestorer& restorer);
   void makes(std::weak_ptr<Result> result, size_t place) { results_.emplace_back(std::move(result), place); }
 
  private:
@@ -195,7 +195,7 @@ class Recipe {
     std::vector<bool> has;  // for a list, where it has a tensor
   };
 
-  std::vector<c10::IValue> filled(Bringing& bring);
+  std::vector<c10::IValue> filled(InputRestorer& restorer);
   at::Tensor run(const Launch& launch, const std::vector<c10::IValue>& tensors, size_t place);
   // Calls an operator and returns its byproduct.
   at::Tensor kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
@@ -225,18 +225,18 @@ class Result : public std::enable_shared_from_this<Result> {
   void overwritten() { is_overwritten_ = true; }
   bool is_overwritten() const { return is_overwritten_; }
   // Returns a view of the original memory while somebody holds that, else of a recomputed storage.
-  at::Tensor viewed(const View& view, Bringing& bring);
-  at::Tensor viewed_anew(const View& view, Bringing& bring);
+  at::Tensor viewed(const View& view, InputRestorer& restorer);
+  at::Tensor viewed_anew(const View& view, InputRestorer& restorer);
   // Returns a view of recomputed memory that nobody else has, for an operation that writes to it.
-  at::Tensor viewed_for_writing(const View& view, Bringing& bring);
+  at::Tensor viewed_for_writing(const View& view, InputRestorer& restorer);
   // Keeps an output that was recomputed with another result, if a use is still expected.
   void offered(const at::Tensor& made);
   // Notes that the memory was returned to a user, who may modify it and count that in `counter`.
-  void given(const c10::VariableVersion& counter);
+  void add_user(const c10::VariableVersion& counter);
 
  private:
-  at::Tensor made(Bringing& bring);
-  void asked(at::Tensor made, uint64_t stream);
+  at::Tensor made(InputRestorer& restorer);
+  void note_request(at::Tensor made, uint64_t stream);
 
   WeakStorage origin_;
   size_t nbytes_;
@@ -248,9 +248,9 @@ class Result : public std::enable_shared_from_this<Result> {
   size_t place_ = 0;
   at::Tensor memo_;
   uint64_t memo_stream_ = 0;
-  std::vector<std::pair<c10::VariableVersion, uint32_t>> given_;
+  std::vector<std::pair<c10::VariableVersion, uint32_t>> users_;
   int uses_ = 0;
-  int left_ = 0;
+  int remaining_uses_ = 0;
 };
 
 }  // namespace storm

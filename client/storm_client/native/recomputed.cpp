@@ -29,7 +29,7 @@ PyTypeObject type() {
   type.tp_basicsize = sizeof(RecomputedObject);
   type.tp_dealloc = dealloc;
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  type.tp_doc = "What autograd holds for a tensor that is recomputed.";
+  type.tp_doc = "The handle that autograd holds for a recomputed tensor.";
   return type;
 }
 
@@ -46,17 +46,17 @@ PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor) {
   return self;
 }
 
-at::Tensor unpack_recomputed(PyObject* self, Bringing& bring) {
+at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer) {
   const auto& [result, view, version] = recomputed_type::of(self);
-  at::Tensor tensor = result->viewed(view, bring);
-  result->given(version.counter());
+  at::Tensor tensor = result->viewed(view, restorer);
+  result->add_user(version.counter());
   tensor.unsafeGetTensorImpl()->set_version_counter(version.counter());
   return tensor;
 }
 
-at::Tensor make_recomputed(PyObject* self, Bringing& bring) {
+at::Tensor make_recomputed(PyObject* self, InputRestorer& restorer) {
   const auto& [result, view, version] = recomputed_type::of(self);
-  return result->has_recipe() ? result->viewed_anew(view, bring) : at::Tensor();
+  return result->has_recipe() ? result->viewed_anew(view, restorer) : at::Tensor();
 }
 
 const SavedVersion& version_of_recomputed(PyObject* self) {

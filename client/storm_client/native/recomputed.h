@@ -13,11 +13,11 @@ PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor);
 // Returns the tensor, which shares the saved one's version counter. The caller holds the step's
 // lock, and has checked the saved version. Raises RuntimeError if an input was modified in place
 // since; ActivationLost, DaemonLost.
-at::Tensor unpack_recomputed(PyObject* self, Bringing& bring);
+at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer);
 
 // Returns the output of its recipe, even if its original memory still exists; an undefined tensor
 // if it has no recipe. The caller holds the step's lock. Raises ActivationLost, DaemonLost.
-at::Tensor make_recomputed(PyObject* self, Bringing& bring);
+at::Tensor make_recomputed(PyObject* self, InputRestorer& restorer);
 
 const SavedVersion& version_of_recomputed(PyObject* self);
 

@@ -13,22 +13,23 @@ struct ScriptObject {
 Script& mutable_script(PyObject* self) { return reinterpret_cast<ScriptObject*>(self)->script; }
 
 // (name, overload, kernel or None, place, name of the outer call, does, dtype or None, is simple,
-// may draw, leaves, overwrites, what it depends on if it is a byproduct, numbers of inputs)
+// may draw, may offload early, overwrites, what it depends on if it is a byproduct, numbers of
+// inputs)
 Call call_of(PyObject* tuple, Script& script) {
   const char *name, *overload, *inside;
   PyObject *kernel, *dtype, *inputs;
-  int does = 0, is_simple = 0, may_draw = 0, leaves = 0, overwrites = 0, depends = 0;
+  int does = 0, is_simple = 0, may_draw = 0, may_offload_early = 0, overwrites = 0, depends = 0;
   Call call;
   expect(PyArg_ParseTuple(tuple, "ssOIsiOppppiO!", &name, &overload, &kernel, &call.place, &inside,
-                          &does, &dtype, &is_simple, &may_draw, &leaves, &overwrites, &depends,
-                          &PyTuple_Type, &inputs));
+                          &does, &dtype, &is_simple, &may_draw, &may_offload_early, &overwrites,
+                          &depends, &PyTuple_Type, &inputs));
   call.is_copy = *inside != 0;
   if (call.is_copy) script.copying.insert(inside);
   call.does = static_cast<Does>(does);
   if (THPDtype_Check(dtype)) call.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   call.is_simple = is_simple;
   call.may_draw = may_draw;
-  call.leaves = leaves;
+  call.may_offload_early = may_offload_early;
   call.overwrites = overwrites;
   call.depends = static_cast<Depends>(depends);
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at) {
@@ -53,12 +54,12 @@ Call call_of(PyObject* tuple, Script& script) {
 Event event_of(PyObject* tuple, Script& script) {
   Event event;
   int what = 0, matters = 0, is_new = 0;
-  long long most = 0;
+  long long max_bytes = 0;
   PyObject *proved, *call;
-  expect(PyArg_ParseTuple(tuple, "iiLO!IippO", &event.position, &what, &most, &PyTuple_Type,
+  expect(PyArg_ParseTuple(tuple, "iiLO!IippO", &event.position, &what, &max_bytes, &PyTuple_Type,
                           &proved, &event.row, &event.number, &matters, &is_new, &call));
   event.what = static_cast<What>(what);
-  event.most = most;
+  event.max_bytes = max_bytes;
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(proved); ++at) {
     event.proved.bytes.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(proved, at)));
   }
@@ -93,9 +94,9 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   }
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(kept); ++at) {
     int number = 0;
-    long long most = 0;
-    expect(PyArg_ParseTuple(PyList_GET_ITEM(kept, at), "iL", &number, &most));
-    script.kept.emplace(number, most);
+    long long max_bytes = 0;
+    expect(PyArg_ParseTuple(PyList_GET_ITEM(kept, at), "iL", &number, &max_bytes));
+    script.kept.emplace(number, max_bytes);
   }
   std::unordered_set<int> byproducts;
   for (const Event& event : script.events) {

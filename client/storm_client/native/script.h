@@ -17,7 +17,7 @@ namespace storm {
 
 enum class What : uint8_t {
   KEEP,       // a saved tensor that is kept on the device
-  PYTHON,     // a saved tensor that Python offloads
+  OFFLOAD,    // a saved tensor that Python offloads
   RECOMPUTE,  // a saved tensor that is recomputed
   CALL,       // one output of a call of an operator
   END,
@@ -64,7 +64,7 @@ struct Call {
   bool is_copy = false;       // made inside another call, of that call's input
   bool may_draw = false;      // random numbers
   int dropout = -1;           // which of its inputs is the dropout probability; -1 if none
-  bool leaves = false;        // its output may be offloaded as soon as it is made
+  bool may_offload_early = false;  // its output may be offloaded as soon as it is made
   bool overwrites = false;    // its output is its first input, a value that is recomputed
   Depends depends = Depends::ARGUMENTS;
   std::vector<int> inputs;    // the numbers of its input values; CONSTANT for constant inputs
@@ -91,7 +91,7 @@ struct Sizes {
 
 struct Event {
   What what = What::END;
-  int64_t most = 0;        // bytes of a saved tensor's storage that the plan was made for
+  int64_t max_bytes = 0;   // bytes of a saved tensor's storage that the plan was made for
   Sizes proved;            // of a recomputed tensor
   uint32_t row = 0;        // of the tallies
   int32_t position = 0;    // among all events of the signature, of which a script has only some

@@ -27,28 +27,28 @@ int overridden_number = -1;
 using Get = int64_t (*)(at::Context&);
 
 // A getter of a setting, with the name of the torch._C function that returns the same setting.
-struct Told {
+struct NativeSetting {
   const char* name;
   Get get;
 };
 
 // Adds a getter of a setting, if this PyTorch has the setting.
 template <typename Getter>
-void add(std::vector<Told>& told, const char* name, Getter get) {
-  if constexpr (std::is_invocable_v<Getter, at::Context&>) told.push_back({name, get});
+void add(std::vector<NativeSetting>& found, const char* name, Getter get) {
+  if constexpr (std::is_invocable_v<Getter, at::Context&>) found.push_back({name, get});
 }
 
 #define STORM_ADD(name, call)                                                 \
-  add(told, name, [](auto& context) -> int64_t requires requires { context.call; } { \
+  add(found, name, [](auto& context) -> int64_t requires requires { context.call; } { \
     return static_cast<int64_t>(context.call);                                \
   })
 
 // Adds the precision of float32 for each backend and kind of operator. This is a template because
 // some versions of PyTorch name these by strings; then the setting is read from Python.
 template <typename By, typename Kind, typename Found>
-void add_precisions(std::vector<Told>& told, Found (at::Context::*)(By, Kind) const) {
+void add_precisions(std::vector<NativeSetting>& found, Found (at::Context::*)(By, Kind) const) {
   if constexpr (std::is_enum_v<By> && std::is_enum_v<Kind>) {
-    told.push_back({"_get_fp32_precision_getter", [](at::Context& context) {
+    found.push_back({"_get_fp32_precision_getter", [](at::Context& context) {
       int64_t found = 0;
       for (const By by : {By::CUDA, By::MKLDNN}) {
         for (const Kind kind : {Kind::MATMUL, Kind::CONV, Kind::RNN}) {
@@ -60,8 +60,8 @@ void add_precisions(std::vector<Told>& told, Found (at::Context::*)(By, Kind) co
   }
 }
 
-std::vector<Told> all_told() {
-  std::vector<Told> told;
+std::vector<NativeSetting> all_native() {
+  std::vector<NativeSetting> found;
   STORM_ADD("_get_blas_preferred_backend", blasPreferredBackend());
   STORM_ADD("_get_cpu_allow_fp16_reduced_precision_reduction", allowFP16ReductionCPU());
   STORM_ADD("_get_cublas_allow_bf16_reduced_precision_reduction", allowBF16ReductionCuBLAS());
@@ -90,24 +90,24 @@ std::vector<Told> all_told() {
   STORM_ADD("_get_overrideable_sdp_enabled", userEnabledOverrideableSDP());
   STORM_ADD("_get_rocm_fa_preferred_backend", getROCmFAPreferredBackend());
   STORM_ADD("_get_sm_carveout_experimental", _SMCarveout_EXPERIMENTAL().value_or(-1));
-  told.push_back({"_get_sdp_priority_order", [](at::Context& context) {
+  found.push_back({"_get_sdp_priority_order", [](at::Context& context) {
     int64_t found = 0;
     for (const auto backend : context.sDPPriorityOrder()) {
       found = 16 * found + static_cast<int64_t>(backend) + 1;
     }
     return found;
   }});
-  told.push_back({"get_default_dtype", [](at::Context&) {
+  found.push_back({"get_default_dtype", [](at::Context&) {
     return static_cast<int64_t>(c10::get_default_dtype_as_scalartype());
   }});
-  add_precisions(told, &at::Context::float32Precision);
-  return told;
+  add_precisions(found, &at::Context::float32Precision);
+  return found;
 }
 
 #undef STORM_ADD
 
-const std::vector<Told>& told() {
-  static const auto* all = new std::vector<Told>(all_told());
+const std::vector<NativeSetting>& native() {
+  static const auto* all = new std::vector<NativeSetting>(all_native());
   return *all;
 }
 
@@ -164,7 +164,7 @@ bool add_from_python(std::vector<int64_t>& values) {
 int present_deciding() {
   thread_local std::vector<int64_t> values;
   values.clear();
-  for (const auto& [_, get] : told()) values.push_back(get(at::globalContext()));
+  for (const auto& [_, get] : native()) values.push_back(get(at::globalContext()));
   return add_from_python(values) ? number_of(values) : -1;
 }
 
@@ -188,9 +188,9 @@ void set_settings(PyObject* getters, PyObject* tunes, PyObject* names, PyObject*
   settings::omp_threads = reinterpret_cast<int (*)()>(omp_threads);
 }
 
-PyObject* told_settings() {
+PyObject* native_settings() {
   Ref all = expected(PyDict_New());
-  for (const auto& [name, get] : settings::told()) {
+  for (const auto& [name, get] : settings::native()) {
     Ref value = expected(PyLong_FromLongLong(get(at::globalContext())));
     expect(PyDict_SetItemString(all.get(), name, value.get()) == 0);
   }

@@ -33,7 +33,7 @@ void set_settings(PyObject* getters, PyObject* tunes, PyObject* names, PyObject*
 
 // Returns the settings that are read without Python, as a dict: numbers that stand for values, by
 // the names of the torch._C functions that return the same settings.
-PyObject* told_settings();
+PyObject* native_settings();
 
 // Finds out which operators are overridden. Call it with the GIL held where Python may run.
 void look_for_overridden();

@@ -50,7 +50,7 @@ PyObject* drain(PyObject* self, PyObject*) {
 PyMethodDef METHODS[] = {
     {"add_row", add_row, METH_NOARGS, "Return the number of a new row."},
     {"drain", drain, METH_NOARGS,
-     "Return row, count and bytes of what was counted, and the seconds spent on recomputing."},
+     "Return the row, count and bytes of each kind, and the seconds of recomputation; reset them."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -60,7 +60,7 @@ PyTypeObject tallies_type() {
   type.tp_basicsize = sizeof(TalliesObject);
   type.tp_dealloc = dealloc;
   type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "Counts of what became of saved tensors.";
+  type.tp_doc = "Counts of saved tensors by what was done with them.";
   type.tp_methods = METHODS;
   type.tp_new = create;
   return type;

@@ -21,8 +21,8 @@ struct Outermost {
   bool copies_casts = false;  // whether those may be copies of autocast's casts
   int inside = 0;       // number of unreported calls inside the current one
   bool is_attention = false;
-  bool is_told = false;       // whether watchers know that it has begun
-  bool is_forgotten = false;  // whether the calls inside it were reported instead
+  bool is_reported = false;       // whether watchers know that it has begun
+  bool has_reported_inner = false;  // whether the calls inside it were reported instead
 
   // Returns the greatest depth at which casts are reported.
   int casting() const { return casts ? 2 : 1; }
@@ -35,7 +35,7 @@ struct Outermost {
 struct Watched : Outermost {
   std::vector<Watcher*> watchers;
   at::CallbackHandle handle = 0;
-  int unwatched = 0;  // number of `Unwatched` instances
+  int paused = 0;  // number of `PausedWatching` instances
   int of_subclasses = 0;  // number of calls in progress that tensor subclasses handle
   int of_attentions = 0;  // number of attentions in progress that are `Opened`
   std::unordered_set<const char*> nesting;  // the names of calls that make several others
@@ -73,8 +73,8 @@ class PassedOver : public at::ObserverContext {
 class Opened : public PassedOver {
  public:
   Opened() : PassedOver(false), around_(watched.outermost()) {
-    if (around_.depth > 0 && around_.is_told) {
-      for (Watcher* one : watched.watchers) one->forgets();
+    if (around_.depth > 0 && around_.is_reported) {
+      for (Watcher* one : watched.watchers) one->reports_inner_calls();
     }
     watched.outermost() = Outermost();
     ++watched.of_attentions;
@@ -82,7 +82,7 @@ class Opened : public PassedOver {
   ~Opened() override {
     --watched.of_attentions;
     watched.outermost() = around_;
-    watched.is_forgotten = true;
+    watched.has_reported_inner = true;
   }
 
  private:
@@ -141,20 +141,20 @@ bool want_copies(const char* name) {
 
 // Reports no calls under the user's dispatch modes, which may return anything, nor calls of
 // backward nodes, which are no events.
-std::optional<Told> told_of(const at::RecordFunction& call, int depth) {
-  std::optional<Told> told;
+std::optional<CallKind> kind_of(const at::RecordFunction& call, int depth) {
+  std::optional<CallKind> kind;
   if (depth == 1) {
-    told = Told::CALL;
+    kind = CallKind::CALL;
   } else if (depth <= watched.casting() && is_cast(call) && !watched.copies_casts) {
-    told = Told::CAST;
+    kind = CallKind::CAST;
   } else if (watched.copies &&
              (is_named(call, "aten::reshape") || (is_cast(call) && casts_argument()))) {
-    told = Told::COPY;
+    kind = CallKind::COPY;
   }
-  const bool is_silent = !told || watched.is_forgotten || watched.unwatched != 0 ||
+  const bool is_silent = !kind || watched.has_reported_inner || watched.paused != 0 ||
                          c10::impl::TorchDispatchModeTLS::any_modes_set() ||
                          torch::autograd::get_current_node();
-  return is_silent ? std::nullopt : told;
+  return is_silent ? std::nullopt : kind;
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
@@ -167,11 +167,11 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
     watched.copies = want_copies(call.name());
     watched.copies_casts = watched.copies && is_named(call, "aten::einsum");
     watched.is_attention = is_named(call, "aten::scaled_dot_product_attention");
-    watched.is_told = watched.is_forgotten = false;
+    watched.is_reported = watched.has_reported_inner = false;
   }
-  if (const auto told = told_of(call, depth)) {
-    watched.is_told |= depth == 1;
-    for (Watcher* one : watched.watchers) one->begins(call, *told);
+  if (const auto kind = kind_of(call, depth)) {
+    watched.is_reported |= depth == 1;
+    for (Watcher* one : watched.watchers) one->begins(call, *kind);
   }
   if (depth > watched.lowest()) ++watched.inside;
   if (depth != watched.lowest()) return nullptr;
@@ -186,8 +186,8 @@ void end(const at::RecordFunction& call, at::ObserverContext* context) {
   if (depth == 0) return;  // it began before `watch`
   --watched.depth;
   if (depth == watched.lowest() && watched.inside >= SEVERAL) watched.nesting.insert(call.name());
-  if (const auto told = told_of(call, depth)) {
-    for (Watcher* one : watched.watchers) one->ends(call, *told);
+  if (const auto kind = kind_of(call, depth)) {
+    for (Watcher* one : watched.watchers) one->ends(call, *kind);
   }
 }
 
@@ -221,9 +221,9 @@ bool Watcher::unwatch() {
 
 size_t watchers() { return watched.watchers.size(); }
 
-Unwatched::Unwatched() { ++watched.unwatched; }
+PausedWatching::PausedWatching() { ++watched.paused; }
 
-Unwatched::~Unwatched() { --watched.unwatched; }
+PausedWatching::~PausedWatching() { --watched.paused; }
 
 void note_read(const at::RecordFunction& call, std::vector<c10::IValue>& inputs) {
   inputs.assign(call.inputs().begin(), call.inputs().end());

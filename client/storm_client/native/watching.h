@@ -14,7 +14,7 @@
 namespace storm {
 
 // The kind of a reported call.
-enum class Told : uint8_t {
+enum class CallKind : uint8_t {
   CALL,  // an outermost call
   CAST,  // a cast inside such a call: of an input by autocast, or by the operator itself
   COPY,  // such a call's reshape of an input (a copy or a view), or autocast's cast further inside
@@ -25,13 +25,13 @@ class Watcher {
   virtual ~Watcher() = default;
 
   // Called when a call begins; its inputs can only be read now.
-  virtual void begins(const at::RecordFunction& call, Told told) = 0;
+  virtual void begins(const at::RecordFunction& call, CallKind kind) = 0;
 
   // Called when the latest unfinished call ends: by an exception if it has no outputs.
-  virtual void ends(const at::RecordFunction& call, Told told) = 0;
+  virtual void ends(const at::RecordFunction& call, CallKind kind) = 0;
 
   // The latest call was an attention, and is reported no further: next come the calls inside it.
-  virtual void forgets() = 0;
+  virtual void reports_inner_calls() = 0;
 
   // Returns whether to report copies inside calls of an operator. That makes these calls slower.
   virtual bool wants_copies(const char* name) const = 0;
@@ -55,12 +55,12 @@ bool casts_argument();
 size_t watchers();
 
 // While an instance lives, this thread's calls are not reported.
-class Unwatched {
+class PausedWatching {
  public:
-  Unwatched();
-  ~Unwatched();
-  Unwatched(const Unwatched&) = delete;
-  Unwatched& operator=(const Unwatched&) = delete;
+  PausedWatching();
+  ~PausedWatching();
+  PausedWatching(const PausedWatching&) = delete;
+  PausedWatching& operator=(const PausedWatching&) = delete;
 };
 
 // Sets `inputs` to those that a call reads. A norm in training only writes its running statistics,

@@ -18,7 +18,7 @@ import torch
 from storm_bench.child_daemon import ChildDaemon
 from storm_client.eager import ranks as shell
 from storm_client.eager.events import SAVED, RecordedValue
-from storm_client.eager.ranks import MAX_LONELY, Ranks, _within
+from storm_client.eager.ranks import MAX_UNSHARED, Ranks, _within
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.search import OFFLOAD_ALONE
 from support import agreeing_ranks
@@ -213,7 +213,7 @@ def test_a_rank_with_batches_of_its_own_soon_asks_no_other(monkeypatch: pytest.M
     for length in range(1, 6):
         signature = signature_of(length)
         ranks.ended(signature)
-        assert ranks.shares(signature) is (length <= MAX_LONELY)
+        assert ranks.shares(signature) is (length <= MAX_UNSHARED)
         if not ranks.shares(signature):
             continue
         store.set(f"storm/{ranks._number}/{length - 1}/first/1", "another")

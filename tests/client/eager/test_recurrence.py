@@ -16,7 +16,7 @@ def seen(*steps: bool) -> bool:
     """Return whether it is worth learning, after steps of which some were new."""
     found = Recurrence()
     for is_new in steps:
-        found.saw(is_new=is_new)
+        found.count_step(is_new=is_new)
     return found.is_seen
 
 

@@ -133,12 +133,12 @@ def test_compiled_code_tells_each_setting_without_python() -> None:
     with suppress(BuildError):
         build()
     follow = native.module() or pytest.skip(f"no compiled module: {native.reason()}")
-    before = follow.told_settings()
+    before = follow.native_settings()
     assert {getter.__name__ for getter, _ in GETTERS} == set(before)
     for name, other in OTHERS.items():
         with other():
-            assert follow.told_settings() != before, name
-    assert follow.told_settings() == before
+            assert follow.native_settings() != before, name
+    assert follow.native_settings() == before
 
 
 @pytest.mark.parametrize(

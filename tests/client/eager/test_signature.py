@@ -44,7 +44,7 @@ def planned(made: StepSignature, seconds: Iterable[float]) -> float | None:
     """Return the window of the plan that is made after such forward passes."""
     observe(made, seconds)
     window = made.times.measure()
-    made.is_told()
+    made.mark_planned()
     return window
 
 
@@ -93,10 +93,10 @@ def test_while_plans_are_compared_memory_is_given_back_once() -> None:
 def test_what_no_backward_pass_asks_for_is_tried_by_one_plan_alone() -> None:
     made = signature()
     made.follow([REPLAY])
-    goes_on = [made.evidence.goes_on_trying(0) for _ in range(MAX_TRIES + 1)]
+    goes_on = [made.evidence.count_trial(0) for _ in range(MAX_TRIES + 1)]
     assert goes_on == [True] * MAX_TRIES + [False]
     made.follow([OFFLOAD])
-    assert not made.evidence.goes_on_trying(0)
+    assert not made.evidence.count_trial(0)
 
 
 def test_what_has_proved_itself_by_a_plan_has_done_so_when_that_is_followed_again() -> None:
@@ -120,18 +120,18 @@ def test_a_larger_step_is_news_and_is_told_as_it_would_take() -> None:
     planned(made, [2.0, 2.0])
     made.values[0].seconds, made.values[0].uses = 1.0, 2
     made.follow([Keep("budget_has_room")])
-    step = StepRecord(StepSignatures(), made, walks=True)
-    assert step.decided(0, 100) == Keep("budget_has_room")
-    assert step.decided(0, 101) is OFFLOAD, "the plan has no room for so much"
+    step = StepRecord(StepSignatures(), made, may_follow_script=True)
+    assert step.decision_for(0, 100) == Keep("budget_has_room")
+    assert step.decision_for(0, 101) is OFFLOAD, "the plan has no room for so much"
     for nbytes in (50, 150):
-        step.saves(0, nbytes)
+        step.record_save(0, nbytes)
     made.grow(step.larger)
     assert made.is_outdated
-    assert made.share(step.handed_over) == 200 / 300
+    assert made.share(step.saved_bytes_with_repeats) == 200 / 300
     assert made.saved_bytes == 150
     assert made.values[0].planned().seconds == 1.5
     assert made.times.window == 3.0
-    made.is_told()
+    made.mark_planned()
     made.grow({0: 150})
     assert not made.is_outdated
 
@@ -189,7 +189,7 @@ def ended(signatures: StepSignatures, name: str) -> None:
     step = StepRecord(signatures, None)
     value = RecordedValue(0, 100, torch.float32, torch.Size((25,)))
     step.add(value)
-    step.happened((name, 0, value.dtype, ()), value.nbytes)
+    step.record_event((name, 0, value.dtype, ()), value.nbytes)
     if name == "?":
         step.stop()
     signatures.ended(step)

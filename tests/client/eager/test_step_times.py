@@ -26,13 +26,13 @@ def on_gpu() -> StepTimes:
 def test_the_longer_of_the_latest_turns_counts_once_two_are_known() -> None:
     made = on_gpu()
     assert made.turn_seconds() == math.inf
-    made.turned(Passed(5.0))
+    made.record_turn(Passed(5.0))
     assert made.turn_seconds() == math.inf
-    made.turned(Passed(1.0))
+    made.record_turn(Passed(1.0))
     assert made.turn_seconds() == 5.0
-    made.turned(Passed(2.0))
+    made.record_turn(Passed(2.0))
     assert made.turn_seconds() == 2.0
-    made.turned(Passed(0.0, is_known=False))
+    made.record_turn(Passed(0.0, is_known=False))
     assert made.turn_seconds() == math.inf  # the device has not come so far
 
 
@@ -42,7 +42,7 @@ def test_the_window_is_what_the_device_computes_where_its_queue_was_full() -> No
     assert not made.wants_full_queue, "it is not known for how long"
     made.pass_seconds = 0.1
     assert made.wants_full_queue
-    made.filled(Passed(0.3))
+    made.record_full_queue(Passed(0.3))
     assert not made.wants_full_queue
     assert made.busy_seconds() is None, "what the passes take as they are is not known yet"
     assert not made.observe(Passed(1.0))
@@ -53,7 +53,7 @@ def test_the_window_is_what_the_device_computes_where_its_queue_was_full() -> No
 
 def test_a_queue_that_the_thread_did_not_fill_tells_no_more_than_other_passes() -> None:
     made = on_gpu()
-    made.filled(Passed(1.3))
+    made.record_full_queue(Passed(1.3))
     for _ in range(2):
         made.observe(Passed(1.0))
     assert made.busy_seconds() == 1.0
@@ -61,7 +61,7 @@ def test_a_queue_that_the_thread_did_not_fill_tells_no_more_than_other_passes() 
 
 def test_passes_of_smaller_steps_are_told_as_the_largest_would_take() -> None:
     made = on_gpu()
-    made.filled(Passed(0.3), 0.5)
+    made.record_full_queue(Passed(0.3), 0.5)
     made.observe(Passed(0.5), 0.5)
     made.observe(Passed(0.8))
     assert made.busy_seconds() == 0.6
@@ -82,9 +82,9 @@ def test_a_device_is_not_kept_busy_for_long_and_the_host_not_at_all() -> None:
 
 def test_steps_are_told_in_their_order_once_the_device_has_come_so_far() -> None:
     made, late = on_gpu(), Passed(2.0, is_known=False)
-    made.took(PREDICTED, Passed(1.0))
-    made.took(OFFLOAD_ALONE, late)
-    made.took(PREDICTED, None)  # of a smaller one
+    made.record_step(PREDICTED, Passed(1.0))
+    made.record_step(OFFLOAD_ALONE, late)
+    made.record_step(PREDICTED, None)  # of a smaller one
     assert list(made.known_steps()) == [(PREDICTED, 1.0)]
     assert list(made.known_steps()) == []
     late.is_known = True

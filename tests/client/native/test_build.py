@@ -50,7 +50,7 @@ def test_without_a_compiler_it_says_so(cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(cache))
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found; install g"):
         build.build()
-    reason = build.why_not(build.module_path())
+    reason = build.build_failure(build.module_path())
     assert reason is not None
     with pytest.raises(build.BuildError, match="no C"):
         build.check()
@@ -107,7 +107,7 @@ def test_steps_go_on_in_python_where_nothing_can_be_built(
         assert_identical([step()], [expected])
     assert native.module() is None
     warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert ["followed by Python, which is slower" in one for one in warned] == [True]
+    assert ["handled in Python, which is slower" in one for one in warned] == [True]
 
 
 def test_only_a_build_beside_training_leaves_processors_to_others(

@@ -43,18 +43,18 @@ class Left(list[int]):
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> Left:
     noted = Left()
-    unshared, together = Results.leave_unshared, Results.leave_together
+    unshared, together = Results.offload_unshared, Results.offload_waiting
 
-    def leave_unshared(self: Any, units: list[Any]) -> Any:
+    def offload_unshared(self: Any, units: list[Any]) -> Any:
         noted.extend(len(members) for _, _, members in units)
         return unshared(self, units)
 
-    def leave_together(self: Any, kept: list[Any]) -> None:
+    def offload_waiting(self: Any, kept: list[Any]) -> None:
         noted.apart += len(kept)
         together(self, kept)
 
-    monkeypatch.setattr(Results, "leave_unshared", leave_unshared)
-    monkeypatch.setattr(Results, "leave_together", leave_together)
+    monkeypatch.setattr(Results, "offload_unshared", offload_unshared)
+    monkeypatch.setattr(Results, "offload_waiting", offload_waiting)
     return noted
 
 
@@ -426,7 +426,7 @@ def test_what_an_interrupt_leaves_behind_is_kept(
     expected = gradient(x)
     for _ in range(STEPS):
         gradient(x, block)
-    leave, calls = Results._leave, 0
+    leave, calls = Results._offload, 0
 
     def interrupted(self: Results, *arguments: object) -> None:
         nonlocal calls
@@ -435,7 +435,7 @@ def test_what_an_interrupt_leaves_behind_is_kept(
             raise KeyboardInterrupt
         leave(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Results, "_leave", interrupted)
+    monkeypatch.setattr(Results, "_offload", interrupted)
     outputs = []
 
     def until_struck(x: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ def test_what_an_interrupt_leaves_behind_is_kept(
     outputs[-1].sum().backward()
     half = x.grad.clone()
     length = len(outputs) - 1
-    monkeypatch.setattr(Results, "_leave", leave)
+    monkeypatch.setattr(Results, "_offload", leave)
     outputs.clear()
     assert torch.equal(half, gradient(x, None, lambda x: plain(x, length)))
     assert torch.equal(gradient(x, block), expected)

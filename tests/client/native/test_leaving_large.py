@@ -46,8 +46,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         monkeypatch.setattr(of, name, noting)
 
-    note(Results, "leave_made")
-    note(Results, "leave_unshared")
+    note(Results, "offload_when_made")
+    note(Results, "offload_unshared")
     note(StepHooks, "_pack_expected")
     return noted
 
@@ -156,9 +156,9 @@ def test_bits_are_those_without(
     assert followed[-1]
     assert calls.count("_pack_expected") <= BY_PYTHON[forward]
     if kind == "staged" or forward is attention:  # of which nothing is recomputed
-        assert calls.count("leave_unshared") > 0
+        assert calls.count("offload_unshared") > 0
     else:
-        assert calls.count("leave_made") > 0
+        assert calls.count("offload_when_made") > 0
     assert block.stats().offloaded_bytes > STEPS * LARGE
 
 

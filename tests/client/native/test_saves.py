@@ -29,13 +29,13 @@ def test_views_of_what_is_small_and_of_parameters_stay_without_python(
     x = seeded(device, 32, WIDTH)
     offload = client.offload(min_bytes=2048)
     handed_over: list[torch.Size] = []
-    hand_over = hooks.StepHooks._pack_beside
+    hand_over = hooks.StepHooks._pack_unexpected
 
     def noted(self: hooks.StepHooks, tensor: Tensor, position: int) -> Any:
         handed_over.append(tensor.shape)
         return hand_over(self, tensor, position)
 
-    monkeypatch.setattr(hooks.StepHooks, "_pack_beside", noted)
+    monkeypatch.setattr(hooks.StepHooks, "_pack_unexpected", noted)
     for _ in range(STEPS):
         handed_over.clear()
         with offload:
