@@ -207,8 +207,8 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 _WANTED = (
-    "pass the module, or a list of modules, whose parameters are to stay, or nothing, and options "
-    "by name"
+    "pass the module, or a list of modules, whose parameters are to be kept on the device, or "
+    "nothing, and options by name"
 )
 
 

@@ -200,7 +200,7 @@ class DeviceInPlace:
             ctypes.memmove(target, address, nbytes)
             return Mapped(0, target - self._lane.area_address())
 
-    def produced(self, count: int) -> range:
+    def publish_numbers(self, count: int) -> range:
         numbers = self._lane.stream.numbers(count)
         with self.lock:
             if self._source is not None:
@@ -215,7 +215,7 @@ class DeviceInPlace:
     def is_read(self, sequence: int) -> bool:
         return self._lane.is_read(sequence)
 
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+    def wait_before_reuse(self, sequence: int, source: torch.UntypedStorage) -> None:
         self._lane.stream.wait_for(STORED, sequence)
 
     def await_restored(self, tickets: Sequence[int]) -> None:

@@ -194,7 +194,7 @@ class FakeInPlace:
             return True
         return sequence in self.overtaken and not self.stands_still
 
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+    def wait_before_reuse(self, sequence: int, source: torch.UntypedStorage) -> None:
         self.overtaken.append(sequence)
         self._unread.read_through(sequence)  # the host's memory is nobody else's before that
 
@@ -218,7 +218,7 @@ class FakeInPlace:
     def barrier(self) -> MapSegment:
         raise AssertionError("nothing was unmapped")
 
-    def produced(self, count: int) -> range:
+    def publish_numbers(self, count: int) -> range:
         numbers = [self._unread.next_number() for _ in range(count)]
         self._add_parts(numbers, self._whole[-count:])
         self._whole = []

@@ -157,7 +157,7 @@ class CacheSession(Listener):
             for entry, begin in enumerate(begins, start=found.first_entry)
         ]
         try:
-            memory = self._inbound.bring(found.first_entry, parts, found.nbytes)
+            memory = self._inbound.restore_staged(found.first_entry, parts, found.nbytes)
         finally:
             entries = [part.entry for part in parts]
             with self._connection.lock, suppress(StormError):  # a lost connection has released them

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client.compile.stored import LATEST, Stored, Trail
-from storm_client.compile.tokens import TOKENS, Held, Lent, Unversioned, version_of
+from storm_client.compile.tokens import TOKENS, Held, SharedParameter, Unversioned, version_of
 from storm_client.devices import is_capturing
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_forward
 from storm_client.monitoring.compiled_models import HANDLED
@@ -40,7 +40,7 @@ ALIGNMENT_BYTES = 16
 class Call:
     """One run of a compiled pair's forward graph, in its thread."""
 
-    __slots__ = ("_count", "_ranks", "_room", "_sessions", "target", "trail")
+    __slots__ = ("_budget_left", "_count", "_ranks", "_sessions", "target", "trail")
 
     def __init__(self, target: Target, graph: Graph | None) -> None:
         """Begin a run; an inference graph has no plan, and saves nothing."""
@@ -48,17 +48,19 @@ class Call:
         self._sessions: Sessions | None = None
         self._ranks = {} if graph is None else graph.ranks
         self.trail = None if graph is None else Trail(graph, LATEST.trail)
-        self._room = target.room.left(graph.planned) if graph is not None and self._ranks else 0
-        self._count = 0 if graph is None else graph.schedule.holding(self._room)
+        self._budget_left = (
+            target.shared_budget.left(graph.planned) if graph is not None and self._ranks else 0
+        )
+        self._count = 0 if graph is None else graph.schedule.holding(self._budget_left)
 
     def keeps(self, number: int, nbytes: int) -> bool:
         """Return whether a value is kept by choice, and count it.
 
         Dynamic shapes may make it larger than was planned.
         """
-        if self._ranks.get(number, self._count) >= self._count or nbytes > self._room:
+        if self._ranks.get(number, self._count) >= self._count or nbytes > self._budget_left:
             return False
-        self._room -= nbytes
+        self._budget_left -= nbytes
         return True
 
     def sessions(self) -> Sessions:
@@ -71,7 +73,7 @@ class Call:
         if self._sessions is None:
             self._sessions = self.target.supply.current()
             self._sessions.sweep()
-            self.target.goes_forward()
+            self.target.record_save()
         return self._sessions
 
 
@@ -98,10 +100,10 @@ def running(target: Target, graph: Graph | None) -> Iterator[None]:
 # --- the operators ------------------------------------------------------------------------------
 
 
-def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
+def store(value: torch.Tensor, number: int, *, shared: bool) -> torch.Tensor:
     """Offload or keep a value, the graph's `number`, and return the token that stands for it.
 
-    A `lent` value, an input or an output of the graph, is offloaded when nobody else holds it.
+    A `shared` value, an input or an output of the graph, is offloaded when nobody else holds it.
 
     Raises:
         DaemonLost: the daemon is lost, and the client was not told to continue without it.
@@ -111,12 +113,12 @@ def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
     if value.is_inference():
         call.target.recorder.skipped(value.nbytes, "inference")
         return TOKENS.make(Unversioned(value))
-    return TOKENS.make(_pack(call, value, number, lent=lent))
+    return TOKENS.make(_pack(call, value, number, shared=shared))
 
 
 def hold(value: torch.Tensor) -> torch.Tensor:
     """Return a token for a parameter as it is: it may get other data before it is used."""
-    return TOKENS.make(Unversioned(value) if value.is_inference() else Lent(value))
+    return TOKENS.make(Unversioned(value) if value.is_inference() else SharedParameter(value))
 
 
 def fetch(token: torch.Tensor) -> None:
@@ -133,7 +135,7 @@ def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
         RuntimeError: the value was modified in place since it was stored.
         CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be restored.
     """
-    tensor = TOKENS.content(token).bring()
+    tensor = TOKENS.content(token).restore()
     if tensor.size() != size:
         raise ActivationLost(f"a value of shape {tuple(tensor.size())} came back for {size}")
     if tensor.stride() == stride and not tensor.data_ptr() % ALIGNMENT_BYTES:
@@ -142,26 +144,26 @@ def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
     return laid_out.copy_(tensor)
 
 
-def _pack(call: Call, value: torch.Tensor, number: int, *, lent: bool) -> Held | Stored:
+def _pack(call: Call, value: torch.Tensor, number: int, *, shared: bool) -> Held | Stored:
     target = call.target
     if call.keeps(number, value.nbytes):
         held = _skip(target, value, "budget")
-        target.room.keep(held)
+        target.shared_budget.keep(held)
         return held
     if value.is_cuda and is_capturing(value.device):
         return _skip(target, value, "capture")
     policy = target.policy
-    decision = policy.decide(value) if lent else policy.decide_storage(value.untyped_storage())
+    decision = policy.decide(value) if shared else policy.decide_storage(value.untyped_storage())
     if isinstance(decision, Keep):
         return _skip(target, value, decision.reason)
     try:
         session = call.sessions().of(value.device)
         if session is None:
             return _skip(target, value, "device")
-        handle = _handle(call, value, session, None if lent else number)
+        handle = _handle(call, value, session, None if shared else number)
         return Stored(handle, target, number, call.trail)
     except DaemonLost as loss:
-        if not target.supply.keeps:
+        if not target.supply.keeps_without_daemon:
             raise lost_in_forward(loss) from loss
         target.recorder.saved(value.nbytes, 0.0)
         target.recorder.kept(value.nbytes, "daemon_lost")

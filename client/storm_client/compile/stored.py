@@ -54,7 +54,7 @@ class Stored:
         record = self._handle.record
         self._target.announced(record.session).add(record)  # type: ignore[arg-type]
 
-    def bring(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """Return the value."""
         handle, target = self._handle, self._target
         handle.version.check()
@@ -64,14 +64,14 @@ class Stored:
         began = perf_counter()
         record = handle.record
         try:
-            located = record.session.load(handle, is_first=target.goes_back())
+            located = record.session.load(handle, is_first=target.record_restore())
         except DaemonLost as loss:
-            raise lost_in_backward(loss, keeps=target.supply.keeps) from loss
+            raise lost_in_backward(loss, keeps=target.supply.keeps_without_daemon) from loss
         target.announced(record.session).remove(record)  # type: ignore[arg-type]
         if not located.is_original:
             target.recorder.restored(perf_counter() - began)
         if self._trail is not None:
-            self._trail.has_brought(self._number)
+            self._trail.has_restored(self._number)
         return handle.view.rebuild(located.storage)
 
 
@@ -116,17 +116,17 @@ class Trail:
         """Note that a value's restore has begun; after the last, the run before follows."""
         if number == self._graph.last_fetched:
             self._has_begun = True
-            self._go_on(self._graph.room)
+            self._go_on(self._graph.free_bytes)
 
-    def has_brought(self, number: int) -> None:
+    def has_restored(self, number: int) -> None:
         """Note that a value is restored; after the last, the run before follows in any case."""
         if self._has_begun:
-            self._go_on(None if number == self._graph.last else self._graph.rooms[number])
+            self._go_on(None if number == self._graph.last else self._graph.free_bytes_from[number])
 
-    def _go_on(self, room: int | None) -> None:
-        """Fetch the early values of the run before, if `room` bytes suffice; None for no limit."""
+    def _go_on(self, free_bytes: int | None) -> None:
+        """Fetch the early values of the run before if `free_bytes` suffice; None for no limit."""
         before = None if self._before is None else self._before()
-        if before is not None and (room is None or before._graph.early_bytes <= room):
+        if before is not None and (free_bytes is None or before._graph.early_bytes <= free_bytes):
             self._has_begun = False
             before._fetch_early()
 

@@ -92,10 +92,11 @@ Route: TypeAlias = Staged | Mapped
 class InPlace(Protocol):
     """A lane's operations if the daemon works in the tensors' own memory. Called locked.
 
-    Store: find -> produced -> a Store for each chunk -> the source is given up. This may be before
-    the daemon has read the source: then `overtake` orders the reuse of its memory on the device.
-    Restore: allocate -> find -> produced -> a Restore for each chunk -> Restored -> use. If streams
-    wait (`await_restored`), the memory may be handed out before Restored.
+    Store: find -> publish_numbers -> a Store for each chunk -> the source is freed. This may be
+    before the daemon has read the source: then `wait_before_reuse` orders the reuse of its memory
+    on the device.
+    Restore: allocate -> find -> publish_numbers -> a Restore for each chunk -> Restored -> use. If
+    streams wait (`await_restored`), the memory may be handed out before Restored.
     """
 
     segments: Segments
@@ -112,7 +113,7 @@ class InPlace(Protocol):
         """Return whether the sources of all stores up to `sequence` have been read."""
         ...
 
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+    def wait_before_reuse(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Let nothing reuse the memory of `source`, once freed, before `is_read(sequence)`."""
         ...
 
@@ -132,7 +133,7 @@ class InPlace(Protocol):
         """Return an offer that is answered only when all earlier unmapping is done."""
         ...
 
-    def produced(self, count: int) -> range:
+    def publish_numbers(self, count: int) -> range:
         """Return `count` numbers that are published after the current stream's work so far."""
         ...
 

@@ -31,7 +31,7 @@ try:
 
     from storm_client.lanes.publishing import Publisher, Shared, closed, share
 except KernelsError as error:
-    raise UsageError(f"tensors on a GPU stay there: {error}") from error
+    raise UsageError(f"tensors on a GPU are not offloaded: {error}") from error
 
 __all__ = ["CudaLane"]
 
@@ -80,7 +80,7 @@ class CudaLane(Lane):
         try:
             self._context = PrimaryContext(ordinal)
         except KernelsError as error:
-            raise UsageError(f"tensors on {device} stay there: {error}") from error
+            raise UsageError(f"tensors on {device} are not offloaded: {error}") from error
         self._ordinal = ordinal
         self._thread = threading.local()
         self._total_bytes = torch.cuda.get_device_properties(ordinal).total_memory
@@ -383,8 +383,8 @@ class _InPlace:
         self._freed = freed
         return is_given_back
 
-    def produced(self, count: int) -> range:
-        return self._lane.within(self._numbers.produced, self._lane._current_stream(), count)
+    def publish_numbers(self, count: int) -> range:
+        return self._lane.within(self._numbers.publish_numbers, self._lane._current_stream(), count)
 
     @property
     def last_number(self) -> int:
@@ -396,7 +396,7 @@ class _InPlace:
             raise closed()
         return shared.timelines.read(STORED) >= sequence
 
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+    def wait_before_reuse(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and the next user of `source`'s memory, wait for `sequence`."""
         counter = self._lane._open().stored
         with self._lane.entered():

@@ -114,7 +114,7 @@ class Publisher:
             self._notice(stream)
             return self._publish()
 
-    def produced(self, stream: int, count: int) -> range:
+    def publish_numbers(self, stream: int, count: int) -> range:
         """Return `count` numbers that are published after the work of `stream` so far."""
         with self._lock:
             self._notice(stream)

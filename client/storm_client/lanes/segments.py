@@ -28,7 +28,7 @@ from storm_client.lanes.pieces import AddressRange, Piece, Pieces
 from stormd.protocol import MapSegment, Message, UnmapSegment
 from stormd.protocol.limits import MAX_PIECES_WAITING
 
-__all__ = ["Segments", "tell"]
+__all__ = ["Segments", "send_offers"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Segments:
     ) -> None:
         """Remember up to `known` allocations; `within` returns a context for driver calls.
 
-        The methods that any thread may call enter this context: `next_offer`, `descriptor`,
+        The methods that any thread may call enter this context: `next_offer`, `piece_descriptor`,
         `close`.
         """
         self.outbox: deque[Mappable] = deque()
@@ -159,7 +159,7 @@ class Segments:
         self._resuming = {one.number: one for one in pieces if isinstance(one, Piece)}
         return offers + [one.offer() for one in pieces]
 
-    def descriptor(self, number: int) -> int | None:
+    def piece_descriptor(self, number: int) -> int | None:
         """Return the descriptor of a piece that `offers` has returned; None if it was freed."""
         piece = self._resuming.get(number)
         return self._shared(piece) if piece is not None and piece.known else None
@@ -272,7 +272,7 @@ class _Connection(Protocol):
     def hand_over(self, number: int, descriptor: int) -> bool: ...
 
 
-def tell(connection: _Connection, segments: Segments) -> None:
+def send_offers(connection: _Connection, segments: Segments) -> None:
     """Send the daemon the unmap messages and offers of `segments`; nobody waits for its answers.
 
     Raises:

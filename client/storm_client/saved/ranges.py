@@ -129,24 +129,24 @@ class RangePhase(Enum):
     __hash__ = object.__hash__  # Enum's own is written in Python
     IN_USE = auto()
     """In the storage, which others may hold: nothing has been sent."""
-    LEAVING = auto()
+    OFFLOADING = auto()
     """In flight to the daemon, or held until there is a reason to send them."""
-    STAYING = auto()
+    KEPT = auto()
     """In the storage for good: the daemon did not take them, or they were needed before that."""
-    AWAY = auto()
+    OFFLOADED = auto()
     """With the daemon, and possibly also in restored memory that somebody uses."""
-    RETURNING = auto()
+    RESTORING = auto()
     """A thread has the duty to restore them; other threads wait for it."""
     LOST = auto()
     """The daemon no longer has them: `error` says why."""
 
 
 _NEXT: dict[RangePhase, tuple[RangePhase, ...]] = {
-    RangePhase.IN_USE: (RangePhase.LEAVING, RangePhase.STAYING),
-    RangePhase.LEAVING: (RangePhase.AWAY, RangePhase.STAYING, RangePhase.LOST),
-    RangePhase.STAYING: (),
-    RangePhase.AWAY: (RangePhase.RETURNING, RangePhase.LOST),
-    RangePhase.RETURNING: (RangePhase.AWAY, RangePhase.LOST),
+    RangePhase.IN_USE: (RangePhase.OFFLOADING, RangePhase.KEPT),
+    RangePhase.OFFLOADING: (RangePhase.OFFLOADED, RangePhase.KEPT, RangePhase.LOST),
+    RangePhase.KEPT: (),
+    RangePhase.OFFLOADED: (RangePhase.RESTORING, RangePhase.LOST),
+    RangePhase.RESTORING: (RangePhase.OFFLOADED, RangePhase.LOST),
     RangePhase.LOST: (),
 }
 
@@ -234,14 +234,14 @@ class StoredRange:
 
     def lose(self, error: StormError) -> None:
         """Note why the daemon can no longer restore the bytes, unless they were never offloaded."""
-        if self.phase not in (RangePhase.STAYING, RangePhase.LOST):
+        if self.phase not in (RangePhase.KEPT, RangePhase.LOST):
             self.error = error
             self.move_to(RangePhase.LOST)
 
     @property
     def is_wanted(self) -> bool:
         """Whether the bytes must be restored before use, and nobody is doing that."""
-        return self.phase is RangePhase.AWAY and self.locate() is None
+        return self.phase is RangePhase.OFFLOADED and self.locate() is None
 
     def locate(self) -> Located | None:
         """Return the bytes if they are in memory: in the original storage or in a restored one.
@@ -260,7 +260,7 @@ class StoredRange:
             restored = self.weak[-1].storage()
         return None if restored is None else Located(restored)
 
-    def came_back(self, storage: torch.UntypedStorage, use: Use) -> None:
+    def keep_restored(self, storage: torch.UntypedStorage, use: Use) -> None:
         """Keep the restored storage of `use` until all other uses have been unpacked, too."""
         self.weak.append(WeakStorage(storage))
         while len(self.weak) > 2:

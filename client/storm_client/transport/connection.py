@@ -98,7 +98,7 @@ class Connection:
         self._asked: dict[int, Message] = {}  # requests that wait for an answer
         self._is_deferred = False  # whether the listener was woken to send the posted messages
         self._is_handling = False  # whether `flush` is handling replies
-        self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
+        self._is_closing = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread = IoThread(self)
         self._lane: Lane | None = None
         self._is_attached = False  # whether the daemon has mapped the lane's shared memory
@@ -288,7 +288,7 @@ class Connection:
         seconds = left if every is None else min(left, every)
         self.waiting += 1
         try:
-            self._thread.hurry()
+            self._thread.end_pause()
             self.changed.wait(None if math.isinf(seconds) else seconds)
         finally:
             self.waiting -= 1
@@ -312,14 +312,14 @@ class Connection:
         """
         if self.lifeline.inherited:
             return
-        if self._leave():
+        if self._say_goodbye():
             try:
                 self._wait_for_the_end()
             finally:
-                self._is_leaving = False
+                self._is_closing = False
         with self.lock:
             self.changed.notify_all()
-            while self._is_leaving or self._thread.is_running:
+            while self._is_closing or self._thread.is_running:
                 self.changed.wait()  # a join would deadlock if a destructor's thread has the lock
             self.wakeup = None
             self.lifeline.close()
@@ -327,23 +327,23 @@ class Connection:
             self._context.destroy(linger=0)
         self._thread.join()  # the thread's end runs Python code: better now than within a step
 
-    def _leave(self) -> bool:
+    def _say_goodbye(self) -> bool:
         """Say goodbye; return False if no daemon hears it, or if it was said before."""
         with self.lock:
             if self.phase is Phase.LOST:
                 return False
-            is_heard = self.phase is Phase.OPEN
+            is_open = self.phase is Phase.OPEN
             with suppress(DaemonLost):  # the daemon does not read: no goodbye is needed
                 self.post(0, Goodbye())
                 self._transmit()
-                self._is_leaving = is_heard
+                self._is_closing = is_open
             self._lose(
                 ConnectionClosed(
                     f"the client's connection to {self.address} was closed, and what it held is "
                     "gone; call storm_client.connect() for another"
                 )
             )
-            return self._is_leaving
+            return self._is_closing
 
     def forked(self) -> None:
         """Replace the lock in a forked child, where the thread that held it does not exist."""
@@ -357,7 +357,7 @@ class Connection:
 
     # --- for the listening thread -----------------------------------------------------------
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Release all memory kept for the daemon, and all waits for the daemon."""
         try:
             with self.lock:
@@ -374,12 +374,12 @@ class Connection:
                 offers = [*self._lane.offers(), *offers]
             return offers
 
-    def descriptor(self, number: int) -> int | None:
+    def piece_descriptor(self, number: int) -> int | None:
         """Return the descriptor of a piece among the offers, None if the piece was freed."""
         with self.lock:
-            return self.listener.descriptor(number)
+            return self.listener.piece_descriptor(number)
 
-    def turn(self, next_ping: float, *, is_awake: bool) -> float:
+    def service(self, next_ping: float, *, is_awake: bool) -> float:
         """Handle replies and due work, and return when the next heartbeat is due."""
         with self.lock:
             if self.phase is not Phase.OPEN:
@@ -436,10 +436,10 @@ class Connection:
             self._lose(DaemonLost(self.ended))
             self.check()
         self.phase, self._patient_until = Phase.RESUMING, math.inf
-        self._thread.hurry()
+        self._thread.end_pause()
         self.wake()
 
-    def go_on(self, found: Resumed) -> None:
+    def resume_on(self, found: Resumed) -> None:
         """Use the channel to another daemon, and repeat all unanswered requests to it."""
         self.lifeline.close()
         self._context.destroy(linger=0)
@@ -461,7 +461,7 @@ class Connection:
 
     def _lose(self, loss: DaemonLost) -> None:
         self.error, self.phase = loss, Phase.LOST
-        self._thread.hurry()
+        self._thread.end_pause()
         self.changed.notify_all()
         self.wake()
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from storm_client.errors import StormError
-from storm_client.lanes.segments import tell
+from storm_client.lanes.segments import send_offers
 from storm_client.transport.kept_memory import offload_kept
 from stormd.protocol import UnmapSegment
 
@@ -59,7 +59,7 @@ class DeviceMemory:
             with session.connection.lock:
                 session.connection.check()
                 session.transfers.forget_early()
-                self._outbound.let_all_go()
+                self._outbound.release_all_sources()
                 end = time.monotonic() + BARRIER_SECONDS
                 while session.transfers.early_bytes and session.connection.wait(end):
                     pass
@@ -82,7 +82,7 @@ class DeviceMemory:
             with session.connection.lock:
                 session.connection.check()
                 is_given_back = in_place.sweep()
-                tell(session.connection, in_place.segments)
+                send_offers(session.connection, in_place.segments)
                 barrier = in_place.barrier() if is_given_back else None
             if barrier is not None:
                 session.connection.request(barrier, BARRIER_SECONDS)

@@ -114,7 +114,7 @@ class Messages:
         """Send the messages in `outbox`, to which others append."""
         self._frames = Frames(socket)
         self._outbox = outbox
-        self._leaving = 0  # how many messages of the outbox the next or latest frame has
+        self._batch_count = 0  # how many messages of the outbox the next or latest frame has
         self._sent: list[int] = []  # notes that they were sent, and are still in the outbox
         self._received: list[int] = []  # notes a received frame that is not in the inbox yet
         self._inbox: deque[Envelope] = deque()  # messages of the last frame not handled yet
@@ -128,11 +128,11 @@ class Messages:
         while self._outbox:
             if not self._sent:
                 batch = self._outbox[:FRAME_MESSAGES]
-                self._leaving = len(batch)
+                self._batch_count = len(batch)
                 frame = encode(batch if len(batch) == 1 else joined(batch))
                 self._frames.send(frame, self._sent)
             # No call is between these two statements, so Python checks for no signal.
-            del self._outbox[: self._leaving]
+            del self._outbox[: self._batch_count]
             self._sent = []
 
     def first(self, *, receives: bool = True) -> Envelope | None:

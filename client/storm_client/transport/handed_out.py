@@ -88,7 +88,7 @@ class HandedOut:
             tickets.append(transfer.number)
         return tickets
 
-    def tells(self, transfer: Transfer) -> bool:
+    def has_own_counter(self, transfer: Transfer) -> bool:
         """Return whether a restore's counter is its own: always if a stream may wait for it."""
         return transfer.phase is Phase.HANDED_OUT or not self._shares_counters
 

@@ -60,7 +60,7 @@ class Listener:
         """
         return []
 
-    def descriptor(self, number: int) -> int | None:  # noqa: ARG002 - for those that have pieces
+    def piece_descriptor(self, number: int) -> int | None:  # noqa: ARG002 - for those that have pieces
         """Return the descriptor of a piece among `offers`, None if it was freed (locked)."""
         return None
 
@@ -122,7 +122,7 @@ class IoThread:
             thread.join()
         self._thread = None
 
-    def hurry(self) -> None:
+    def end_pause(self) -> None:
         """Make the thread look for replies now, without a pause."""
         if self._pause.locked():
             self._pause.release()
@@ -144,7 +144,7 @@ class IoThread:
                 DaemonLost(f"the thread that listens to {address} ended; see its traceback")
             )
             try:
-                connection.let_go()
+                connection.release_all()
             finally:
                 with connection.lock:
                     self._is_over = True
@@ -164,7 +164,7 @@ class IoThread:
         while connection.phase is Phase.OPEN:
             if awakened in ready:
                 wakeup.clear()
-            next_ping = connection.turn(next_ping, is_awake=awakened in ready)
+            next_ping = connection.service(next_ping, is_awake=awakened in ready)
             if self._ownerless:
                 connection.listener.close()
                 return False
@@ -185,7 +185,7 @@ class IoThread:
                 connection.welcome,
                 connection.descriptors,
                 offers=connection.offers,
-                descriptor=connection.descriptor,
+                piece_descriptor=connection.piece_descriptor,
                 is_over=self._is_unwanted,
             )
         except (DaemonUnavailable, ProtocolMismatch) as error:
@@ -200,7 +200,7 @@ class IoThread:
         time.sleep(max(0.0, settled - time.monotonic()))
         with connection.lock:
             if connection.phase is Phase.RESUMING:
-                connection.go_on(found)
+                connection.resume_on(found)
                 return True
         found.channel.close()
         return False

@@ -47,7 +47,7 @@ PAUSE_SECONDS: Final = 0.02
 LOOK_MILLISECONDS: Final = 100
 """Between two checks whether the session is still wanted."""
 
-Descriptor: TypeAlias = Callable[[int], int | None]
+PieceDescriptor: TypeAlias = Callable[[int], int | None]
 """Returns the descriptor of a piece by its number, or None; the caller closes the descriptor."""
 
 _ENDED: Final = "the daemon that was to go on with the session ended, or takes too long"
@@ -69,15 +69,15 @@ def resumed(
     shared: Sequence[int],
     *,
     offers: Callable[[], Sequence[Mappable]],
-    descriptor: Descriptor,
+    piece_descriptor: PieceDescriptor,
     is_over: Callable[[], bool],
 ) -> Resumed | None:
     """Return the channel on which the session of `welcome` continues, once a daemon accepts it.
 
     A daemon is waited for as long as Welcome said; if one comes and ends again, for as long again.
-    `offers` returns the segments to be mapped again, and `descriptor` a piece's descriptor. Return
-    None if `is_over`, which is called from time to time, says that nobody wants the session any
-    more.
+    `offers` returns the segments to be mapped again. `piece_descriptor` returns the descriptor of a
+    piece. Return None if `is_over`, which is called from time to time, says that nobody wants the
+    session any more.
 
     Raises:
         DaemonUnavailable: nobody listens there any more or has answered in time, or the daemon does
@@ -89,7 +89,7 @@ def resumed(
         left = deadline - time.monotonic()
         try:
             channel = resumed_channel(address, welcome, shared, max(min(left, ATTEMPT_SECONDS), 0))
-            return _agreed(channel, offers(), descriptor, is_over)
+            return _agreed(channel, offers(), piece_descriptor, is_over)
         except Gone:
             deadline = time.monotonic() + welcome.resume_seconds
         except NoAnswer:
@@ -102,24 +102,26 @@ def resumed(
 def _agreed(
     channel: Channel,
     offers: Sequence[Mappable],
-    descriptor: Descriptor,
+    piece_descriptor: PieceDescriptor,
     is_over: Callable[[], bool],
 ) -> Resumed:
     """Have the offers mapped, and get the list of entries; close the channel on an error."""
     try:
-        return _asked(channel, offers, descriptor, _Asking(channel, is_over))
+        return _asked(channel, offers, piece_descriptor, _Asking(channel, is_over))
     except BaseException:
         channel.close()
         raise
 
 
 def _asked(
-    channel: Channel, offers: Sequence[Mappable], descriptor: Descriptor, ask: _Asking
+    channel: Channel, offers: Sequence[Mappable], piece_descriptor: PieceDescriptor, ask: _Asking
 ) -> Resumed:
     numbers = count(FIRST_NUMBER)
     mapped = set()
     for offer in offers:
-        if isinstance(offer, MapPiece) and not _handed_over(channel, offer.segment, descriptor):
+        if isinstance(offer, MapPiece) and not _handed_over(
+            channel, offer.segment, piece_descriptor
+        ):
             continue
         answer = ask(next(numbers), offer)
         if isinstance(answer, Mapped):
@@ -137,9 +139,9 @@ def _asked(
     return Resumed(channel, frozenset(entries), frozenset(mapped))
 
 
-def _handed_over(channel: Channel, number: int, descriptor: Descriptor) -> bool:
+def _handed_over(channel: Channel, number: int, piece_descriptor: PieceDescriptor) -> bool:
     """Send the descriptor of a piece; return False if the piece or the daemon is gone."""
-    found = descriptor(number)
+    found = piece_descriptor(number)
     if found is None:
         return False
     try:

@@ -19,7 +19,7 @@ import torch
 
 from storm_client.errors import ActivationLost
 from storm_client.lanes import InPlace, Lane, Mapped, Slot, Staged
-from storm_client.lanes.segments import tell
+from storm_client.lanes.segments import send_offers
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.connection import Connection
 from storm_client.transport.transfer import Outgoing
@@ -42,7 +42,7 @@ COUNTER_SECONDS = 1e-4
 """Seconds between two looks at a counter, whose changes nobody announces."""
 
 _MOVED = (
-    "a storage was resized while {} bytes of it were read where they were; save a copy of what is "
+    "a storage was resized while {} bytes of it were being read in place; save a copy of what is "
     "freed before the backward pass"
 )
 
@@ -93,7 +93,7 @@ class Outbound:
             if source is None:
                 continue
             with self._connection.lock:
-                out = self._transfers.stores.leave(record)
+                out = self._transfers.stores.begin_store(record)
             self.copy(out, source)
 
     def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
@@ -133,7 +133,7 @@ class Outbound:
         if record.key in self._transfers.held:
             raise ActivationLost(_MOVED.format(record.nbytes))
 
-    def let_all_go(self) -> None:
+    def release_all_sources(self) -> None:
         """Give up all sources that may be given up (locked): the device has no memory left."""
         self._relieve(limit=0)
         end = time.monotonic() + PATIENCE_SECONDS
@@ -178,11 +178,11 @@ class Outbound:
             if place is None:
                 staged.append(record)
                 continue
-            out = self._transfers.stores.leave(record)
+            out = self._transfers.stores.begin_store(record)
             self._transfers.held.hold(out)
             if not record.soon:
                 sent.append((out, place))
-        tell(self._connection, in_place.segments)
+        send_offers(self._connection, in_place.segments)
         if sent:
             self._send_mapped(sent)
         if len(staged) < len(records):
@@ -198,7 +198,7 @@ class Outbound:
             return
         assert self._in_place is not None
         place = self._in_place.find(record.source.data_ptr(), out.nbytes)
-        tell(self._connection, self._in_place.segments)
+        send_offers(self._connection, self._in_place.segments)
         if place is not None:
             self._send_mapped([(out, place)])
 
@@ -206,7 +206,7 @@ class Outbound:
         """Ask the daemon to read sources, each at its place."""
         assert self._in_place is not None
         count = sources[0][0].count if len(sources) == 1 else sum([out.count for out, _ in sources])
-        numbers = iter(self._in_place.produced(count))
+        numbers = iter(self._in_place.publish_numbers(count))
         for out, place in sources:
             for part in self._transfers.stores.split(out.nbytes):
                 route = place
@@ -222,7 +222,7 @@ class Outbound:
             record = out.living()
             if record is not None and not out.is_answered and not self._is_taken(record, out):
                 return  # the daemon is slow, and that costs memory
-            self._transfers.held.let_go(out.key)
+            self._transfers.held.drop(out.key)
             if record is not None and out.sequence is not None and out.refusal is None:
                 self._give_up(record, out, out.sequence)
 
@@ -243,11 +243,11 @@ class Outbound:
         in_place = self._in_place
         assert in_place is not None
         if self._is_read(in_place, sequence):
-            self._transfers.stores.gone(record)
+            self._transfers.stores.free_source(record)
             return
-        in_place.overtake(sequence, record.source)
+        in_place.wait_before_reuse(sequence, record.source)
         self._unread.append(_Unread(sequence, out.nbytes))
-        self._transfers.stores.gone(record)
+        self._transfers.stores.free_source(record)
         # The pool reserves room for the largest possible blob until a source is read. Without this
         # wait, a host that runs ahead of its device would reserve room for a whole step.
         end = time.monotonic() + PATIENCE_SECONDS

@@ -33,7 +33,7 @@ IDS_PER_RELEASE = 256
 """Entries released in one message, of at most 9 bytes each: this many fit into a frame."""
 
 
-_REFUSABLE = {RangePhase.LEAVING, RangePhase.STAYING, RangePhase.LOST}
+_REFUSABLE = {RangePhase.OFFLOADING, RangePhase.KEPT, RangePhase.LOST}
 """Phases in which a daemon may still refuse a range."""
 
 
@@ -69,9 +69,9 @@ class Stores:
             return [range(nbytes)] if nbytes else []
         return [range(begin, min(begin + size, nbytes)) for begin in range(0, nbytes, size)]
 
-    def leave(self, record: StoredRange) -> Outgoing:
+    def begin_store(self, record: StoredRange) -> Outgoing:
         """Begin to store a record; nothing is sent yet."""
-        record.move_to(RangePhase.LEAVING)
+        record.move_to(RangePhase.OFFLOADING)
         return Outgoing(
             record.key,
             record.nbytes,
@@ -122,8 +122,8 @@ class Stores:
         record = out.living()
         if record is None:
             return
-        if record.phase is RangePhase.LEAVING:
-            record.move_to(RangePhase.STAYING)
+        if record.phase is RangePhase.OFFLOADING:
+            record.move_to(RangePhase.KEPT)
         self.release([part.entry for part in record.parts])
         record.parts.clear()
 
@@ -133,7 +133,7 @@ class Stores:
             message = Release(entries[begin : begin + IDS_PER_RELEASE])
             self._outbox.append(Envelope(0, message))
 
-    def heard(self, transfer: Transfer, out: Outgoing, message: Message) -> bool:
+    def on_answer(self, transfer: Transfer, out: Outgoing, message: Message) -> bool:
         """Handle the daemon's answer about a chunk; return whether it is the last."""
         match message:
             case Admitted():
@@ -164,12 +164,12 @@ class Stores:
             for nbytes, mode in out.arrived.values():
                 out.stats.stored(nbytes, mode)
         record = out.living()
-        if record is not None and record.phase is RangePhase.LEAVING and out.sequence is None:
-            self.gone(record)
+        if record is not None and record.phase is RangePhase.OFFLOADING and out.sequence is None:
+            self.free_source(record)
 
-    def gone(self, record: StoredRange) -> None:
+    def free_source(self, record: StoredRange) -> None:
         """Give up a record's storage: the daemon has its bytes."""
-        record.move_to(RangePhase.AWAY)
+        record.move_to(RangePhase.OFFLOADED)
         record.source = None
 
     def stored(self, transfer: Transfer, out: Outgoing, nbytes: int, mode: str) -> None:

@@ -32,17 +32,17 @@ ATTEMPT_SECONDS = 1.0
 class Supply:
     """The sessions of one client: with its first daemon, or with a later one.
 
-    If `keeps` is set, a lost daemon is no error for tensors saved from then on: they are kept in
-    memory. Every step checks in the background whether a daemon answers again.
+    If `keeps_without_daemon` is set, a lost daemon is no error for tensors saved from then on: they
+    are kept in memory. Every step checks in the background whether a daemon answers again.
     """
 
-    def __init__(self, connect: Callable[[], Sessions], *, keeps: bool) -> None:
+    def __init__(self, connect: Callable[[], Sessions], *, keeps_without_daemon: bool) -> None:
         """Connect, and own the sessions that `connect` returns, now and later.
 
         Raises:
             StormError: as `connect` does.
         """
-        self.keeps = keeps
+        self.keeps_without_daemon = keeps_without_daemon
         self._connect = connect
         self._lock = threading.Lock()  # protects all attributes below
         self._outage = Outage()
@@ -57,18 +57,20 @@ class Supply:
         return self._sessions
 
     def current(self) -> Sessions:
-        """Return the sessions for a step that begins now; with `keeps` their daemon may be lost.
+        """Return the sessions for a step that begins now.
+
+        With `keeps_without_daemon` their daemon may be lost.
 
         Raises:
             UsageError: the client is closed, or this is a forked child.
-            DaemonLost: the daemon is gone, and `keeps` is not set.
+            DaemonLost: the daemon is gone, and `keeps_without_daemon` is not set.
         """
         self._take_found()
         sessions = self._sessions
         try:
             sessions.check()
         except DaemonLost as loss:
-            if not self.keeps:
+            if not self.keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
             self._look(loss, sessions)
         return sessions

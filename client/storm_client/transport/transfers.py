@@ -182,7 +182,7 @@ class Transfers:
     ) -> Transfer:
         """Ask the daemon to restore a chunk to where `route` says: into `slot`, if staged."""
         if self.held.has_grown:
-            self.held.turned()
+            self.held.on_backward_begin()
         part = incoming.parts[index]
         number = self.handed_out.next_ticket(self._numbers, self._pending)
         message = Restore(
@@ -330,7 +330,10 @@ class Transfers:
                 continue
             if isinstance(transfer.of, Outgoing):
                 entries.append(number)
-            elif self.handed_out.tells(transfer) and (status := outcome(number)) is not None:
+            elif (
+                self.handed_out.has_own_counter(transfer)
+                and (status := outcome(number)) is not None
+            ):
                 self._answered(number, _restored(transfer, status))
                 continue
             message = transfer.message
@@ -378,7 +381,7 @@ class Transfers:
         self.answered += 1
         if isinstance(transfer.of, Incoming):
             self._came(transfer, message)
-        elif self.stores.heard(transfer, transfer.of, message):
+        elif self.stores.on_answer(transfer, transfer.of, message):
             self._end(transfer)
 
     def _came(self, transfer: Transfer, message: Message) -> None:
@@ -498,7 +501,7 @@ class Transfers:
 FAILURES = (Failed, Refused)
 """Messages that say that something is not available."""
 
-_FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
+_FETCHABLE = {RangePhase.OFFLOADING, RangePhase.OFFLOADED}
 
 
 def _restored(transfer: Transfer, status: int) -> Message:

@@ -138,8 +138,8 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lane.in_place.sweep,
             lambda: lane.in_place.find(tensor.data_ptr(), PART),
             lane.in_place.barrier,
-            lambda: lane.in_place.produced(1),
-            lambda: lane.in_place.overtake(0, tensor),
+            lambda: lane.in_place.publish_numbers(1),
+            lambda: lane.in_place.wait_before_reuse(0, tensor),
             lambda: lane.in_place.await_restored([0]),
             lambda: lane.stage(tensor, 0, Slot(0, PART)),
             lambda: lane.unstage(Slot(0, PART), tensor, 0),
@@ -228,12 +228,12 @@ def test_a_device_that_is_current_is_not_entered_again(
         return fake.in_device(ordinal)
 
     monkeypatch.setattr(fake.cuda, "device", in_device)
-    lane.in_place.produced(1)
+    lane.in_place.publish_numbers(1)
     assert not entered
     with fake.in_device(1):
-        lane.in_place.produced(1)
+        lane.in_place.publish_numbers(1)
         assert entered == [0]
-    thread = threading.Thread(target=lane.in_place.produced, args=(1,))
+    thread = threading.Thread(target=lane.in_place.publish_numbers, args=(1,))
     thread.start()
     thread.join()
     assert entered == [0, 0]
@@ -246,7 +246,7 @@ def test_a_late_write_of_a_dead_daemon_keeps_no_stream_waiting(
     client, busy, looked = bench(), threading.Event(), threading.Event()
     stream = fake.stream_of(0)
     stream.put(busy.wait)
-    client.lane.in_place.overtake(7, fake.tensor(PART))
+    client.lane.in_place.wait_before_reuse(7, fake.tensor(PART))
     stream.put(looked.set)
     dead = threading.Thread(target=client.lane.poison)
     dead.start()
@@ -266,7 +266,7 @@ def test_the_page_outlives_what_streams_wait_for(
     """A script may end its client while the device has yet to get there."""
     client, busy = bench(), threading.Event()
     fake.stream_of(0).put(busy.wait)
-    client.lane.in_place.overtake(0, fake.tensor(PART))
+    client.lane.in_place.wait_before_reuse(0, fake.tensor(PART))
 
     def end() -> None:
         client.lane.poison()
@@ -285,10 +285,10 @@ def test_numbers_come_in_order_when_a_second_stream_comes_by(
     client, busy = bench(), threading.Event()
     lane = client.lane
     fake.stream_of(0).put(busy.wait)
-    (first,) = lane.in_place.produced(1)
+    (first,) = lane.in_place.publish_numbers(1)
     with fake.in_stream(side):
-        (second,) = lane.in_place.produced(1)
-    (third,) = lane.in_place.produced(1)
+        (second,) = lane.in_place.publish_numbers(1)
+    (third,) = lane.in_place.publish_numbers(1)
     assert (second, third) == (first + 1, first + 2)
     client.publishes_behind(busy, first)
     client.published(third)
@@ -300,7 +300,7 @@ def test_a_side_streams_number_waits_for_that_stream(
     client, busy = bench(), threading.Event()
     side.put(busy.wait)
     with fake.in_stream(side):
-        (number,) = client.lane.in_place.produced(1)
+        (number,) = client.lane.in_place.publish_numbers(1)
     client.publishes_behind(busy, number)
 
 
@@ -309,7 +309,7 @@ def test_the_page_outlives_the_numbers_that_are_still_to_be_written(
 ) -> None:
     client, busy = bench(), threading.Event()
     fake.stream_of(0).put(busy.wait)
-    client.lane.in_place.produced(1)
+    client.lane.in_place.publish_numbers(1)
     thread = threading.Thread(target=client.lane.close)
     thread.start()
     ends_with(thread, busy, "the page was given up")
@@ -322,7 +322,7 @@ def test_a_stream_that_never_comes_to_its_wait_keeps_nobody(
     monkeypatch.setattr("storm_client.lanes.cuda.POISONED_SECONDS", 0.05)
     client, busy = bench(), threading.Event()
     fake.stream_of(0).put(busy.wait)
-    client.lane.in_place.overtake(7, fake.tensor(PART))
+    client.lane.in_place.wait_before_reuse(7, fake.tensor(PART))
     try:
         client.lane.poison()
     finally:
@@ -351,7 +351,7 @@ def test_a_lane_that_another_thread_has_closed(
     lane, tensor = bench().lane, fake.tensor(PART)
     slot, in_place = Slot(0, PART), lane.in_place
     lane.close()
-    for use in (lambda: lane.stage(tensor, 0, slot), lambda: in_place.produced(1)):
+    for use in (lambda: lane.stage(tensor, 0, slot), lambda: in_place.publish_numbers(1)):
         with pytest.raises(DaemonLost, match="closed"):
             use()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from storm_client.lanes import Mapped
-from storm_client.lanes.segments import Segments, tell
+from storm_client.lanes.segments import Segments, send_offers
 from support import fake_cuda
 from support.fake_virtual_memory import AddressRange, ExpandableSegment
 
@@ -64,13 +64,13 @@ class Daemon:
 
     def answer(self, at_most: int = 1000) -> None:
         """Answer what was asked, and be told what there is."""
-        tell(self, self.segments)
+        send_offers(self, self.segments)
         while self._answers and at_most:
             at_most -= 1
             request = self._answers.popleft()
             assert self.segments.concerns(request)
             self.segments.answered(request, None)
-            tell(self, self.segments)
+            send_offers(self, self.segments)
 
     def read(self, place: Mapped, nbytes: int) -> bytes:
         return ctypes.string_at(self._ranges[place.segment].address + place.offset, nbytes)
@@ -234,7 +234,7 @@ def test_descriptors_wait_for_a_daemon_that_reads(
     daemon.answer()
     assert [type(message) for message in daemon.posted] == [ReserveRange]
     daemon.reads = True
-    tell(daemon, segments)
+    send_offers(daemon, segments)
     assert len(daemon.posted) == 3
     daemon.answer()
     assert segments.find(segment.address, 4 * PIECE) is not None
@@ -251,7 +251,7 @@ def test_another_daemon_maps_pieces_again(
     other, mapped = Daemon(segments), set()
     for offer in offers:
         if isinstance(offer, MapPiece):
-            descriptor = segments.descriptor(offer.segment)
+            descriptor = segments.piece_descriptor(offer.segment)
             assert descriptor is not None
             other.hand_over(offer.segment, descriptor)
             os.close(descriptor)

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 from storm_client.lanes import Mapped
-from storm_client.lanes.segments import Segments, tell
+from storm_client.lanes.segments import Segments, send_offers
 from storm_kernels.errors import CudaDriverError
 
 from stormd.protocol import MapSegment, Message, UnmapSegment
@@ -68,7 +68,7 @@ class Daemon:
 
     @property
     def posted(self) -> list[Message]:
-        tell(self, self.segments)
+        send_offers(self, self.segments)
         return self._posted
 
     def answer(self, *, mapped: bool = True) -> None:

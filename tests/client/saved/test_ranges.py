@@ -164,7 +164,7 @@ def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
     one, two, three = (handle_of(record, tensor, table) for _ in range(3))
     record.source = None
     del tensor
-    record.came_back(torch.ones(64).untyped_storage(), one)
+    record.keep_restored(torch.ones(64).untyped_storage(), one)
     assert record.locate() is not None
     record.unpacked(two)
     assert record.locate() is not None
@@ -180,7 +180,7 @@ def test_what_was_restored_and_is_still_used_is_found_again() -> None:
     record.source = None
     del tensor
     restored = torch.ones(64).untyped_storage()
-    record.came_back(restored, handle)
+    record.keep_restored(restored, handle)
     located = record.locate()
     assert located is not None
     assert located.storage.data_ptr() == restored.data_ptr()

@@ -112,9 +112,9 @@ def test_what_is_fetched_ahead_travels_together(
     session.transfers.window._ceiling, session.transfers.window.limit = 32 * MIB, MIB
     way.spare = 12 * MIB
     numbers: list[int] = []
-    real = way.produced
+    real = way.publish_numbers
 
-    def produced(count: int) -> range:
+    def publish_numbers(count: int) -> range:
         numbers.append(count)
         return real(count)
 
@@ -124,7 +124,7 @@ def test_what_is_fetched_ahead_travels_together(
     with offload:
         loss = chain(x, 4)
     offload.stats()
-    monkeypatch.setattr(way, "produced", produced)
+    monkeypatch.setattr(way, "publish_numbers", publish_numbers)
     assert torch.equal(gradient(loss, x), expected)
     assert numbers
     assert len(numbers) < way.came_back

@@ -64,7 +64,9 @@ def test_a_client_that_would_not_wait_is_noticed(
     client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else these tests would prove nothing: what is let go unread has other bytes by then."""
-    monkeypatch.setattr(way, "overtake", lambda sequence, source: way.overtaken.append(sequence))
+    monkeypatch.setattr(
+        way, "wait_before_reuse", lambda sequence, source: way.overtaken.append(sequence)
+    )
     x = leaf()
     expected = gradient(chain(x), x)
     offload = client.offload(min_bytes=1)

@@ -186,7 +186,7 @@ def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
             answers.set()
             attempt.join()
 
-    supply = Supply(connect, keeps=True)  # type: ignore[arg-type]
+    supply = Supply(connect, keeps_without_daemon=True)  # type: ignore[arg-type]
     made[0].lost, made[0].seen = True, let_one_be_found
     with pytest.warns(RuntimeWarning):
         assert [supply.current(), supply.current()] == [made[0], made[0]]

@@ -62,7 +62,7 @@ def record(nbytes: int = 2 * PART) -> StoredRange:
 
 def send_all(transfers: Transfers, one: StoredRange) -> tuple[Outgoing, list[Transfer]]:
     """Send a record through the staging area, as far as there is room."""
-    out = transfers.stores.leave(one)
+    out = transfers.stores.begin_store(one)
     sent = []
     for part in transfers.stores.split(one.nbytes):
         slot = transfers.reserve(len(part))
@@ -93,7 +93,7 @@ def away(transfers: Transfers, nbytes: int = 2 * PART) -> StoredRange:
     for transfer in sent:
         transfers.reply(0, Admitted(transfer.number))
         transfers.reply(0, stored(transfer))
-    assert one.phase is RangePhase.AWAY
+    assert one.phase is RangePhase.OFFLOADED
     return one
 
 
@@ -121,7 +121,7 @@ def test_a_storage_goes_with_the_last_admission() -> None:
     assert one.source is not None
     transfers.reply(0, stored(first))
     transfers.reply(0, Admitted(second.number))
-    assert (one.source, one.phase) == (None, RangePhase.AWAY)
+    assert (one.source, one.phase) == (None, RangePhase.OFFLOADED)
     assert one.stats.snapshot().stored_bytes == 10
     transfers.reply(0, stored(second))
     assert out.is_over
@@ -140,7 +140,7 @@ def test_one_refusal_keeps_the_record_and_releases_the_others(kind: str) -> None
     else:
         transfers.reply(second.number, Refused("UsageError", "no such segment"))
     assert transfers._outbox[2:] == [Envelope(0, Release([first.number, second.number]))]
-    assert one.phase is RangePhase.STAYING
+    assert one.phase is RangePhase.KEPT
     assert one.source is not None
     transfers.reply(0, stored(first))
     assert len(transfers._outbox) == 3
@@ -164,7 +164,7 @@ def test_an_answer_may_be_handled_twice() -> None:
     for message in (Admitted(first.number), stored(first), Admitted(second.number)):
         transfers.reply(0, message)
         transfers.reply(0, message)
-    assert one.phase is RangePhase.AWAY
+    assert one.phase is RangePhase.OFFLOADED
     assert one.stats.snapshot().stored_bytes == 10
 
 
@@ -221,7 +221,7 @@ def test_a_pass_ends_when_something_is_asked_back() -> None:
     """And not when a part that is stored stays in its slot."""
     transfers = transfers_of(keeps_stored=True)
     limit = transfers.window.limit
-    transfers.held.hold(transfers.stores.leave(record()))
+    transfers.held.hold(transfers.stores.begin_store(record()))
     one = away(transfers)
     assert transfers.incoming.get(one.key) is not None
     assert transfers.window.limit == limit
@@ -291,7 +291,7 @@ def test_a_counter_that_several_restores_share_says_nothing() -> None:
 
 def test_numbers_that_no_store_has_any_more_are_passed_over() -> None:
     transfers, one = transfers_of(), record(PART)
-    out = transfers.stores.leave(one)
+    out = transfers.stores.begin_store(one)
     transfers.stores.store(out, range(PART), Mapped(1, 0), 8)
     transfers._outbox.clear()
     transfers.resume(last_number=8)
@@ -309,7 +309,7 @@ def test_what_another_daemon_does_not_take_is_lost_where_its_source_is_gone() ->
     transfers, one = transfers_of(), record(PART)
     _, (transfer,) = send_all(transfers, one)
     transfers.reply(0, Admitted(transfer.number))
-    assert one.phase is RangePhase.AWAY
+    assert one.phase is RangePhase.OFFLOADED
     assert transfers.resume() == [transfer.number]
     transfers.reply(0, Rejected(transfer.number, "invalid", "no such segment"))
     assert isinstance(one.error, ActivationLost)
@@ -342,7 +342,7 @@ class TransfersMachine(RuleBasedStateMachine):
         one = record(nbytes)
         self.living.append(one)
         demanded = self.demanded()
-        out = self.transfers.stores.leave(one)
+        out = self.transfers.stores.begin_store(one)
         for part in self.transfers.stores.split(nbytes):
             slot = self.transfers.reserve(len(part))
             assert self.demanded() == demanded, "what a thread waits for is not given up"
@@ -357,7 +357,7 @@ class TransfersMachine(RuleBasedStateMachine):
     def sends_and_is_answered(self, parts: int) -> StoredRange:
         one = record(parts * PART)
         self.living.append(one)
-        out = self.transfers.stores.leave(one)
+        out = self.transfers.stores.begin_store(one)
         for part in self.transfers.stores.split(one.nbytes):
             transfer = send(self.transfers, out, part, Mapped(1, part.start))
             self.transfers.reply(0, Admitted(transfer.number))
@@ -368,7 +368,7 @@ class TransfersMachine(RuleBasedStateMachine):
     def sends_from_where_it_lies(self, nbytes: int) -> StoredRange:
         one = record(nbytes)
         self.living.append(one)
-        out = self.transfers.stores.leave(one)
+        out = self.transfers.stores.begin_store(one)
         self.transfers.held.hold(out)
         for part in self.transfers.stores.split(nbytes):
             transfer = send(self.transfers, out, part, Mapped(1, part.start))
@@ -428,7 +428,7 @@ class TransfersMachine(RuleBasedStateMachine):
     @rule(one=records)
     def fetches(self, one: StoredRange) -> None:
         incoming = self.transfers.incoming.get(one.key)
-        if one.phase is not RangePhase.AWAY or (incoming and incoming.storage is not None):
+        if one.phase is not RangePhase.OFFLOADED or (incoming and incoming.storage is not None):
             return
         incoming = self.transfers.demand(one.key, one.parts, 0)
         for index in range(len(one.parts)):
@@ -438,7 +438,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records)
     def fetches_ahead(self, one: StoredRange) -> None:
-        if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
+        if one.phase is not RangePhase.OFFLOADED or self.transfers.incoming.get(one.key):
             return
         incoming = self.transfers.expect(one.key, one.parts)
         is_all = self.transfers.request_ahead(incoming, 0, 0)
@@ -447,7 +447,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records, is_demanded=st.booleans())
     def fetches_into_memory(self, one: StoredRange, is_demanded: bool) -> None:
-        if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
+        if one.phase is not RangePhase.OFFLOADED or self.transfers.incoming.get(one.key):
             return
         storage = torch.UntypedStorage(one.nbytes)
         incoming = self.transfers.expect_into(one.key, one.parts, storage, is_demanded=is_demanded)
@@ -498,14 +498,14 @@ class TransfersMachine(RuleBasedStateMachine):
     @rule(one=consumes(records))
     def dies(self, one: StoredRange) -> None:
         self.transfers.forget(one.key)
-        self.transfers.held.let_go(one.key)
+        self.transfers.held.drop(one.key)
         self.living = [other for other in self.living if other is not one]
 
     @rule()
     def lets_the_oldest_source_go(self) -> None:
         out = self.transfers.held.excess()
         if out is not None and out.is_answered:
-            self.transfers.held.let_go(out.key)
+            self.transfers.held.drop(out.key)
 
     @rule()
     def runs_out_of_memory(self) -> None:
@@ -520,7 +520,7 @@ class TransfersMachine(RuleBasedStateMachine):
         """When all is answered and nothing lives, nothing is left."""
         for one in self.living:
             self.transfers.forget(one.key)
-            self.transfers.held.let_go(one.key)
+            self.transfers.held.drop(one.key)
         for transfer in list(self.asked.values()):
             if isinstance(transfer.of, Incoming):
                 self._restored(transfer, is_there=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from storm_client import lanes
-from storm_client.lanes.segments import Segments, tell
+from storm_client.lanes.segments import Segments, send_offers
 from storm_client.transport.connection import Connection
 from storm_client.transport.io_thread import Listener
 from support import fake_cuda
@@ -123,7 +123,7 @@ class Session(Listener):
     def on_message(self, request: int, message: Message) -> None:
         assert self.segments.concerns(request)
         self.segments.answered(request, getattr(message, "detail", None))
-        tell(self.connection, self.segments)
+        send_offers(self.connection, self.segments)
 
     def on_loss(self) -> None:
         self.segments.close()
@@ -146,7 +146,7 @@ def test_a_client_has_more_pieces_mapped_than_may_be_on_offer(
         def find() -> lanes.Mapped | None:
             with connection.lock, fake_cuda.entered(0):
                 place = segments.find(memory.address, count * size)
-                tell(connection, segments)
+                send_offers(connection, segments)
                 return place
 
         wait_until(lambda: find() == lanes.Mapped(1, 0))
