@@ -40,7 +40,7 @@ FLUSHED_BYTES = 1 << 30
 ROUNDS = 30
 STREAMS = {"fold": 2, "linear": 3, "gradient": 5}
 """Tensors that a scan reads or writes."""
-MOST_COMPILERS = 14
+MAX_COMPILERS = 14
 HOST_CALLS = 300
 
 
@@ -213,7 +213,7 @@ def compile_tile(job: tuple[Case, Tile | None]) -> str:
 
 def compile_all(cases: list[Case]) -> None:
     jobs = [(case, tile) for case in cases for tile in (None, *case.tiles)]
-    workers = max(1, min(MOST_COMPILERS, (os.cpu_count() or 1) - 1))
+    workers = max(1, min(MAX_COMPILERS, (os.cpu_count() or 1) - 1))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         reasons = [reason for reason in pool.map(compile_tile, jobs) if reason]
     if reasons:

@@ -44,7 +44,7 @@ def kernels_for(logits: Tensor, dtype: torch.dtype) -> Kernels:
     """
     if not logits.is_cuda or dtype != torch.float32 or logits.dtype == torch.float64:
         return NO_KERNELS
-    if logits.shape[1] <= cuda.LEAST_CLASSES or not logits.is_contiguous():
+    if logits.shape[1] <= cuda.MIN_CLASSES or not logits.is_contiguous():
         return NO_KERNELS
     if not cuda.fits(logits):
         return NO_KERNELS

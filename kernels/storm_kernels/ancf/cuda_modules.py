@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Modules", "Preparation", "Wanted", "load_cupy", "wanted"]
 
-MOST_COMPILERS: Final = 8
+MAX_COMPILERS: Final = 8
 """The maximum number of compiler threads; more would take processors from training processes."""
 
 TURN_SECONDS: Final = 60.0
@@ -216,7 +216,7 @@ _SHARED_SYMBOLS: Final = {
 
 
 def _processors() -> int:
-    return min(MOST_COMPILERS, len(os.sched_getaffinity(0)))
+    return min(MAX_COMPILERS, len(os.sched_getaffinity(0)))
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 CuPy is not used: its compiler flushes denormal numbers to zero, which PyTorch's kernels keep.
 
 All kernels take contiguous GPU logits (N, C) in bfloat16, float16 or float32, with more than
-LEAST_CLASSES columns and `fits(logits)`. Classes are int64 (N) within 0 to C - 1; all other tensors
+MIN_CLASSES columns and `fits(logits)`. Classes are int64 (N) within 0 to C - 1; all other tensors
 are float32 (N). No function waits for the device. The caller must check that the results match
 those of the installed PyTorch bit for bit.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..cuda_driver.launch import Arguments, Function
 
 __all__ = [
-    "LEAST_CLASSES",
+    "MIN_CLASSES",
     "Statistics",
     "backward",
     "fits",
@@ -34,7 +34,7 @@ __all__ = [
     "prepare",
 ]
 
-LEAST_CLASSES: Final = 2048
+MIN_CLASSES: Final = 2048
 """Up to this many classes PyTorch sums a row with a single warp."""
 
 FORWARD_THREADS: Final = 1024  # kForwardThreads

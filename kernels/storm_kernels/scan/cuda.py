@@ -27,11 +27,11 @@ _PIPELINE_STAGES: Final = 3
 _ALIGNMENT: Final = 16
 """The alignment of addresses, in bytes, for which Triton compiles a different kernel."""
 
-_MOST_KNOWN: Final = 1024
+_MAX_KNOWN: Final = 1024
 _KEPT_WORDS: Final = 1 << 20
 """The maximum scratch kept for a stream; a launch that needs more gets a new zeroed buffer."""
 
-_MOST_LAUNCHES: Final = 1 << 31
+_MAX_LAUNCHES: Final = 1 << 31
 """The maximum number of launches per scratch: their numbers must not repeat."""
 
 _NO_STREAM: Final = (1, 2)
@@ -286,7 +286,7 @@ def _scratch(words: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64, device=device)
     key = device.index, stream
     kept = _scratches.get(key)
-    if kept is None or kept.words.numel() < words or kept.launches >= _MOST_LAUNCHES:
+    if kept is None or kept.words.numel() < words or kept.launches >= _MAX_LAUNCHES:
         kept = _scratches[key] = _Scratch(min(_KEPT_WORDS, 2 * words), device)
     kept.launches += 1
     return kept.words
@@ -297,7 +297,7 @@ _known: Final[dict[object, _Launch]] = {}
 
 
 def _remember(form: object, launch: _Launch) -> None:
-    if len(_known) >= _MOST_KNOWN:
+    if len(_known) >= _MAX_KNOWN:
         _known.clear()
     _known[form] = launch
 

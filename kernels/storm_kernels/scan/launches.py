@@ -17,7 +17,7 @@ _WARP: Final = 32
 _VECTOR_BYTES: Final = 16
 """The bytes of one load of a thread."""
 
-_LEAST_BYTES: Final = 4
+_MIN_BYTES: Final = 4
 """The smallest load that can be pipelined."""
 
 _ENOUGH_PROGRAMS: Final = 128
@@ -140,7 +140,7 @@ def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> 
 
 def vector_for(tile: Rows, *itemsizes: int) -> int:
     """Return how many consecutive numbers, of these sizes, a thread loads and stores at once."""
-    vector = max(_VECTOR_BYTES // max(itemsizes), _LEAST_BYTES // min(itemsizes))
+    vector = max(_VECTOR_BYTES // max(itemsizes), _MIN_BYTES // min(itemsizes))
     return min(tile.elements, vector)
 
 

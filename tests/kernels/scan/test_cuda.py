@@ -99,7 +99,7 @@ class TestKnownLaunches:
         assert len(cuda._known) == 5
 
     def test_not_all_are_kept_for_ever(self, noted, monkeypatch):
-        monkeypatch.setattr(cuda, "_MOST_KNOWN", 3)
+        monkeypatch.setattr(cuda, "_MAX_KNOWN", 3)
         for length in range(1, 9):
             sums(torch.ones(1, length))
             assert 1 <= len(cuda._known) <= 3

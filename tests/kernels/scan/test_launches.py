@@ -16,7 +16,7 @@ from storm_kernels.scan.launches import (
 )
 
 SIZES = st.integers(1, 1 << 22)
-MOST_ELEMENTS = 1 << 16
+MAX_ELEMENTS = 1 << 16
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -31,7 +31,7 @@ def test_columns(outer, length, inner, itemsize, words):
     tile = columns_for(outer, length, inner, itemsize, words=words)
     for size in (tile.rows, tile.stretches, tile.channels, tile.warps, tile.fan):
         assert _is_power_of_two(size)
-    assert tile.length * tile.channels <= MOST_ELEMENTS
+    assert tile.length * tile.channels <= MAX_ELEMENTS
     assert tile.channels < 2 * inner
     assert tile.look_back or tile.length < 2 * length or tile.length == 1
 
@@ -41,7 +41,7 @@ def test_rows(outer, length, words, gradient):
     tile = rows_for(outer, length, words=words, gradient=gradient)
     assert _is_power_of_two(tile.elements)
     assert _is_power_of_two(tile.fan)
-    assert tile.elements <= MOST_ELEMENTS
+    assert tile.elements <= MAX_ELEMENTS
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@
 
 #include "../../../kernels/storm_kernels/ternary/csrc/ternary.h"
 
-#define MOST_COLUMNS 1400
-#define MOST_ROWS 5
-#define MOST_BATCH 6
+#define MAX_COLUMNS 1400
+#define MAX_ROWS 5
+#define MAX_BATCH 6
 #define GUARD 64
 
 static uint32_t state = 1;
@@ -49,9 +49,9 @@ static void *exact(const void *data, uint64_t nbytes, unsigned offset)
 
 static void compare_planes(int variant, uint64_t rows, uint64_t columns)
 {
-    static int8_t values[MOST_ROWS * MOST_COLUMNS];
-    static float floats[MOST_ROWS * MOST_COLUMNS];
-    static uint8_t out[2][4][MOST_ROWS * MOST_COLUMNS * 4 + GUARD];
+    static int8_t values[MAX_ROWS * MAX_COLUMNS];
+    static float floats[MAX_ROWS * MAX_COLUMNS];
+    static uint8_t out[2][4][MAX_ROWS * MAX_COLUMNS * 4 + GUARD];
     const uint64_t pitch = (columns + 7) / 8, count = rows * columns;
     uint64_t refused;
     for (uint64_t i = 0; i < count; i++)
@@ -89,10 +89,10 @@ static void compare_planes(int variant, uint64_t rows, uint64_t columns)
 static void compare_product(int variant, uint64_t rows, uint64_t columns, uint64_t batch, int kind,
                             int scaled, uint64_t group)
 {
-    static uint8_t bit0[MOST_ROWS * MOST_COLUMNS], bit1[MOST_ROWS * MOST_COLUMNS];
-    static uint8_t x0[MOST_BATCH * MOST_COLUMNS * 4], x1[MOST_BATCH * MOST_COLUMNS];
-    static float scale[MOST_ROWS * MOST_COLUMNS];
-    static uint8_t out[2][MOST_ROWS * MOST_BATCH * 4 + GUARD];
+    static uint8_t bit0[MAX_ROWS * MAX_COLUMNS], bit1[MAX_ROWS * MAX_COLUMNS];
+    static uint8_t x0[MAX_BATCH * MAX_COLUMNS * 4], x1[MAX_BATCH * MAX_COLUMNS];
+    static float scale[MAX_ROWS * MAX_COLUMNS];
+    static uint8_t out[2][MAX_ROWS * MAX_BATCH * 4 + GUARD];
     const uint64_t pitch = (columns + 7) / 8, last = columns % 8 ? (1u << columns % 8) - 1 : 255;
     const uint64_t x_pitch = kind == STORM_TERNARY_PLANES    ? pitch
                              : kind == STORM_TERNARY_INT8    ? columns
@@ -151,12 +151,12 @@ int main(int argc, char **argv)
         if (!storm_ternary_available(variant))
             continue;
         for (int round = 0; round < rounds; round++) {
-            uint64_t columns = 1 + draw() % (round % 2 ? 80 : MOST_COLUMNS - 1);
-            compare_planes(variant, 1 + draw() % MOST_ROWS, columns);
+            uint64_t columns = 1 + draw() % (round % 2 ? 80 : MAX_COLUMNS - 1);
+            compare_planes(variant, 1 + draw() % MAX_ROWS, columns);
             for (int kind = STORM_TERNARY_INT8; kind <= STORM_TERNARY_PLANES; kind++) {
                 int scaled = draw() % 2;
                 uint64_t group = scaled && draw() % 2 ? 32 * (1 + draw() % 4) : 0;
-                compare_product(variant, 1 + draw() % MOST_ROWS, columns, 1 + draw() % MOST_BATCH,
+                compare_product(variant, 1 + draw() % MAX_ROWS, columns, 1 + draw() % MAX_BATCH,
                                 kind, scaled, group);
             }
         }

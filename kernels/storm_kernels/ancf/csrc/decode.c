@@ -10,7 +10,7 @@
 #include "checksum.h"
 #include "parallel.h"
 
-#define LEAST_TILES 64
+#define MIN_TILES 64
 
 struct decoding {
     const struct kernels *kernels;
@@ -94,7 +94,7 @@ static int decode_tiles(const struct decoding *job, uint64_t *sum)
     const struct ancf_header *header = &job->plan.header;
     struct range ranges[MAX_THREADS];
     uint64_t tiles = ancf_up(element_count(header), ANCF_TILE) / ANCF_TILE;
-    unsigned count = worthwhile_threads(job->threads, tiles, LEAST_TILES);
+    unsigned count = worthwhile_threads(job->threads, tiles, MIN_TILES);
     if (has_tiles(header) &&
         (record_offset(job, 0) != 0 || record_offset(job, tiles) != header->payload_bytes))
         return STORM_CORRUPT;

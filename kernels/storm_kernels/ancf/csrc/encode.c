@@ -12,7 +12,7 @@
 #include "values.h"
 
 /* The minimum number of tiles for which starting a thread pays. */
-#define LEAST_TILES 64
+#define MIN_TILES 64
 
 struct encoding {
     const struct kernels *kernels;
@@ -176,7 +176,7 @@ static int64_t encode_tiles(struct encoding *job)
 {
     struct ancf_header *header = &job->plan.header;
     struct range ranges[MAX_THREADS];
-    unsigned count = worthwhile_threads(job->options->threads, header->tiles, LEAST_TILES);
+    unsigned count = worthwhile_threads(job->options->threads, header->tiles, MIN_TILES);
     uint64_t payload, sum;
     memset(ranges, 0, count * sizeof *ranges);
     if (make_ranges(job, ranges, count) != STORM_OK) {

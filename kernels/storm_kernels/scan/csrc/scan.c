@@ -7,7 +7,7 @@
 #include "scan_job.h"
 
 /* The minimum bytes for which starting a thread pays. */
-#define LEAST_BYTES (256u << 10)
+#define MIN_BYTES (256u << 10)
 
 struct range {
     const struct scan_job *job;
@@ -104,7 +104,7 @@ static int run(struct scan_job *job)
                      element_bytes[options->dtype];
     job->stream = bytes >= STREAM_BYTES;
     int64_t strips = strips_of(shape);
-    int64_t count = worthwhile_threads(options->threads, bytes, LEAST_BYTES);
+    int64_t count = worthwhile_threads(options->threads, bytes, MIN_BYTES);
     if (count > strips)
         count = strips;
     struct range ranges[MAX_THREADS];

@@ -25,7 +25,7 @@ __all__ = ["Trained", "train"]
 REACH: Final = 1.5
 """Values beyond +-REACH pass no gradient: their sign is settled."""
 
-LEAST_SIZE: Final = 1e-3
+MIN_SIZE: Final = 1e-3
 """The minimum standard deviation of an input, so that a constant input does not divide by 0."""
 
 
@@ -95,7 +95,7 @@ class _Latent(nn.Module):
     def __init__(self, net: SimpleRotorNet, x: Tensor, generator: torch.Generator) -> None:
         super().__init__()
         self.mean = x.mean(0)
-        self.size = x.std(0, unbiased=False).clamp(min=LEAST_SIZE)
+        self.size = x.std(0, unbiased=False).clamp(min=MIN_SIZE)
         shapes = (net.hidden, net.inputs), (net.outputs, net.hidden)
         self.w1, self.w2 = (
             nn.Parameter(torch.randn(shape, generator=generator) * shape[1] ** -0.5)
