@@ -287,7 +287,7 @@ class StepHooks:
                 self._session = session
             if self._follower is not None and self._results.session is None:
                 self._results.session = session
-                self._follower.batch_offloads(tensor, session.together_bytes, session.has_in_place)
+                self._follower.batch_offloads(tensor, session.batch_bytes, session.has_in_place)
             return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
             if not self._keeps_without_daemon:
@@ -428,7 +428,7 @@ class StepHooks:
         try:
             session = self._sessions.of(tensor.device)
             if session is not None:
-                session.saved_before_ready(tensor.untyped_storage(), ready)
+                session.send_when_ready(tensor.untyped_storage(), ready)
         except DaemonLost as loss:
             if not self._keeps_without_daemon:
                 raise lost_in_forward(loss) from loss

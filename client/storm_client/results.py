@@ -103,7 +103,7 @@ class Results:
         records, uses = [], []
         try:
             for storage, dtype, members in units:
-                record = session.record(storage, dtype, self._codec, self._recorder_of(members))
+                record = session.new_record(storage, dtype, self._codec, self._recorder_of(members))
                 records.append(record)
                 uses.append(use := self._step.first_use(record))
                 session.saved.add_use(use)
@@ -137,7 +137,7 @@ class Results:
             return None
         recorder = self._recorder.of_layer(self._planned.record.layer(number))
         try:
-            record = session.record(storage, tensor.dtype, self._codec, recorder)
+            record = session.new_record(storage, tensor.dtype, self._codec, recorder)
             record.proof = SnapshotProof.of_base(tensor, tensor._version)
             use = self._step.first_use(record)
             session.saved.add_use(use)
@@ -188,7 +188,7 @@ class Results:
             if isinstance(decision, Keep):
                 recorder.skipped(nbytes, decision.reason)
                 return
-            record = session.record(storage, dtype, self._codec, recorder)
+            record = session.new_record(storage, dtype, self._codec, recorder)
             use = self._step.first_use(record)
             proof = None if base is None else SnapshotProof.of_base(base, version)
             session.defer_until_unshared(record, proof)

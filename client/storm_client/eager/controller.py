@@ -69,7 +69,7 @@ class Planning:
         ratio: Callable[[], float],
         layers: Layers,
         link: Callable[[torch.device], LinkFigures],
-        link_of_late: Callable[[torch.device], LinkFigures],
+        latest_link_figures: Callable[[torch.device], LinkFigures],
     ) -> None:
         """Start without known signatures; `layers` returns the layer in which a value is made.
 
@@ -80,7 +80,7 @@ class Planning:
         self._layers = layers
         self._functions = REPLAYABLE | options.functions
         self._signatures = StepSignatures()
-        self.maker = PlanMaker(options, ratio, link, link_of_late)
+        self.maker = PlanMaker(options, ratio, link, latest_link_figures)
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """Each step's pins, and their weak storages, to be freed once the pins are gone."""
         self._operations = OperationTimes()

@@ -1,6 +1,6 @@
 """Large values of a step whose bytes may be read as soon as they have been made.
 
-The plan offloads these values. Others may still hold them, so their memory is given up later. But
+The plan offloads these values. Others may still hold them, so their memory is freed later. But
 their bytes are read at once where a step has shown that nobody writes to them uncounted until then.
 """
 

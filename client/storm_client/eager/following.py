@@ -4,7 +4,7 @@ Compiled code needs the script's saves, with their decisions. Where something is
 needs the operator calls that made the values that matter. A step that Python follows records these
 calls: each value that matters has to be one output of a single call, and all other calls of the
 same operators are counted in between. Compiled code passes an unexpected event to Python, which
-walks along the same script.
+follows the same script.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from storm_client.hook_stack import function_modes, have_modes, untraced
+from storm_client.hook_stack import function_modes, set_modes, untraced
 
 __all__ = ["Watching", "are_altered", "is_in_compiled_code", "looked_into", "unaltered"]
 
@@ -140,12 +140,12 @@ def are_altered() -> bool:
 def unaltered() -> Iterator[None]:
     """Take off modes that may alter what functions return, for the length of a block."""
     modes = function_modes()
-    have_modes([mode for mode in modes if isinstance(mode, _HARMLESS)])
+    set_modes([mode for mode in modes if isinstance(mode, _HARMLESS)])
     try:
         with _disable_current_modes():
             yield
     finally:
-        have_modes(modes)
+        set_modes(modes)
 
 
 def is_in_compiled_code() -> bool:
@@ -208,7 +208,7 @@ def _enters(callback: Any) -> Any:
         modes = function_modes()
         watching = [mode for mode in modes if _keeps_out(mode)]
         if watching:
-            have_modes([mode for mode in modes if not _keeps_out(mode)])
+            set_modes([mode for mode in modes if not _keeps_out(mode)])
             for mode in watching:
                 mode.meets_compiled_code = True
     return _entry(callback)

@@ -62,16 +62,16 @@ class PlanMaker:
         options: PlanOptions,
         ratio: Callable[[], float],
         link: Callable[[torch.device], LinkFigures],
-        link_of_late: Callable[[torch.device], LinkFigures],
+        latest_link_figures: Callable[[torch.device], LinkFigures],
     ) -> None:
         """`ratio` returns the compression ratio of the tensors so far.
 
-        `link` returns what the daemon knows of a device's link; `link_of_late` returns the daemon's
-        last answer, at no cost.
+        `link` returns what the daemon knows of a device's link. `latest_link_figures` returns the
+        daemon's last answer, at no cost.
         """
         self.options = options
         self.ratio = ratio
-        self._link, self._link_of_late = link, link_of_late
+        self._link, self._latest_link_figures = link, latest_link_figures
         self.lock = threading.RLock()
         """Held while a plan is made: one thread at a time runs operations again to time them."""
         self.why_not = "" if options.replays else _SWITCHED_OFF
@@ -129,7 +129,7 @@ class PlanMaker:
             return False
         plan = signature.followed.shown
         return signature.link.needs_new_plan(
-            machine_of(device).link_by(self._link_of_late(device)),
+            machine_of(device).link_by(self._latest_link_figures(device)),
             is_used=plan is None or plan.link_seconds > 0.0,
         )
 

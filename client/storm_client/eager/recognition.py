@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 class StepRecord:
     """The values that one step has made and saved so far, and the known signature that it matches.
 
-    While the step walks along the script of that signature, its own `values` are not kept.
+    While the step follows the script of that signature, its own `values` are not kept.
     """
 
     signatures: StepSignatures
@@ -110,7 +110,7 @@ class StepRecord:
 
     @property
     def is_as_expected(self) -> bool:
-        """Whether it has walked along its script from the first event on."""
+        """Whether it has followed its script from the first event on."""
         return self.script is not None and not self._events
 
     @property
@@ -153,7 +153,7 @@ class StepRecord:
         self._restore_events()
 
     def enter_script(self) -> None:
-        """Walk along the script of the signature that was found last, if it has one."""
+        """Follow the script of the signature that was found last, if it has one."""
         script = (
             None if self.signature is None or not self.may_follow_script else self.signature.script
         )

@@ -4,7 +4,7 @@ A result is recorded only if it is large and an operation of the table made it. 
 of the step. If the plan recomputes the value, its recipe is made at once, while the inputs are as
 the operation found them.
 
-A step that walks along the script of a known plan looks up only the values that are recomputed or
+A step that follows the script of a known plan looks up only the values that are recomputed or
 that something is recomputed from. Where the step leaves the script, it looks at everything from
 there on.
 """

@@ -260,7 +260,7 @@ class StepSignature:
         self.followed = followed
 
     def watch_closely(self) -> None:
-        """Let no step walk along the script until steps match, twice as many as the last time."""
+        """Let no step follow the script until steps match, twice as many as the last time."""
         self.is_ambiguous, self._came_as_expected = True, 0
         self._sure_after *= 2
 

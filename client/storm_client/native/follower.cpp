@@ -297,7 +297,7 @@ PyObject* get_follows_script(PyObject* self, void*) {
   return PyBool_FromLong(follower_of(self).follows_script);
 }
 
-// Returns the object whose method packs what is handed over: the hooks of the step.
+// Returns the object whose method packs unexpected tensors: the hooks of the step.
 PyObject* get_owner(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   PyObject* hook = follower_of(self).hooks[PACK];

@@ -48,7 +48,7 @@ struct Pending {
   Begun begun;  // if the call that is expected next is to be recomputed
 };
 
-// Hooks of one step. They hand unexpected tensors over to Python, after which the step continues
+// Hooks of one step. They let Python pack unexpected tensors, after which the step continues
 // from the same event, or leaves the script for good.
 struct Follower : public Watcher {
   PyObject* self = nullptr;  // the object that contains this

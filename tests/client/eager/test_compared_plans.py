@@ -160,7 +160,7 @@ def test_plans_are_compared_anew_for_a_link_that_others_use_as_well(
 ) -> None:
     take(lambda one: 0.2 + 0.1 * abs(one.link_share - 0.65) + 0.1 * (not one.recomputes))
     seconds = 1e-7
-    for name in ("link_figures", "link_of_late"):
+    for name in ("link_figures", "latest_link_figures"):
         monkeypatch.setattr(Supply, name, lambda *_: LinkFigures(link=seconds))
     net = network()
     offload = client.offload(net, min_bytes=4096)
