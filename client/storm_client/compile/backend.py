@@ -24,7 +24,7 @@ from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.handover import Rules
 from storm_client.compile.partition import Partitioner
 from storm_client.compile.runtime import running
-from storm_client.compile.shared_budget import Part, room_for
+from storm_client.compile.shared_budget import BudgetShare, shared_budget_for
 from storm_client.compile.target import Graph, Target, shared_target
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
@@ -90,8 +90,8 @@ def compiled(
         raise UsageError(f"model is {model!r}; pass a module that was made, or a function")
     asked = _Asked.of(mode, options)
     supply = supply_of(client)
-    room = room_for(None if client is None else client._supply, asked.budget)
-    target = Target(supply, asked.budget, asked.codec, asked.min_bytes, room)
+    shared_budget = shared_budget_for(None if client is None else client._supply, asked.budget)
+    target = Target(supply, asked.budget, asked.codec, asked.min_bytes, shared_budget)
     options = {_ASKED: asked, _TARGET: target}
     found = torch.compile(
         model,
@@ -121,7 +121,7 @@ def stormd(
         asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
         target = given[_TARGET] if _TARGET in given else _shared(asked)
         generate = _GENERATORS[asked.codegen]
-        compiled, found = generate(gm, inputs, asked, target.room.part_of(target))
+        compiled, found = generate(gm, inputs, asked, target.shared_budget.share_of(target))
     except UsageError as error:
         return partial(_refuse, str(error))
     target.graphs += found
@@ -152,21 +152,21 @@ def stats_of(model: Callable[..., Any]) -> OffloadStats:
 
 
 def _by_inductor(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, share: BudgetShare
 ) -> tuple[Callable[..., Any], list[Graph]]:
     from storm_client.compile import inductor
 
     rules = inductor.rules(asked.min_bytes, asked.codec)
-    partitioner = inductor.InductorPartitioner(rules, asked.budget, part)
+    partitioner = inductor.InductorPartitioner(rules, asked.budget, share)
     return inductor.generate(gm, inputs, partitioner, dict(asked.patches)), partitioner.found
 
 
 def _eagerly(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, share: BudgetShare
 ) -> tuple[Callable[..., Any], list[Graph]]:
     """Partition the graphs, which run as they are, by PyTorch's own kernels."""
     rules = Rules(asked.min_bytes, asked.codec, exact_in_eager)
-    partitioner = Partitioner(rules, asked.budget, part)
+    partitioner = Partitioner(rules, asked.budget, share)
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = aot_autograd(
             fw_compiler=boxed_nop,

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from storm_client.compile.schemas import argument
-from storm_client.compile.views import hint_of, is_view, looks, nbytes_of
+from storm_client.compile.views import hint_of, is_view, is_view_node, nbytes_of
 from storm_client.planner.machine import Machine
 
 __all__ = ["is_product", "nbytes_of", "seconds_of"]
@@ -69,7 +69,7 @@ def seconds_of(node: fx.Node, machine: Machine, *, is_fused: bool = False) -> fl
 
 def _beyond_views(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     for node in nodes:
-        if looks(node):
+        if is_view_node(node):
             yield from _beyond_views(node.users)
         else:
             yield node
@@ -77,7 +77,7 @@ def _beyond_views(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 def _can_be_fused(node: fx.Node) -> bool:
     """Return whether generated code may run a node in one kernel with its neighbours."""
-    while looks(node) and isinstance(node.args[0], fx.Node):
+    while is_view_node(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):

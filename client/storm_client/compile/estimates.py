@@ -60,7 +60,7 @@ class Saved:
     first_use: int
     """The position in the backward graph of the node that uses it first."""
     last_use: int
-    can_leave: bool = True
+    is_offloadable: bool = True
     recipe: Recipe | None = None
     made: float = 0.0
     """When the forward graph has made it, in seconds that the link can use until then."""
@@ -88,13 +88,13 @@ class Draft:
     """The decisions for the values of one pair of graphs."""
 
     decisions: tuple[Decision, ...]
-    is_handed: tuple[bool, ...]
+    is_saved: tuple[bool, ...]
     """Whether each value is saved at all, if it is not recomputed."""
     first_uses: tuple[int, ...]
     """Where each value must be present: before its own use if others are recomputed from it."""
     fetches: tuple[int, ...]
     """The position before which the fetch of each value begins."""
-    rooms: tuple[int, ...]
+    free_bytes_from: tuple[int, ...]
     """Bytes below the peak that are free from each position of the backward graph on."""
     link_seconds: float
     """Seconds of the link, one way."""
@@ -104,8 +104,8 @@ class Draft:
 
     def offloaded(self) -> list[int]:
         """Return the numbers of the offloaded values."""
-        both = zip(self.decisions, self.is_handed, strict=True)
-        return [n for n, (one, handed) in enumerate(both) if isinstance(one, Offload) and handed]
+        both = zip(self.decisions, self.is_saved, strict=True)
+        return [n for n, (one, saved) in enumerate(both) if isinstance(one, Offload) and saved]
 
     def by_use(self) -> list[int]:
         """Return the same, in the order in which the backward graph waits for them."""
@@ -137,7 +137,7 @@ class Problem:
         return np.array([value.made for value in self.values])
 
     @cached_property
-    def ships(self) -> npt.NDArray[np.float64]:
+    def offload_seconds(self) -> npt.NDArray[np.float64]:
         machine = self.machine
         return np.array([v.nbytes * machine.codec + machine.graph_store for v in self.values])
 
@@ -149,47 +149,49 @@ class Problem:
         recipe = self.values[number].recipe
         return math.inf if recipe is None else max(recipe.seconds, self.machine.thread_recompute)
 
-    def sources(self, again: Iterable[int]) -> set[int]:
+    def sources(self, recomputed: Iterable[int]) -> set[int]:
         """Return the sources from which values are recomputed and that nothing else uses."""
         found = set()
-        for number in again:
+        for number in recomputed:
             recipe = self.values[number].recipe
             assert recipe is not None
             found |= {n for n in recipe.sources if self.values[n].is_only_a_source}
         return found
 
-    def is_handed(self, kept: frozenset[int], again: frozenset[int]) -> list[bool]:
-        used = self.sources(again - kept)
+    def is_saved(self, kept: frozenset[int], recomputed: frozenset[int]) -> list[bool]:
+        used = self.sources(recomputed - kept)
         return [not v.is_only_a_source or n in used for n, v in enumerate(self.values)]
 
-    def leaves(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.bool_]:
+    def is_offloaded(
+        self, kept: frozenset[int], recomputed: frozenset[int]
+    ) -> npt.NDArray[np.bool_]:
         """Return for each value whether it is offloaded."""
         return np.array(
             [
-                handed and value.can_leave and n not in kept and n not in again
-                for n, (value, handed) in enumerate(
-                    zip(self.values, self.is_handed(kept, again), strict=True)
+                saved and value.is_offloadable and n not in kept and n not in recomputed
+                for n, (value, saved) in enumerate(
+                    zip(self.values, self.is_saved(kept, recomputed), strict=True)
                 )
             ],
             dtype=bool,
         )
 
-    def late(self, leaves: npt.NDArray[np.bool_]) -> float:
+    def late(self, offloaded: npt.NDArray[np.bool_]) -> float:
         """Return by how many seconds the link ends later than the graph that runs beside it."""
-        if self.forward_seconds is None or not leaves.any():
+        if self.forward_seconds is None or not offloaded.any():
             return 0.0
-        taken, made = self.transfers[leaves], self._made[leaves]
+        taken, made = self.transfers[offloaded], self._made[offloaded]
         until = np.cumsum(taken)
         done = until + np.maximum.accumulate(made - (until - taken))
         back = float(until[-1]) - self._backward_seconds
         return max(0.0, float(done[-1]) - self.forward_seconds, back)
 
-    def reliefs(self, leaves: npt.NDArray[np.bool_]) -> dict[int, float]:
+    def reliefs(self, offloaded: npt.NDArray[np.bool_]) -> dict[int, float]:
         """Return by how many seconds the link would be less late without each offloaded value."""
-        late = self.late(leaves)
+        late = self.late(offloaded)
         if late <= 0.0 or self.forward_seconds is None:
             return {}
-        taken, made = self.transfers[leaves], self._made[leaves]
+        taken, made = self.transfers[offloaded], self._made[offloaded]
         ends = made + np.cumsum(taken[::-1])[::-1]  # if the link is never idle from there on
         never = np.array([-np.inf])
         before = np.concatenate((never, np.maximum.accumulate(ends)[:-1])) - taken
@@ -197,22 +199,22 @@ class Problem:
         back = float(taken.sum()) - taken - self._backward_seconds
         left = np.maximum(np.maximum(before, behind) - self.forward_seconds, back)
         found = late - np.maximum(left, 0.0)
-        return dict(zip(map(int, np.flatnonzero(leaves)), map(float, found), strict=True))
+        return dict(zip(map(int, np.flatnonzero(offloaded)), map(float, found), strict=True))
 
-    def could_leave_in_time(self, number: int) -> bool:
+    def could_be_offloaded_in_time(self, number: int) -> bool:
         """Return whether a value's transfer could end by the end of the forward graph."""
         end = self.values[number].made + float(self.transfers[number])
         return self.forward_seconds is None or end <= self.forward_seconds
 
-    def total(self, kept: frozenset[int], again: frozenset[int]) -> float:
+    def total(self, kept: frozenset[int], recomputed: frozenset[int]) -> float:
         """Return what a choice costs a step, in seconds."""
-        leaves = self.leaves(kept, again)
-        replays = sum(self.replay_seconds(n) for n in again - kept)
-        return float(self.ships[leaves].sum()) + replays + self.late(leaves)
+        offloaded = self.is_offloaded(kept, recomputed)
+        replays = sum(self.replay_seconds(n) for n in recomputed - kept)
+        return float(self.offload_seconds[offloaded].sum()) + replays + self.late(offloaded)
 
     # --- memory ---------------------------------------------------------------------------------
 
-    def needed(self, kept: frozenset[int], again: frozenset[int]) -> list[_Interval]:
+    def needed(self, kept: frozenset[int], recomputed: frozenset[int]) -> list[_Interval]:
         """Return when each value must be present, for its own uses and as a source of others."""
         end = len(self.seconds)
         found = [
@@ -220,7 +222,7 @@ class Problem:
         ]
         for number in reversed(range(len(self.values))):
             recipe = self.values[number].recipe
-            if number not in again or number in kept or recipe is None:
+            if number not in recomputed or number in kept or recipe is None:
                 continue
             use = found[number].first
             for source in recipe.sources:
@@ -228,56 +230,56 @@ class Problem:
                 found[source] = _Interval(min(first, use), max(last, use))
         return found
 
-    def live(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.int64]:
+    def live(self, kept: frozenset[int], recomputed: frozenset[int]) -> npt.NDArray[np.int64]:
         """Return the bytes at each position if nothing is prefetched."""
         changes = np.zeros(len(self.seconds) + 2, dtype=np.int64)
         for number, (value, (first, last)) in enumerate(
-            zip(self.values, self.needed(kept, again), strict=True)
+            zip(self.values, self.needed(kept, recomputed), strict=True)
         ):
             if last == _NEVER:
                 continue
-            changes[0 if number in kept or not value.can_leave else first] += value.nbytes
+            changes[0 if number in kept or not value.is_offloadable else first] += value.nbytes
             changes[last + 1] -= value.nbytes
         return np.cumsum(changes)[:-1]
 
-    def peak(self, kept: frozenset[int], again: frozenset[int]) -> int:
-        return int(self.live(kept, again).max(initial=0))
+    def peak(self, kept: frozenset[int], recomputed: frozenset[int]) -> int:
+        return int(self.live(kept, recomputed).max(initial=0))
 
     # --- the backward graph ---------------------------------------------------------------------
 
-    def draft(self, kept: frozenset[int], again: frozenset[int], limit: int) -> Draft:
+    def draft(self, kept: frozenset[int], recomputed: frozenset[int], limit: int) -> Draft:
         """Return a choice's decisions, and fetches that raise the peak to at most `limit` bytes."""
-        again -= kept
-        leaves = self.leaves(kept, again)
-        needed = self.needed(kept, again)
-        begins = self._begins(again, needed)
-        there = self.live(kept, again)
-        fetches = self._fetches(leaves, needed, begins, there, limit)
-        most = np.maximum.accumulate(there[::-1])[::-1]
-        stall = self.late(leaves) + self._waits(leaves, needed, begins, fetches)
+        recomputed -= kept
+        offloaded = self.is_offloaded(kept, recomputed)
+        needed = self.needed(kept, recomputed)
+        begins = self._begins(recomputed, needed)
+        live = self.live(kept, recomputed)
+        fetches = self._fetches(offloaded, needed, begins, live, limit)
+        most = np.maximum.accumulate(live[::-1])[::-1]
+        stall = self.late(offloaded) + self._waits(offloaded, needed, begins, fetches)
         decisions: list[Decision] = []
         for number, value in enumerate(self.values):
-            if not value.can_leave:
-                decisions.append(Keep("cannot leave"))
+            if not value.is_offloadable:
+                decisions.append(Keep("cannot be offloaded"))
             elif number in kept:
                 decisions.append(Keep("budget"))
             else:
-                decisions.append(REPLAY if number in again else OFFLOAD)
+                decisions.append(REPLAY if number in recomputed else OFFLOAD)
         return Draft(
             tuple(decisions),
-            tuple(self.is_handed(kept, again)),
+            tuple(self.is_saved(kept, recomputed)),
             tuple(one.first for one in needed),
             tuple(fetches),
             tuple(max(0, limit - int(one)) for one in most),
-            float(self.transfers[leaves].sum()),
-            sum(map(self.replay_seconds, again)),
+            float(self.transfers[offloaded].sum()),
+            sum(map(self.replay_seconds, recomputed)),
             stall,
         )
 
-    def limit(self, again: frozenset[int]) -> int:
+    def limit(self, recomputed: frozenset[int]) -> int:
         """Return a peak with nothing kept that leaves memory for fetches to be in time."""
-        try_limit = self._fetching(again)
-        least, total = self.peak(frozenset(), again), sum(v.nbytes for v in self.values)
+        try_limit = self._fetching(recomputed)
+        least, total = self.peak(frozenset(), recomputed), sum(v.nbytes for v in self.values)
         shortest, most = try_limit(total)
         allowed = shortest + STALL_SHARE * self._backward_seconds
         for step in range(AHEAD_STEPS):
@@ -286,34 +288,34 @@ class Problem:
                 return reached
         return most
 
-    def peak_in_time(self, again: frozenset[int]) -> int:
+    def peak_in_time(self, recomputed: frozenset[int]) -> int:
         """Return the peak with nothing kept if every fetch begins early enough to be in time."""
-        return self._fetching(again)(sum(v.nbytes for v in self.values))[1]
+        return self._fetching(recomputed)(sum(v.nbytes for v in self.values))[1]
 
-    def _fetching(self, again: frozenset[int]) -> Callable[[int], tuple[float, int]]:
+    def _fetching(self, recomputed: frozenset[int]) -> Callable[[int], tuple[float, int]]:
         """Return a function from a limit to the seconds that fetches are late, and the peak."""
         kept: frozenset[int] = frozenset()
-        leaves, needed = self.leaves(kept, again), self.needed(kept, again)
-        begins, live = self._begins(again, needed), self.live(kept, again)
+        offloaded, needed = self.is_offloaded(kept, recomputed), self.needed(kept, recomputed)
+        begins, live = self._begins(recomputed, needed), self.live(kept, recomputed)
 
         def waits(limit: int) -> tuple[float, int]:
-            there = live.copy()
-            fetches = self._fetches(leaves, needed, begins, there, limit)
-            return self._waits(leaves, needed, begins, fetches), int(there.max(initial=0))
+            filled = live.copy()
+            fetches = self._fetches(offloaded, needed, begins, filled, limit)
+            return self._waits(offloaded, needed, begins, fetches), int(filled.max(initial=0))
 
         return waits
 
-    def _begins(self, again: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
+    def _begins(self, recomputed: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
         """Return when each position begins, with the recomputation before it."""
         taken = list(self.seconds)
-        for number in again:
+        for number in recomputed:
             if taken:
                 taken[min(needed[number].first, len(taken) - 1)] += self.replay_seconds(number)
         return list(accumulate(taken, initial=0.0))
 
     def _fetches(
         self,
-        leaves: npt.NDArray[np.bool_],
+        offloaded: npt.NDArray[np.bool_],
         needed: Sequence[_Interval],
         begins: Sequence[float],
         live: npt.NDArray[np.int64],
@@ -326,8 +328,8 @@ class Problem:
         each is delayed until there is memory for it.
         """
         positions = [one.first for one in needed]
-        shipped = map(int, np.flatnonzero(leaves))
-        by_use = sorted(shipped, key=lambda n: (needed[n].first, n))
+        numbers = map(int, np.flatnonzero(offloaded))
+        by_use = sorted(numbers, key=lambda n: (needed[n].first, n))
         free = begins[-1]
         for number in reversed(by_use):
             ready = begins[needed[number].first] - self.machine.fetch_latency
@@ -343,17 +345,17 @@ class Problem:
 
     def _waits(
         self,
-        leaves: npt.NDArray[np.bool_],
+        offloaded: npt.NDArray[np.bool_],
         needed: Sequence[_Interval],
         begins: Sequence[float],
         fetches: Sequence[int],
     ) -> float:
         """Return for how many seconds the backward graph waits for late fetches."""
-        shipped = [int(n) for n in np.flatnonzero(leaves)]
+        numbers = [int(n) for n in np.flatnonzero(offloaded)]
         waited, free = 0.0, 0.0
         begun: dict[int, float] = {}
-        events = [(fetches[n], 0, needed[n].first, n) for n in shipped]
-        events += [(needed[n].first, 1, needed[n].first, n) for n in shipped]
+        events = [(fetches[n], 0, needed[n].first, n) for n in numbers]
+        events += [(needed[n].first, 1, needed[n].first, n) for n in numbers]
         for position, is_use, _, number in sorted(events):
             now = begins[position] + waited
             if is_use:

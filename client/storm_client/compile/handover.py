@@ -20,7 +20,7 @@ from storm_client.compile.exactness import is_seed
 from storm_client.compile.symbols import can_compute, symbols_of
 from storm_client.compile.views import is_tensor, memory_of, nbytes_of, source_of
 
-__all__ = ["Handover", "Rules", "uses"]
+__all__ = ["Rules", "SavedValues", "uses"]
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class Rules(NamedTuple):
     """Whether a fused operation gives the same bits if its inputs have the same bits."""
 
 
-class Handover:
+class SavedValues:
     """The values that a forward graph saves for its backward graph, before both are changed."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Handover:
         self.rules = rules
         (output,) = forward.graph.find_nodes(op="output")
         results = list(output.args[0])
-        self.handed = results[outputs:]
+        self.saved = results[outputs:]
         self.placeholders: dict[str, fx.Node] = {
             n.name: n for n in backward.graph.find_nodes(op="placeholder")
         }
@@ -80,7 +80,7 @@ class Handover:
         self.returned = {memory_of(n) for n in results[:outputs] if isinstance(n, fx.Node)}
         """Memory of the results that the caller gets, and may modify. PyTorch has saved them, and
         raises then."""
-        self.seen_outside = self.returned | set(inputs)
+        self.visible_outside = self.returned | set(inputs)
         self.returns_a_loss = any(
             is_tensor(n) and n.meta["val"].dim() == 0 and n.meta["val"].is_floating_point()
             for n in results[:outputs]
@@ -91,7 +91,7 @@ class Handover:
         """Return the tensors that take memory for being saved."""
         return {
             node
-            for node in self.handed
+            for node in self.saved
             if is_tensor(node)
             and node.name in self.placeholders
             and memory_of(node) not in self.static
@@ -101,16 +101,18 @@ class Handover:
         """Return whether a value has enough bytes to be offloaded."""
         return nbytes_of(node.meta["val"]) >= max(self.rules.min_bytes, 1)
 
-    def may_leave(self, node: fx.Node) -> bool:
+    def is_offloadable(self, node: fx.Node) -> bool:
         """Return whether a saved value may be offloaded, and restored later in other memory."""
-        return self.is_large(node) and self.can_leave(node, uses(self.placeholders[node.name]))
+        return self.is_large(node) and self.can_be_offloaded(
+            node, uses(self.placeholders[node.name])
+        )
 
     def has_known_sizes(self, node: fx.Node) -> bool:
         """Return whether the backward graph can compute a value's shape and strides."""
         value = node.meta["val"]
         return can_compute([*value.shape, *value.stride()], self.symbols)
 
-    def can_leave(self, made: fx.Node, uses_there: list[fx.Node]) -> bool:
+    def can_be_offloaded(self, made: fx.Node, uses_there: list[fx.Node]) -> bool:
         """Return whether a value need not be in memory until the nodes `uses_there` use it."""
         value = made.meta["val"]
         if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:

@@ -32,7 +32,7 @@ from torch.utils._ordered_set import OrderedSet
 from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import draws, exact_in_generated_code
 from storm_client.compile.handover import Rules
-from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
+from storm_client.compile.operators import FETCH, HOLD, MATERIALIZE, STORE, WAIT
 from storm_client.compile.partition import NUMBER, Partitioner
 from storm_client.compile.schemas import argument
 from storm_client.compile.views import is_view
@@ -115,7 +115,7 @@ def _is_exact(node: fx.Node) -> bool:
 def _runs_alone(node: fx.Node) -> bool:
     """Return whether an operation runs in PyTorch's own kernel, the same one in every place.
 
-    It must not be fused with the operations after it either: see `stormd::seen`.
+    It must not be fused with the operations after it either: see `stormd::materialize`.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or any(map(_is_set, CHOOSING)):
         return False
@@ -193,7 +193,7 @@ class _WithLayouts:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if options.get("is_backward"):
-            self._tell(gm)
+            self._set_strides(gm)
         elif GraphLowering.decide_layout_opt(gm, is_inference=False):
             _CHOSEN.strides = self._strides
             try:
@@ -203,7 +203,7 @@ class _WithLayouts:
                 _CHOSEN.strides = None
         return compile_fx_inner(gm, inputs, **options)
 
-    def _tell(self, gm: fx.GraphModule) -> None:
+    def _set_strides(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=WAIT):
             strides = self._strides.get(node.meta.get(NUMBER, -1))
             if strides is not None:
@@ -263,7 +263,7 @@ def _held_elsewhere(box: Any) -> Any:
     return box
 
 
-def _let_go(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _freeing_held_buffers(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Extend Inductor's `codegen_free`, which else holds these buffers to the graph's end."""
 
     def codegen_free(wrapper: Any, buffer: Any) -> None:
@@ -277,16 +277,16 @@ def _let_go(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return codegen_free
 
 
-PythonWrapperCodegen.codegen_free = _let_go(PythonWrapperCodegen.codegen_free)  # type: ignore[method-assign]
+PythonWrapperCodegen.codegen_free = _freeing_held_buffers(PythonWrapperCodegen.codegen_free)  # type: ignore[method-assign]
 
 
-def _lower_store(value: Any, number: int, lent: bool) -> Any:
+def _lower_store(value: Any, number: int, shared: bool) -> Any:
     made = V.graph.current_node.args[0]
     assert isinstance(made, fx.Node)
     value.realize()  # else a copy would be stored, and other users would make theirs
     value = _laid_out_as_an_output(value, made)
     realized = _held_elsewhere(ir.ExternKernel.realize_input(value))
-    token = _call_store(realized, number, lent)
+    token = _call_store(realized, number, shared)
     strides = realized.get_stride()
     if _CHOSEN.strides is not None and all(map(_is_number, strides)):
         _CHOSEN.strides[number] = tuple(map(int, strides))
@@ -322,7 +322,7 @@ def _lower_wait(*arguments: Any) -> Any:
     return box
 
 
-def _lower_seen(value: Any) -> None:
+def _lower_materialize(value: Any) -> None:
     """Make Inductor compute a value on its own; the operator itself generates no code.
 
     In the backward graph it stands for a saved value, which no loop of that graph would make.
@@ -337,12 +337,12 @@ _call_wait = lowering.fallback_handler(WAIT)  # type: ignore[no-untyped-call]
 _call_hold = lowering.fallback_handler(HOLD)  # type: ignore[no-untyped-call]
 _call_fetch = lowering.fallback_handler(FETCH)  # type: ignore[no-untyped-call]
 
-lowering.add_needs_realized_inputs([STORE, HOLD, WAIT, FETCH, SEEN])  # type: ignore[no-untyped-call]
+lowering.add_needs_realized_inputs([STORE, HOLD, WAIT, FETCH, MATERIALIZE])  # type: ignore[no-untyped-call]
 lowering.register_lowering(STORE, type_promotion_kind=None)(_lower_store)
 lowering.register_lowering(WAIT, type_promotion_kind=None)(_lower_wait)
 lowering.register_lowering(HOLD, type_promotion_kind=None)(_call_hold)
 lowering.register_lowering(FETCH, type_promotion_kind=None)(_call_fetch)
-lowering.register_lowering(SEEN, type_promotion_kind=None)(_lower_seen)
+lowering.register_lowering(MATERIALIZE, type_promotion_kind=None)(_lower_materialize)
 
 
 # --- values in half precision -------------------------------------------------------------------
@@ -367,9 +367,11 @@ def _rounds_what_is_stored(original: Callable[[Any], bool]) -> Callable[[Any], b
     return is_saved
 
 
-_TELLS = "_has_saved_lowp_output_use"
-if hasattr(lowering, _TELLS):  # from PyTorch 2.13 on
-    setattr(lowering, _TELLS, _rounds_what_is_stored(getattr(lowering, _TELLS)))
+_SAVED_LOWP_CHECK = "_has_saved_lowp_output_use"
+if hasattr(lowering, _SAVED_LOWP_CHECK):  # from PyTorch 2.13 on
+    setattr(
+        lowering, _SAVED_LOWP_CHECK, _rounds_what_is_stored(getattr(lowering, _SAVED_LOWP_CHECK))
+    )
 
 
 # --- graphs without a backward pass of their own --------------------------------------------------

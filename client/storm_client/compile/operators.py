@@ -1,10 +1,10 @@
-"""The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `wait`, and `seen`.
+"""The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `wait`, and `materialize`.
 
-    token = store(value, number, lent)      in the forward graph; autograd saves the token
+    token = store(value, number, shared)    in the forward graph; autograd saves the token
     token = hold(parameter)                 for a parameter that others are recomputed from
     begun = fetch(token)                    in the backward graph, ahead of use
     value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
-    seen(value)                             where a value is recomputed: see `partition.py`
+    materialize(value)                      where a value is recomputed: see `partition.py`
 
 A **token** is a CPU tensor of one int64, by which autograd holds the stored bytes. Its memory
 belongs to an object that holds them, so bytes that nobody can request any more are freed, whatever
@@ -26,17 +26,17 @@ from torch._subclasses.fake_tensor import extract_tensor_metadata
 
 from storm_client.compile import runtime
 
-__all__ = ["FETCH", "HOLD", "SEEN", "STORE", "WAIT", "describe", "see", "token_like"]
+__all__ = ["FETCH", "HOLD", "MATERIALIZE", "STORE", "WAIT", "describe", "materialize", "token_like"]
 
 _LIBRARY = torch.library.Library("stormd", "DEF")  # type: ignore[no-untyped-call]
 
 _SCHEMAS = {
-    "store(Tensor value, int number, bool lent) -> Tensor": torch.Tag.flexible_layout,
+    "store(Tensor value, int number, bool shared) -> Tensor": torch.Tag.flexible_layout,
     "hold(Tensor value) -> Tensor": torch.Tag.flexible_layout,
     "fetch(Tensor token) -> Tensor": torch.Tag.needs_exact_strides,
     "wait(Tensor token, Tensor[] begun, SymInt[] size, SymInt[] stride, ScalarType dtype, "
     "Device device) -> Tensor": torch.Tag.needs_exact_strides,
-    "seen(Tensor value) -> ()": torch.Tag.flexible_layout,
+    "materialize(Tensor value) -> ()": torch.Tag.flexible_layout,
 }
 
 for _schema, _layout in _SCHEMAS.items():
@@ -46,11 +46,11 @@ STORE = torch.ops.stormd.store.default
 HOLD = torch.ops.stormd.hold.default
 FETCH = torch.ops.stormd.fetch.default
 WAIT = torch.ops.stormd.wait.default
-SEEN = torch.ops.stormd.seen.default
+MATERIALIZE = torch.ops.stormd.materialize.default
 
 
-def _store(value: torch.Tensor, number: int, lent: bool) -> torch.Tensor:
-    return runtime.store(value, number, lent=lent)
+def _store(value: torch.Tensor, number: int, shared: bool) -> torch.Tensor:
+    return runtime.store(value, number, shared=shared)
 
 
 def _fetch(token: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def _wait(
     return runtime.wait(token, tuple(size), tuple(stride))
 
 
-def _seen(value: torch.Tensor) -> None:
+def _materialize(value: torch.Tensor) -> None:
     """Do nothing: a compiler must have the value in memory here, as if it were saved."""
 
 
@@ -83,7 +83,7 @@ for _name, _function, _fake in (
     ("hold", runtime.hold, _fake_token),
     ("fetch", _fetch, _fake_token),
     ("wait", _wait, _fake_wait),
-    ("seen", _seen, _seen),
+    ("materialize", _materialize, _materialize),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"stormd::{_name}", _fake, lib=_LIBRARY)
@@ -93,13 +93,13 @@ for _name, _function, _fake in (
 # --- in graphs ---------------------------------------------------------------------------------
 
 
-def see(node: fx.Node) -> None:
+def materialize(node: fx.Node) -> None:
     """Make a compiler compute a value as if it were saved: on its own, and in memory."""
     with node.graph.inserting_after(node):
-        seen = node.graph.call_function(SEEN, (node,))
-    seen.meta["val"] = None
+        made = node.graph.call_function(MATERIALIZE, (node,))
+    made.meta["val"] = None
     if "autograd_backward" in node.meta:
-        seen.meta["autograd_backward"] = True
+        made.meta["autograd_backward"] = True
 
 
 def token_like(node: fx.Node) -> torch.Tensor:

@@ -22,21 +22,29 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from storm_client.compile.costs import seconds_of
 from storm_client.compile.estimates import Draft, Recipe, Saved
-from storm_client.compile.handover import Handover, Rules, uses
-from storm_client.compile.operators import FETCH, HOLD, STORE, WAIT, describe, see, token_like
+from storm_client.compile.handover import Rules, SavedValues, uses
+from storm_client.compile.operators import (
+    FETCH,
+    HOLD,
+    STORE,
+    WAIT,
+    describe,
+    materialize,
+    token_like,
+)
 from storm_client.compile.planned import Value, plan_of
-from storm_client.compile.recipes import Found, Recipes, turned_back
+from storm_client.compile.recipes import Found, Recipes, inverse_permutation
 from storm_client.compile.schedule import Schedule, schedule
-from storm_client.compile.shared_budget import WHOLE, Part
+from storm_client.compile.shared_budget import WHOLE, BudgetShare
 from storm_client.compile.symbols import computed
 from storm_client.compile.target import Graph
 from storm_client.compile.views import (
+    add_saved,
     drop_results,
-    hand_over,
-    hand_over_bases,
     is_tensor,
     memory_of,
     nbytes_of,
+    save_bases,
 )
 from storm_client.errors import UsageError
 from storm_client.planner.decisions import Offload, Replay
@@ -52,11 +60,11 @@ NUMBER = "stormd_number"
 
 
 class Partitioner:
-    """Partitions joint graphs for a budget, or part of one; `found` gets what their runs need."""
+    """Partitions joint graphs for a budget, or share of one; `found` gets what their runs need."""
 
-    def __init__(self, rules: Rules, budget: Budget, part: Part = WHOLE) -> None:
+    def __init__(self, rules: Rules, budget: Budget, share: BudgetShare = WHOLE) -> None:
         """Start without any graphs."""
-        self.rules, self.budget, self.part = rules, budget, part
+        self.rules, self.budget, self.share = rules, budget, share
         self.found: list[Graph] = []
 
     def __call__(
@@ -86,7 +94,7 @@ class Partitioner:
                 backward,
                 self.rules,
                 self.budget,
-                self.part,
+                self.share,
                 outputs=num_fwd_outputs,
                 static=static_lifetime_input_indices or [],
             )
@@ -99,7 +107,7 @@ def divided(
     backward: fx.GraphModule,
     rules: Rules,
     budget: Budget,
-    part: Part = WHOLE,
+    share: BudgetShare = WHOLE,
     *,
     outputs: int,
     static: list[int],
@@ -112,27 +120,31 @@ def divided(
     Raises:
         UsageError: the budget is below the least possible, which the message names.
     """
-    hand_over_bases(forward, backward, outputs)
-    pair = _Pair(forward, backward, outputs, Handover(forward, backward, outputs, static, rules))
-    return pair.apply(pair.values(), budget, part)
+    save_bases(forward, backward, outputs)
+    pair = _Pair(forward, backward, outputs, SavedValues(forward, backward, outputs, static, rules))
+    return pair.apply(pair.values(), budget, share)
 
 
 class _Pair:
     """A forward graph and its backward graph, which are modified in place."""
 
     def __init__(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, there: Handover
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        outputs: int,
+        saved_values: SavedValues,
     ) -> None:
         """Begin with the saved values: the forward graph's results after the first `outputs`."""
-        self.forward, self.backward, self.there = forward, backward, there
-        self.recipes = Recipes(there)
+        self.forward, self.backward, self.saved_values = forward, backward, saved_values
+        self.recipes = Recipes(saved_values)
         (self.output,) = forward.graph.find_nodes(op="output")
-        self.first_handed = outputs
+        self.first_saved = outputs
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
-        self.lent: dict[fx.Node, fx.Node] = {}
+        self.parameters: dict[fx.Node, fx.Node] = {}
         """Placeholders for the tokens of the parameters from which values are recomputed."""
-        devices = [n.meta["val"].device for n in there.handed if is_tensor(n)]
+        devices = [n.meta["val"].device for n in saved_values.saved if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
     @property
@@ -145,25 +157,25 @@ class _Pair:
     def values(self) -> list[Value]:
         """Return the saved values that take memory, and those that a plan may save besides."""
         order = {node: index for index, node in enumerate(self.forward.graph.nodes)}
-        handed = self.there.tensors()
-        leaving = {node for node in handed if self.there.may_leave(node)}
-        recipes = {node: self.recipes.find(node, handed) for node in leaving}
-        besides = {n for one in recipes.values() if one for n in one.sources} - handed
-        lent = {n for one in recipes.values() if one for n in one.parameters}
-        self._hand_over(sorted(besides, key=order.__getitem__))
-        self._lend(sorted(lent, key=order.__getitem__))
+        tensors = self.saved_values.tensors()
+        offloadable = {node for node in tensors if self.saved_values.is_offloadable(node)}
+        recipes = {node: self.recipes.find(node, tensors) for node in offloadable}
+        besides = {n for one in recipes.values() if one for n in one.sources} - tensors
+        parameters = {n for one in recipes.values() if one for n in one.parameters}
+        self._save_besides(sorted(besides, key=order.__getitem__))
+        self._save_parameters(sorted(parameters, key=order.__getitem__))
         made = self._seconds_made()
-        found = sorted(handed | besides, key=order.__getitem__)
+        found = sorted(tensors | besides, key=order.__getitem__)
         numbers = {node: number for number, node in enumerate(found)}
         values = []
         for node in found:
-            recipe, leaves = recipes.get(node), node in leaving or node in besides
-            saved = self._saved(node, recipe, numbers, made[node], can_leave=leaves)
+            recipe, is_offloadable = recipes.get(node), node in offloadable or node in besides
+            saved = self._saved(node, recipe, numbers, made[node], is_offloadable=is_offloadable)
             values.append(
                 Value(
                     node,
-                    self.there.placeholders[node.name],
-                    memory_of(node) in self.there.seen_outside,
+                    self.saved_values.placeholders[node.name],
+                    memory_of(node) in self.saved_values.visible_outside,
                     saved,
                     recipe.nodes if recipe else (),
                 )
@@ -177,22 +189,24 @@ class _Pair:
         numbers: dict[fx.Node, int],
         made: float,
         *,
-        can_leave: bool,
+        is_offloadable: bool,
     ) -> Saved:
         val = node.meta["val"]
-        nbytes, ratio = nbytes_of(val), expected_ratio(val.dtype, self.there.rules.codec)
-        users = uses(self.there.placeholders[node.name])
-        if not users and can_leave:
+        nbytes, ratio = nbytes_of(val), expected_ratio(val.dtype, self.saved_values.rules.codec)
+        users = uses(self.saved_values.placeholders[node.name])
+        if not users and is_offloadable:
             return Saved.only_a_source(nbytes, made=made, ratio=ratio)
         at = [self.positions[use] for use in users] or [0]
         how = None
         if recipe is not None:
             sources = tuple(sorted(numbers[one] for one in recipe.sources if one in numbers))
             how = Recipe(sum(map(self._seconds_of, recipe.nodes)), sources)
-        return Saved(nbytes, min(at), max(at), can_leave, how, made, ratio)
+        return Saved(nbytes, min(at), max(at), is_offloadable, how, made, ratio)
 
     def _seconds_of(self, node: fx.Node) -> float:
-        return seconds_of(node, self.machine, is_fused=self.there.rules.runs_alone is not None)
+        return seconds_of(
+            node, self.machine, is_fused=self.saved_values.rules.runs_alone is not None
+        )
 
     def _link_seconds_of(self, node: fx.Node) -> float:
         """Return for how many seconds of a node's time the link can transfer."""
@@ -203,25 +217,25 @@ class _Pair:
         nodes = list(self.forward.graph.nodes)
         return dict(zip(nodes, accumulate(map(self._link_seconds_of, nodes)), strict=True))
 
-    def _hand_over(self, besides: list[fx.Node]) -> None:
+    def _save_besides(self, besides: list[fx.Node]) -> None:
         """Save values from which others may be recomputed, in front of the other saved values."""
         for node in reversed(besides):
-            given = hand_over(node, self.forward, self.backward, self.first_handed)
-            self.there.placeholders[node.name] = given
+            given = add_saved(node, self.forward, self.backward, self.first_saved)
+            self.saved_values.placeholders[node.name] = given
 
-    def _lend(self, parameters: list[fx.Node]) -> None:
+    def _save_parameters(self, parameters: list[fx.Node]) -> None:
         """Save tokens for parameters as they are now; the model's may get other data later."""
         for node in parameters:
             behind = self.forward.graph.find_nodes(op="placeholder")[-1]
             with self.forward.graph.inserting_after(behind):
                 token = self.forward.graph.call_function(HOLD, (node,))
             describe(token, token_like(node))
-            self.lent[node] = hand_over(token, self.forward, self.backward, self.first_handed)
+            self.parameters[node] = add_saved(token, self.forward, self.backward, self.first_saved)
 
     # --- changing the graphs ----------------------------------------------------------------
 
-    def apply(self, values: list[Value], budget: Budget, part: Part) -> Graph:
-        """Change both graphs for a budget, or for that part of a budget in bytes."""
+    def apply(self, values: list[Value], budget: Budget, share: BudgetShare) -> Graph:
+        """Change both graphs for a budget, or for that share of a budget in bytes."""
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
         if self.machine.hides:
@@ -237,12 +251,12 @@ class _Pair:
                 "or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
-        count = self._count(budget, chosen, saved, part)
+        count = self._count(budget, chosen, saved, share)
         draft = chosen.draft(count, in_runs=in_runs)
         self._drop(values, draft)
         self._offload(values, draft)
-        self._compute_again(values, draft)
-        self._drop_lent()
+        self._recompute(values, draft)
+        self._drop_parameters()
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
@@ -253,7 +267,7 @@ class _Pair:
         order, fetched = draft.by_use(), draft.by_fetch()
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
         last = fetched[-1] if fetched else None
-        rooms = {n: draft.rooms[draft.first_uses[n]] for n in order}
+        free_bytes_from = {n: draft.free_bytes_from[draft.first_uses[n]] for n in order}
         return Graph(
             plan,
             chosen,
@@ -262,13 +276,15 @@ class _Pair:
             tuple(order),
             early_bytes=sum(saved[n].nbytes for n in early),
             last_fetched=last,
-            room=0 if last is None else draft.rooms[draft.fetches[last]],
-            rooms=rooms,
-            planned=chosen.kept_bytes[count] if part.of > 1 and type(budget) is int else None,
+            free_bytes=0 if last is None else draft.free_bytes_from[draft.fetches[last]],
+            free_bytes_from=free_bytes_from,
+            planned=chosen.kept_bytes[count] if share.of > 1 and type(budget) is int else None,
         )
 
-    def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], part: Part) -> int:
-        """Return how many values a budget keeps, or may keep in a run that has that part of it.
+    def _count(
+        self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], share: BudgetShare
+    ) -> int:
+        """Return how many values a budget keeps, or may keep in a run that has that share of it.
 
         If a graph returns a loss, its backward pass comes next, and a fraction is of its own peak.
         The values that were stored last would be on the device then, in flight, so as many bytes
@@ -279,29 +295,29 @@ class _Pair:
         if budget == "fit":
             return len(chosen.order)
         if type(budget) is int:
-            if part.of == 1:
+            if share.of == 1:
                 return chosen.fitting(budget)
-            return chosen.holding(part.left(budget, chosen.least))
-        share = budget if isinstance(budget, float) else 0.0
+            return chosen.holding(share.left(budget, chosen.least))
+        fraction = budget if isinstance(budget, float) else 0.0
         total = sum(one.nbytes for one in saved if not one.is_only_a_source)
-        allowed, least = int(share * total), chosen.least
-        if not self.there.returns_a_loss:
+        allowed, least = int(fraction * total), chosen.least
+        if not self.saved_values.returns_a_loss:
             return min(chosen.fitting(max(allowed, least)), chosen.holding(allowed))
         in_flight = last_bytes(total) if self.machine.hides else 0
         return chosen.fitting(max(allowed, least + in_flight))
 
     def _drop(self, values: list[Value], draft: Draft) -> None:
         """Stop saving values from which nothing is computed."""
-        dropped = [v for v, handed in zip(values, draft.is_handed, strict=True) if not handed]
+        dropped = [v for v, saved in zip(values, draft.is_saved, strict=True) if not saved]
         for value in dropped:
             self.backward.graph.erase_node(value.given)
         self._drop_results(dropped)
 
-    def _drop_lent(self) -> None:
+    def _drop_parameters(self) -> None:
         """Stop saving parameters from which nothing is recomputed after all."""
-        unused = {given.name for given in self.lent.values() if not given.users}
+        unused = {given.name for given in self.parameters.values() if not given.users}
         tokens = [one for one in self.results if isinstance(one, fx.Node) and one.name in unused]
-        for given in [one for one in self.lent.values() if not one.users]:
+        for given in [one for one in self.parameters.values() if not one.users]:
             self.backward.graph.erase_node(given)
         drop_results(self.output, {self._place(token) for token in tokens})
         for token in tokens:
@@ -312,7 +328,7 @@ class _Pair:
 
     def _place(self, made: fx.Node) -> int:
         """Return a saved value's index among the forward graph's results."""
-        return self.results.index(made, self.first_handed)
+        return self.results.index(made, self.first_saved)
 
     def _offload(self, values: list[Value], chosen: Draft) -> None:
         for number in chosen.offloaded():
@@ -325,8 +341,8 @@ class _Pair:
             while ahead is not None and (chosen.fetches[ahead] <= use or number not in begun):
                 begun[ahead] = self._fetch(values[ahead], chosen.fetches[ahead])
                 ahead = next(pending, None)
-            came = self._wait(values[number], use, list(begun.values()))
-            came.meta[NUMBER] = number
+            restored = self._wait(values[number], use, list(begun.values()))
+            restored.meta[NUMBER] = number
             begun = {n: node for n, node in begun.items() if n != number}
 
     def _store(self, value: Value, number: int) -> None:
@@ -335,7 +351,7 @@ class _Pair:
         if made.op == "placeholder":
             behind = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(behind):
-            token = graph.call_function(STORE, (made, number, value.is_lent))
+            token = graph.call_function(STORE, (made, number, value.is_shared))
         describe(token, token_like(made))
         if "saved_tensor_with_no_vc_check" in made.meta:
             token.meta["saved_tensor_with_no_vc_check"] = made.meta["saved_tensor_with_no_vc_check"]
@@ -354,22 +370,22 @@ class _Pair:
         given = value.given
         users = [user for user in given.users if user.target is not FETCH]
         with self.backward.graph.inserting_before(self._at(position)):
-            came = self._come(given, value.made.meta["val"], begun)
+            restored = self._insert_wait(given, value.made.meta["val"], begun)
         for user in users:
-            user.replace_input_with(given, came)
+            user.replace_input_with(given, restored)
         describe(given, token_like(value.made))
-        return came
+        return restored
 
-    def _come(self, token: fx.Node, val: torch.Tensor, begun: list[fx.Node]) -> fx.Node:
+    def _insert_wait(self, token: fx.Node, val: torch.Tensor, begun: list[fx.Node]) -> fx.Node:
         """Insert a wait for the value of a token, which is like `val`."""
         graph = self.backward.graph
-        size = [computed(one, graph, self.there.symbols) for one in val.shape]
-        stride = [computed(one, graph, self.there.symbols) for one in val.stride()]
-        came = graph.call_function(WAIT, (token, begun, size, stride, val.dtype, val.device))
-        describe(came, val)
-        return came
+        size = [computed(one, graph, self.saved_values.symbols) for one in val.shape]
+        stride = [computed(one, graph, self.saved_values.symbols) for one in val.stride()]
+        restored = graph.call_function(WAIT, (token, begun, size, stride, val.dtype, val.device))
+        describe(restored, val)
+        return restored
 
-    def _compute_again(self, values: list[Value], chosen: Draft) -> None:
+    def _recompute(self, values: list[Value], chosen: Draft) -> None:
         """Copy the recipes of recomputed values into the backward graph, in order of first use."""
         again = [n for n, one in enumerate(chosen.decisions) if isinstance(one, Replay)]
         here = {value.made: self._present(value) for value in values}
@@ -378,52 +394,52 @@ class _Pair:
         if again:
             self._drop_results([values[number] for number in again])
             self.forward.graph.eliminate_dead_code()
-        if self.there.rules.runs_alone is None:
+        if self.saved_values.rules.runs_alone is None:
             return
         for made in (values[number].made for number in again):
             if made.users:
-                see(made)
+                materialize(made)
 
     def _copy_recipe(self, value: Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
         graph = self.backward.graph
         copies: dict[fx.Node, fx.Node] = {}
 
-        def there(node: fx.Node) -> fx.Node:
+        def in_backward(node: fx.Node) -> fx.Node:
             if node in copies:
                 return copies[node]
             if node in here:
                 return here[node]
-            if node in self.lent:
-                here[node] = self._come(self.lent[node], node.meta["val"], [])
+            if node in self.parameters:
+                here[node] = self._insert_wait(self.parameters[node], node.meta["val"], [])
                 return here[node]
-            if node.name in self.there.placeholders:
-                return self.there.placeholders[node.name]
-            view: fx.Node = self.recipes.turned[node]
-            back = turned_back(view)
+            if node.name in self.saved_values.placeholders:
+                return self.saved_values.placeholders[node.name]
+            view: fx.Node = self.recipes.permuted[node]
+            back = inverse_permutation(view)
             assert back is not None
-            copies[node] = graph.call_function(back[0], (there(view), *back[1]))
+            copies[node] = graph.call_function(back[0], (in_backward(view), *back[1]))
             copies[node].meta["val"] = node.meta["val"]
             return copies[node]
 
         with graph.inserting_before(self._at(position)):
             for node in value.recipe:
-                copies[node] = graph.node_copy(node, there)
+                copies[node] = graph.node_copy(node, in_backward)
                 copies[node].meta["autograd_backward"] = True
         made = copies[value.made]
         for node in value.recipe:
-            if is_tensor(node) and self._is_seen(node, value):
-                see(copies[node])
+            if is_tensor(node) and self._is_materialized(node, value):
+                materialize(copies[node])
         value.given.replace_all_uses_with(made)
         graph.erase_node(value.given)
         here[value.made] = made
 
-    def _is_seen(self, node: fx.Node, value: Value) -> bool:
+    def _is_materialized(self, node: fx.Node, value: Value) -> bool:
         """Return whether a recipe's node must be computed on its own in the backward graph.
 
         The value itself must be, as it was in memory. Loops that read its sources instead would be
         split and fused differently, and would round differently.
         """
-        if self.there.rules.runs_alone is None:
+        if self.saved_values.rules.runs_alone is None:
             return False
         return node is value.made or self.recipes.runs_alone(node)
 

@@ -24,7 +24,7 @@ class Value(NamedTuple):
     """The forward graph's node that makes it."""
     given: fx.Node
     """The backward graph's placeholder for it."""
-    is_lent: bool
+    is_shared: bool
     """Whether a caller may hold its memory."""
     saved: Saved
     recipe: tuple[fx.Node, ...]
@@ -39,9 +39,9 @@ def plan_of(
     `peak` is the most bytes that they take together, `forward` the forward pass's seconds.
     """
     rows = []
-    for value, decision, is_handed in zip(values, draft.decisions, draft.is_handed, strict=True):
+    for value, decision, is_saved in zip(values, draft.decisions, draft.is_saved, strict=True):
         saved, val = value.saved, value.made.meta["val"]
-        if not is_handed:
+        if not is_saved:
             continue
         name, reason, cost = "keep", decision.reason if isinstance(decision, Keep) else "", 0.0
         if isinstance(decision, Offload):

@@ -14,10 +14,10 @@ from torch import fx
 
 from storm_client.compile.costs import is_product
 from storm_client.compile.exactness import MOVES, is_conversion
-from storm_client.compile.handover import Handover, uses
+from storm_client.compile.handover import SavedValues, uses
 from storm_client.compile.views import is_tensor, memory_of, source_of
 
-__all__ = ["Found", "Recipes", "turned_back"]
+__all__ = ["Found", "Recipes", "inverse_permutation"]
 
 LONGEST_RECIPE = 16
 """The most operations that are recomputed for one value."""
@@ -41,33 +41,35 @@ class Found(NamedTuple):
 class Recipes:
     """Finds recipes for the values that a forward graph saves."""
 
-    def __init__(self, there: Handover) -> None:
+    def __init__(self, saved_values: SavedValues) -> None:
         """Begin with the saved values of a pair of graphs."""
-        self.there = there
-        self.turned = {
-            source_of(n): n for n in there.handed if is_tensor(n) and turned_back(n) is not None
+        self.saved_values = saved_values
+        self.permuted = {
+            source_of(n): n
+            for n in saved_values.saved
+            if is_tensor(n) and inverse_permutation(n) is not None
         }
         """Saved views with permuted dimensions, by the node that they are views of."""
 
-    def find(self, node: fx.Node, handed: set[fx.Node]) -> Found | None:
+    def find(self, node: fx.Node, tensors: set[fx.Node]) -> Found | None:
         """Return how a value is recomputed, and from which others; None if it cannot be."""
-        if memory_of(node) in self.there.returned:
+        if memory_of(node) in self.saved_values.returned:
             return None
-        search = _Search(self, node, handed)
+        search = _Search(self, node, tensors)
         if not search.make(node):
             return None
         nodes = tuple(search.nodes)
-        given = self.there.placeholders[node.name]
-        if not self.there.rules.is_exact(memory_of(node)) and not self._is_read_alone(given):
+        given = self.saved_values.placeholders[node.name]
+        if not self.saved_values.rules.is_exact(memory_of(node)) and not self._is_read_alone(given):
             return None
         if any(map(self.is_special, nodes)) and not _is_repeatable(node):
             return None
         return Found(nodes, tuple(search.sources), tuple(search.parameters))
 
-    def can_run_again(self, node: fx.Node) -> bool:
+    def can_be_recomputed(self, node: fx.Node) -> bool:
         """Return whether an operation gives the same bits in the backward graph."""
         return node.op == "call_function" and (
-            self.there.rules.is_exact(node) or self._rounds_alike(node)
+            self.saved_values.rules.is_exact(node) or self._rounds_alike(node)
         )
 
     def is_special(self, node: fx.Node) -> bool:
@@ -76,7 +78,10 @@ class Recipes:
 
     def runs_alone(self, node: fx.Node) -> bool:
         """Return whether generated code runs an operation on its own, on inputs in memory."""
-        return self.there.rules.runs_alone is not None and self.there.rules.runs_alone(node)
+        return (
+            self.saved_values.rules.runs_alone is not None
+            and self.saved_values.rules.runs_alone(node)
+        )
 
     def _rounds_alike(self, node: fx.Node) -> bool:
         """Return whether generated code rounds a result of fused operations the same everywhere.
@@ -86,7 +91,7 @@ class Recipes:
         rounded on the way has no other reader. Otherwise it might be read rounded in one place, and
         not in another.
         """
-        rule = self.there.rules.rounds_alike
+        rule = self.saved_values.rules.rounds_alike
         if self._converts_a_parameter(node):
             return True
         if rule is None or not rule(node) or not is_tensor(node):
@@ -99,14 +104,14 @@ class Recipes:
         """Return whether fused operations that read a value read the same bits in each graph."""
         if base.op == "placeholder" or self.runs_alone(base) or self._rounds_alike(base):
             return True
-        return base.name in self.there.placeholders and _is_single(base)
+        return base.name in self.saved_values.placeholders and _is_single(base)
 
     def _converts_a_parameter(self, node: fx.Node) -> bool:
         """Return whether a node converts a parameter's dtype for unfused operations alone."""
         return (
-            self.there.rules.runs_alone is not None
+            self.saved_values.rules.runs_alone is not None
             and is_conversion(node)
-            and memory_of(node.all_input_nodes[0]) in self.there.static
+            and memory_of(node.all_input_nodes[0]) in self.saved_values.static
             and self._is_read_alone(node)
         )
 
@@ -125,28 +130,28 @@ class Recipes:
             return False
         if not is_tensor(node) or source_of(node) is not None or target.overloadpacket in MOVES:
             return False
-        if node in self.there.seen_outside or not self.there.is_large(node):
+        if node in self.saved_values.visible_outside or not self.saved_values.is_large(node):
             return False
         readers = [use for use in uses(node) if source_of(use) is None]
         if not readers or not all(is_product(one) and self.runs_alone(one) for one in readers):
             return False
-        return _is_plain(node.meta["val"]) and self.there.can_leave(node, [])
+        return _is_plain(node.meta["val"]) and self.saved_values.can_be_offloaded(node, [])
 
 
 class _Search:
     """The search for the recipe of one value."""
 
-    def __init__(self, recipes: Recipes, goal: fx.Node, handed: set[fx.Node]) -> None:
-        """Start empty; `handed` are saved values with memory of their own, not a parameter's."""
+    def __init__(self, recipes: Recipes, goal: fx.Node, tensors: set[fx.Node]) -> None:
+        """Start empty; `tensors` are saved values with memory of their own, not a parameter's."""
         self.nodes: dict[fx.Node, None] = {}
         self.sources: dict[fx.Node, None] = {}
         self.parameters: dict[fx.Node, None] = {}
-        self._recipes, self._goal, self._handed = recipes, goal, handed
-        self._there = recipes.there
+        self._recipes, self._goal, self._tensors = recipes, goal, tensors
+        self._saved_values = recipes.saved_values
 
     def make(self, node: fx.Node) -> bool:
         """Add an operation after its inputs; return False if it cannot be recomputed."""
-        if not self._recipes.can_run_again(node) or len(self.nodes) >= LONGEST_RECIPE:
+        if not self._recipes.can_be_recomputed(node) or len(self.nodes) >= LONGEST_RECIPE:
             return False
         if not all(map(self._have, node.all_input_nodes)):
             return False
@@ -154,13 +159,13 @@ class _Search:
         return True
 
     def _have(self, node: fx.Node) -> bool:
-        turned, goal = self._recipes.turned, self._goal
+        permuted, goal = self._recipes.permuted, self._goal
         if self._is_there(node):
             return True
         if node is goal:
             return False
-        if node in turned:
-            return turned[node] is not goal and self._have(turned[node])
+        if node in permuted:
+            return permuted[node] is not goal and self._have(permuted[node])
         before = len(self.nodes), len(self.sources)
         if self.make(node):
             return True
@@ -173,28 +178,28 @@ class _Search:
         """Return whether a node's value is in the backward graph, and note it as a source."""
         if node in self.nodes or node in self.sources:
             return True
-        if node is self._goal or node.name not in self._there.placeholders:
+        if node is self._goal or node.name not in self._saved_values.placeholders:
             return False
-        if node in self._there.changed:
+        if node in self._saved_values.changed:
             return False
-        if node in self._there.static:
+        if node in self._saved_values.static:
             return self._take(node)
-        if node in self._handed:
+        if node in self._tensors:
             self.sources[node] = None
         return True
 
     def _take(self, node: fx.Node) -> bool:
         """Save a value besides if it is in memory anyway, and return whether it is."""
-        if node in self._there.static:
+        if node in self._saved_values.static:
             self.parameters[node] = None
-            return self._there.has_known_sizes(node)
+            return self._saved_values.has_known_sizes(node)
         if not self._recipes.lies_in_memory(node):
             return False
         self.sources[node] = None
         return True
 
 
-def turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
+def inverse_permutation(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
     """Return the operation and arguments that undo a permutation of dimensions; None for others."""
     if node.target is aten.t.default:
         return aten.t.default, ()

@@ -40,8 +40,8 @@ class Schedule:
     """The peak in bytes, by how many of `order` are kept; it never decreases."""
     kept_bytes: tuple[int, ...]
     """The total bytes of the first n of `order`, by n."""
-    again_until: tuple[int, ...]
-    """Value n is recomputed while fewer than `again_until[n]` of `order` are kept."""
+    recomputed_until: tuple[int, ...]
+    """Value n is recomputed while fewer than `recomputed_until[n]` of `order` are kept."""
     problem: Problem
 
     @property
@@ -65,25 +65,25 @@ class Schedule:
         nothing kept.
         """
         if in_runs:
-            again = self._again_in_runs(count)
-            return self.problem.draft(frozenset(), again, self.least)
+            recomputed = self._recomputed_in_runs(count)
+            return self.problem.draft(frozenset(), recomputed, self.least)
         return self.problem.draft(
-            frozenset(self.order[:count]), self._again(count), self.peaks[count]
+            frozenset(self.order[:count]), self._recomputed(count), self.peaks[count]
         )
 
-    def _again(self, count: int) -> frozenset[int]:
+    def _recomputed(self, count: int) -> frozenset[int]:
         """Return the values that are recomputed while the first `count` of `order` are kept."""
-        return frozenset(n for n, until in enumerate(self.again_until) if count < until)
+        return frozenset(n for n, until in enumerate(self.recomputed_until) if count < until)
 
-    def _again_in_runs(self, count: int) -> frozenset[int]:
+    def _recomputed_in_runs(self, count: int) -> frozenset[int]:
         """Return the same, lowering `count` until the peak with nothing kept is at most `least`.
 
         Recomputing fewer values may need more bytes at once. A value from which others are
         recomputed must be present before its own use, and its own sources may be freed then.
         """
-        while self.problem.peak(frozenset(), self._again(count)) > self.least:
+        while self.problem.peak(frozenset(), self._recomputed(count)) > self.least:
             count -= 1
-        return self._again(count)
+        return self._recomputed(count)
 
 
 def schedule(
@@ -100,9 +100,9 @@ def schedule(
     """
     problem = Problem(tuple(values), tuple(seconds), machine, forward_seconds)
     state = _State(problem)
-    state.compute_cheap()
+    state.recompute_cheap()
     state.relieve_link()
-    state.ship_what_fits()
+    state.offload_while_idle()
     return _kept_in_order(state)
 
 
@@ -112,10 +112,10 @@ class _State:
 
     problem: Problem
     kept: set[int] = field(default_factory=set)
-    again: set[int] = field(default_factory=set)
+    recomputed: set[int] = field(default_factory=set)
     _peak: int = -1
 
-    def compute_cheap(self) -> None:
+    def recompute_cheap(self) -> None:
         """Recompute values that cost less than their transfer, even if the link has time."""
         self._take_best(lambda _late, _relieved, seconds: max(0.0, -seconds))
 
@@ -141,7 +141,7 @@ class _State:
         heapq.heapify(waiting)
         while waiting:
             _, group = heapq.heappop(waiting)
-            if self.again.issuperset(group):
+            if self.recomputed.issuperset(group):
                 continue
             now = -worth(*self._relief(group))
             if now >= 0.0:
@@ -149,7 +149,7 @@ class _State:
             if waiting and now > waiting[0][0]:
                 heapq.heappush(waiting, (now, group))
             elif self._is_smaller(group):
-                self.again.update(group)
+                self.recomputed.update(group)
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Return the groups that may be recomputed: each value, and values that share sources."""
@@ -157,7 +157,7 @@ class _State:
         together: dict[frozenset[int], list[int]] = {}
         found: list[tuple[int, ...]] = []
         for number, value in enumerate(problem.values):
-            if value.can_leave and value.recipe is not None and not value.is_only_a_source:
+            if value.is_offloadable and value.recipe is not None and not value.is_only_a_source:
                 found.append((number,))
                 sources = frozenset(problem.sources((number,)))
                 if sources:
@@ -166,22 +166,24 @@ class _State:
 
     def _relief(self, group: tuple[int, ...]) -> tuple[float, float, float]:
         problem, kept = self.problem, frozenset(self.kept)
-        again = frozenset(self.again)
-        more = again.union(group)
-        before, after = problem.leaves(kept, again), problem.leaves(kept, more)
+        recomputed = frozenset(self.recomputed)
+        more = recomputed.union(group)
+        before, after = problem.is_offloaded(kept, recomputed), problem.is_offloaded(kept, more)
         late = problem.late(before)
-        seconds = sum(problem.replay_seconds(n) for n in more - again)
-        seconds += float(problem.ships[after].sum() - problem.ships[before].sum())
+        seconds = sum(problem.replay_seconds(n) for n in more - recomputed)
+        seconds += float(
+            problem.offload_seconds[after].sum() - problem.offload_seconds[before].sum()
+        )
         return late, late - problem.late(after), seconds
 
     def _is_smaller(self, group: tuple[int, ...]) -> bool:
         """Return whether recomputing adds fewer bytes to the peak than it takes from the link."""
-        problem, again = self.problem, frozenset(self.again)
-        more = again.union(group)
+        problem, recomputed = self.problem, frozenset(self.recomputed)
+        more = recomputed.union(group)
         if self._peak < 0:
-            self._peak = problem.peak_in_time(again)
+            self._peak = problem.peak_in_time(recomputed)
         peak = problem.peak_in_time(more)
-        sources = problem.sources(more) - problem.sources(again)
+        sources = problem.sources(more) - problem.sources(recomputed)
         nbytes = sum(problem.values[n].nbytes for n in group)
         nbytes -= sum(problem.values[n].nbytes for n in sources)
         if peak - self._peak >= max(nbytes, 1):
@@ -189,32 +191,32 @@ class _State:
         self._peak = peak
         return True
 
-    def ship_what_fits(self) -> list[int]:
+    def offload_while_idle(self) -> list[int]:
         """Offload recomputed values after all while the link has time, and return them.
 
         Those that are most expensive to recompute for their time of the link come first.
         """
         problem, found = self.problem, list[int]()
-        leaves = problem.leaves(frozenset(self.kept), frozenset(self.again))
-        late, users = problem.late(leaves), self._users()
-        for number in sorted(self.again, key=lambda n: (-self._seconds_saved(n), n)):
+        offloaded = problem.is_offloaded(frozenset(self.kept), frozenset(self.recomputed))
+        late, users = problem.late(offloaded), self._users()
+        for number in sorted(self.recomputed, key=lambda n: (-self._seconds_saved(n), n)):
             freed = [n for n in problem.sources((number,)) if users[n] == 1]
-            spared = problem.replay_seconds(number) + float(problem.ships[freed].sum())
-            spared -= float(problem.ships[number])
+            spared = problem.replay_seconds(number) + float(problem.offload_seconds[freed].sum())
+            spared -= float(problem.offload_seconds[number])
             if spared <= 0.0:
                 continue
-            changed = leaves.copy()
+            changed = offloaded.copy()
             changed[number], changed[freed] = True, False
             later = problem.late(changed)
             if later - late < spared:
-                self.again.discard(number)
+                self.recomputed.discard(number)
                 found.append(number)
-                leaves, late, users = changed, later, self._users()
+                offloaded, late, users = changed, later, self._users()
         return found
 
     def _users(self) -> Counter[int]:
         """Count the recomputed values of each source that nothing else uses."""
-        return Counter(n for one in self.again for n in self.problem.sources((one,)))
+        return Counter(n for one in self.recomputed for n in self.problem.sources((one,)))
 
     def _seconds_saved(self, number: int) -> float:
         """Return the seconds of recomputing that a second of the link saves."""
@@ -224,53 +226,57 @@ class _State:
     def gains(self, numbers: Iterable[int]) -> dict[int, float]:
         """Return how many seconds keeping each of some values saves by itself."""
         problem = self.problem
-        leaves = problem.leaves(frozenset(self.kept), frozenset(self.again))
-        reliefs, price = problem.reliefs(leaves), self._price()
+        offloaded = problem.is_offloaded(frozenset(self.kept), frozenset(self.recomputed))
+        reliefs, price = problem.reliefs(offloaded), self._price()
         users = self._users()
 
-        def shipping(number: int) -> float:
+        def offloading(number: int) -> float:
             relief = reliefs.get(number, 0.0)
             freed = max(0.0, float(problem.transfers[number]) - relief)
-            return float(problem.ships[number]) + relief + price * freed
+            return float(problem.offload_seconds[number]) + relief + price * freed
 
         def gain(number: int) -> float:
-            if number not in self.again:
-                return shipping(number)
-            spared = sum(shipping(n) / users[n] for n in problem.sources((number,)))
+            if number not in self.recomputed:
+                return offloading(number)
+            spared = sum(offloading(n) / users[n] for n in problem.sources((number,)))
             return problem.replay_seconds(number) + spared
 
         return {number: gain(number) for number in numbers}
 
     def _price(self) -> float:
         """Return the worth of a free second of the link: the recomputing time that it saves."""
-        dear = (self._seconds_saved(n) for n in self.again if self.problem.could_leave_in_time(n))
+        dear = (
+            self._seconds_saved(n)
+            for n in self.recomputed
+            if self.problem.could_be_offloaded_in_time(n)
+        )
         return min(1.0, max(dear, default=0.0))
 
 
 def _kept_in_order(state: _State) -> Schedule:
     """Keep one value after the other, first those that save most for what they add to the peak."""
     problem = state.problem
-    least = problem.limit(frozenset(state.again))
+    least = problem.limit(frozenset(state.recomputed))
     until = [0] * len(problem.values)
-    for number in state.again:
+    for number in state.recomputed:
         until[number] = len(until) + 1
     order: list[int] = []
     peaks = [least]
     left = {
         n
         for n, value in enumerate(problem.values)
-        if value.can_leave and value.nbytes and not value.is_only_a_source
+        if value.is_offloadable and value.nbytes and not value.is_only_a_source
     }
     while left:
         number = _next(state, left)
         left.discard(number)
         order.append(number)
         state.kept.add(number)
-        gone = [number] if number in state.again else []
-        state.again.discard(number)
-        for one in (*gone, *state.ship_what_fits()):
+        gone = [number] if number in state.recomputed else []
+        state.recomputed.discard(number)
+        for one in (*gone, *state.offload_while_idle()):
             until[one] = len(order)
-        peak = problem.peak(frozenset(state.kept), frozenset(state.again))
+        peak = problem.peak(frozenset(state.kept), frozenset(state.recomputed))
         peaks.append(max(peaks[-1], peak))
     return Schedule(
         tuple(order),
@@ -283,9 +289,9 @@ def _kept_in_order(state: _State) -> Schedule:
 
 def _next(state: _State, left: set[int]) -> int:
     problem = state.problem
-    kept, again = frozenset(state.kept), frozenset(state.again)
-    needed = problem.needed(kept, again)
-    live = problem.live(kept, again)
+    kept, recomputed = frozenset(state.kept), frozenset(state.recomputed)
+    needed = problem.needed(kept, recomputed)
+    live = problem.live(kept, recomputed)
     before, after = np.maximum.accumulate(live), np.maximum.accumulate(live[::-1])[::-1]
     peak, gains = int(before[-1]), state.gains(left)
 

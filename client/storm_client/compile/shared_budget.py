@@ -2,7 +2,7 @@
 
 A kept value occupies the device until its graph's backward pass, beside the values that other
 graphs keep. So all graphs that are compiled for one client with the same budget in bytes share it,
-such as blocks that are compiled one by one. Each gets its part when it is compiled, and the part
+such as blocks that are compiled one by one. Each gets its share when it is compiled, and the share
 decides what it recomputes.
 """
 
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from storm_client.devices import devices_in_use
 from storm_client.planner.in_flight import free_bytes
-from storm_client.transport.interrupts import Living
+from storm_client.transport.interrupts import SafeWeakSet
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
     from storm_client.transport.supply import Supply
 
-__all__ = ["WHOLE", "Part", "Room", "room_for"]
+__all__ = ["WHOLE", "BudgetShare", "SharedBudget", "shared_budget_for"]
 
 
-class Part(NamedTuple):
+class BudgetShare(NamedTuple):
     """The bytes that one model may keep of a budget that several separately compiled ones share."""
 
     number: int = 0
@@ -33,17 +33,17 @@ class Part(NamedTuple):
     """Bytes that the models compiled before may keep."""
 
     def left(self, limit: int, least: int) -> int:
-        """Return this part of `limit` in bytes; one model at a time needs `least` of it besides.
+        """Return this share of `limit` in bytes; one model at a time needs `least` of it besides.
 
-        Parts are equal, plus the bytes that earlier models did not use of theirs. A model's blocks
+        Shares are equal, plus the bytes that earlier models did not use of theirs. A model's blocks
         are alike. If the first ones kept everything, the link would be idle beside them, and could
         not carry all values beside the others.
         """
         return max(0, (self.number + 1) * max(0, limit - least) // self.of - self.taken)
 
 
-WHOLE: Final = Part()
-"""The part of a model that shares its budget with no other."""
+WHOLE: Final = BudgetShare()
+"""The share of a model that shares its budget with no other."""
 
 
 class Sharing(Protocol):
@@ -64,26 +64,26 @@ class Kept(Protocol):
     nbytes: int
 
 
-class Room:
+class SharedBudget:
     """One shared budget, from which several threads may take bytes at once."""
 
     def __init__(self, budget: Budget) -> None:
         """Let runs keep the bytes of `budget`, or with "fit" as many as the device has free."""
         self._budget = budget
-        self._has_gone_back = False
+        self._has_seen_backward = False
         """Whether a backward pass has begun, in any thread; never reset."""
-        self._sharing: Living[Sharing] = Living()
-        self._kept: Living[Kept] = Living()
+        self._sharing: SafeWeakSet[Sharing] = SafeWeakSet()
+        self._kept: SafeWeakSet[Kept] = SafeWeakSet()
 
-    def share(self, graphs: Sharing) -> None:
+    def add_graphs(self, graphs: Sharing) -> None:
         """Let graphs share this budget for as long as they are alive."""
         self._sharing.add(graphs)
 
-    def part_of(self, graphs: Sharing) -> Part:
-        """Return the part of `graphs`, of which one is about to be compiled."""
+    def share_of(self, graphs: Sharing) -> BudgetShare:
+        """Return the share of `graphs`, of which one is about to be compiled."""
         others = [one for one in self._sharing if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
-        return Part(len(taken), len(others) + 1, sum(taken))
+        return BudgetShare(len(taken), len(others) + 1, sum(taken))
 
     @property
     def kept_bytes(self) -> int:
@@ -93,11 +93,11 @@ class Room:
     def left(self, planned: int | None = None) -> int:
         """Return how many bytes a run that begins now may keep by choice.
 
-        This is at most `planned`, or an equal part without a plan for it. The least that any graph
+        This is at most `planned`, or an equal share without a plan for it. The least that any graph
         needs is left free. Before a backward pass has begun, it is not known which graphs a step
         has, so nothing is kept.
         """
-        if not self._has_gone_back:
+        if not self._has_seen_backward:
             return 0
         kept = self.kept_bytes
         if type(self._budget) is int:
@@ -108,38 +108,38 @@ class Room:
         leasts = [one.least for one in self._sharing]
         least = max(leasts, default=0)
         if planned is None:
-            planned = Part(of=max(1, len(leasts))).left(limit, least)
+            planned = BudgetShare(of=max(1, len(leasts))).left(limit, least)
         return min(limit - kept - least, planned)
 
     def keep(self, held: Kept) -> None:
         """Count a value that is kept by choice, until it is freed."""
         self._kept.add(held)
 
-    def goes_back(self) -> None:
+    def record_backward(self) -> None:
         """Note that a backward pass has begun."""
-        self._has_gone_back = True
+        self._has_seen_backward = True
 
 
-def room_for(supply: Supply | None, budget: Budget) -> Room:
-    """Return the `Room` that graphs of one client share; None stands for the process's own client.
+def shared_budget_for(supply: Supply | None, budget: Budget) -> SharedBudget:
+    """Return the budget that graphs of one client share; None stands for the process's own client.
 
     With a budget that lets no run decide what is kept, each caller gets a new one, of which nothing
     is taken.
     """
     if type(budget) is not int and budget != "fit":
-        return Room(budget)
+        return SharedBudget(budget)
     key = (None if supply is None else id(supply), budget)
     with _LOCK:
-        reference = _ROOMS.get(key)
-        room = None if reference is None else reference()
-        if room is None:
-            for gone in [old for old, one in _ROOMS.items() if one() is None]:
-                del _ROOMS[gone]
-            room = Room(budget)
-            _ROOMS[key] = weakref.ref(room)
-        return room
+        reference = _BUDGETS.get(key)
+        shared = None if reference is None else reference()
+        if shared is None:
+            for dead in [old for old, one in _BUDGETS.items() if one() is None]:
+                del _BUDGETS[dead]
+            shared = SharedBudget(budget)
+            _BUDGETS[key] = weakref.ref(shared)
+        return shared
 
 
 _LOCK = threading.Lock()  # protects the table
-_ROOMS: dict[tuple[int | None, Budget], weakref.ref[Room]] = {}
-"""By the id of the client's supply, which lives as long as graphs that hold its `Room`."""
+_BUDGETS: dict[tuple[int | None, Budget], weakref.ref[SharedBudget]] = {}
+"""By the id of the client's supply, which lives as long as graphs that hold its `SharedBudget`."""

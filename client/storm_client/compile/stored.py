@@ -40,7 +40,7 @@ class Stored:
         if self._trail is not None and not session.has_in_place:
             self._trail.announce(session)
         self.announce()
-        session.look_ahead(self._target.announced(session))
+        session.prefetch(self._target.announced(session))
         if self._trail is not None:
             self._trail.has_begun(self._number)
 

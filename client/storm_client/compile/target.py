@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from storm_client.compile.announced import Announced
-from storm_client.compile.shared_budget import Room, room_for
+from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
 from storm_client.connect import shared_supply
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.policy import Policy
@@ -50,9 +50,9 @@ class Graph:
     """Total bytes of the values in `early`."""
     last_fetched: int | None = None
     """The value whose fetch begins last."""
-    room: int = 0
+    free_bytes: int = 0
     """Bytes below the backward graph's peak that are free from that fetch on."""
-    rooms: Mapping[int, int] = field(default_factory=dict)
+    free_bytes_from: Mapping[int, int] = field(default_factory=dict)
     """The same from the wait for each offloaded value on."""
     planned: int | None = None
     """Bytes that a run may keep of a budget in bytes that others share; None if no others do."""
@@ -72,21 +72,21 @@ class Target:
         budget: Budget,
         codec: str,
         min_bytes: int,
-        room: Room | None = None,
+        shared_budget: SharedBudget | None = None,
     ) -> None:
         """Use the sessions of `supply()`, which is called when the first value is offloaded.
 
-        Values that runs keep by choice count against the budget `room`, by default one of its own.
+        Values that runs keep by choice count against `shared_budget`, by default one of its own.
         """
         self.budget = budget
-        self.room = Room(budget) if room is None else room
+        self.shared_budget = SharedBudget(budget) if shared_budget is None else shared_budget
         """The shared budget of what runs keep by choice, where runs decide that."""
         self.codec = codec
         self.min_bytes = min_bytes
         self.recorder = StatsRecorder()
         self.graphs: list[Graph] = []
         """The graphs compiled so far."""
-        self.room.share(self)
+        self.shared_budget.add_graphs(self)
         self.policy = Policy((), min_bytes)
         self._supply = supply
         self._lock = threading.Lock()  # protects all below
@@ -134,17 +134,17 @@ class Target:
                 known = self._announced[id(session)] = (weakref.ref(session), Announced())
             return known[1]
 
-    def goes_forward(self) -> None:
+    def record_save(self) -> None:
         """Note that a value is saved."""
-        self.is_going_back, self._is_used = False, True
+        self.is_in_backward, self._is_used = False, True
 
-    def goes_back(self) -> bool:
+    def record_restore(self) -> bool:
         """Note that a value is waited for; return whether it is the first since one was saved."""
-        is_first, self.is_going_back = not self.is_going_back, True
-        self.room.goes_back()
+        is_first, self.is_in_backward = not self.is_in_backward, True
+        self.shared_budget.record_backward()
         return is_first
 
-    is_going_back = False
+    is_in_backward = False
     """Whether a value was waited for since one was saved, in any thread: a hint."""
 
 
@@ -153,7 +153,9 @@ def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
     key = (budget, codec, min_bytes)
     found = _SHARED.get(key)
     if found is None:
-        found = _SHARED.setdefault(key, Target(shared_supply, *key, room_for(None, budget)))
+        found = _SHARED.setdefault(
+            key, Target(shared_supply, *key, shared_budget_for(None, budget))
+        )
     return found
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from storm_client.compile.stored import Stored
     from storm_client.compile.target import Target
 
-__all__ = ["TOKENS", "Held", "Lent", "Unversioned", "version_of"]
+__all__ = ["TOKENS", "Held", "SharedParameter", "Unversioned", "version_of"]
 
 _KEY = struct.Struct("=q")
 
@@ -40,9 +40,9 @@ class Held:
         self._version = version_of(value, SavedVersion.holding)
         self._target = target
 
-    def bring(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """Return the value."""
-        self._target.goes_back()
+        self._target.record_restore()
         self._version.check()
         replaced = self._version.replaced()
         return self._version.token if replaced is None else replaced
@@ -56,12 +56,12 @@ class Unversioned:
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
 
-    def bring(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """Return the value."""
         return self._value
 
 
-class Lent:
+class SharedParameter:
     """A parameter from which values are recomputed, in its present memory."""
 
     __slots__ = ("__weakref__", "_version")
@@ -69,7 +69,7 @@ class Lent:
     def __init__(self, value: torch.Tensor) -> None:
         self._version = version_of(value, SavedVersion.holding)
 
-    def bring(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """Return the parameter as it was, whatever data it has now."""
         self._version.check()
         return self._version.token
@@ -79,7 +79,7 @@ class _Owner(bytearray):
     """A token's memory. PyTorch keeps it alive for as long as a tensor lies in it."""
 
     __slots__ = ("__weakref__", "content")
-    content: Held | Lent | Stored | Unversioned
+    content: Held | SharedParameter | Stored | Unversioned
 
 
 class _OwnerRef(weakref.ref[_Owner]):
@@ -96,7 +96,7 @@ class Tokens:
         self._owners: dict[int, _OwnerRef] = {}
         self._dead: deque[_OwnerRef] = deque()
 
-    def make(self, content: Held | Lent | Stored | Unversioned) -> torch.Tensor:
+    def make(self, content: Held | SharedParameter | Stored | Unversioned) -> torch.Tensor:
         """Return a token whose memory keeps `content` alive."""
         with suppress(IndexError):  # another thread may have taken the last
             while self._dead:
@@ -110,7 +110,7 @@ class Tokens:
         with torch._C.DisableTorchFunction():  # a default device does not apply here
             return torch.frombuffer(owner, dtype=torch.int64)
 
-    def content(self, token: torch.Tensor) -> Held | Lent | Stored | Unversioned:
+    def content(self, token: torch.Tensor) -> Held | SharedParameter | Stored | Unversioned:
         """Return the content that a token stands for.
 
         Raises:

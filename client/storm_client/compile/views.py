@@ -18,15 +18,15 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 __all__ = [
+    "add_saved",
     "drop_results",
-    "hand_over",
-    "hand_over_bases",
     "hint_of",
     "is_tensor",
     "is_view",
-    "looks",
+    "is_view_node",
     "memory_of",
     "nbytes_of",
+    "save_bases",
     "source_of",
 ]
 
@@ -58,7 +58,7 @@ def hint_of(size: int | torch.SymInt) -> int:
     return 1 if hint is None else int(hint)
 
 
-def looks(node: fx.Node) -> bool:
+def is_view_node(node: fx.Node) -> bool:
     """Return whether a node returns views of its first argument."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
 
@@ -71,7 +71,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
         parent = node.args[0]
         assert isinstance(parent, fx.Node)
         return parent if source_of(parent) is not None else None
-    if looks(node):
+    if is_view_node(node):
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
     return None
@@ -84,7 +84,7 @@ def memory_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def hand_over_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
     """Save the base of views instead of them, where one is not dense and all of it is used.
 
     The first `outputs` results are the caller's; views of their memory stay as they are.
@@ -100,12 +100,16 @@ def hand_over_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
     dropped: set[int] = set()
     for base, positions in groups.items():
         views = [results[position] for position in positions]
-        if base in outside or not _is_worth_it(base, views) or not _can_look(base, views, backward):
+        if (
+            base in outside
+            or not _is_worth_it(base, views)
+            or not _can_make_views(base, views, backward)
+        ):
             continue
-        there = [given[view.name] for view in views]
-        if any(not one.users for one in there):
+        placeholders = [given[view.name] for view in views]
+        if any(not one.users for one in placeholders):
             continue
-        _look_again(base, views, there, backward.graph)
+        _make_views(base, views, placeholders, backward.graph)
         results[positions[0]] = base
         if "saved_tensor_with_no_vc_check" in views[0].meta:
             base.meta["saved_tensor_with_no_vc_check"] = True
@@ -126,7 +130,7 @@ def drop_results(output: fx.Node, dropped: Collection[int]) -> None:
         output.meta["desc"] = [output.meta["desc"][place] for place in kept]
 
 
-def hand_over(
+def add_saved(
     node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule, place: int
 ) -> fx.Node:
     """Save another tensor, at the index `place` among the forward graph's results.
@@ -161,7 +165,7 @@ def _is_worth_it(base: fx.Node, views: list[fx.Node]) -> bool:
     return sum(nbytes_of(view.meta["val"]) for view in views) >= nbytes_of(base.meta["val"])
 
 
-def _can_look(base: fx.Node, views: list[fx.Node], backward: fx.GraphModule) -> bool:
+def _can_make_views(base: fx.Node, views: list[fx.Node], backward: fx.GraphModule) -> bool:
     """Return whether the backward graph can make the same views from the base alone.
 
     Their other arguments must be numbers, and the base's name must be free.
@@ -171,7 +175,7 @@ def _can_look(base: fx.Node, views: list[fx.Node], backward: fx.GraphModule) -> 
     return all(len(node.all_input_nodes) == 1 for view in views for node in _steps(base, view))
 
 
-def _look_again(base: fx.Node, views: list[fx.Node], given: list[fx.Node], graph: fx.Graph) -> None:
+def _make_views(base: fx.Node, views: list[fx.Node], given: list[fx.Node], graph: fx.Graph) -> None:
     """Replace the placeholders `given` of views by one of their base, and views of that."""
     users = {user for one in given for user in one.users}
     with graph.inserting_before(given[0]):

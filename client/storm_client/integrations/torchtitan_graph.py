@@ -40,7 +40,7 @@ __all__ = ["register", "tag_activations"]
 MIN_BYTES = 4096
 """Smaller activations are left to torchtitan, whose offload skips them too."""
 
-_DEAR = frozenset({"addmm", "baddbmm", "bmm", "convolution", "linear", "mm"})
+_EXPENSIVE = frozenset({"addmm", "baddbmm", "bmm", "convolution", "linear", "mm"})
 """Operators that take longer than moving their result through memory. Attention is never
 recomputed: its operators carry the state of a random generator."""
 
@@ -109,21 +109,21 @@ def tag_activations(gm: GraphModule, *, budget: Budget = "least", host_bytes: in
     wanted = {
         one.value.number
         for one, decision in zip(activations, decisions, strict=True)
-        if not isinstance(decision, Keep | Replay) and one.layer != last and one.can_leave
+        if not isinstance(decision, Keep | Replay) and one.layer != last and one.is_offloadable
     }
-    leaving = _largest(wanted, values, host_bytes)
+    offloaded = _largest(wanted, values, host_bytes)
     needed = _needed(activations, decisions)
     for one, decision in zip(activations, decisions, strict=True):
         if one.value.number in needed and not one.is_written:
-            one.tag(_policy(decision, leaves=one.value.number in leaving))
+            one.tag(_policy(decision, is_offloaded=one.value.number in offloaded))
     gm.recompile()
     return gm
 
 
-def _policy(decision: Decision, *, leaves: bool) -> CheckpointPolicy:
+def _policy(decision: Decision, *, is_offloaded: bool) -> CheckpointPolicy:
     if isinstance(decision, Replay):
         return CheckpointPolicy.MUST_RECOMPUTE
-    return CheckpointPolicy.MUST_CPU_OFFLOAD if leaves else CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_CPU_OFFLOAD if is_offloaded else CheckpointPolicy.MUST_SAVE
 
 
 def _needed(activations: list[_Activation], decisions: list[Decision]) -> set[int]:
@@ -168,7 +168,7 @@ class _Activation:
         return self.parts or [self.node]
 
     @property
-    def can_leave(self) -> bool:
+    def is_offloadable(self) -> bool:
         """Whether torchtitan can offload all of it."""
         return all(one.meta["val"].is_contiguous() for one in self.tensors) and not self.is_written
 
@@ -224,7 +224,7 @@ def _sources(node: Node, by_node: dict[Node, _Activation]) -> Iterator[_Activati
 def _value(node: Node, number: int, inputs: tuple[int, ...]) -> Value:
     name = _name(node)
     is_pure = torch.Tag.nondeterministic_seeded not in _tags(node)
-    can_replay = is_pure and (torch.Tag.pointwise in _tags(node) or name in _CHEAP | _DEAR)
+    can_replay = is_pure and (torch.Tag.pointwise in _tags(node) or name in _CHEAP | _EXPENSIVE)
     vals = _tensors(node.meta["val"])
     return Value(
         number=number,
@@ -232,7 +232,7 @@ def _value(node: Node, number: int, inputs: tuple[int, ...]) -> Value:
         dtype=vals[0].dtype,
         shape=tuple(vals[0].shape),
         operation=name if can_replay else "",
-        is_expensive=name in _DEAR,
+        is_expensive=name in _EXPENSIVE,
         inputs=inputs,
     )
 

@@ -31,7 +31,7 @@ from storm_client.step.recording import Recorder, Recording
 from storm_client.step.refusals import data_dependent, not_in_place
 from storm_client.step.scalars import number_of
 from storm_client.step.tables import Tables, check_arguments, conclude
-from storm_client.step.variables import own
+from storm_client.step.variables import variables_of_type
 
 __all__ = ["capture"]
 
@@ -54,19 +54,19 @@ def capture(
     arguments, options = pytree.tree_unflatten(leaves, spec)  # the step may change these
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for number, tensor in enumerate(tensors):
-        recording.see(tensor, number)
+        recording.input_for(tensor, number)
     with _ONE_AT_A_TIME, ExitStack() as stack:
         tables, draws = Tables(captured), Draws()
-        draws.see_function(step, leaves)
+        draws.check_function(step, leaves)
         stack.callback(tables.put_back)
         stack.enter_context(recording.generators)
-        for generator in (*own(step, torch.Generator), *_generators(leaves)):
-            recording.generators.see(generator)
+        for generator in (*variables_of_type(step, torch.Generator), *_generators(leaves)):
+            recording.generators.watch(generator)
         stack.enter_context(_watching(captured, tables, draws))
-        for module in own(step, nn.Module):
-            tables.see_module(module)
-        for optimizer in own(step, Optimizer):
-            tables.see_optimizer(optimizer)
+        for module in variables_of_type(step, nn.Module):
+            tables.record_module(module)
+        for optimizer in variables_of_type(step, Optimizer):
+            tables.record_optimizer(optimizer)
         with draws.watching():
             returned = _returned(step, arguments, options)
         draws.check()
@@ -103,12 +103,12 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
 
     def on_module(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread:
-            tables.see_module(module)
-            draws.see_module(module)
+            tables.record_module(module)
+            draws.check_module(module)
 
     def on_buffer(module: nn.Module, name: str, _: object) -> None:
         if threading.get_ident() == thread and name in module._buffers:
-            tables.see_module(module)
+            tables.record_module(module)
 
     def on_parameter(module: nn.Module, name: str, parameter: object) -> None:
         if threading.get_ident() == thread and module._parameters.get(name) is not None:
@@ -116,7 +116,7 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
 
     def on_optimizer(optimizer: Optimizer, *_: object) -> None:
         if threading.get_ident() == thread:
-            tables.see_optimizer(optimizer)
+            tables.record_optimizer(optimizer)
 
     with ExitStack() as stack:
         stack.callback(setattr, CAPTURING, "loop", outer)
@@ -159,9 +159,9 @@ class _Watcher(Watching):
         if func in _OF_GRADIENTS:
             tensor = args[0]
             if not isinstance(tensor, FakeTensor):
-                self.captured.recording.see_leaf(tensor)
+                self.captured.recording.record_leaf(tensor)
         if func in _OF_FLAGS and not isinstance(args[0], FakeTensor):
-            self.captured.recording.see_flag(args[0])
+            self.captured.recording.record_flag(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
             packet = getattr(torch.ops.aten, name)

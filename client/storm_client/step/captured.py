@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer
 from storm_client.step.loops import Loop
 from storm_client.step.recording import Recording
 
-__all__ = ["LIFTED", "Captured", "Result", "Setting", "is_lifted"]
+__all__ = ["VARYING_SETTINGS", "Captured", "Result", "Setting", "is_varying"]
 
-LIFTED = ("lr", "momentum", "betas")
+VARYING_SETTINGS = ("lr", "momentum", "betas")
 """Settings of optimizer groups that may change at each step, as schedulers change them."""
 
 
@@ -58,7 +58,7 @@ class Captured:
     returned: list[Result] = field(default_factory=list)
     spec: Any = None
     """The tree of the returned value."""
-    left: list[Result] = field(default_factory=list)
+    side_effects: list[Result] = field(default_factory=list)
     """The side effects that a run applies at its end, in this order."""
 
     @property
@@ -67,20 +67,20 @@ class Captured:
 
         Such a step comes only once: the next step has another capture.
         """
-        return any(result.path[:1] in (("state",), ("attribute",)) for result in self.left)
+        return any(result.path[:1] in (("state",), ("attribute",)) for result in self.side_effects)
 
     @property
     def changed(self) -> dict[str, Any]:
         """The attributes of modules that the step changes, by name, with their new values."""
         return {
             f"{type(result.path[1]).__name__}.{result.path[2]}": result.value
-            for result in self.left
+            for result in self.side_effects
             if result.path[:1] == ("attribute",)
         }
 
 
-def is_lifted(value: object) -> bool:
-    """Return whether each run looks up a setting of `LIFTED`; non-float values are constant."""
+def is_varying(value: object) -> bool:
+    """Return whether each run looks up such a setting; non-float values are constant."""
     if isinstance(value, tuple):
         return all(type(one) is float for one in value)
     return type(value) is float

@@ -103,7 +103,8 @@ class CompiledStep:
         if _top_hooks(True) is not None:
             raise UsageError(
                 "the step is called where saved tensors are handed to hooks, as in a `with "
-                "offload:`, but a run saves none; call it outside, its plan says what leaves"
+                "offload:`, but a run saves none; call it outside: its own plan decides what to "
+                "offload"
             )
         with self._lock:
             leaves, spec = pytree.tree_flatten((arguments, options))
@@ -278,7 +279,7 @@ def _finish(program: Program, values: dict[fx.Node, Any]) -> None:
         del values[node]
     values.update(zip(late.results, late.run(given), strict=True))
     captured = program.captured
-    for place, result in enumerate(captured.left, len(captured.returned)):
+    for place, result in enumerate(captured.side_effects, len(captured.returned)):
         _put(result, _value(program, place, result, values), captured, values)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from storm_client.errors import UsageError
 from storm_client.hook_stack import untraced
-from storm_client.step.variables import is_iterator, position, positions
+from storm_client.step.variables import generator_state, generator_states, is_iterator
 
 __all__ = ["Draws"]
 
@@ -40,9 +40,9 @@ class Draws:
         self._error: UsageError | None = None
         self._places: list[tuple[str, Callable[[], Any], Any]] = []
         self._seen: set[object] = set()
-        self._note("numpy.random", partial(position, np.random))
+        self._note("numpy.random", partial(generator_state, np.random))
 
-    def see_module(self, module: nn.Module) -> None:
+    def check_module(self, module: nn.Module) -> None:
         """Look at the attributes of a module that is called, and at what its `forward` reads.
 
         Raises:
@@ -56,22 +56,24 @@ class Draws:
                     "from it only when the step is captured; take what comes next outside, and "
                     "pass it as an argument"
                 )
-            if position(value) is not None:
-                self._note(f"{kind}.{name}", partial(position, value))
+            if generator_state(value) is not None:
+                self._note(f"{kind}.{name}", partial(generator_state, value))
         forward = module.forward
         function = getattr(forward, "__func__", forward)
         if function not in self._seen:
             self._seen.add(function)
-            self.see_function(forward)
+            self.check_function(forward)
 
-    def see_function(self, function: Callable[..., Any], arguments: Sequence[object] = ()) -> None:
+    def check_function(
+        self, function: Callable[..., Any], arguments: Sequence[object] = ()
+    ) -> None:
         """Look at the variables that a function reads.
 
         Raises:
             UsageError: there is an iterator among them, or a large array among `arguments`.
         """
-        for name, before in positions(function, arguments).items():
-            where = partial(_place_of, name, function, arguments)
+        for name, before in generator_states(function, arguments).items():
+            where = partial(_state_of, name, function, arguments)
             self._places.append((name, where, before))
 
     def _note(self, name: str, where: Callable[[], Any]) -> None:
@@ -81,14 +83,14 @@ class Draws:
     def watching(self) -> Iterator[None]:
         """Detect draws from Python's generators in this thread."""
         before = sys.getprofile()
-        sys.setprofile(self._look)
+        sys.setprofile(self._on_event)
         try:
             yield
         finally:
             sys.setprofile(before)
 
     @untraced
-    def _look(self, frame: FrameType, event: str, called: Any) -> None:
+    def _on_event(self, frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call" or called.__name__ not in _DRAWING:
             return
         if not isinstance(getattr(called, "__self__", None), random.Random):
@@ -116,12 +118,12 @@ class Draws:
                 raise _draws(repr(name))
 
 
-def _place_of(name: str, function: Callable[..., Any], arguments: Sequence[object]) -> Any:
-    return positions(function, arguments).get(name)
+def _state_of(name: str, function: Callable[..., Any], arguments: Sequence[object]) -> Any:
+    return generator_states(function, arguments).get(name)
 
 
 def _draws(where: str) -> UsageError:
     return UsageError(
-        f"the step draws random numbers from {where}, which PyTorch does not draw, and would only "
-        "when it is captured; draw with torch, or pass what is drawn"
+        f"the step draws random numbers from {where}, not from PyTorch, and would do so only while "
+        "it is captured; draw with torch, or pass the numbers as an argument"
     )

@@ -43,9 +43,9 @@ class Generators:
         """Reset all generators to their state before the capture."""
         _FUNCTIONS.default_generator = torch.default_generator
         for other in self._others:
-            other.put_back()
+            other.restore()
 
-    def see(self, generator: torch.Generator) -> None:
+    def watch(self, generator: torch.Generator) -> None:
         """Watch one of the step's own generators, too."""
         is_default = is_same(generator, torch.default_generator)
         if not is_default and self._other(generator) is None:
@@ -59,7 +59,7 @@ class Generators:
         """
         other = None if generator is None else self._other(generator)
         one: _Default | _Other = self._default if other is None else other
-        if one.is_elsewhere():
+        if one.was_set():
             raise self._refuse()
         one.advance()
 
@@ -70,7 +70,7 @@ class Generators:
             UsageError: one is not.
         """
         everyone: list[_Default | _Other] = [self._default, *self._others]
-        if any(one.is_elsewhere() for one in everyone):
+        if any(one.was_set() for one in everyone):
             raise self._refuse()
 
     def _other(self, generator: torch.Generator) -> _Other | None:
@@ -92,7 +92,7 @@ class _Default:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.default_generator, name)
 
-    def is_elsewhere(self) -> bool:
+    def was_set(self) -> bool:
         return self._place != self._drawn
 
     def advance(self) -> None:
@@ -139,11 +139,11 @@ class _Other:
         self.generator.manual_seed(_SEED + self._drawn)
         self._expected = self.generator.get_state()
 
-    def is_elsewhere(self) -> bool:
+    def was_set(self) -> bool:
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             return not torch.equal(self.generator.get_state(), self._expected)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         self.generator.set_state(self._before)
 
 

@@ -64,12 +64,12 @@ class Loop:
                 "with the parts inside of the loop"
             )
         for number in range(min(count, CAPTURED)):
-            recording.part = number + 1
-            parts = [_part(leaf, 0, count) for leaf in map(recording._faked, leaves)]
+            recording.micro_batch = number + 1
+            parts = [_rows_of(leaf, 0, count) for leaf in map(recording._faked, leaves)]
             made = [recording.fresh(part) for part in parts]
             self.slices.append([recording.node_of(one) for one in made])
             yield made
-        recording.part = -1
+        recording.micro_batch = -1
 
 
 class _Capturing(threading.local):
@@ -111,7 +111,7 @@ def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     loop = CAPTURING.loop
     if loop is not None:
         return _watched(_rebuilt(loop.iterate(tensors, count), leaves, spec), count)
-    divided = ([_part(one, number, count) for one in tensors] for number in range(count))
+    divided = ([_rows_of(one, number, count) for one in tensors] for number in range(count))
     return _rebuilt(divided, leaves, spec)
 
 
@@ -145,6 +145,6 @@ def _numbers_of(frame: FrameType) -> dict[str, Any]:
     return {name: identified(value) for name, value in found if isinstance(value, PLAIN)}
 
 
-def _part(tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:
+def _rows_of(tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:
     rows = tensor.shape[0] // count
     return tensor.narrow(0, number * rows, rows)

@@ -13,7 +13,7 @@ from storm_client.compile.schemas import argument
 __all__ = [
     "BACKWARD",
     "MEMORY",
-    "PART",
+    "MICRO_BATCH",
     "WRITTEN",
     "is_random",
     "memories",
@@ -22,11 +22,11 @@ __all__ = [
     "written_by",
 ]
 
-MEMORY, WRITTEN, BACKWARD, PART = (
+MEMORY, WRITTEN, BACKWARD, MICRO_BATCH = (
     "stormd_memory",
     "stormd_written",
     "stormd_backward",
-    "stormd_part",
+    "stormd_micro_batch",
 )
 """In a node's `meta`: the storages its results lie in, those it writes to, whether a backward pass
 ran it, and which micro-batch it belongs to."""

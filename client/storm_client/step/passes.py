@@ -21,7 +21,7 @@ from storm_client.step.captured import Captured
 from storm_client.step.nodes import (
     BACKWARD,
     MEMORY,
-    PART,
+    MICRO_BATCH,
     WRITTEN,
     is_random,
     memories,
@@ -80,9 +80,9 @@ class Ordered:
     folded: int = 0
     repeated: int = 0
 
-    def part(self, number: int) -> list[fx.Node]:
-        """Return the nodes of `work` that belong to one part."""
-        return [node for node in self.work if node.meta[PART] == number]
+    def of_micro_batch(self, number: int) -> list[fx.Node]:
+        """Return the nodes of `work` that belong to one micro-batch."""
+        return [node for node in self.work if node.meta[MICRO_BATCH] == number]
 
 
 def ordered(captured: Captured) -> Ordered:
@@ -95,8 +95,8 @@ def ordered(captured: Captured) -> Ordered:
     found = Ordered()
     graph = captured.recording.graph
     found.constants.update(captured.recording.constants)
-    found.results = [one.node for one in (*captured.returned, *captured.left)]
-    _shadow(captured)
+    found.results = [one.node for one in (*captured.returned, *captured.side_effects)]
+    _copy_updated_state(captured)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     nodes = _without_aliases(nodes, found)
     nodes = _rolled(nodes, captured, found)
@@ -119,7 +119,7 @@ def outside(nodes: Iterable[fx.Node]) -> frozenset[int]:
 # --- state that the step changes and then reads -------------------------------------------------
 
 
-def _shadow(captured: Captured) -> None:
+def _copy_updated_state(captured: Captured) -> None:
     """Copy state that the step changes and then uses, such as running statistics.
 
     The step works on the copies, which are written back at its end. So all changes of state can
@@ -131,16 +131,16 @@ def _shadow(captured: Captured) -> None:
     end = ends[-1] if ends else 0
     there = outside(nodes)
     written: set[int] = set()
-    shadowed: set[int] = set()
+    copied: set[int] = set()
     for index, node in enumerate(nodes):
         memory = writes(node) & there
-        if node.meta[PART] > 0 or not _only_writes(node):
-            shadowed |= memory
+        if node.meta[MICRO_BATCH] > 0 or not _only_writes(node):
+            copied |= memory
         if index < end:
-            shadowed |= reads(node) & written
+            copied |= reads(node) & written
         written |= memory
     for placeholder in graph.find_nodes(op="placeholder"):
-        if memories(placeholder) & shadowed:
+        if memories(placeholder) & copied:
             _copy(placeholder, nodes, graph)
 
 
@@ -172,11 +172,13 @@ def _copy(placeholder: fx.Node, nodes: Sequence[fx.Node], graph: fx.Graph) -> No
             if memory in node.meta[key]:
                 node.meta[key] = (node.meta[key] - {memory}) | {new}
     copy.meta.update(placeholder.meta)
-    copy.meta.update({MEMORY: frozenset((new,)), WRITTEN: frozenset(), BACKWARD: False, PART: 0})
+    copy.meta.update(
+        {MEMORY: frozenset((new,)), WRITTEN: frozenset(), BACKWARD: False, MICRO_BATCH: 0}
+    )
     with graph.inserting_after(list(graph.nodes)[-1]):
         back = graph.call_function(aten.copy_.default, (placeholder, copy))
     back.meta.update(
-        {MEMORY: frozenset(), WRITTEN: frozenset((memory,)), BACKWARD: False, PART: -1}
+        {MEMORY: frozenset(), WRITTEN: frozenset((memory,)), BACKWARD: False, MICRO_BATCH: -1}
     )
 
 
@@ -187,10 +189,10 @@ def _rolled(nodes: list[fx.Node], captured: Captured, found: Ordered) -> list[fx
     """Return the nodes with one micro-batch in place of the second and all further ones."""
     if captured.loop.count <= BODY:
         return nodes
-    second = [node for node in nodes if node.meta[PART] == BODY]
-    third = [node for node in nodes if node.meta[PART] == BODY + 1]
-    behind = [node for node in nodes if node.meta[PART] == -1]
-    if _kinds(second) != _kinds(third):
+    second = [node for node in nodes if node.meta[MICRO_BATCH] == BODY]
+    third = [node for node in nodes if node.meta[MICRO_BATCH] == BODY + 1]
+    behind = [node for node in nodes if node.meta[MICRO_BATCH] == -1]
+    if _signature(second) != _signature(third):
         raise _differs("the second and third micro-batch run other operations")
     used = {one for one in found.results if one is not None}
     used.update(source for node in behind for source in node.all_input_nodes)
@@ -206,10 +208,10 @@ def _rolled(nodes: list[fx.Node], captured: Captured, found: Ordered) -> list[fx
     for node in behind:
         for source in same.keys() & set(node.all_input_nodes):
             node.replace_input_with(source, same[source])
-    return [node for node in nodes if node.meta[PART] != BODY + 1]
+    return [node for node in nodes if node.meta[MICRO_BATCH] != BODY + 1]
 
 
-def _kinds(nodes: list[fx.Node]) -> list[Any]:
+def _signature(nodes: list[fx.Node]) -> list[Any]:
     return [(node.target, node.meta[BACKWARD], len(node.all_input_nodes)) for node in nodes]
 
 
@@ -228,7 +230,7 @@ def _carry(
     for one, two in zip(mine, theirs, strict=True):
         value = one
         if isinstance(one, fx.Node) and isinstance(two, fx.Node):
-            if one.meta[PART] == 1 and two.meta[PART] == BODY:
+            if one.meta[MICRO_BATCH] == 1 and two.meta[MICRO_BATCH] == BODY:
                 value = _carried(one, two, carries, captured)
             elif same.get(two) is not one and one is not two:
                 raise _differs("a micro-batch uses what another than the one before it has made")
@@ -261,7 +263,7 @@ def _carried(
         with graph.inserting_before(next(iter(graph.nodes))):
             given = graph.placeholder(f"carried_{len(carries)}")
         given.meta.update(first.meta)
-        given.meta[PART] = BODY
+        given.meta[MICRO_BATCH] = BODY
         carries[first, made] = Carry(given, first, made)
     return carries[first, made].given
 
@@ -311,7 +313,7 @@ def _folded(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
             with graph.inserting_before(next(iter(graph.nodes))):
                 held = graph.placeholder(f"constant_{len(found.constants)}")
             held.meta.update(node.meta)
-            held.meta.update({PART: 0, BACKWARD: False})
+            held.meta.update({MICRO_BATCH: 0, BACKWARD: False})
             node.replace_all_uses_with(held)
             found.constants[held] = value
     found.folded = len(nodes) - len(kept)
@@ -349,7 +351,7 @@ def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
         needed |= {carry.first, carry.made}
         alive |= memories(carry.first) | memories(carry.made)
     for node in nodes:
-        if node.meta[PART] == BODY:
+        if node.meta[MICRO_BATCH] == BODY:
             alive |= reads(node)  # the next micro-batch may read what this one writes
     kept = []
     for node in reversed(nodes):

@@ -25,7 +25,7 @@ from storm_client.compile.partition import divided
 from storm_client.compile.runtime import running
 from storm_client.compile.target import Graph, Target
 from storm_client.step.captured import Captured
-from storm_client.step.nodes import PART, memories, reads, writes, written_by
+from storm_client.step.nodes import MICRO_BATCH, memories, reads, writes, written_by
 from storm_client.step.passes import BODY, Ordered, ordered, without_repeats
 from storm_client.step.temporaries import Lifetimes, Temporary, peak_of
 
@@ -161,8 +161,8 @@ class _Builder:
     def program(self) -> Program:
         """Return all graphs."""
         found = self.found
-        once = [node for node in found.work if node.meta[PART] in (0, 1)]
-        body, after = found.part(BODY), found.part(-1)
+        once = [node for node in found.work if node.meta[MICRO_BATCH] in (0, 1)]
+        body, after = found.of_micro_batch(BODY), found.of_micro_batch(-1)
         read_after = _read_by([*after, *found.late])
         once_calls = self._pair(once, read_after | _read_by(body))
         body_calls = self._pair(body, read_after)
@@ -184,17 +184,17 @@ class _Builder:
         first = without_repeats(nodes[:at], self.found)
         second = without_repeats(nodes[at:], self.found)
         results = [node for node in first if node in wanted]
-        again, handed = _handed(first, second)
-        forward = _graph(first, [*results, *handed])
+        recomputed, saved = _saved_between(first, second)
+        forward = _graph(first, [*results, *saved])
         inputs = _inputs(first)
-        given = _inputs([*again, *second], skip=handed)
+        given = _inputs([*recomputed, *second], skip=saved)
         given += [node for node in inputs if node not in given]
         second_results = [node for node in second if node in wanted]
         named = {node.name: node for node in forward.graph.nodes}
-        takes = [*((node, named[node.name]) for node in handed), *((one, one) for one in given)]
-        backward = _graph([*again, *second], second_results, takes)
+        takes = [*((node, named[node.name]) for node in saved), *((one, one) for one in given)]
+        backward = _graph([*recomputed, *second], second_results, takes)
         graph = None
-        if handed:
+        if saved:
             static = self._static(forward)
             graph = divided(
                 forward, backward, self.rules, self.budget, outputs=len(results), static=static
@@ -246,28 +246,28 @@ def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {source for node in nodes for source in node.all_input_nodes}
 
 
-def _handed(
+def _saved_between(
     first: Sequence[fx.Node], second: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return the first half's views that the second recomputes, and the values that it gets."""
     there = set(first)
-    again: dict[fx.Node, None] = {}
-    handed: dict[fx.Node, None] = {}
+    recomputed: dict[fx.Node, None] = {}
+    saved: dict[fx.Node, None] = {}
 
     def visit(node: fx.Node) -> None:
-        if node not in there or node in again or node in handed:
+        if node not in there or node in recomputed or node in saved:
             return
         if _is_view(node):
             for source in node.all_input_nodes:
                 visit(source)
-            again[node] = None
+            recomputed[node] = None
         else:
-            handed[node] = None
+            saved[node] = None
 
     for node in second:
         for source in node.all_input_nodes:
             visit(source)
-    return list(again), list(handed)
+    return list(recomputed), list(saved)
 
 
 def _is_view(node: fx.Node) -> bool:

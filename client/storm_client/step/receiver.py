@@ -72,8 +72,8 @@ class Receiver(AbstractContextManager["Receiver"]):
         """
         if CAPTURING.loop is not None:
             raise UsageError(
-                "the step sends to a Receiver, and would only when it is captured; return what it "
-                "sends, and send that from what calls the step"
+                "the step sends to a Receiver, and would do so only while it is captured; return "
+                "the values, and send them from the code that calls the step"
             )
         self._raise_error()
         self._check_open()
@@ -108,7 +108,7 @@ class Receiver(AbstractContextManager["Receiver"]):
         if self._is_called_back():
             raise UsageError(
                 "a Receiver is closed by its own callback, and would wait for that; raise an "
-                "exception there, which comes at the next call, or close it where it was made"
+                "exception there, which the next call raises, or close it where it was made"
             )
         with self._lock:
             self._closed = True

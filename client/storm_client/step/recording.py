@@ -32,7 +32,7 @@ from storm_client.compile.schemas import argument_of, written
 from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
 from storm_client.step.kernels import as_the_kernel_does
-from storm_client.step.nodes import BACKWARD, MEMORY, PART, WRITTEN, is_random
+from storm_client.step.nodes import BACKWARD, MEMORY, MICRO_BATCH, WRITTEN, is_random
 from storm_client.step.recurrent import (
     BACKWARD_LAYER,
     LAYER,
@@ -83,7 +83,7 @@ class Recording:
     """Tensors that Python code made from its own data, and generators."""
     numbers: Numbers = field(init=False)
     generators: Generators = field(init=False)
-    part: int = 0
+    micro_batch: int = 0
     """The micro-batch being recorded: 0 before the first and without any, -1 after the last."""
     storages: dict[int, tuple[int, object]] = field(default_factory=dict)
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
@@ -99,13 +99,13 @@ class Recording:
 
     # --- tensors from before the step -------------------------------------------------------
 
-    def see(self, tensor: torch.Tensor, argument: int | None = None) -> Outside:
+    def input_for(self, tensor: torch.Tensor, argument: int | None = None) -> Outside:
         """Return the graph's input for a tensor that exists before the step."""
         known = self.outside.get(id(tensor))
         if known is not None:
             return known
         self._check(tensor)
-        self.see_leaf(tensor)
+        self.record_leaf(tensor)
         with torch.utils._python_dispatch._disable_current_modes():
             fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
             val = fake.detach()
@@ -116,13 +116,13 @@ class Recording:
         found = self.outside[id(tensor)] = Outside(tensor, fake, node, argument)
         return found
 
-    def see_leaf(self, tensor: torch.Tensor) -> None:
+    def record_leaf(self, tensor: torch.Tensor) -> None:
         """Note the gradient of a tensor, before the step can change it."""
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.leaves:
             with torch._C.DisableTorchFunction():
                 self.leaves[id(tensor)] = (tensor, tensor.grad)
 
-    def see_flag(self, tensor: torch.Tensor) -> None:
+    def record_flag(self, tensor: torch.Tensor) -> None:
         """Note whether a tensor requires gradients, before the step changes that.
 
         Arguments are left out: each run has other ones.
@@ -153,7 +153,7 @@ class Recording:
     def _placeholder(self) -> fx.Node:
         with self.graph.inserting_before(self.root):
             node = self.graph.placeholder(f"primals_{len(self.graph.nodes)}")
-        node.meta[PART] = 0
+        node.meta[MICRO_BATCH] = 0
         return node
 
     @staticmethod
@@ -188,7 +188,7 @@ class Recording:
                 "the step uses a tensor that another capture of a step has left behind; keep no "
                 "tensors of a step in Python objects, return them"
             )
-        return self.see(tensor).node
+        return self.input_for(tensor).node
 
     def has(self, tensor: object) -> bool:
         """Return whether a tensor was made by this step."""
@@ -233,7 +233,7 @@ class Recording:
 
     def _note(self, node: fx.Node) -> None:
         node.meta[BACKWARD] = torch._C._current_graph_task_id() != -1
-        node.meta[PART] = self.part
+        node.meta[MICRO_BATCH] = self.micro_batch
         node.meta.setdefault(MEMORY, frozenset())
         node.meta.setdefault(WRITTEN, frozenset())
         if node.meta[BACKWARD] and is_random(node):
@@ -272,7 +272,7 @@ class Recording:
         for node, value in self.constants.items():
             if isinstance(value, torch.Generator) and is_same(value, generator):
                 return node
-        self.generators.see(generator)
+        self.generators.watch(generator)
         node = self._placeholder()
         node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
         self.constants[node] = generator
@@ -347,7 +347,7 @@ class Recording:
         if isinstance(value, FakeTensor):
             return value
         if isinstance(value, torch.Tensor):
-            return self.see(value).fake
+            return self.input_for(value).fake
         return STAND_IN if number_of(value) is not None else value
 
     def _returned(

@@ -32,7 +32,7 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
             "or take another"
         )
     return UsageError(
-        f"the step asks what a tensor holds ({what}) at {script_line(frames)}: a captured step "
+        f"the step reads what a tensor holds ({what}) at {script_line(frames)}: a captured step "
         f"runs the same operations whatever that is; {advice}"
     )
 

@@ -21,8 +21,8 @@ from storm_client.errors import UsageError
 from storm_client.step.recording import is_of_a_capture
 from storm_client.step.variables import (
     PLAIN,
+    compared_variables,
     is_pytorchs,
-    looked_at,
     variables,
 )
 
@@ -82,7 +82,9 @@ class Objects:
 
     def _everything(self) -> Iterator[tuple[str, Any]]:
         """Yield each value that can be reached once, with a name, the nearest first."""
-        waiting = deque((name, value, 0) for name, value in looked_at(self._step, self._arguments))
+        waiting = deque(
+            (name, value, 0) for name, value in compared_variables(self._step, self._arguments)
+        )
         seen: dict[int, object] = {}
         while waiting and len(seen) < MOST:
             name, value, depth = waiting.popleft()

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from storm_client.eager.settings import deciding_settings, kinds_of_casts
-from storm_client.step.captured import LIFTED, Captured, is_lifted
+from storm_client.step.captured import VARYING_SETTINGS, Captured, is_varying
 from storm_client.step.recording import Outside
 from storm_client.step.scalars import evaluate
 from storm_client.step.variables import (
@@ -32,8 +32,8 @@ from storm_client.step.variables import (
     attributes,
     identified,
     of_optimizer,
-    own,
     variables,
+    variables_of_type,
 )
 
 __all__ = ["State", "described", "surroundings"]
@@ -129,7 +129,7 @@ class State:
         ]
         self.step = step
         self._accumulating = _accumulating(one for one, _ in captured.recording.leaves.values())
-        self._looks: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
+        self._attributes_known: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
         """The last attributes of modules that have only plain ones, by the module's number."""
         self._places: list[tuple[int, int]] = []
         """The tensors' ids and addresses when their memory sharing was last found unchanged."""
@@ -167,12 +167,12 @@ class State:
     def _attributes(self, number: int, module: nn.Module) -> dict[str, Any]:
         """Return a module's attributes, or the last result if its values are the same objects."""
         values = tuple(module.__dict__.values())
-        known = self._looks.get(number)
+        known = self._attributes_known.get(number)
         if known and len(known[0]) == len(values) and all(map(is_, known[0], values)):
             return known[1]
         found = attributes(module)
         if are_plain(module):
-            self._looks[number] = values, found
+            self._attributes_known[number] = values, found
         return found
 
     def _shares_alike(
@@ -192,7 +192,7 @@ class State:
     @property
     def _has_others(self) -> bool:
         """Whether there are tensors besides the arguments and the graph's inputs."""
-        return bool(self.besides) or bool(own(self.step, torch.Tensor))
+        return bool(self.besides) or bool(variables_of_type(self.step, torch.Tensor))
 
     def _sharing(
         self, tensors: Sequence[torch.Tensor], held: Iterable[torch.Tensor]
@@ -202,7 +202,7 @@ class State:
         A write to one of them changes the others, so a capture is valid only for this sharing.
         """
         besides = [slot(tensors) for slot in self.besides]
-        found = [*tensors, *held, *besides, *own(self.step, torch.Tensor)]
+        found = [*tensors, *held, *besides, *variables_of_type(self.step, torch.Tensor)]
         tables: tuple[dict[int, int], dict[int, int]] = ({}, {})
         return [
             (tables[0].setdefault(id(one), at), tables[1].setdefault(_memory_of(one), at))
@@ -338,7 +338,7 @@ def _plain_setting(key: str, value: Any) -> Any:
         return [id(one) for one in value]
     if isinstance(value, torch.Tensor):
         return key, id(value)
-    if key in LIFTED and is_lifted(value):
+    if key in VARYING_SETTINGS and is_varying(value):
         return key, type(value)
     return key, identified(value)
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
 from storm_client.errors import UsageError
-from storm_client.step.captured import LIFTED, Captured, Result, Setting, is_lifted
+from storm_client.step.captured import VARYING_SETTINGS, Captured, Result, Setting, is_varying
 from storm_client.step.scalars import number_of
 from storm_client.step.variables import NO_STATE, attributes, is_value, of_optimizer
 
@@ -29,7 +29,7 @@ class _SeenModule:
 
     module: nn.Module
     table: dict[str, Any]
-    looks: dict[str, Any]
+    comparable: dict[str, Any]
     """Its attributes, in the form in which they are compared."""
     buffers: dict[str, Any]
 
@@ -50,7 +50,7 @@ class _SeenOptimizer:
 
     optimizer: Optimizer
     table: dict[str, Any]
-    looks: dict[Any, Any]
+    comparable: dict[Any, Any]
     """Its attributes and the values of its state, in the form in which they are compared."""
     states: dict[Any, Any]
     groups: list[dict[str, Any]]
@@ -95,7 +95,7 @@ class Tables:
         self._seen: set[int] = set()
         """The ids of the modules seen, which are kept alive."""
 
-    def see_module(self, module: nn.Module) -> None:
+    def record_module(self, module: nn.Module) -> None:
         """Note a module before it is called or one of its buffers is assigned.
 
         Its submodules are noted, too: a list of modules is never called.
@@ -113,9 +113,9 @@ class Tables:
                 self.captured.modules.append(one)
                 seen = _SeenModule.of(one)
                 self.modules.append(seen)
-                self._note(value for key, value in seen.table.items() if key in seen.looks)
+                self._note(value for key, value in seen.table.items() if key in seen.comparable)
 
-    def see_optimizer(self, optimizer: Optimizer) -> None:
+    def record_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer before it makes a step; its settings become symbolic numbers."""
         captured = self.captured
         if any(known is optimizer for known in captured.optimizers):
@@ -128,18 +128,18 @@ class Tables:
             self._note(value for key, value in table.items() if key != "param_groups")
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                captured.recording.see_leaf(parameter)
-            for key in LIFTED:
+                captured.recording.record_leaf(parameter)
+            for key in VARYING_SETTINGS:
                 if key in group:
-                    group[key] = self._lifted(optimizer, number, key)
+                    group[key] = self._symbolic(optimizer, number, key)
         seen.given = [dict(group) for group in optimizer.param_groups]
 
     def _note(self, values: Iterable[Any]) -> None:
         self._contents += [(one, one.copy()) for one in values if type(one) in (list, dict)]
 
-    def _lifted(self, optimizer: Optimizer, group: int, key: str) -> Any:
+    def _symbolic(self, optimizer: Optimizer, group: int, key: str) -> Any:
         value = optimizer.param_groups[group][key]
-        if not is_lifted(value):
+        if not is_varying(value):
             return value
         if isinstance(value, tuple):
             return tuple(
@@ -189,13 +189,13 @@ def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
     captured.returned = [_result(captured, leaf, ()) for leaf in leaves]
     for tensor, before in captured.recording.leaves.values():
         if tensor.grad is not before:
-            captured.left.append(_result(captured, tensor.grad, ("grad", tensor)))
+            captured.side_effects.append(_result(captured, tensor.grad, ("grad", tensor)))
     if any(
         tensor.requires_grad is not before for tensor, before in captured.recording.flags.values()
     ):
         raise UsageError(
-            "the step freezes parameters or has them trained again, and would only when it is "
-            "captured; call requires_grad_() after the step: a captured one follows what it sets"
+            "the step freezes or unfreezes parameters, and would do so only while it is captured; "
+            "call requires_grad_() after the step: the next call captures it anew"
         )
     for optimizer in tables.optimizers:
         _conclude_optimizer(captured, optimizer)
@@ -206,23 +206,23 @@ def conclude(captured: Captured, tables: Tables, returned: Any) -> None:
 def _conclude_optimizer(captured: Captured, seen: _SeenOptimizer) -> None:
     optimizer = seen.optimizer
     _check_groups(optimizer, seen.given)
-    for (place, key), look in of_optimizer(optimizer).items():
-        is_new = place is not None and (place, key) not in seen.looks
-        if not is_new and look != seen.looks.get((place, key)):
+    for (place, key), now in of_optimizer(optimizer).items():
+        is_new = place is not None and (place, key) not in seen.comparable
+        if not is_new and now != seen.comparable.get((place, key)):
             raise _counted(optimizer, key or place, _held(optimizer, place, key))
     for parameter, state in optimizer.state.items():
         known = seen.states.get(parameter, {})
         for key, value in state.items() if type(state) is dict else ():
             if key not in known or value is not known[key]:
                 path = ("state", optimizer, parameter, key)
-                captured.left.append(_kept(captured, value, known.get(key), path))
+                captured.side_effects.append(_kept(captured, value, known.get(key), path))
 
 
 def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
     module, name_of_class = seen.module, type(seen.module).__name__
     for name, value in module._buffers.items():
         if value is not seen.buffers.get(name):
-            captured.left.append(_result(captured, value, ("buffer", module, name)))
+            captured.side_effects.append(_result(captured, value, ("buffer", module, name)))
     for name, value in module.__dict__.items():
         if _holds_a_tensor(captured, value) and name != "_buffers":
             raise UsageError(
@@ -230,10 +230,10 @@ def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
                 "do again; register it as a buffer, or return it"
             )
     if module.__dict__.get("training") is not seen.table.get("training"):  # wrappers have none
-        captured.left.append(Result(None, module.training, ("mode", module, "training")))
-    for name, look in attributes(module).items():
+        captured.side_effects.append(Result(None, module.training, ("mode", module, "training")))
+    for name, now in attributes(module).items():
         value = module.__dict__[name]
-        if look == seen.looks.get(name):
+        if now == seen.comparable.get(name):
             continue
         if value is seen.table.get(name):
             raise UsageError(
@@ -241,7 +241,7 @@ def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
                 "do again; leave that to what calls the step"
             )
         if is_value(value):
-            captured.left.append(_result(captured, value, ("attribute", module, name)))
+            captured.side_effects.append(_result(captured, value, ("attribute", module, name)))
 
 
 def check_arguments(captured: Captured, given: object) -> None:

@@ -65,7 +65,7 @@ class Lifetimes:
         if node.target is STORE:
             return frozenset()
         new = _memory_of(node) - made
-        if node.target not in _BRINGING:
+        if node.target not in _RESTORING:
             new -= _read_by(node)
         for memory in sorted(new):
             one = Temporary(str(node.target), memory, self._time, self._time + 1)
@@ -81,18 +81,18 @@ class Lifetimes:
             self._current[one].end = self._time + 1
 
 
-_BRINGING = (FETCH, WAIT)
+_RESTORING = (FETCH, WAIT)
 """Operators whose result has the memory of the value that their token stands for."""
 
 
 def _memory_of(node: fx.Node) -> frozenset[int]:
-    token = node.args[0] if node.target in _BRINGING else node
+    token = node.args[0] if node.target in _RESTORING else node
     assert isinstance(token, fx.Node)
     return memories(token)
 
 
 def _read_by(node: fx.Node) -> frozenset[int]:
-    if node.target in _BRINGING:
+    if node.target in _RESTORING:
         return frozenset()
     return frozenset().union(*map(_memory_of, node.all_input_nodes))
 

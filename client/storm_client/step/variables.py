@@ -26,16 +26,16 @@ __all__ = [
     "PLAIN",
     "are_plain",
     "attributes",
+    "compared_variables",
+    "generator_state",
+    "generator_states",
     "identified",
     "is_iterator",
     "is_pytorchs",
     "is_value",
-    "looked_at",
     "of_optimizer",
-    "own",
-    "position",
-    "positions",
     "variables",
+    "variables_of_type",
 ]
 
 PLAIN = (
@@ -96,17 +96,17 @@ def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
     `arguments` that are objects. Variables of functions that it calls are left out. Those of a
     decorator, a partial or a callable object count as its own.
     """
-    return {name: identified(value) for name, value in looked_at(step, arguments)}
+    return {name: identified(value) for name, value in compared_variables(step, arguments)}
 
 
-def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
+def generator_states(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
     """Return the positions of NumPy's random generators among a function's variables.
 
     Raises:
         UsageError: one of the variables is an iterator, or an argument is a large array.
     """
     found: dict[str, Any] = {}
-    for name, value in looked_at(step, arguments):
+    for name, value in compared_variables(step, arguments):
         if is_iterator(value):
             raise UsageError(
                 f"the step has an iterator as its variable {name!r}, and would take from it only "
@@ -118,13 +118,13 @@ def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
                 f"the step gets an array of NumPy's of shape {value.shape}, which would be read "
                 "only when it is captured; pass torch.from_numpy(array)"
             )
-        state = position(value)
+        state = generator_state(value)
         if state is not None:
             found[name] = state
     return found
 
 
-def own(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
+def variables_of_type(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
     """Return those of a function's variables and object's attributes that are of type `kind`."""
     found: list[Any] = list(_of_partials(step))
     for function, owner in _functions(step):
@@ -155,7 +155,9 @@ def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionTyp
         yield from _functions(function.__wrapped__, owner)
 
 
-def looked_at(step: Callable[..., Any], arguments: Sequence[object]) -> Iterator[tuple[str, Any]]:
+def compared_variables(
+    step: Callable[..., Any], arguments: Sequence[object]
+) -> Iterator[tuple[str, Any]]:
     """Yield all variables and arguments of a function that are compared, with their names."""
     functions = list(_functions(step))
     for number, (function, owner) in enumerate(functions):
@@ -277,7 +279,7 @@ def is_iterator(value: object) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, type))
 
 
-def position(value: object) -> Any:
+def generator_state(value: object) -> Any:
     """Return the state of a NumPy generator, or of the one that a method belongs to; else None."""
     owner = getattr(value, "__self__", value) if callable(value) else value
     if owner is np or owner is np.random:

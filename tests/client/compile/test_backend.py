@@ -140,24 +140,24 @@ def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
     """Of blocks that are compiled one by one, no graph could begin with another's values."""
     calls = [Compiler(client, budget=0.0)(blocks("cpu", 1)) for _ in range(2)]
     events: list[tuple[str, object]] = []
-    fetch, bring = Stored.fetch, Stored.bring
+    fetch, restore = Stored.fetch, Stored.restore
 
     def fetching(stored: Stored) -> None:
         events.append(("fetch", stored._target))
         fetch(stored)
 
     def bringing(stored: Stored) -> Tensor:
-        events.append(("bring", stored._target))
-        return bring(stored)
+        events.append(("restore", stored._target))
+        return restore(stored)
 
     def run() -> None:
         calls[1](calls[0](seeded("cpu", 2, 16, 32))).square().mean().backward()
 
     monkeypatch.setattr(Stored, "fetch", fetching)
-    monkeypatch.setattr(Stored, "bring", bringing)
+    monkeypatch.setattr(Stored, "restore", bringing)
     run()
     first, second = (backend._compiled_of(call).target for call in calls)
-    last = max(at for at, event in enumerate(events) if event == ("bring", second))
+    last = max(at for at, event in enumerate(events) if event == ("restore", second))
     assert first.graphs[0].early
     assert events[last + 1] == ("fetch", first)
     assert all(target is first for _, target in events[last + 1 :])
@@ -211,30 +211,32 @@ def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -
         loss = call(seeded("cpu", 2, 16, 32)).square().mean()
         least = max(graph.schedule.least for graph in target.graphs)
         assert len(target.graphs) == 3
-        assert target.room.kept_bytes <= 60_000 - least
-        assert (target.room.kept_bytes > 0) == (number > 0), "which graphs run is learned first"
+        assert target.shared_budget.kept_bytes <= 60_000 - least
+        assert (target.shared_budget.kept_bytes > 0) == (number > 0), (
+            "which graphs run is learned first"
+        )
         loss.backward()
         del loss
-        assert target.room.kept_bytes == 0
+        assert target.shared_budget.kept_bytes == 0
 
 
 def test_blocks_that_are_compiled_one_by_one_share_a_budget_of_bytes(client: storm.Client) -> None:
     wrap = Compiler(client, budget=60_000)
     calls = [wrap(blocks("cpu", 1)) for _ in range(3)]
     others = Compiler(client, budget=50_000)(perceptron("cpu"))
-    rooms = [backend._compiled_of(call).target.room for call in calls]
-    assert rooms[0] is rooms[1] is rooms[2]
-    assert rooms[0] is not backend._compiled_of(others).target.room
+    budgets = [backend._compiled_of(call).target.shared_budget for call in calls]
+    assert budgets[0] is budgets[1] is budgets[2]
+    assert budgets[0] is not backend._compiled_of(others).target.shared_budget
     for number in range(3):
         x = seeded("cpu", 2, 16, 32)
         for call in calls:
             x = call(x)
         least = max(backend._compiled_of(call).target.least for call in calls)
-        assert rooms[0].kept_bytes <= 60_000 - least
-        assert (rooms[0].kept_bytes > 0) == (number > 0)
+        assert budgets[0].kept_bytes <= 60_000 - least
+        assert (budgets[0].kept_bytes > 0) == (number > 0)
         x.square().mean().backward()
         del x
-        assert rooms[0].kept_bytes == 0
+        assert budgets[0].kept_bytes == 0
 
 
 def test_blocks_compute_again_what_their_part_of_a_budget_does_not_hold(
@@ -245,7 +247,7 @@ def test_blocks_compute_again_what_their_part_of_a_budget_does_not_hold(
     expected = trained_blocks(reference("eager"))
     assert_identical(trained_blocks(least), expected)
     schedule = backend._compiled_of(least.made[0]).target.graphs[0].schedule
-    count = min(filter(None, schedule.again_until))  # as many kept, and less is recomputed
+    count = min(filter(None, schedule.recomputed_until))  # as many kept, and less is recomputed
     part = schedule.kept_bytes[count]
     again = []
     for nbytes in (part, part - 1):

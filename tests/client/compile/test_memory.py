@@ -34,10 +34,10 @@ class Watch:
 def stored(monkeypatch: pytest.MonkeyPatch, client: storm.Client) -> Watch:
     watch, store = Watch(), runtime.store
 
-    def watched(value: Tensor, number: int, *, lent: bool) -> Tensor:
-        token = store(value, number, lent=lent)
+    def watched(value: Tensor, number: int, *, shared: bool) -> Tensor:
+        token = store(value, number, shared=shared)
         client._supply.sessions.settle(30.0)  # from here on the daemon has it
-        if not lent:
+        if not shared:
             watch.saw(value)
         return token
 
@@ -51,7 +51,7 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     def watched(token: Tensor, *arguments: object) -> Tensor:
         found = wait(token, *arguments)
-        if not isinstance(tokens.TOKENS.content(token), tokens.Lent):  # parameters stay
+        if not isinstance(tokens.TOKENS.content(token), tokens.SharedParameter):  # parameters stay
             watch.saw(found)
         return found
 
@@ -98,7 +98,7 @@ def test_views_of_one_product_leave_as_the_product(codegen: str, client: storm.C
     assert_identical(gradients_of(call, net), expected)
     torch._dynamo.reset()
     (plan,) = storm.compiled_plans(call)
-    assert not [row for row in plan.rows if row.reason == "cannot leave" and row.nbytes]
+    assert not [row for row in plan.rows if row.reason == "cannot be offloaded" and row.nbytes]
     assert [math.prod(row.shape) for row in plan.rows].count(2 * 8 * 96) == 1
 
 

@@ -93,10 +93,12 @@ def test_inputs_and_outputs_are_lent() -> None:
         return y, (((y @ w).sin() @ w).sin() @ w).sin()
 
     forward, _, _ = divided(function, x(), x())
-    lent = {store.args[0]: store.args[2] for store in calls(forward, STORE)}
-    assert set(lent.values()) == {True, False}
-    for node, is_lent in lent.items():
-        assert is_lent == (node.op == "placeholder" or "sigmoid" in node.name or _views_input(node))
+    shared = {store.args[0]: store.args[2] for store in calls(forward, STORE)}
+    assert set(shared.values()) == {True, False}
+    for node, is_shared in shared.items():
+        assert is_shared == (
+            node.op == "placeholder" or "sigmoid" in node.name or _views_input(node)
+        )
 
 
 def test_small_values_stay() -> None:

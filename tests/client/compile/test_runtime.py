@@ -35,9 +35,9 @@ def target(client: storm.Client) -> Target:
     return Target(lambda: client._supply, "least", "ancf", 1)
 
 
-def stored(target: Target, value: torch.Tensor, *, lent: bool = False) -> torch.Tensor:
+def stored(target: Target, value: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
     with running(target, None):
-        return operators.STORE(value, 0, lent)
+        return operators.STORE(value, 0, shared)
 
 
 def waited(token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_what_is_lent_leaves_when_nobody_else_holds_it(
     target: Target, client: storm.Client
 ) -> None:
     value = seeded("cpu", 64, 64)
-    token = stored(target, value, lent=True)
+    token = stored(target, value, shared=True)
     assert entries(client) == 0
     expected = value.clone()
     del value
@@ -115,7 +115,7 @@ def test_what_is_lent_leaves_when_nobody_else_holds_it(
 
 def test_what_is_lent_and_changed_raises(target: Target) -> None:
     value = seeded("cpu", 64, 64)
-    token = stored(target, value, lent=True)
+    token = stored(target, value, shared=True)
     value.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         waited(token, value)
@@ -125,7 +125,7 @@ def test_parameters_and_leaves_stay(target: Target, client: storm.Client) -> Non
     parameter = torch.nn.Parameter(torch.ones(64, 64))
     leaf = seeded("cpu", 64, 64, grad=True)
     for value in (parameter, leaf):
-        token = stored(target, value, lent=True)
+        token = stored(target, value, shared=True)
         assert waited(token, value).data_ptr() == value.data_ptr()
     assert target.recorder.snapshot().skipped == {"parameter": 1, "leaf": 1}
     assert entries(client) == 0
@@ -209,7 +209,7 @@ class Fetched:
 
 
 @pytest.mark.parametrize(
-    ("room", "rooms", "expected"),
+    ("free_bytes", "free_bytes_from", "expected"),
     [
         (100, {}, ["begun 1", "begun 0", "early", "brought 1", "brought 0"]),
         (99, {1: 100}, ["begun 1", "begun 0", "brought 1", "early", "brought 0"]),
@@ -217,7 +217,7 @@ class Fetched:
     ],
 )
 def test_what_the_run_before_needs_at_once_is_fetched_when_there_is_room_for_it(
-    room: int, rooms: dict[int, int], expected: list[str]
+    free_bytes: int, free_bytes_from: dict[int, int], expected: list[str]
 ) -> None:
     """Behind all that this run fetches, and once in each of its backward passes."""
     nothing: Any = None
@@ -225,13 +225,21 @@ def test_what_the_run_before_needs_at_once_is_fetched_when_there_is_room_for_it(
     value = Fetched(events)
     before = Trail(Graph(nothing, nothing, {}, early=(7,), early_bytes=100), None)
     before.note(7, value)  # type: ignore[arg-type]
-    graph = Graph(nothing, nothing, {}, order=(1, 0), last_fetched=0, room=room, rooms=rooms)
+    graph = Graph(
+        nothing,
+        nothing,
+        {},
+        order=(1, 0),
+        last_fetched=0,
+        free_bytes=free_bytes,
+        free_bytes_from=free_bytes_from,
+    )
     trail = Trail(graph, weakref.ref(before))
     for _ in range(2):
         events.clear()
         for what, number in (("begun", 1), ("begun", 0), ("brought", 1), ("brought", 0)):
             events.append(f"{what} {number}")
-            (trail.has_begun if what == "begun" else trail.has_brought)(number)
+            (trail.has_begun if what == "begun" else trail.has_restored)(number)
         assert events == expected
 
 

@@ -37,8 +37,8 @@ def values(draw: some.DrawFn, most: int = 12) -> list[Saved]:
         if draw(some.booleans()):
             sources = draw(some.sets(some.integers(0, number - 1))) if number else set()
             recipe = Recipe(draw(some.floats(0, 60)), tuple(sorted(sources)))
-        can_leave = draw(some.booleans()) or recipe is not None
-        found.append(Saved(nbytes, first, last, can_leave, recipe, made[number]))
+        is_offloadable = draw(some.booleans()) or recipe is not None
+        found.append(Saved(nbytes, first, last, is_offloadable, recipe, made[number]))
     return found
 
 
@@ -58,7 +58,7 @@ def peak(values: list[Saved], draft: Draft) -> int:
     for position in range(POSITIONS):
         live = 0
         for number, value in enumerate(values):
-            if not draft.is_handed[number]:
+            if not draft.is_saved[number]:
                 continue
             decision, begin = draft.decisions[number], 0
             if decision == OFFLOAD:
@@ -85,9 +85,9 @@ def test_peaks_are_what_is_there_and_grow_with_the_budget(
         kept = now
         for number, decision in enumerate(draft.decisions):
             assert draft.fetches[number] <= draft.first_uses[number]
-            assert (decision == Keep("cannot leave")) == (not found[number].can_leave)
+            assert (decision == Keep("cannot be offloaded")) == (not found[number].is_offloadable)
             if not found[number].is_only_a_source:
-                assert draft.is_handed[number]
+                assert draft.is_saved[number]
                 assert draft.first_uses[number] <= found[number].first_use
     assert len(kept) == (0 if in_runs else len(chosen.order))
 
@@ -97,8 +97,8 @@ def test_less_that_is_computed_again_may_need_more_at_once() -> None:
     source = Saved.only_a_source(1)
     found = [
         source,
-        saved(1, 0, can_leave=False),
-        saved(1, 0, can_leave=False),
+        saved(1, 0, is_offloadable=False),
+        saved(1, 0, is_offloadable=False),
         saved(1, 1, recipe=Recipe(0.0, (0, 1, 2))),
         source,
         source,
@@ -121,10 +121,10 @@ def test_what_is_computed_again_has_its_sources(found: list[Saved], window: floa
             recipe = found[number].recipe
             if decision == REPLAY and recipe is not None:
                 used.update(recipe.sources)
-                assert all(draft.is_handed[n] for n in recipe.sources)
+                assert all(draft.is_saved[n] for n in recipe.sources)
                 assert all(draft.first_uses[n] <= draft.first_uses[number] for n in recipe.sources)
         for number, value in enumerate(found):
-            assert draft.is_handed[number] == (not value.is_only_a_source or number in used)
+            assert draft.is_saved[number] == (not value.is_only_a_source or number in used)
 
 
 @given(values(), some.integers(0, 400))
@@ -231,11 +231,11 @@ def test_what_is_free_below_the_peak_from_each_position_on() -> None:
     draft = chosen.draft(0)
     assert draft.fetches == (4, 10, 21)
     assert chosen.peaks[0] == 15  # the first two at once
-    assert draft.rooms[0] == draft.rooms[12] == 0
-    assert draft.rooms[13] == draft.rooms[20] == 5
-    assert draft.rooms[21] == draft.rooms[25] == 11
-    assert draft.rooms[26] == 15
-    assert len(draft.rooms) >= POSITIONS
+    assert draft.free_bytes_from[0] == draft.free_bytes_from[12] == 0
+    assert draft.free_bytes_from[13] == draft.free_bytes_from[20] == 5
+    assert draft.free_bytes_from[21] == draft.free_bytes_from[25] == 11
+    assert draft.free_bytes_from[26] == 15
+    assert len(draft.free_bytes_from) >= POSITIONS
 
 
 def test_a_fetch_waits_for_memory() -> None:

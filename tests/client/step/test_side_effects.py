@@ -116,7 +116,7 @@ def test_tables_of_arguments_may_be_changed_but_get_no_tensors(
 
 
 def test_a_receiver_is_not_called_by_a_capture(wrap: Callable[..., CompiledStep]) -> None:
-    with storm.Receiver(float) as receive, pytest.raises(UsageError, match="from what calls"):
+    with storm.Receiver(float) as receive, pytest.raises(UsageError, match="the code that calls"):
         wrap(receive)(torch.ones(()))
 
 

@@ -11,7 +11,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from storm_client.step.variables import attributes, identified, is_value, own, variables
+from storm_client.step.variables import (
+    attributes,
+    identified,
+    is_value,
+    variables,
+    variables_of_type,
+)
 from torch import nn
 
 
@@ -210,8 +216,8 @@ def test_what_a_function_has_of_a_kind_is_found_in_its_object_too() -> None:
             return self.rate + len(list(layer.parameters()))
 
     layer, trainer = nn.Linear(2, 2), Trainer()
-    assert own(trainer.step, nn.Module) == [layer, trainer.net]
-    assert own(nn.Linear(1, 1), nn.Module) == []
+    assert variables_of_type(trainer.step, nn.Module) == [layer, trainer.net]
+    assert variables_of_type(nn.Linear(1, 1), nn.Module) == []
 
 
 def test_tensors_and_what_every_module_has_are_no_attributes() -> None:
