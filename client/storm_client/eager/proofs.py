@@ -119,7 +119,7 @@ class Evidence:
 
     @property
     def version(self) -> int:
-        """Changes with each proof that says more than those before, and each never-requested value."""
+        """Changes with each proof that says more than before, and each never-requested value."""
         return self.recomputed.version + len(self._never_requested)
 
     def prove(self, number: int, way: int, nbytes: int) -> None:
