@@ -41,8 +41,8 @@ class CheckpointedLayers:
         """Checkpoint calls while the innermost hooks are methods of `step`, held weakly."""
         with _LOCK:
             for module in self.modules:
-                forward = self._put_on(module)
-                forward.steps = (*forward.living_besides(step), weakref.ref(step))
+                forward = self._install(module)
+                forward.steps = (*forward.other_living_steps(step), weakref.ref(step))
 
     def end(self, step: object) -> None:
         """Stop checkpointing for `step`; the last step restores the modules' own forwards.
@@ -53,11 +53,11 @@ class CheckpointedLayers:
             for module in self.modules:
                 forward = vars(module).get("forward")
                 if isinstance(forward, _Forward):
-                    forward.steps = forward.living_besides(step)
+                    forward.steps = forward.other_living_steps(step)
                     if not forward.steps:
-                        forward.leave(module)
+                        forward.restore_forward(module)
 
-    def _put_on(self, module: torch.nn.Module) -> _Forward:
+    def _install(self, module: torch.nn.Module) -> _Forward:
         """Put our forward on a module unless it has one, and return it; call with the lock held.
 
         The returned forward is never one that the module's present forward may call, because it
@@ -67,7 +67,7 @@ class CheckpointedLayers:
         if isinstance(present, _Forward):
             return present
         known = self._forwards.get(id(module))
-        if known is None or not known.stands_for(module):
+        if known is None or not known.wraps_forward_of(module):
             known = self._forwards[id(module)] = _Forward(module)
         vars(module)["forward"] = known
         return known
@@ -86,15 +86,15 @@ class _Forward:
         """`inspect` reads the signature from this attribute."""
         self.steps: tuple[weakref.ref[Any], ...] = ()
 
-    def stands_for(self, module: torch.nn.Module) -> bool:
+    def wraps_forward_of(self, module: torch.nn.Module) -> bool:
         """Return whether a module's present forward is the one that this object wraps."""
         return self.__wrapped__ == module.forward and self._was_own == ("forward" in vars(module))
 
-    def living_besides(self, step: object) -> tuple[weakref.ref[Any], ...]:
+    def other_living_steps(self, step: object) -> tuple[weakref.ref[Any], ...]:
         """Return the other living steps; one that an interrupt ended may live for a while."""
         return tuple(one for one in self.steps if one() not in (None, step))
 
-    def leave(self, module: torch.nn.Module) -> None:
+    def restore_forward(self, module: torch.nn.Module) -> None:
         """Restore a module's own forward."""
         if self._was_own:
             vars(module)["forward"] = self.__wrapped__

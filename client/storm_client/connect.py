@@ -127,7 +127,7 @@ def _connect_embedded(
 ) -> Connected:
     try:
         supply = _supply(daemon.address, timeout, keeps_without_daemon)
-        _tell_once(supply, daemon, timeout)
+        _announce_once(supply, daemon, timeout)
     except BaseException:
         if daemon.users > 1:
             daemon.close()
@@ -137,15 +137,15 @@ def _connect_embedded(
     return Connected(supply, daemon)
 
 
-_told: set[str] = set()
+_announced: set[str] = set()
 """The addresses of private daemons that were announced: one per process at most."""
 
 
-def _tell_once(supply: Supply, daemon: EmbeddedDaemon, timeout: float) -> None:
+def _announce_once(supply: Supply, daemon: EmbeddedDaemon, timeout: float) -> None:
     """Print once what a private daemon takes and how to change it: the user did not name one."""
-    if _told:
+    if _announced:
         return
-    _told.add(daemon.address)
+    _announced.add(daemon.address)
     most = supply.status(timeout).pool.capacity_bytes
     log_line(
         f"stormd: started a private daemon (process {daemon.pid}), which takes "

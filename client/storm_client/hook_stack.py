@@ -24,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 from storm_client.errors import UsageError
 
 __all__ = [
+    "BlockExit",
+    "BlockStep",
     "Blocks",
-    "Entered",
-    "Leaving",
     "Stacks",
     "function_modes",
-    "have_modes",
     "innermost",
+    "set_modes",
     "untraced",
 ]
 
@@ -78,7 +78,7 @@ class Stacks:
             _pop_hooks()
         modes = function_modes()
         if not (len(modes) == len(self._modes) and all(map(is_, modes, self._modes))):
-            have_modes(self._modes)
+            set_modes(self._modes)
         torch._C._set_grad_enabled(self._is_recording)
 
 
@@ -88,7 +88,7 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(index) for index in range(count)]
 
 
-def have_modes(modes: list[Any]) -> None:
+def set_modes(modes: list[Any]) -> None:
     """Replace this thread's stack of PyTorch function modes; the innermost is last."""
     for _ in range(torch._C._len_torch_function_stack()):
         _pop_mode()
@@ -115,7 +115,7 @@ class Watcher(Protocol):
         ...
 
 
-class Entered(Protocol):
+class BlockStep(Protocol):
     """The step of a block."""
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class _Block:
 
     __slots__ = ("entered", "guard", "mode", "mode_guard", "pops", "watcher_guards")
 
-    def __init__(self, entered: Entered, *pops: Callable[[], object]) -> None:
+    def __init__(self, entered: BlockStep, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode: TorchFunctionMode | None = None
@@ -183,15 +183,15 @@ class Blocks(threading.local):
 
     def __init__(self) -> None:
         """Start outside of all blocks."""
-        self._leaving: weakref.ref[partial[None]] | None = None
+        self._next_exit: weakref.ref[partial[None]] | None = None
         self._unguarded: list[_Block] = []
         """Blocks entered by a direct call of `__enter__`; a direct call of `__exit__` ends them."""
 
-    def leaving(self, leave: partial[None]) -> None:
-        """Note `leave`, the object that will end the next block."""
-        self._leaving = weakref.ref(leave)
+    def note_exit(self, exit_call: partial[None]) -> None:
+        """Note `exit_call`, the object that will end the next block."""
+        self._next_exit = weakref.ref(exit_call)
 
-    def enter(self, entered: Entered) -> None:
+    def enter(self, entered: BlockStep) -> None:
         """Push the hooks and the mode of `entered`, and start its watchers."""
         hooks, mode = entered.hooks, entered.mode
         watchers = entered.watchers
@@ -199,25 +199,25 @@ class Blocks(threading.local):
         pops = (_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)
         block = _Block(entered, *unwatches, *pops)
         block.mode = mode
-        leave = None if self._leaving is None else self._leaving()
-        self._leaving = None
+        exit_call = None if self._next_exit is None else self._next_exit()
+        self._next_exit = None
         try:
             _push_hooks(*hooks)
             if mode is not None:
                 _push_mode(mode)
             for watcher in watchers:
                 watcher.watch()
-            if leave is None:
+            if exit_call is None:
                 self._unguarded.append(block)
             else:
-                leave.args[1].append(block)
+                exit_call.args[1].append(block)
                 if mode is not None:
-                    block.mode_guard = _ModeGuard(leave, _TAKE_OFF)
+                    block.mode_guard = _ModeGuard(exit_call, _TAKE_OFF)
                 for unwatch in unwatches:
-                    guard = _WatcherGuard(leave, _TAKE_OFF)
+                    guard = _WatcherGuard(exit_call, _TAKE_OFF)
                     guard.pop = unwatch
                     block.watcher_guards = (*block.watcher_guards, guard)
-                block.guard = _Guard(leave, _TAKE_OFF)
+                block.guard = _Guard(exit_call, _TAKE_OFF)
         except BaseException:
             block.guard = block.mode_guard = None
             block.watcher_guards = ()
@@ -230,7 +230,7 @@ class Blocks(threading.local):
                 _pop_hooks()
             raise
 
-    def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
+    def exit(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
         """End the innermost block: pop its hooks, and call `end`, or `abandon` after an exception.
 
         Raises:
@@ -244,7 +244,7 @@ class Blocks(threading.local):
             )
         block = entered[-1]
         if block.mode is not None and not _is_on(block.mode):
-            _take_out(block.mode)
+            _remove_mode(block.mode)
             block.pops = tuple(pop for pop in block.pops if pop is not _pop_mode)
         pops = map(call, block.pops)
         # Python checks for no signal from here to the end of the deque call: it calls no Python.
@@ -263,7 +263,7 @@ def _is_on(mode: TorchFunctionMode) -> bool:
     return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
 
 
-def _take_out(mode: TorchFunctionMode) -> None:
+def _remove_mode(mode: TorchFunctionMode) -> None:
     """Remove a mode from the stack, also if it is not on top.
 
     PyTorch takes a mode off the stack while the mode runs. An interrupt may come before PyTorch is
@@ -271,7 +271,7 @@ def _take_out(mode: TorchFunctionMode) -> None:
     """
     modes = function_modes()
     if any(one is mode for one in modes):
-        have_modes([one for one in modes if one is not mode])
+        set_modes([one for one in modes if one is not mode])
 
 
 _TAKE_OFF = methodcaller("pop")
@@ -286,27 +286,27 @@ class HasBlocks(Protocol):
 Manager = TypeVar("Manager", bound=HasBlocks)
 
 
-class Leaving(Generic[Manager]):
+class BlockExit(Generic[Manager]):
     """The `__exit__` of a context manager: each look-up returns a new object."""
 
     def __get__(self, manager: Manager | None, owner: type[Manager]) -> Callable[..., None]:
         """Return the function that ends the next block."""
         if manager is None:
-            return _leave_unguarded
-        leave = partial(_leave, manager, [])
-        manager.blocks.leaving(leave)
-        return leave
+            return _exit_unguarded
+        exit_call = partial(_exit, manager, [])
+        manager.blocks.note_exit(exit_call)
+        return exit_call
 
 
 @untraced
-def _leave(
+def _exit(
     manager: HasBlocks, blocks: list[_Block], kind: type[BaseException] | None, *_: object
 ) -> None:
-    manager.blocks.leave(blocks, kind)
+    manager.blocks.exit(blocks, kind)
 
 
 @untraced
-def _leave_unguarded(
+def _exit_unguarded(
     manager: HasBlocks, kind: type[BaseException] | None = None, *_: object
 ) -> None:
-    manager.blocks.leave([], kind)
+    manager.blocks.exit([], kind)

@@ -19,7 +19,7 @@ from storm_client.connect import shared_supply
 from storm_client.eager.controller import Planning
 from storm_client.eager.plan_maker import PlanOptions
 from storm_client.errors import UsageError
-from storm_client.hook_stack import Blocks, Leaving, untraced
+from storm_client.hook_stack import BlockExit, Blocks, untraced
 from storm_client.hooks import StepHooks
 from storm_client.losses import in_blocks
 from storm_client.monitoring.advice import FirstSteps, advice
@@ -107,7 +107,7 @@ class Offload:
             self._recorder.ratio,
             Layers(policy.modules),
             self._link_figures,
-            self._link_of_late,
+            self._latest_link_figures,
         )
         self._layers = CheckpointedLayers(layers)
         self._loss = loss
@@ -123,10 +123,10 @@ class Offload:
             UsageError: the client is closed or forked, or the budget cannot be kept.
             DaemonLost: the client has lost its daemon.
         """
-        supply = self._found()
+        supply = self._connected_supply()
         sessions = supply.current()
         if self._first_steps.is_due():
-            self._look_back()
+            self._warn_if_little_offloaded()
         line = self._summary.step_begins(
             perf_counter(),
             self._recorder,
@@ -171,7 +171,7 @@ class Offload:
         ) -> None:
             """End the step; its saved tensors live as long as the graph that needs them."""
     else:
-        __exit__ = Leaving()
+        __exit__ = BlockExit()
 
     def stats(self) -> OffloadStats:
         """Return the statistics so far; wait up to a second until stores in flight have ended."""
@@ -207,7 +207,7 @@ class Offload:
     @property
     def address(self) -> str:
         """The daemon's address, for `stormd status --address`."""
-        return self._found().sessions.address
+        return self._connected_supply().sessions.address
 
     @property
     def plan(self) -> Plan | None:
@@ -246,7 +246,7 @@ class Offload:
         layers, loss = state["layers"], state["loss"]
         self._begin(None, policy, state["codec"], state["options"], layers=layers, loss=loss)
 
-    def _look_back(self) -> None:
+    def _warn_if_little_offloaded(self) -> None:
         """Warn if the first steps offloaded little of their activations; `__enter__` calls this."""
         totals, steps = self._recorder.kept_totals(), self._first_steps.begun - 1
         if not totals.stats.saved_bytes:
@@ -275,16 +275,16 @@ class Offload:
         """Return the daemon's figures for a device's link; empty if it does not answer."""
         return LinkFigures() if self._supply is None else self._supply.link_figures(device)
 
-    def _link_of_late(self, device: torch.device) -> LinkFigures:
+    def _latest_link_figures(self, device: torch.device) -> LinkFigures:
         """Return the link figures that the daemon reported last, without asking it."""
-        return LinkFigures() if self._supply is None else self._supply.link_of_late(device)
+        return LinkFigures() if self._supply is None else self._supply.latest_link_figures(device)
 
     def _device_peak(self) -> int | None:
         """Return the largest peak of allocated bytes among the model's GPUs; None without a GPU."""
         peaks = map(torch.cuda.max_memory_allocated, self._planning.devices)
         return max(peaks, default=None)
 
-    def _found(self) -> Supply:
+    def _connected_supply(self) -> Supply:
         """Return the sessions; an unpickled Offload uses those of the shared client."""
         if self._supply is None:
             self._supply = shared_supply()

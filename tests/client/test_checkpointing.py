@@ -705,7 +705,9 @@ def test_a_warning_of_little_saved_is_not_about_what_was_named(client: storm.Cli
     net = nn.Sequential(Wide(), Wide())
     for layers, warns in ((Wide, False), ((), True)):
         offload = client.offload(net, min_bytes=1 << 10, layers=layers)
-        context = nullcontext() if not warns else pytest.warns(RuntimeWarning, match="little is")
+        context = (
+            nullcontext() if not warns else pytest.warns(RuntimeWarning, match="little memory is")
+        )
         with context:
             for _ in range(4):
                 with offload:

@@ -17,7 +17,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import native
-from storm_client.transport.interrupts import Changes
+from storm_client.transport.interrupts import SafeCondition
 from support.daemon_process import DaemonProcess
 from support.following import PATHS, follow_by
 from support.planning import replay_all
@@ -366,7 +366,7 @@ def test_who_waits_has_the_lock_afterwards() -> None:
     from threading import RLock
 
     lock = RLock()
-    changes, fired = Changes(lock), []
+    changes, fired = SafeCondition(lock), []
     for _ in range(20):
         with pytest.raises(KeyboardInterrupt), lock, interrupted_after(0.002, fired):
             until_interrupted(lambda: changes.wait(1e-6), fired)

@@ -152,7 +152,7 @@ def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
 def share_link(rank: int) -> None:
     """Have the last rank's link be as slow as one that another GPU uses as well."""
     if rank == dist.get_world_size() - 1:
-        for name in ("link_figures", "link_of_late"):
+        for name in ("link_figures", "latest_link_figures"):
             setattr(Supply, name, lambda *_: LinkFigures(link=3e-7))
 
 

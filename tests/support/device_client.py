@@ -154,7 +154,7 @@ class DeviceClientLane(CpuLane):
             self.stream.wait_for(restored_slot(ticket), ticket)
         self._waits.tickets = [*getattr(self._waits, "tickets", []), *tickets]
 
-    def use(self, restored: torch.UntypedStorage) -> None:
+    def order_after_copies(self, restored: torch.UntypedStorage) -> None:
         for ticket in getattr(self._waits, "tickets", []):
             self.stream.reach(restored_slot(ticket), ticket)
         self._waits.tickets = []
@@ -222,10 +222,10 @@ class DeviceInPlace:
         self.handed_out += len(tickets)
         self._lane.awaits(tickets)
 
-    def release(self, ticket: int) -> None:
+    def end_waits(self, ticket: int) -> None:
         self._lane.stream.counters.store(restored_slot(ticket), ticket)
 
-    def outcome(self, ticket: int) -> int | None:
+    def restore_status(self, ticket: int) -> int | None:
         counters = self._lane.stream.counters
         is_done = counters.read(restored_slot(ticket)) == ticket
         self.outcomes.append(counters.read(status_slot(ticket)) if is_done else None)

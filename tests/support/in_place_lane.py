@@ -231,7 +231,7 @@ class FakeInPlace:
             slot = restored_slot(ticket)
             wait_until(lambda slot=slot, ticket=ticket: self._is_there(slot, ticket))
 
-    def release(self, ticket: int) -> None:
+    def end_waits(self, ticket: int) -> None:
         self._unread.raise_counter(restored_slot(ticket), ticket)
 
     def _is_there(self, slot: int, ticket: int) -> bool:

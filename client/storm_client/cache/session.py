@@ -162,7 +162,7 @@ class CacheSession(Listener):
             entries = [part.entry for part in parts]
             with self._connection.lock, suppress(StormError):  # a lost connection has released them
                 self._connection.send(0, Release(entries))
-        self._lane.use(memory)
+        self._lane.order_after_copies(memory)
         empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
         return empty.set_(memory, 0, (found.nbytes,), (1,))
 
@@ -179,7 +179,7 @@ class CacheSession(Listener):
 
     def on_message(self, request: int, message: Message) -> None:
         """Handle a reply."""
-        self._transfers.reply(request, message)
+        self._transfers.on_reply(request, message)
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class CacheSession(Listener):
         """Store the chunks and return their entries, in order, once all have arrived."""
         count = -(-data.numel() // self._part_bytes)
         out = Outgoing(0, data.numel(), dtype, "ancf", count)
-        self._outbound.copy(out, data.untyped_storage(), int(data.storage_offset()))
+        self._outbound.store_staged(out, data.untyped_storage(), int(data.storage_offset()))
         with self._connection.lock:
             self._connection.flush()
             while not out.is_over:

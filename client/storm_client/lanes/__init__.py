@@ -95,8 +95,8 @@ class InPlace(Protocol):
     Store: find -> publish_numbers -> a Store for each chunk -> the source is freed. This may be
     before the daemon has read the source: then `wait_before_reuse` orders the reuse of its memory
     on the device.
-    Restore: allocate -> find -> publish_numbers -> a Restore for each chunk -> Restored -> use. If
-    streams wait (`await_restored`), the memory may be handed out before Restored.
+    Restore: allocate -> find -> publish_numbers -> a Restore for each chunk -> Restored -> the
+    memory is used. If streams wait (`await_restored`), it may be handed out before Restored.
     """
 
     segments: Segments
@@ -138,14 +138,14 @@ class InPlace(Protocol):
         ...
 
     def await_restored(self, tickets: Sequence[int]) -> None:
-        """Order this thread's later work after the restores; `release` also ends a wait."""
+        """Order this thread's later work after the restores; `end_waits` also ends a wait."""
         ...
 
-    def release(self, ticket: int) -> None:
+    def end_waits(self, ticket: int) -> None:
         """End all waits for a restore: it has failed."""
         ...
 
-    def outcome(self, ticket: int) -> int | None:
+    def restore_status(self, ticket: int) -> int | None:
         """Return the status that the device has left of a restore, 0 if it was verified.
 
         Return None if the bytes are not there. Call this once the daemon is dead and its device
@@ -228,11 +228,11 @@ class Lane(ABC):
         """Return the stream whose work so far computes what this thread saves now."""
         return None
 
-    def reaches(self, stream: Stream) -> bool:  # noqa: ARG002 - there is but one
+    def can_use_stream(self, stream: Stream) -> bool:  # noqa: ARG002 - there is but one
         """Return whether work may be put on `stream` now: the script may have destroyed it."""
         return True
 
-    def on(self, stream: Stream) -> AbstractContextManager[object] | None:  # noqa: ARG002
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object] | None:  # noqa: ARG002
         """Return a context in which `stream` is the current one, None if it is already."""
         return None
 
@@ -240,7 +240,7 @@ class Lane(ABC):
         """Return whether this thread's work is being captured; then no copy may be added to it."""
         return False
 
-    def use(self, restored: torch.UntypedStorage) -> None:  # noqa: B027 - what was copied is there
+    def order_after_copies(self, restored: torch.UntypedStorage) -> None:  # noqa: B027 - what was copied is there
         """Order this thread's later work after the copies that filled `restored`."""
 
     def poison(self) -> None:  # noqa: B027 - no thread waits on a counter

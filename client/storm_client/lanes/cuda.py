@@ -140,7 +140,7 @@ class CudaLane(Lane):
 
     def publish(self) -> int:
         """Publish the next number after all copies that were staged or unstaged so far."""
-        return self.within(self._numbers().publish, self._current_stream())
+        return self.call_driver(self._numbers().publish, self._current_stream())
 
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
         """Copy bytes from `begin` on into the slot, on the current stream.
@@ -148,7 +148,7 @@ class CudaLane(Lane):
         The memory of `source` may be reused after that copy, as after any work on the stream.
         """
         target = self._open().area.address + slot.offset
-        with self.entered():
+        with self.driver_context():
             stream = torch.cuda.current_stream()
             self._view(source).record_stream(stream)
             address = source.data_ptr() + begin
@@ -162,7 +162,7 @@ class CudaLane(Lane):
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
         """Copy the slot to offset `begin` of `destination`, on the current stream."""
         source = self._open().area.address + slot.offset
-        with self.entered():
+        with self.driver_context():
             stream = self._current_stream()
             self._numbers().copy(destination.data_ptr() + begin, source, slot.nbytes, stream)
 
@@ -170,13 +170,13 @@ class CudaLane(Lane):
         """Return the thread's stream on the device, None if it is the default stream."""
         return None if not self._current_stream() else torch.cuda.current_stream(self._ordinal)
 
-    def reaches(self, stream: Stream) -> bool:
+    def can_use_stream(self, stream: Stream) -> bool:
         """Return whether `stream` is current, or is one of PyTorch's, which are never destroyed."""
         if stream is None or stream.stream_id & POOLED:
             return True
         return stream == torch.cuda.current_stream(self._ordinal)
 
-    def on(self, stream: Stream) -> AbstractContextManager[object] | None:
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object] | None:
         """Return a context in which `stream` is the current one, None if it is already."""
         if stream is None and not self._current_stream():
             return None
@@ -187,13 +187,13 @@ class CudaLane(Lane):
         """Return whether the current stream's work is being captured into a CUDA graph."""
         return is_capturing(self.device)
 
-    def use(self, restored: torch.UntypedStorage) -> None:
+    def order_after_copies(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream after all copies so far, if other streams may have made any."""
         numbers, stream = self._publisher, self._current_stream()
         assert numbers is not None, "not attached"
         if numbers.is_only_stream(stream):
             return
-        with self.entered():
+        with self.driver_context():
             if numbers.follow(stream):
                 self._view(restored).record_stream(torch.cuda.current_stream())
 
@@ -235,11 +235,11 @@ class CudaLane(Lane):
             self._context.make_current()
             self._thread.entered = True
 
-    def entered(self) -> AbstractContextManager[None]:
+    def driver_context(self) -> AbstractContextManager[None]:
         """Return a context in which driver calls are possible; it restores the thread's device."""
         return NOTHING if self._is_entered() else _Entered(self, self._ordinal)
 
-    def within(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    def call_driver(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """Call a function that makes driver calls, and return its result; cheap enough per save."""
         if self._is_entered():  # as in nearly all calls
             return function(*arguments)
@@ -248,7 +248,7 @@ class CudaLane(Lane):
 
     def offer(self) -> MapSegment:
         """Return the message that makes the daemon map the staging area."""
-        with self.entered():
+        with self.driver_context():
             return self._open().offer()
 
     # --- helpers ----------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class CudaLane(Lane):
                 return False
             self._shared.timelines.poison(STORED, *_RESTORED)
             try:
-                with self.entered():
+                with self.driver_context():
                     return not all(event.done() for event in self._waits.values())
             except KernelsError:
                 return False  # a broken device does nothing any more
@@ -278,7 +278,7 @@ class CudaLane(Lane):
 
     def _can_export(self) -> bool:
         """Return whether another process can map the memory that PyTorch allocates now."""
-        with self.entered():
+        with self.driver_context():
             probe = torch.empty(1, dtype=torch.uint8, device=self.device)
             address = probe.data_ptr()
             if cuda_driver.exportable(address) or cuda_driver.is_shareable(address):
@@ -359,7 +359,7 @@ class _InPlace:
     """Stores and restores in the tensors' own memory; see lanes.InPlace."""
 
     def __init__(self, lane: CudaLane, *, shared_by_mps: bool) -> None:
-        self.segments = Segments(cuda_driver, within=lane.entered)
+        self.segments = Segments(cuda_driver, driver_context=lane.driver_context)
         self.waits_on_device = shared_by_mps
         self._lane = lane
         self._numbers = lane._numbers()
@@ -368,23 +368,25 @@ class _InPlace:
         sweep."""
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
-        return self._lane.within(self.segments.find, address, nbytes)
+        return self._lane.call_driver(self.segments.find, address, nbytes)
 
     def offers(self) -> list[Mappable]:
-        with self._lane.entered():
+        with self._lane.driver_context():
             return self.segments.offers()
 
     def sweep(self) -> bool:
         freed = _times_freed(self._lane.device)
         if freed is not None and freed == self._freed:
             return False  # no allocation was freed since: no need to ask the driver about each
-        with self._lane.entered():
+        with self._lane.driver_context():
             is_given_back = self.segments.sweep()
         self._freed = freed
         return is_given_back
 
     def publish_numbers(self, count: int) -> range:
-        return self._lane.within(self._numbers.publish_numbers, self._lane._current_stream(), count)
+        return self._lane.call_driver(
+            self._numbers.publish_numbers, self._lane._current_stream(), count
+        )
 
     @property
     def last_number(self) -> int:
@@ -399,14 +401,14 @@ class _InPlace:
     def wait_before_reuse(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and the next user of `source`'s memory, wait for `sequence`."""
         counter = self._lane._open().stored
-        with self._lane.entered():
+        with self._lane.driver_context():
             stream = torch.cuda.current_stream()
             wait_value(stream.cuda_stream, counter, sequence)
             self._lane._note_wait(stream.cuda_stream)
             self._lane._view(source).record_stream(stream)
 
     def await_restored(self, tickets: Sequence[int]) -> None:
-        self._lane.within(self._await_restored, tickets)
+        self._lane.call_driver(self._await_restored, tickets)
 
     def _await_restored(self, tickets: Sequence[int]) -> None:
         lane, shared = self._lane, self._lane._open()
@@ -417,12 +419,12 @@ class _InPlace:
                 wait_value(stream, shared.page_address + slot, ticket)
         lane._note_wait(stream)
 
-    def release(self, ticket: int) -> None:
+    def end_waits(self, ticket: int) -> None:
         shared = self._lane._shared
         if shared is not None:
             shared.timelines.store(restored_slot(ticket), ticket)
 
-    def outcome(self, ticket: int) -> int | None:
+    def restore_status(self, ticket: int) -> int | None:
         timelines = self._lane._open().timelines
         if timelines.read(restored_slot(ticket)) != ticket:
             return None

@@ -103,7 +103,7 @@ class Pieces:
 
     def sweep(self) -> bool:
         """Forget freed pieces and empty ranges; return whether the daemon had mapped a piece."""
-        dead = [one for one in self._known.values() if not self._lives(one)]
+        dead = [one for one in self._known.values() if not self._is_mapped(one)]
         was_mapped = [self._drop(one) for one in dead]
         used = {one.range for one in self._known.values()}
         for key, one in list(self._ranges.items()):
@@ -127,7 +127,7 @@ class Pieces:
         """Yield all that a daemon has mapped or is to map and that still exists, ranges first."""
         yield from (one for one in self._ranges.values() if one.state is not State.REFUSED)
         for piece in self._known.values():
-            if piece.state is not State.REFUSED and self._lives(piece):
+            if piece.state is not State.REFUSED and self._is_mapped(piece):
                 yield piece
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class Pieces:
     def _at(self, address: int) -> Piece | None:
         """Return the known piece that is mapped at an address; forget one that is not any more."""
         piece = self._covering(address)
-        if piece is None or self._lives(piece):
+        if piece is None or self._is_mapped(piece):
             return piece
         self._drop(piece)
         return None
@@ -156,7 +156,7 @@ class Pieces:
         piece = self._known[self._begins[index]]
         return piece if address < piece.end else None
 
-    def _lives(self, piece: Piece) -> bool:
+    def _is_mapped(self, piece: Piece) -> bool:
         return self._driver.holds(piece.begin, piece.handle)
 
     def _add(self, address: int) -> Piece | None:
@@ -174,7 +174,7 @@ class Pieces:
         if not is_piece or begin < first or begin + nbytes > first + reserved:
             self._driver.release_piece(handle)
             return None
-        self._make_way(begin, begin + nbytes)
+        self._forget_overlapping(begin, begin + nbytes)
         into = self._range(first, reserved)
         piece = Piece(self._new_number(), State.OFFERED, begin, nbytes, handle, into)
         insort(self._begins, begin)
@@ -191,7 +191,7 @@ class Pieces:
             self._offer(known)
         return known
 
-    def _make_way(self, begin: int, end: int) -> None:
+    def _forget_overlapping(self, begin: int, end: int) -> None:
         """Forget the pieces in the address range of a new piece."""
         index = max(0, bisect_right(self._begins, begin) - 1)
         while index < len(self._begins) and self._begins[index] < end:

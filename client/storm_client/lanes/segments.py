@@ -41,7 +41,7 @@ class _Segment(Offered):
     base: int
 
 
-HandOver: TypeAlias = Callable[[int, int], bool]
+SendDescriptor: TypeAlias = Callable[[int, int], bool]
 """Sends a piece's number and descriptor; returns False if it must be tried again later."""
 
 
@@ -52,24 +52,24 @@ class Segments:
         self,
         driver: Driver,
         known: int = KNOWN,
-        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+        driver_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Remember up to `known` allocations; `within` returns a context for driver calls.
+        """Remember up to `known` allocations; `driver_context` returns a context for driver calls.
 
         The methods that any thread may call enter this context: `next_offer`, `piece_descriptor`,
         `close`.
         """
         self.outbox: deque[Mappable] = deque()
-        """Offers for the daemon; whoever sends one reports its request to `asked`."""
-        self.taken_back: deque[UnmapSegment] = deque()
+        """Offers for the daemon; whoever sends one reports its request to `on_sent`."""
+        self.to_unmap: deque[UnmapSegment] = deque()
         """Segments that the daemon has to unmap, before it gets further offers."""
         self._driver = driver
         self._limit = known
-        self._within = within
+        self._driver_context = driver_context
         self._numbers = count(1)  # 0 is the staging area
         self._known: OrderedDict[int, _Segment] = OrderedDict()  # least recently used first
         self._pieces = Pieces(
-            driver, new_number=self.new_number, offer=self._put, forget=self._take_back
+            driver, new_number=self.new_number, offer=self._queue_offer, forget=self._unmap
         )
         self._unsent: dict[int, Offered] = {}  # by number: memory whose offer is in the outbox
         self._offers: dict[int, Offered] = {}  # by request number
@@ -94,7 +94,7 @@ class Segments:
         """Return an unused segment number."""
         return next(self._numbers)
 
-    def next_offer(self, hand_over: HandOver) -> Mappable | None:
+    def next_offer(self, send_descriptor: SendDescriptor) -> Mappable | None:
         """Remove and return the next offer; None if none can be sent now.
 
         A piece's descriptor is sent first. A piece's offer may have to wait for the answer about
@@ -106,10 +106,10 @@ class Segments:
                 into = offered.range.state
                 if into is State.OFFERED or len(self._offers) >= MAX_PIECES_WAITING:
                     return None
-                descriptor = self._shared(offered) if into is State.MAPPED else None
+                descriptor = self._share_piece(offered) if into is State.MAPPED else None
                 if descriptor is not None:
                     try:
-                        if not hand_over(offered.number, descriptor):
+                        if not send_descriptor(offered.number, descriptor):
                             return None
                     finally:
                         os.close(descriptor)
@@ -121,15 +121,15 @@ class Segments:
             self._unsent.pop(offer.segment, None)
         return None
 
-    def asked(self, request: int, offer: Mappable) -> None:
+    def on_sent(self, request: int, offer: Mappable) -> None:
         """Note the number of the request that carries an offer."""
         self._offers[request] = self._unsent.pop(offer.segment)
 
-    def concerns(self, request: int) -> bool:
+    def is_pending(self, request: int) -> bool:
         """Return whether the number is that of an offer in flight."""
         return request in self._offers
 
-    def answered(self, request: int, refusal: str | None) -> None:
+    def on_answer(self, request: int, refusal: str | None) -> None:
         """Note the daemon's answer to an offer: a refusal's reason, or None if it has mapped it."""
         if refusal is not None and not self._has_warned:
             log.warning("what the daemon cannot map is copied through a staging area: %s", refusal)
@@ -143,7 +143,7 @@ class Segments:
         del self._offers[request]
         offered.state = State.MAPPED if mapped else State.REFUSED
         if mapped and not offered.known and is_left:
-            self.taken_back.append(unmap)
+            self.to_unmap.append(unmap)
 
     def offers(self) -> list[Mappable]:
         """Return the offers for all memory that is mapped or on offer, in this order."""
@@ -162,22 +162,22 @@ class Segments:
     def piece_descriptor(self, number: int) -> int | None:
         """Return the descriptor of a piece that `offers` has returned; None if it was freed."""
         piece = self._resuming.get(number)
-        return self._shared(piece) if piece is not None and piece.known else None
+        return self._share_piece(piece) if piece is not None and piece.known else None
 
     def resume(self, offered: Collection[int], mapped: Collection[int]) -> None:
         """Note which offers, by number, another daemon has mapped; offer newer memory."""
-        for left in (self._offers, self._unsent, self._resuming, self.outbox, self.taken_back):
+        for left in (self._offers, self._unsent, self._resuming, self.outbox, self.to_unmap):
             left.clear()
         everything: list[_Segment | AddressRange | Piece] = [*self._known.values(), *self._pieces]
         numbers = {one.number for one in everything}
         gone = sorted((number for number in mapped if number not in numbers), reverse=True)
-        self.taken_back.extend(map(UnmapSegment, gone))  # pieces before their ranges
+        self.to_unmap.extend(map(UnmapSegment, gone))  # pieces before their ranges
         for one in everything:
             if one.number in offered:
                 one.state = State.MAPPED if one.number in mapped else State.REFUSED
             elif one.state is not State.REFUSED:
                 one.state = State.OFFERED
-                self._put(one)
+                self._queue_offer(one)
 
     def sweep(self) -> bool:
         """Forget freed allocations; return whether the daemon had mapped any of them."""
@@ -187,7 +187,7 @@ class Segments:
 
     def close(self) -> None:
         """Release all retained pieces, as the daemon is gone; no piece is found from now on."""
-        with self._within():
+        with self._driver_context():
             self._pieces.close()
 
     def __len__(self) -> int:
@@ -205,12 +205,12 @@ class Segments:
         if buffer is None:
             return
         segment = _Segment(self.new_number(), State.OFFERED, address)
-        self._put(segment)
+        self._queue_offer(segment)
         self._known[buffer] = segment
         if len(self._known) > self._limit:
             self._forget(next(iter(self._known)))
 
-    def _put(self, one: _Segment | AddressRange | Piece) -> None:
+    def _queue_offer(self, one: _Segment | AddressRange | Piece) -> None:
         """Queue an offer, if the memory can be exported."""
         offer = self._offer(one) if isinstance(one, _Segment) else one.offer()
         if offer is None:
@@ -219,10 +219,10 @@ class Segments:
         self._unsent[one.number] = one
         self.outbox.append(offer)
 
-    def _shared(self, piece: Piece) -> int | None:
+    def _share_piece(self, piece: Piece) -> int | None:
         """Return a descriptor of a piece, None if it cannot be shared."""
         try:
-            with self._within():
+            with self._driver_context():
                 return self._driver.share_piece(piece.handle)
         except CudaDriverError as error:  # as for memory that was not made to be shared
             log.info("memory at %#x stays unmapped: %s", piece.begin, error)
@@ -252,15 +252,15 @@ class Segments:
     def _forget(self, buffer: int) -> bool:
         """Have an allocation unmapped; return whether the daemon had mapped it."""
         segment = self._known.pop(buffer)
-        self._take_back(segment)
+        self._unmap(segment)
         return segment.state is State.MAPPED
 
-    def _take_back(self, one: Offered) -> None:
+    def _unmap(self, one: Offered) -> None:
         """Have memory unmapped; if its offer is in flight, when the answer comes."""
         one.known = False
         self._unsent.pop(one.number, None)
         if one.state is State.MAPPED:
-            self.taken_back.append(UnmapSegment(one.number))
+            self.to_unmap.append(UnmapSegment(one.number))
 
 
 class _Connection(Protocol):
@@ -269,7 +269,7 @@ class _Connection(Protocol):
 
     def defer(self, request: int, message: Message) -> None: ...
 
-    def hand_over(self, number: int, descriptor: int) -> bool: ...
+    def send_descriptor(self, number: int, descriptor: int) -> bool: ...
 
 
 def send_offers(connection: _Connection, segments: Segments) -> None:
@@ -278,9 +278,11 @@ def send_offers(connection: _Connection, segments: Segments) -> None:
     Raises:
         DaemonLost: the daemon is gone.
     """
-    while segments.taken_back:
-        connection.defer(next(connection.numbers), segments.taken_back.popleft())
-    while segments.outbox and (offer := segments.next_offer(connection.hand_over)) is not None:
+    while segments.to_unmap:
+        connection.defer(next(connection.numbers), segments.to_unmap.popleft())
+    while (
+        segments.outbox and (offer := segments.next_offer(connection.send_descriptor)) is not None
+    ):
         number = next(connection.numbers)
         connection.defer(number, offer)
-        segments.asked(number, offer)
+        segments.on_sent(number, offer)

@@ -58,7 +58,7 @@ class Holder(Protocol):
         """Offload a record unless that has been done."""
         ...
 
-    def look_ahead(self, uses: UpcomingUses) -> None:
+    def prefetch(self, uses: UpcomingUses) -> None:
         """Begin to prefetch the records that are used next."""
         ...
 
@@ -232,7 +232,7 @@ class StoredRange:
         assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
         self.phase = phase
 
-    def lose(self, error: StormError) -> None:
+    def mark_lost(self, error: StormError) -> None:
         """Note why the daemon can no longer restore the bytes, unless they were never offloaded."""
         if self.phase not in (RangePhase.KEPT, RangePhase.LOST):
             self.error = error
@@ -275,8 +275,8 @@ class StoredRange:
         if not self._waiting:
             self._restored = None
 
-    def add(self, use: Use, tell: Tell) -> None:
-        """Add a use; `tell` is called when it is freed.
+    def add(self, use: Use, on_death: OnDeath) -> None:
+        """Add a use; `on_death` is called when it is freed.
 
         A single use is not watched: it is freed together with the record, whose death is queued
         anyway.
@@ -286,14 +286,14 @@ class StoredRange:
             return
         only, self._only = self._only, None
         if only is not None and (first := only()) is not None:
-            self._watch(first, tell)
+            self._watch(first, on_death)
         elif only is not None:
             self._uses.clear()
             self._waiting.clear()
-        self._watch(use, tell)
+        self._watch(use, on_death)
 
-    def _watch(self, use: Use, tell: Tell) -> None:
-        reference = _UseRef(use, tell)
+    def _watch(self, use: Use, on_death: OnDeath) -> None:
+        reference = _UseRef(use, on_death)
         reference.use, reference.record = use.key, weakref.ref(self)
         self._uses[use.key] = reference
 
@@ -341,7 +341,7 @@ class Handle(Use):
         self.version = version
 
 
-Tell: TypeAlias = Callable[[Any], None]
+OnDeath: TypeAlias = Callable[[Any], None]
 """A death calls this, and no Python code runs in it: a deque's `append`."""
 
 
@@ -380,7 +380,7 @@ class SavedStorages:
         """Start without records."""
         self.deaths: deque[weakref.ref[Any]] = deque()
         """References to freed uses and records not handled yet, in the order of the deaths."""
-        self._tell = self.deaths.append
+        self._on_death = self.deaths.append
         self._records: dict[int, DeadRange] = {}
         """By key: the records that live, or whose deaths are still queued."""
         self._latest: dict[int, DeadRange] = {}
@@ -393,7 +393,7 @@ class SavedStorages:
 
     def add(self, record: StoredRange) -> DeadRange:
         """Make a record findable by its storage; return the reference that its death will queue."""
-        reference = DeadRange(record, self._tell)
+        reference = DeadRange(record, self._on_death)
         reference.key, reference.parts = record.key, record.parts
         reference.address, reference.weak = record.weak[0].address, record.weak
         self._records[record.key] = reference
@@ -402,7 +402,7 @@ class SavedStorages:
 
     def add_use(self, use: Use) -> None:
         """Add a use to its record; the use's death will be queued."""
-        use.record.add(use, self._tell)
+        use.record.add(use, self._on_death)
 
     def dead(self) -> Iterator[DeadRange]:
         """Yield the queued dead records and forget them; forget dead uses, too.

@@ -34,7 +34,7 @@ from storm_client.lanes import Lane, LaneHello
 from storm_client.lanes.offers import Mappable
 from storm_client.transport.frames import Messages
 from storm_client.transport.handshake import FIRST_NUMBER, SEND_QUEUE, Channel, open_channel
-from storm_client.transport.interrupts import Changes, Living, Wakeup
+from storm_client.transport.interrupts import SafeCondition, SafeWeakSet, Wakeup
 from storm_client.transport.io_thread import IoThread, Listener, Phase
 from storm_client.transport.resume import Resumed
 from stormd.protocol import (
@@ -76,7 +76,7 @@ class Connection:
         """
         self.address = address
         self.lock = threading.RLock()
-        self.changed = Changes(self.lock)
+        self.changed = SafeCondition(self.lock)
         """Notified whenever something changes that a thread may wait for."""
         self.numbers = count(FIRST_NUMBER)
         """Request, entry and ticket numbers; draw them with the lock held, right before the
@@ -93,7 +93,7 @@ class Connection:
         ago."""
         self._patient_until = 0.0  # no wait times out before
         self._pid = os.getpid()
-        self.ended = f"the daemon at {address} ended, with all it held for us"
+        self.loss_text = f"the daemon at {address} ended, with all it held for us"
         self._answers: dict[int, Message | None] = {}
         self._asked: dict[int, Message] = {}  # requests that wait for an answer
         self._is_deferred = False  # whether the listener was woken to send the posted messages
@@ -179,9 +179,9 @@ class Connection:
         self.post(request, message)
         self.flush_soon()
 
-    def hand_over(self, number: int, descriptor: int) -> bool:
+    def send_descriptor(self, number: int, descriptor: int) -> bool:
         """Send a piece's descriptor before its MapPiece; False if it has to wait (locked)."""
-        return self.phase is Phase.OPEN and self.lifeline.hand_over(number, descriptor)
+        return self.phase is Phase.OPEN and self.lifeline.send_descriptor(number, descriptor)
 
     def flush_soon(self) -> None:
         """Have posted messages sent within milliseconds; call with the lock held.
@@ -353,7 +353,7 @@ class Connection:
         )
         self._close_shared()
         self.lock = threading.RLock()
-        self.changed = Changes(self.lock)
+        self.changed = SafeCondition(self.lock)
 
     # --- for the listening thread -----------------------------------------------------------
 
@@ -433,7 +433,7 @@ class Connection:
         if self.phase is not Phase.OPEN:
             return
         if not self.welcome.resume_seconds or not self._thread.is_started:
-            self._lose(DaemonLost(self.ended))
+            self._lose(DaemonLost(self.loss_text))
             self.check()
         self.phase, self._patient_until = Phase.RESUMING, math.inf
         self._thread.end_pause()
@@ -472,7 +472,7 @@ class Connection:
         poller.poll(GOODBYE_SECONDS * 1000)
 
 
-_CONNECTIONS: Living[Connection] = Living()
+_CONNECTIONS: SafeWeakSet[Connection] = SafeWeakSet()
 """The connections of this process, only for the two handlers below."""
 
 

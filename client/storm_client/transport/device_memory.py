@@ -36,14 +36,14 @@ class DeviceMemory:
         """The session's device."""
         return self._session.device
 
-    def give_back_memory(self) -> None:
+    def unmap_freed_memory(self) -> None:
         """Shrink the window, drop prefetched memory, and return once freed memory is unmapped."""
         session = self._session
         if session.lane.in_place is None:
             return
         with session.connection.lock:
             session.transfers.window.shrink()
-            session.transfers.forget_early()
+            session.transfers.cancel_prefetched()
         self._unmap_freed()
 
     def make_room(self) -> None:
@@ -58,10 +58,10 @@ class DeviceMemory:
             session.send_unshared()
             with session.connection.lock:
                 session.connection.check()
-                session.transfers.forget_early()
+                session.transfers.cancel_prefetched()
                 self._outbound.release_all_sources()
                 end = time.monotonic() + BARRIER_SECONDS
-                while session.transfers.early_bytes and session.connection.wait(end):
+                while session.transfers.prefetched_bytes and session.connection.wait(end):
                     pass
         self._unmap_freed()
 

@@ -61,7 +61,7 @@ class HandedOut:
             if self.counters[number % RESTORED_SLOTS] not in self._transfers:
                 return number
 
-    def may_take(self, incoming: Incoming) -> bool:
+    def can_hand_out(self, incoming: Incoming) -> bool:
         """Return whether streams can wait for all chunks that are not written yet.
 
         Raises:
@@ -73,7 +73,7 @@ class HandedOut:
         count = len(self._transfers) + len(incoming.transfers)
         return count <= MAX_HANDED_OUT and not self._shares_counters
 
-    def take_over(self, incoming: Incoming, user: int) -> list[int]:
+    def hand_out(self, incoming: Incoming, user: int) -> list[int]:
         """Let a backward pass use a record's requested chunks; return their tickets."""
         tickets = []
         for index, transfer in list(incoming.transfers.items()):
@@ -107,7 +107,7 @@ class HandedOut:
             and transfer.of.storage._cdata == address
         ]
 
-    def settle(self, transfer: Transfer, phase: Phase) -> None:
+    def finish(self, transfer: Transfer, phase: Phase) -> None:
         """Note the final phase of a chunk in use."""
         # No call is between these statements: either all are done or none.
         transfer.phase = phase
@@ -120,7 +120,7 @@ class HandedOut:
         self.failed.setdefault(transfer.used_by, transfer)
         if len(self.failed) > MAX_FAILED:
             self.failed.pop(next(iter(self.failed)))
-        self.settle(transfer, phase)
+        self.finish(transfer, phase)
 
     def fail_all(self, error: StormError) -> list[int]:
         """Fail all chunks in use that were not answered for; return their tickets."""

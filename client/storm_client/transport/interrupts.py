@@ -18,12 +18,12 @@ from contextlib import suppress
 from itertools import starmap
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Changes", "Living", "Wakeup"]
+__all__ = ["SafeCondition", "SafeWeakSet", "Wakeup"]
 
 T = TypeVar("T")
 
 
-class Changes:
+class SafeCondition:
     """Waits for the next change; call all methods with `lock` held.
 
     The standard library's condition variable releases the lock by one call. If a signal handler
@@ -88,7 +88,7 @@ class Wakeup:
             return False
 
 
-class Living(Generic[T]):
+class SafeWeakSet(Generic[T]):
     """A weak set. Any thread may use it, and a forked child, too: it has no lock.
 
     The standard library's WeakSet has a callback in Python, and a member may be freed at any moment

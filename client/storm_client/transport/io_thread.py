@@ -189,7 +189,7 @@ class IoThread:
                 is_over=self._is_unwanted,
             )
         except (DaemonUnavailable, ProtocolMismatch) as error:
-            connection.fail(DaemonLost(f"{connection.ended}: {error}"))
+            connection.fail(DaemonLost(f"{connection.loss_text}: {error}"))
             return False
         if found is None:
             if self._ownerless:

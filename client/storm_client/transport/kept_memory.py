@@ -17,7 +17,7 @@ from storm_client.devices import is_capturing
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import OrderHistory, Step
 from storm_client.saved.versions import SavedVersion, View
-from storm_client.transport.interrupts import Living
+from storm_client.transport.interrupts import SafeWeakSet
 
 if TYPE_CHECKING:
     from storm_client.saved.ranges import Handle
@@ -51,7 +51,7 @@ class Kept(Protocol):
         ...
 
 
-_NOTED: Final[Living[Kept]] = Living()
+_NOTED: Final[SafeWeakSet[Kept]] = SafeWeakSet()
 """The kept tensors of Python; compiled code knows its own."""
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from storm_client.errors import DaemonUnavailable
-from storm_client.transport.interrupts import Living
+from storm_client.transport.interrupts import SafeWeakSet
 from stormd.protocol import distrust, peer_uid
 from stormd.protocol.limits import PIECE_NUMBER_BYTES
 
@@ -91,7 +91,7 @@ class Lifeline:
             self._socket.setblocking(False)
         return descriptors
 
-    def hand_over(self, number: int, descriptor: int) -> bool:
+    def send_descriptor(self, number: int, descriptor: int) -> bool:
         """Send the descriptor of piece `number`; return False if it cannot be sent now.
 
         The daemon may have read too little, or be gone. The caller still owns the descriptor.
@@ -144,7 +144,7 @@ def _check_peer(connection: socket.socket, path: str) -> None:
         raise DaemonUnavailable(f"{trouble}: {trouble.advice}")
 
 
-_LIFELINES: Living[Lifeline] = Living()
+_LIFELINES: SafeWeakSet[Lifeline] = SafeWeakSet()
 """The lifelines of this process, only for the fork handler."""
 
 

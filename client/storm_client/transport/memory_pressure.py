@@ -21,11 +21,11 @@ import torch
 
 from storm_client import native
 from storm_client.planner.shortage import record_shortage
-from storm_client.transport.interrupts import Living
+from storm_client.transport.interrupts import SafeWeakSet
 from storm_client.transport.kept_memory import kept_bytes
 from stormd.protocol.sizes import format_size
 
-__all__ = ["MayFail", "relieve", "retry_allocations", "watch"]
+__all__ = ["MayFail", "make_room", "retry_allocations", "watch"]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Owner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def give_back_memory(self) -> None:
+    def unmap_freed_memory(self) -> None:
         """Have the daemon unmap freed memory."""
         ...
 
@@ -49,7 +49,7 @@ class _Owner(Protocol):
         ...
 
 
-_OWNERS: Final[Living[_Owner]] = Living()
+_OWNERS: Final[SafeWeakSet[_Owner]] = SafeWeakSet()
 
 
 class _Thread(threading.local):
@@ -86,7 +86,7 @@ class MayFail:
 def _observe() -> None:
     attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # only where torch has CUDA
     try:
-        attach(_give_back)
+        attach(_on_out_of_memory)
     except RuntimeError as error:
         # The cudaMallocAsync backend has no observer, and the daemon never maps its memory.
         log.info("nothing is given back when memory runs out: %s", error)
@@ -102,7 +102,7 @@ def retry_allocations() -> None:
 @cache
 def _retry(module: native.Native) -> None:
     try:
-        is_watched = module.watch_allocations("cuda", _relieve)
+        is_watched = module.watch_allocations("cuda", _on_failed_allocation)
     except RuntimeError as error:  # as where torch has no CUDA
         log.info("allocations that fail are not tried again: %s", error)
         return
@@ -110,24 +110,24 @@ def _retry(module: native.Native) -> None:
         log.info("allocations that fail are not tried again: the allocator cannot be watched")
 
 
-def _give_back(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature
+def _on_out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature
     for owner in _owners(device):
-        owner.give_back_memory()
+        owner.unmap_freed_memory()
 
 
 def _owners(ordinal: int) -> list[_Owner]:
     return [owner for owner in _OWNERS if owner.device.index == ordinal]
 
 
-def _relieve(nbytes: int, attempt: int) -> bool | str:
+def _on_failed_allocation(nbytes: int, attempt: int) -> bool | str:
     """Make room for a failed allocation; return whether to try again, or the message to show."""
     if _thread.may_fail:
         return False
     device = torch.device("cuda", torch.cuda.current_device())
-    return relieve(device, nbytes, attempt)
+    return make_room(device, nbytes, attempt)
 
 
-def relieve(device: torch.device, nbytes: int, attempt: int) -> bool | str:
+def make_room(device: torch.device, nbytes: int, attempt: int) -> bool | str:
     """Make room on a device, in a costlier way with each attempt, or return what held its memory.
 
     Args:

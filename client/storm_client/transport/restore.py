@@ -32,7 +32,7 @@ from storm_client.transport.transfers import REFILL_SHARE, Transfers
 
 __all__ = ["Inbound"]
 
-TOGETHER_BYTES = 64 << 20
+BATCH_BYTES = 64 << 20
 """Prefetched records up to this size share one event on the stream and one frame."""
 
 LAST_WRITES_SECONDS = 0.5
@@ -56,7 +56,7 @@ class Inbound:
         self._confirmation = Confirmation(self.confirm)
         self._seen_answers, self._answered_at = 0, time.monotonic()
 
-    def fetch(self, use: Use, *, may_hand_out: bool = False) -> torch.UntypedStorage:
+    def restore(self, use: Use, *, may_hand_out: bool = False) -> torch.UntypedStorage:
         """Return the bytes of a use's record in new memory, and begin to prefetch the next records.
 
         With `may_hand_out` the memory may be returned before the bytes are there. Then the thread's
@@ -74,7 +74,7 @@ class Inbound:
         storage = None
         try:
             if self._in_place is not None:
-                storage = self._fetch_in_place(record, use.step, may_hand_out=may_hand_out)
+                storage = self._restore_in_place(record, use.step, may_hand_out=may_hand_out)
             if storage is None:
                 storage = self.restore_staged(record.key, record.parts, record.nbytes, use.step)
         finally:
@@ -95,7 +95,7 @@ class Inbound:
         Slots that become free are used to prefetch the records that are used next.
 
         Raises:
-            CorruptBlob, ActivationLost, DaemonLost, UsageError: as `fetch`.
+            CorruptBlob, ActivationLost, DaemonLost, UsageError: as `restore`.
         """
         self._refuse_in_capture(nbytes)
         transfers, connection = self._transfers, self._connection
@@ -109,33 +109,33 @@ class Inbound:
             for index, part in enumerate(parts):
                 with connection.lock:
                     if index:
-                        self._go_on(incoming, index, uses)
+                        self._reuse_slot(incoming, index, uses)
                     transfer = incoming.transfers.get(index)
                     if transfer is None or not transfer.is_wanted:
-                        transfer = self._requested(incoming, index)
+                        transfer = self._request_chunk(incoming, index)
                     self._wait_for_part(incoming, index)
                     slot = transfer.slot
                     assert slot is not None, transfer
                 self._lane.unstage(slot, destination, part.begin)
         finally:
             with connection.lock:
-                transfers.forget(key)
+                transfers.cancel(key)
                 if connection.waiting:
                     connection.notify()
-        if uses is None or not uses.is_due or not transfers.looks_ahead:
+        if uses is None or not uses.is_due or not transfers.has_room_to_prefetch:
             return destination
         if upcoming := uses.unseen():
-            self._look_ahead_staged(uses, upcoming)
+            self._prefetch_staged(uses, upcoming)
         return destination
 
-    def look_ahead(self, uses: UpcomingUses) -> None:
+    def prefetch(self, uses: UpcomingUses) -> None:
         """Begin to prefetch the records used next, in this order, as far as there is room."""
         if not uses.is_due:
             return
         try:
-            is_done = self._in_place is not None and self._allocate_ahead(uses)
-            if not is_done and self._transfers.looks_ahead:
-                self._look_ahead_staged(uses, uses.unseen())
+            is_done = self._in_place is not None and self._prefetch_in_place(uses)
+            if not is_done and self._transfers.has_room_to_prefetch:
+                self._prefetch_staged(uses, uses.unseen())
         except DaemonLost:
             pass  # a thread that needs the record gets the error
 
@@ -157,9 +157,7 @@ class Inbound:
                 "backward pass, or save what the capture needs without offload"
             )
 
-    def _look_ahead_staged(
-        self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]
-    ) -> None:
+    def _prefetch_staged(self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]) -> None:
         """Request the next records, `upcoming`, into the staging area."""
         with self._connection.lock, suppress(DaemonLost):
             self._stage_ahead(uses, upcoming)
@@ -168,14 +166,14 @@ class Inbound:
 
     # --- through the staging area, with the lock held ---------------------------------------
 
-    def _go_on(self, incoming: Incoming, index: int, uses: UpcomingUses | None) -> None:
+    def _reuse_slot(self, incoming: Incoming, index: int, uses: UpcomingUses | None) -> None:
         """Reuse the slot of the chunk before `index`, which has been copied out."""
         transfers, left = self._transfers, len(incoming.parts) - index
-        transfers.take(incoming, index - 1)
+        transfers.finish_chunk(incoming, index - 1)
         self._connection.notify()
         if len(incoming.transfers) < left:
             transfers.request_ahead(incoming, index, self._lane.publish())
-        if uses is not None and transfers.looks_ahead:
+        if uses is not None and transfers.has_room_to_prefetch:
             self._stage_ahead(uses, uses.unseen())
         if self._connection.outbox:
             self._connection.flush()
@@ -194,19 +192,19 @@ class Inbound:
 
     def _begin_staged(self, record: StoredRange) -> bool:
         """Request a record's chunks; return False if there is no room for all of them."""
-        incoming = self._transfers.expect(record.key, record.parts)
+        incoming = self._transfers.begin_staged(record.key, record.parts)
         if incoming.storage is not None or len(incoming.transfers) == len(incoming.parts):
             return True
         with span("fetch ahead", record.nbytes, record.key):
             return self._transfers.request_ahead(incoming, 0, self._lane.publish())
 
-    def _requested(self, incoming: Incoming, index: int) -> Transfer:
+    def _request_chunk(self, incoming: Incoming, index: int) -> Transfer:
         """Return a chunk's transfer; wait until there is room to request it."""
         transfers = self._transfers
-        transfers.take(incoming, index)  # in case an interrupt came while it was given up
+        transfers.finish_chunk(incoming, index)  # in case an interrupt came while it was given up
         while True:
             self._connection.flush()  # send requests before room is taken from others
-            transfer = transfers.require(incoming, index, self._lane.publish())
+            transfer = transfers.request_making_room(incoming, index, self._lane.publish())
             if transfer is not None:
                 return transfer
             self._wait_for_room(incoming, index)
@@ -229,7 +227,7 @@ class Inbound:
 
     def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
         """Release waiting streams, and return the error for a thread whose wait timed out."""
-        self._release(self._transfers.handed_out.fail_all(_unanswered()))
+        self._end_waits(self._transfers.handed_out.fail_all(_unanswered()))
         return ActivationLost(
             f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
             f"for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` "
@@ -238,23 +236,23 @@ class Inbound:
 
     # --- into memory of its own -------------------------------------------------------------
 
-    def _fetch_in_place(
+    def _restore_in_place(
         self, record: StoredRange, uses: UpcomingUses, *, may_hand_out: bool
     ) -> torch.UntypedStorage | None:
         """Return the record's bytes; None if they must pass through the staging area."""
         self._refuse_in_capture(record.nbytes)
         incoming = self._begin(record)
-        self.look_ahead(uses)
+        self.prefetch(uses)
         if incoming is None:
             return None
-        storage = self._handed_out(incoming) if may_hand_out else None
+        storage = self._hand_out(incoming) if may_hand_out else None
         return self._finish(incoming) if storage is None else storage
 
     def _begin(self, record: StoredRange) -> Incoming | None:
         """Begin to restore a record into its own memory; None if the staging area is needed."""
         transfers, key = self._transfers, record.key
         if key not in transfers.incoming:
-            self._open([record], is_demanded=True)
+            self._request_in_place([record], is_demanded=True)
         with self._connection.lock:
             incoming = transfers.incoming.get(key)
             if incoming is None or incoming.storage is None:
@@ -262,7 +260,7 @@ class Inbound:
             incoming.is_demanded = True
             return incoming
 
-    def _handed_out(self, incoming: Incoming) -> torch.UntypedStorage | None:
+    def _hand_out(self, incoming: Incoming) -> torch.UntypedStorage | None:
         """Return a record's memory before the bytes are there; this thread's stream waits for them.
 
         Return None if the host has to wait instead: if the device has no cheap waits, outside of a
@@ -280,15 +278,15 @@ class Inbound:
                 lambda: transfers.handed_out.nbytes <= limit
             ):
                 return None
-            if not transfers.handed_out.may_take(incoming):
+            if not transfers.handed_out.can_hand_out(incoming):
                 return None
             storage = incoming.storage
             assert storage is not None
             in_place.await_restored(transfers.hand_out(incoming, user))
-        self._lane.use(storage)
+        self._lane.order_after_copies(storage)
         return storage
 
-    def use(self, storage: torch.UntypedStorage) -> None:
+    def order_after_writes(self, storage: torch.UntypedStorage) -> None:
         """Order this thread's later work after all writes to a storage that was handed out."""
         transfers = self._transfers
         if transfers.handed_out:
@@ -296,7 +294,7 @@ class Inbound:
                 tickets = transfers.handed_out.in_storage(storage)
                 if tickets and self._in_place is not None:
                     self._in_place.await_restored(tickets)
-        self._lane.use(storage)
+        self._lane.order_after_copies(storage)
 
     def confirm(self, user: int) -> None:
         """Wait until the daemon has answered for all memory that a backward pass has used.
@@ -312,7 +310,7 @@ class Inbound:
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=True) from loss
             if not is_answered:
-                self._release(transfers.handed_out.fail_all(_unanswered()))
+                self._end_waits(transfers.handed_out.fail_all(_unanswered()))
             failed = transfers.handed_out.failed.pop(user, None)
         if failed is not None and failed.error is not None:
             raise failed.error
@@ -323,12 +321,12 @@ class Inbound:
         if not transfers.handed_out or transfers.answered != self._seen_answers:
             self._seen_answers, self._answered_at = transfers.answered, now
         elif now - self._answered_at > LONGEST_SECONDS:
-            self._release(transfers.handed_out.fail_all(_unanswered()))
+            self._end_waits(transfers.handed_out.fail_all(_unanswered()))
 
-    def _release(self, tickets: Iterable[int]) -> None:
+    def _end_waits(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
             if self._in_place is not None:
-                self._in_place.release(ticket)
+                self._in_place.end_waits(ticket)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> bool:
         """Wait until `is_so()`; return False if the daemon stops answering before (locked)."""
@@ -347,27 +345,28 @@ class Inbound:
                 for index in range(len(incoming.parts)):
                     self._wait_for_part(incoming, index)
             finally:
-                self._transfers.forget(incoming.key)
+                self._transfers.cancel(incoming.key)
         assert incoming.storage is not None
-        self._lane.use(incoming.storage)  # it may have been allocated on another stream
+        # The memory may have been allocated on another stream.
+        self._lane.order_after_copies(incoming.storage)
         return incoming.storage
 
-    def _allocate_ahead(self, uses: UpcomingUses) -> bool:
+    def _prefetch_in_place(self, uses: UpcomingUses) -> bool:
         """Request the next records; return False if the rest needs the staging area."""
         with self._connection.lock:
             taken = self._taken_bytes()
             if taken > self._allowed * REFILL_SHARE:
                 return True
-            wanted, seen = self._chosen(uses.unseen(), taken)
-        for records in _together(wanted):
+            wanted, seen = self._choose_prefetched(uses.unseen(), taken)
+        for records in _batches(wanted):
             nbytes = sum([record.nbytes for record in records])
             with span("fetch ahead", nbytes, records[0].key):
-                if not self._open(records, is_demanded=False):
+                if not self._request_in_place(records, is_demanded=False):
                     return False
         uses.saw(seen)
         return True
 
-    def _open(self, records: list[StoredRange], *, is_demanded: bool) -> bool:
+    def _request_in_place(self, records: list[StoredRange], *, is_demanded: bool) -> bool:
         """Allocate records' memory and request their chunks; False if the daemon cannot map it."""
         storages = [self._allocate(record.nbytes, is_demanded=is_demanded) for record in records]
         with self._connection.lock:
@@ -383,7 +382,7 @@ class Inbound:
         ]  # after all work that used the memory before
         try:
             for record, storage, place in placed:
-                incoming = self._transfers.expect_into(
+                incoming = self._transfers.begin_in_place(
                     record.key, record.parts, storage, is_demanded=is_demanded
                 )
                 for index, part in enumerate(record.parts):
@@ -392,7 +391,7 @@ class Inbound:
             self._connection.flush()
         except BaseException:
             for record, _, _ in placed:  # nobody may wait for a restore that is only half requested
-                self._transfers.forget(record.key)
+                self._transfers.cancel(record.key)
             raise
 
     def _placed(
@@ -424,11 +423,11 @@ class Inbound:
                 return None
         with self._connection.lock:
             deadline = time.monotonic() + STALL_SECONDS
-            while self._transfers.early_bytes and self._connection.wait(deadline):
+            while self._transfers.prefetched_bytes and self._connection.wait(deadline):
                 pass
         return self._lane.allocate(nbytes)
 
-    def _chosen(
+    def _choose_prefetched(
         self, upcoming: Iterable[StoredRange | None], taken: int
     ) -> tuple[list[StoredRange], int]:
         """Return the next records to prefetch while there is room, and how many were looked at.
@@ -464,7 +463,7 @@ class Inbound:
 
     def _taken_bytes(self) -> int:
         """Return the bytes of memory that is not written yet, or that nobody has used yet."""
-        return self._transfers.early_bytes + self._transfers.handed_out.nbytes
+        return self._transfers.prefetched_bytes + self._transfers.handed_out.nbytes
 
 
 def _unanswered() -> ActivationLost:
@@ -475,14 +474,14 @@ def _unanswered() -> ActivationLost:
     )
 
 
-def _together(records: list[StoredRange]) -> list[list[StoredRange]]:
+def _batches(records: list[StoredRange]) -> list[list[StoredRange]]:
     """Return the records in groups: a request costs about the same for one and for several."""
     groups: list[list[StoredRange]] = []
     room = 0
     for record in records:
         if room <= 0:
             groups.append([])
-            room = TOGETHER_BYTES
+            room = BATCH_BYTES
         groups[-1].append(record)
         room -= record.nbytes
     return groups

@@ -119,7 +119,7 @@ def _asked(
     numbers = count(FIRST_NUMBER)
     mapped = set()
     for offer in offers:
-        if isinstance(offer, MapPiece) and not _handed_over(
+        if isinstance(offer, MapPiece) and not _send_piece(
             channel, offer.segment, piece_descriptor
         ):
             continue
@@ -139,13 +139,13 @@ def _asked(
     return Resumed(channel, frozenset(entries), frozenset(mapped))
 
 
-def _handed_over(channel: Channel, number: int, piece_descriptor: PieceDescriptor) -> bool:
+def _send_piece(channel: Channel, number: int, piece_descriptor: PieceDescriptor) -> bool:
     """Send the descriptor of a piece; return False if the piece or the daemon is gone."""
     found = piece_descriptor(number)
     if found is None:
         return False
     try:
-        return channel.lifeline.hand_over(number, found)
+        return channel.lifeline.send_descriptor(number, found)
     finally:
         os.close(found)
 

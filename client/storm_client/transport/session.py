@@ -113,7 +113,7 @@ class Session(Listener):
         """Whether bytes may be restored into memory of their own, which must be used sparingly."""
         self._outbound = Outbound(self.connection, lane, self.transfers)
         self._inbound = Inbound(self.connection, lane, self.transfers)
-        self.together_bytes = self._outbound.together_bytes
+        self.batch_bytes = self._outbound.batch_bytes
         """Smaller records are best held and sent together, up to this many bytes."""
         self.memory = DeviceMemory(self, self._outbound)
         """Frees memory when the device has none left."""
@@ -175,14 +175,14 @@ class Session(Listener):
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
-        record = self.record(storage, dtype, codec, stats, soon=soon, stream=stream)
+        record = self.new_record(storage, dtype, codec, stats, soon=soon, stream=stream)
         self.defer_until_unshared(record, proof)
         record.ready = ready
         if ready is not None and ready.sequence:
             self.send(record)
         return record
 
-    def record(
+    def new_record(
         self,
         storage: torch.UntypedStorage,
         dtype: torch.dtype,
@@ -227,7 +227,7 @@ class Session(Listener):
             self.send_unshared(latest=LOOK_BACK)
         self._store(records, None)
 
-    def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
+    def send_when_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
         """Send the record of a storage, if there is one, once the bytes are ready as `ready` says.
 
         Attention saves its result before it returns it.
@@ -282,7 +282,7 @@ class Session(Listener):
 
     def _send_all(self, records: list[StoredRange], stream: Stream) -> None:
         """Send records that a stream's work has filled, each as `send` does."""
-        if not self.lane.reaches(stream):
+        if not self.lane.can_use_stream(stream):
             return
         with self.connection.lock:
             to_send = [record for record in records if self._begin_offload(record)]
@@ -290,7 +290,7 @@ class Session(Listener):
 
     def _store(self, records: list[StoredRange], stream: Stream) -> None:
         """Store records in the stream order of the work that fills them."""
-        elsewhere = self.lane.on(stream)
+        elsewhere = self.lane.on_stream(stream)
         if elsewhere is None:
             self._outbound.store(records)
             return
@@ -332,16 +332,16 @@ class Session(Listener):
             if located is not None:
                 record.unpacked(use)
         if located is None:
-            return Located(self._inbound.fetch(use, may_hand_out=may_hand_out))
-        self.look_ahead(use.step)
+            return Located(self._inbound.restore(use, may_hand_out=may_hand_out))
+        self.prefetch(use.step)
         if not located.is_original:
-            self._inbound.use(located.storage)
+            self._inbound.order_after_writes(located.storage)
         return located
 
-    def look_ahead(self, uses: UpcomingUses) -> None:
+    def prefetch(self, uses: UpcomingUses) -> None:
         """Begin to prefetch the records used next, in this order, as far as there is room."""
         if not self.lane.is_capturing():
-            self._inbound.look_ahead(uses)
+            self._inbound.prefetch(uses)
 
     def settle(self, timeout: float) -> None:
         """Send what may be sent; wait until all stores are encoded, at most `timeout` seconds."""
@@ -397,15 +397,15 @@ class Session(Listener):
         in_place = self._in_place
         if in_place is not None and isinstance(message, _ABOUT_SEGMENTS):
             segments = in_place.segments
-            if segments.concerns(request):
-                segments.answered(request, getattr(message, "detail", None))
+            if segments.is_pending(request):
+                segments.on_answer(request, getattr(message, "detail", None))
                 send_offers(self.connection, segments)
                 return
         if in_place is not None and isinstance(message, FAILURES):
             number = number_of(request, message)
             if number in self.transfers.handed_out:
-                in_place.release(number)
-        self.transfers.reply(request, message)
+                in_place.end_waits(number)
+        self.transfers.on_reply(request, message)
 
     def on_wake(self) -> None:
         """Release dead records' entries, and streams that have waited too long for the daemon."""
@@ -445,7 +445,7 @@ class Session(Listener):
         else:
             in_place.segments.resume(self._offered, mapped & self._offered)
             send_offers(self.connection, in_place.segments)
-            asked = self.transfers.resume(in_place.outcome, in_place.last_number)
+            asked = self.transfers.resume(in_place.restore_status, in_place.last_number)
         self._forget_dead()
         there, held = entries.union(asked), set[int]()
         for record in self.saved.living():
@@ -453,7 +453,7 @@ class Session(Listener):
             held.update(numbers)
             missing = [number for number in numbers if number not in there]
             if missing:
-                record.lose(
+                record.mark_lost(
                     ActivationLost(
                         f"the daemon that took over has no entry {missing[0]}, which the one "
                         "before had: repeat the step from its forward pass"
@@ -467,11 +467,11 @@ class Session(Listener):
     def _claim(self, record: StoredRange) -> Located | None:
         """Return the bytes if they are in memory; otherwise take the duty to restore them."""
         if record.phase is RangePhase.RESTORING:
-            self._await_return(record)
+            self._await_restore(record)
         located = record.locate()
         if located is not None:
             if record.key in self.transfers.incoming:
-                self.transfers.forget(record.key)
+                self.transfers.cancel(record.key)
             return located
         if self.connection.error is not None:
             self.connection.check()
@@ -483,13 +483,13 @@ class Session(Listener):
                 "storage was resized after the tensor was saved"
             )
         if record.source is not None:
-            self._outbound.check_steady(record)
+            self._outbound.check_not_resized(record)
             self._await_admission(record)
             return self._claim(record)
         record.move_to(RangePhase.RESTORING)
         return None
 
-    def _await_return(self, record: StoredRange) -> None:
+    def _await_restore(self, record: StoredRange) -> None:
         """Wait until the thread that restores a record has succeeded or failed."""
         patience = STALL_SECONDS * len(record.parts)  # the other thread's longest wait
         deadline = time.monotonic() + patience
@@ -528,7 +528,7 @@ class Session(Listener):
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
             if reference.key in self.transfers.incoming:
-                self.transfers.forget(reference.key)
+                self.transfers.cancel(reference.key)
             self.transfers.held.drop(reference.key)
             for part in reference.parts:
                 self._unreleased.append(part.entry)

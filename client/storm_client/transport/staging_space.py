@@ -59,17 +59,17 @@ class StagingSpace:
 
     def free(self, slot: Slot) -> None:
         """Free the range of a slot that `allocate` has returned."""
-        self._give_back(self._used[slot.offset])
+        self._free_range(self._used[slot.offset])
 
     def reclaim(self) -> None:
         """Free the ranges of slots that nobody refers to."""
         while self._dropped:
             used = self._dropped[0]
             if self._used.get(used.begin) is used:
-                self._give_back(used)
+                self._free_range(used)
             self._dropped.popleft()
 
-    def _give_back(self, used: _Used) -> None:
+    def _free_range(self, used: _Used) -> None:
         begin, end = used.begin, used.end
         first = last = bisect_left(self._free, (begin, end))
         if first and self._free[first - 1][1] == begin:

@@ -41,7 +41,7 @@ daemon is mostly its frame."""
 COUNTER_SECONDS = 1e-4
 """Seconds between two looks at a counter, whose changes nobody announces."""
 
-_MOVED = (
+_RESIZED = (
     "a storage was resized while {} bytes of it were being read in place; save a copy of what is "
     "freed before the backward pass"
 )
@@ -75,7 +75,7 @@ class Outbound:
         self._in_place = lane.in_place
         self._unread: deque[_Unread] = deque()
         together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
-        self.together_bytes = min(together, transfers.stores.part_bytes)
+        self.batch_bytes = min(together, transfers.stores.part_bytes)
         self._unsent_bytes = 0  # of stores deferred since this object's last flush
         self._slow_since = -1  # the value of transfers.freed when a wait timed out
 
@@ -94,9 +94,9 @@ class Outbound:
                 continue
             with self._connection.lock:
                 out = self._transfers.stores.begin_store(record)
-            self.copy(out, source)
+            self.store_staged(out, source)
 
-    def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
+    def store_staged(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
         """Send the bytes of `source` from `begin` on through the staging area, or refuse `out`.
 
         Raises:
@@ -105,7 +105,7 @@ class Outbound:
         transfers = self._transfers
         for part in transfers.stores.split(out.nbytes):
             with self._connection.lock:
-                slot = transfers.reserve(len(part)) or self._slot_later(len(part))
+                slot = transfers.reserve(len(part)) or self._wait_for_slot(len(part))
                 if slot is None:
                     transfers.stores.refuse(out, "daemon_slow")
                     self._connection.flush()
@@ -124,18 +124,18 @@ class Outbound:
                 self._unsent_bytes += slot.nbytes
                 self._flush_if_due()
 
-    def check_steady(self, record: StoredRange) -> None:
+    def check_not_resized(self, record: StoredRange) -> None:
         """Raise if the record's source is held though it is no longer whole (locked).
 
         Raises:
             ActivationLost: the daemon may not have read the source before it was resized.
         """
         if record.key in self._transfers.held:
-            raise ActivationLost(_MOVED.format(record.nbytes))
+            raise ActivationLost(_RESIZED.format(record.nbytes))
 
     def release_all_sources(self) -> None:
         """Give up all sources that may be given up (locked): the device has no memory left."""
-        self._relieve(limit=0)
+        self._free_excess(limit=0)
         end = time.monotonic() + PATIENCE_SECONDS
         if self._in_place is not None:
             while self._unread_bytes(self._in_place) and self._connection.wait(
@@ -145,17 +145,17 @@ class Outbound:
 
     # --- for both routes, with the lock held ------------------------------------------------
 
-    def _slot_later(self, nbytes: int) -> Slot | None:
+    def _wait_for_slot(self, nbytes: int) -> Slot | None:
         """Return a slot as soon as the daemon frees one, None if that takes too long."""
         end = self._end_of_patience()
-        while self._frees_by(end):
+        while self._wait_for_room(end):
             slot = self._transfers.reserve(nbytes)
             if slot is not None:
                 return slot
         return None
 
     def _flush_if_due(self) -> None:
-        if self._unsent_bytes < self.together_bytes:
+        if self._unsent_bytes < self.batch_bytes:
             self._connection.flush_soon()
             return
         self._unsent_bytes = 0
@@ -186,7 +186,7 @@ class Outbound:
         if sent:
             self._send_mapped(sent)
         if len(staged) < len(records):
-            self._relieve()
+            self._free_excess()
             self._flush_if_due()
         return staged
 
@@ -194,7 +194,7 @@ class Outbound:
         """Send a source that was not sent yet; if that is impossible the source is kept."""
         if out.sequence is not None or out.key not in self._transfers.held:
             return
-        if self._is_moved(record) or record.source is None:
+        if self._was_resized(record) or record.source is None:
             return
         assert self._in_place is not None
         place = self._in_place.find(record.source.data_ptr(), out.nbytes)
@@ -216,17 +216,17 @@ class Outbound:
                 self._transfers.stores.store(out, part, route, out.sequence)
             self._unsent_bytes += out.nbytes
 
-    def _relieve(self, limit: int | None = None) -> None:
+    def _free_excess(self, limit: int | None = None) -> None:
         """Give up the oldest sources while too many are held; `limit` defaults to the window's."""
         while (out := self._transfers.held.excess(limit)) is not None:
             record = out.living()
-            if record is not None and not out.is_answered and not self._is_taken(record, out):
+            if record is not None and not out.is_answered and not self._await_answer(record, out):
                 return  # the daemon is slow, and that costs memory
             self._transfers.held.drop(out.key)
             if record is not None and out.sequence is not None and out.refusal is None:
-                self._give_up(record, out, out.sequence)
+                self._free_source(record, out, out.sequence)
 
-    def _is_taken(self, record: StoredRange, out: Outgoing) -> bool:
+    def _await_answer(self, record: StoredRange, out: Outgoing) -> bool:
         """Send an unsent source and wait for the daemon's answer; False without an answer."""
         end = self._end_of_patience()
         self._send_source(record, out)
@@ -236,9 +236,9 @@ class Outbound:
                 return False
         return True
 
-    def _give_up(self, record: StoredRange, out: Outgoing, sequence: int) -> None:
+    def _free_source(self, record: StoredRange, out: Outgoing, sequence: int) -> None:
         """Give up a source whose chunks have all been admitted."""
-        if record.source is None or self._is_moved(record):
+        if record.source is None or self._was_resized(record):
             return  # only the present bytes can be returned
         in_place = self._in_place
         assert in_place is not None
@@ -274,11 +274,11 @@ class Outbound:
                 return False
         return True
 
-    def _is_moved(self, record: StoredRange) -> bool:
+    def _was_resized(self, record: StoredRange) -> bool:
         """Return whether a source has lost its memory (an error), or had an error before."""
         assert record.source is not None
         if not record.is_whole(record.source):
-            record.lose(ActivationLost(_MOVED.format(record.nbytes)))
+            record.mark_lost(ActivationLost(_RESIZED.format(record.nbytes)))
         return record.error is not None
 
     def _end_of_patience(self) -> float:
@@ -289,7 +289,7 @@ class Outbound:
             patience = 0.0 if is_slow else PATIENCE_SECONDS
         return time.monotonic() + patience
 
-    def _frees_by(self, end: float) -> bool:
+    def _wait_for_room(self, end: float) -> bool:
         """Wait until something has been freed; return False if that takes until after `end`."""
         seen = self._transfers.freed
         while self._transfers.freed == seen:

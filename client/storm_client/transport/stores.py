@@ -48,19 +48,19 @@ class Stores:
         part_bytes: int,
         *,
         keep: Callable[[Transfer, Outgoing], bool],
-        give_back: Callable[[Transfer], None],
+        free_slot: Callable[[Transfer], None],
     ) -> None:
         """Request chunks of at most `part_bytes` in `outbox`; they are `pending` until answered.
 
         `keep` returns whether a stored chunk remains in its slot. If not, the slot is freed by
-        `give_back`.
+        `free_slot`.
         """
         self.part_bytes = max(part_bytes - part_bytes % ALIGNMENT, 1)
         self._numbers = numbers
         self._outbox = outbox
         self._pending = pending
         self._keep = keep
-        self._give_back = give_back
+        self._free_slot = free_slot
 
     def split(self, nbytes: int) -> list[range]:
         """Return the chunks of a range of `nbytes`."""
@@ -182,7 +182,7 @@ class Stores:
         if is_new and out.is_counted and out.refusal is None and out.stats is not None:
             out.stats.stored(nbytes, mode)
         if not self._keep(transfer, out):
-            self._give_back(transfer)
+            self._free_slot(transfer)
 
     def _refused(self, transfer: Transfer, out: Outgoing, reason: str, detail: str) -> None:
         """Handle a refused chunk: the daemon takes no chunk of its record."""
@@ -193,7 +193,7 @@ class Stores:
             self._lost(transfer, out, error)
             return
         transfer.move_to(Phase.REFUSED)
-        self._give_back(transfer)
+        self._free_slot(transfer)
         self.refuse(out, reason, detail)
 
     def _lost(self, transfer: Transfer, out: Outgoing, error: StormError) -> None:
@@ -202,5 +202,5 @@ class Stores:
         transfer.error = out.error = error
         record = out.living()
         if record is not None:
-            record.lose(error)
-        self._give_back(transfer)
+            record.mark_lost(error)
+        self._free_slot(transfer)

@@ -72,7 +72,7 @@ class Supply:
         except DaemonLost as loss:
             if not self.keeps_without_daemon:
                 raise lost_in_forward(loss) from loss
-            self._look(loss, sessions)
+            self._warn_and_reconnect(loss, sessions)
         return sessions
 
     def status(self, timeout: float) -> DaemonStatus:
@@ -94,9 +94,9 @@ class Supply:
         if session is not None:
             with suppress(StormError):
                 session.connection.request(Ping(), FIGURES_SECONDS)
-        return self.link_of_late(device)
+        return self.latest_link_figures(device)
 
-    def link_of_late(self, device: torch.device) -> LinkFigures:
+    def latest_link_figures(self, device: torch.device) -> LinkFigures:
         """Return the latest figures for a device's link; each heartbeat brings new ones."""
         session = self._sessions.opened(device)
         return LinkFigures() if session is None else LinkFigures.of(session.connection.speeds)
@@ -127,7 +127,7 @@ class Supply:
             self._outage.end()
         lost.close()
 
-    def _look(self, loss: DaemonLost, lost: Sessions) -> None:
+    def _warn_and_reconnect(self, loss: DaemonLost, lost: Sessions) -> None:
         """Warn once that the daemon is lost, and start an attempt to reconnect if one is due.
 
         Do neither if an attempt has succeeded meanwhile: the next step uses its sessions.

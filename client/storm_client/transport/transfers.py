@@ -107,7 +107,7 @@ class Transfers:
             self._pending,
             part_bytes,
             keep=self._keep,
-            give_back=self._give_back,
+            free_slot=self._free_slot,
         )
         self.incoming: dict[int, Incoming] = {}
         """By the record's key: restores that have begun."""
@@ -122,7 +122,7 @@ class Transfers:
         return any(isinstance(one.of, Outgoing) for one in self._pending.values())
 
     @property
-    def early_bytes(self) -> int:
+    def prefetched_bytes(self) -> int:
         """Bytes of memory of restores, begun or done, that no thread waits for."""
         into = set(self.incoming.values())
         for one in self._pending.values():
@@ -156,20 +156,20 @@ class Transfers:
         Chunks that were not requested yet are requested into the staging area, as far as there is
         room.
         """
-        incoming = self.expect(key, parts)
+        incoming = self.begin_staged(key, parts)
         incoming.is_demanded = True
         if len(incoming.transfers) < len(parts):
             self.request_ahead(incoming, 0, sequence)
         return incoming
 
-    def expect(self, key: int, parts: list[Part]) -> Incoming:
+    def begin_staged(self, key: int, parts: list[Part]) -> Incoming:
         """Begin to restore a record into the staging area, or return the restore that has begun."""
         incoming = self.incoming.get(key)
         if incoming is None:
             incoming = self.incoming[key] = Incoming(key, parts)
         return incoming
 
-    def expect_into(
+    def begin_in_place(
         self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
     ) -> Incoming:
         """Begin to restore a record into memory of its own, which the daemon maps."""
@@ -208,7 +208,7 @@ class Transfers:
         self._outbox.append(envelope)
         return transfer
 
-    def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
+    def request_making_room(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
         """Request a chunk into the staging area, and the chunks after it as far as there is room.
 
         If there is no room for the chunk, chunks that are not needed yet are given up. Next are the
@@ -244,12 +244,12 @@ class Transfers:
         return self._space.allocate(nbytes) if self._has_room_ahead(nbytes) else None
 
     @property
-    def looks_ahead(self) -> bool:
+    def has_room_to_prefetch(self) -> bool:
         """Whether enough of the share for prefetched chunks is free to be worth a look ahead."""
         is_free = self._ahead_bytes <= self._ahead_limit * REFILL_SHARE
         return is_free and self._ahead_parts <= AHEAD_PARTS // 2
 
-    def take(self, incoming: Incoming, index: int) -> None:
+    def finish_chunk(self, incoming: Incoming, index: int) -> None:
         """Note that a chunk's bytes have been used, or that nobody wants them."""
         transfer = incoming.transfers.get(index)
         if transfer is None:
@@ -269,13 +269,13 @@ class Transfers:
             self._ahead_parts -= 1
             self.free(slot)
 
-    def forget(self, key: int) -> None:
+    def cancel(self, key: int) -> None:
         """Give up the remaining chunks of a record's restore."""
         incoming = self.incoming.get(key)
         if incoming is None:
             return
         for index in list(incoming.transfers):
-            self.take(incoming, index)
+            self.finish_chunk(incoming, index)
         del self.incoming[key]
 
     def hand_out(self, incoming: Incoming, user: int) -> list[int]:
@@ -283,18 +283,18 @@ class Transfers:
 
         The memory is kept until the daemon has answered, because the daemon may be writing to it.
         """
-        tickets = self.handed_out.take_over(incoming, user)
+        tickets = self.handed_out.hand_out(incoming, user)
         if incoming.transfers:
-            self.forget(incoming.key)
+            self.cancel(incoming.key)
         else:
             self.incoming.pop(incoming.key, None)
         return tickets
 
-    def forget_early(self) -> None:
+    def cancel_prefetched(self) -> None:
         """Give up all memory of restores that no thread waits for: the device has none left."""
         for key, incoming in list(self.incoming.items()):
             if incoming.storage is not None and not incoming.is_demanded:
-                self.forget(key)
+                self.cancel(key)
 
     def writes_to_memory(self) -> bool:
         """Return whether the daemon may be writing to memory that was allocated for restores."""
@@ -307,14 +307,14 @@ class Transfers:
         return any(isinstance(one.of, Incoming) for one in self._pending.values())
 
     def resume(
-        self, outcome: Callable[[int], int | None] = lambda _: None, last_number: int = 0
+        self, restore_status: Callable[[int], int | None] = lambda _: None, last_number: int = 0
     ) -> list[int]:
         """Repeat all requests that the previous daemon has not answered, in the same order.
 
-        `outcome` takes a restore's ticket and returns the status that the dead daemon's device has
-        left. None means that the restore was not done and never will be by that device. A restore
-        that was done is not repeated, because its memory may be in use. One that was not is
-        repeated, because streams may wait for it. Streams may also wait for the number of any
+        `restore_status` takes a restore's ticket and returns the status that the dead daemon's
+        device has left. None means that the restore was not done and never will be by that device.
+        A restore that was done is not repeated, because its memory may be in use. One that was not
+        is repeated, because streams may wait for it. Streams may also wait for the number of any
         store, up to `last_number`, the last that was drawn.
 
         Returns the entries that the daemon is to store; if it has stored one already, it says so.
@@ -325,16 +325,16 @@ class Transfers:
         for number, transfer in sorted(self._pending.items()):
             if transfer.phase is Phase.DROPPED:
                 transfer.move_to(Phase.DONE)
-                self._give_back(transfer)
+                self._free_slot(transfer)
                 self._end(transfer)
                 continue
             if isinstance(transfer.of, Outgoing):
                 entries.append(number)
             elif (
                 self.handed_out.has_own_counter(transfer)
-                and (status := outcome(number)) is not None
+                and (status := restore_status(number)) is not None
             ):
-                self._answered(number, _restored(transfer, status))
+                self._on_answer(number, _restored(transfer, status))
                 continue
             message = transfer.message
             assert message is not None, "a transfer that was not asked for is awaited"
@@ -355,40 +355,40 @@ class Transfers:
 
     # --- answers ----------------------------------------------------------------------------
 
-    def reply(self, request: int, message: Message) -> None:
+    def on_reply(self, request: int, message: Message) -> None:
         """Handle the daemon's answer about a transfer; ignore any other message."""
         match message:
             case RestoredParts():
                 for (ticket,) in unpack(message.places, RESTORED_FIELDS):
-                    self._answered(ticket, message)
+                    self._on_answer(ticket, message)
             case StoredParts():
                 for entry, nbytes in unpack(message.places, STORED_FIELDS):
-                    self._is_stored(entry, nbytes, message.mode)
+                    self._on_stored(entry, nbytes, message.mode)
             case _:
-                self._answered(number_of(request, message), message)
+                self._on_answer(number_of(request, message), message)
 
-    def _is_stored(self, number: int, nbytes: int, mode: str) -> None:
+    def _on_stored(self, number: int, nbytes: int, mode: str) -> None:
         transfer = self._pending.get(number)
         if transfer is not None and isinstance(transfer.of, Outgoing):
             self.answered += 1
             self.stores.stored(transfer, transfer.of, nbytes, mode)
             self._end(transfer)
 
-    def _answered(self, number: int, message: Message) -> None:
+    def _on_answer(self, number: int, message: Message) -> None:
         transfer = self._pending.get(number)
         if transfer is None:
             return
         self.answered += 1
         if isinstance(transfer.of, Incoming):
-            self._came(transfer, message)
+            self._on_restore_answer(transfer, message)
         elif self.stores.on_answer(transfer, transfer.of, message):
             self._end(transfer)
 
-    def _came(self, transfer: Transfer, message: Message) -> None:
+    def _on_restore_answer(self, transfer: Transfer, message: Message) -> None:
         """Handle the answer about a restored chunk: it has arrived, or cannot be restored."""
         if transfer.phase in (Phase.DROPPED, Phase.DONE):  # DONE: an interrupt came here before
             transfer.move_to(Phase.DONE)
-            self._give_back(transfer)
+            self._free_slot(transfer)
         elif transfer.phase is Phase.REQUESTED:
             if isinstance(message, FAILURES):
                 transfer.error = named(message.kind, message.detail)  # for whoever needs it
@@ -397,7 +397,7 @@ class Transfers:
             if isinstance(message, FAILURES):
                 self.handed_out.fail(transfer, named(message.kind, message.detail), Phase.FAILED)
             else:
-                self.handed_out.settle(transfer, Phase.DONE)
+                self.handed_out.finish(transfer, Phase.DONE)
         self._end(transfer)
 
     def _end(self, transfer: Transfer) -> None:
@@ -407,7 +407,7 @@ class Transfers:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _give_back(self, transfer: Transfer) -> None:
+    def _free_slot(self, transfer: Transfer) -> None:
         """Free a transfer's slot, if it has one."""
         is_back = isinstance(transfer.of, Incoming)
         slot, transfer.slot = transfer.slot, None
@@ -428,7 +428,7 @@ class Transfers:
         while not self._has_room_ahead(slot.nbytes):
             if not self._drop_oldest_kept():
                 return False
-        incoming = self.expect(record.key, record.parts)
+        incoming = self.begin_staged(record.key, record.parts)
         index = next(i for i, part in enumerate(record.parts) if part.entry == transfer.number)
         if index in incoming.transfers or incoming.storage is not None:
             return False
@@ -449,7 +449,7 @@ class Transfers:
     def _drop_oldest_kept(self) -> bool:
         for kept, incoming in self._kept.items():
             if not incoming.is_demanded:
-                self.take(incoming, kept.index)
+                self.finish_chunk(incoming, kept.index)
                 return True
         return False
 
@@ -461,14 +461,14 @@ class Transfers:
                 continue
             for transfer in reversed(incoming.transfers.values()):
                 if transfer.phase in ANSWERED and transfer not in self._kept:
-                    self.take(incoming, transfer.index)
+                    self.finish_chunk(incoming, transfer.index)
                     return True
         return False
 
     def _drop_last(self, incoming: Incoming) -> bool:
         for index in sorted(incoming.transfers, reverse=True):
             if incoming.transfers[index].phase in ANSWERED:
-                self.take(incoming, index)
+                self.finish_chunk(incoming, index)
                 return True
         return False
 

@@ -272,7 +272,7 @@ def test_trained_once_more(client: storm.Client, tmp_path: Path) -> None:
 
 
 def test_a_model_a_trial(client: storm.Client, tmp_path: Path) -> None:
-    """With `model_init` each training has a new model, whose parameters are to stay."""
+    """With `model_init` each training has a new model, whose parameters are kept on the device."""
     trainer = offload_trainer(
         make_trainer(tmp_path, more={"model": None, "model_init": fresh_llama}),
         client=client,

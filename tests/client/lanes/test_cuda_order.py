@@ -143,10 +143,10 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lambda: lane.in_place.await_restored([0]),
             lambda: lane.stage(tensor, 0, Slot(0, PART)),
             lambda: lane.unstage(Slot(0, PART), tensor, 0),
-            lambda: lane.use(tensor),
+            lambda: lane.order_after_copies(tensor),
             lane.is_capturing,
             lane.current_stream,
-            lambda: lane.on(None),
+            lambda: lane.on_stream(None),
         ):
             call()
             seen.append(fake.current_device())
@@ -169,16 +169,16 @@ def test_expandable_segments_are_used_in_place(
     assert lane.in_place.find(tensor.data_ptr(), PART) is None
     handed: list[int] = []
 
-    def hand_over(number: int, descriptor: int) -> bool:
+    def send_descriptor(number: int, descriptor: int) -> bool:
         handed.append(os.fstat(descriptor).st_size)
         return True
 
     def offer() -> None:
         for request in (1, 2):
-            offers.append(segments.next_offer(hand_over))
-            segments.asked(request, offers[-1])
-            assert segments.next_offer(hand_over) is None  # before it is answered
-            segments.answered(request, None)
+            offers.append(segments.next_offer(send_descriptor))
+            segments.on_sent(request, offers[-1])
+            assert segments.next_offer(send_descriptor) is None  # before it is answered
+            segments.on_answer(request, None)
 
     offers: list[Message] = []
     thread = threading.Thread(target=offer)  # as that which listens, in no context
@@ -335,13 +335,13 @@ def test_the_page_says_what_became_of_a_restore(bench: Callable[..., Bench]) -> 
     client = bench()
     in_place = client.lane.in_place
     ticket = RESTORED_SLOTS + 7
-    assert in_place.outcome(ticket) is None
+    assert in_place.restore_status(ticket) is None
     client.write(restored_slot(ticket), 7)
-    assert in_place.outcome(ticket) is None
+    assert in_place.restore_status(ticket) is None
     client.write(status_slot(ticket), 3)
     client.write(restored_slot(ticket), ticket)
-    assert in_place.outcome(ticket) == 3
-    assert in_place.outcome(7) is None
+    assert in_place.restore_status(ticket) == 3
+    assert in_place.restore_status(7) is None
     assert in_place.last_number == client.lane.publish() - 1
 
 

@@ -34,7 +34,7 @@ class Daemon:
         self._descriptors: dict[int, int] = {}
         self._answers: deque[int] = deque()
 
-    def hand_over(self, number: int, descriptor: int) -> bool:
+    def send_descriptor(self, number: int, descriptor: int) -> bool:
         if self.reads:
             assert number not in self._descriptors
             self._descriptors[number] = os.dup(descriptor)
@@ -68,8 +68,8 @@ class Daemon:
         while self._answers and at_most:
             at_most -= 1
             request = self._answers.popleft()
-            assert self.segments.concerns(request)
-            self.segments.answered(request, None)
+            assert self.segments.is_pending(request)
+            self.segments.on_answer(request, None)
             send_offers(self, self.segments)
 
     def read(self, place: Mapped, nbytes: int) -> bytes:
@@ -253,7 +253,7 @@ def test_another_daemon_maps_pieces_again(
         if isinstance(offer, MapPiece):
             descriptor = segments.piece_descriptor(offer.segment)
             assert descriptor is not None
-            other.hand_over(offer.segment, descriptor)
+            other.send_descriptor(offer.segment, descriptor)
             os.close(descriptor)
         other.defer(0, offer)
         mapped.add(offer.segment)

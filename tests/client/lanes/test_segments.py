@@ -63,7 +63,7 @@ class Daemon:
         self._posted.append(message)
         assert len(self._posted) == request
 
-    def hand_over(self, number: int, descriptor: int) -> bool:
+    def send_descriptor(self, number: int, descriptor: int) -> bool:
         raise AssertionError("there are no pieces")
 
     @property
@@ -72,8 +72,8 @@ class Daemon:
         return self._posted
 
     def answer(self, *, mapped: bool = True) -> None:
-        assert self.segments.concerns(len(self.posted))
-        self.segments.answered(len(self.posted), None if mapped else "no such handle")
+        assert self.segments.is_pending(len(self.posted))
+        self.segments.on_answer(len(self.posted), None if mapped else "no such handle")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import gc
 import select
 import sys
 
-from storm_client.transport.interrupts import Living, Wakeup
+from storm_client.transport.interrupts import SafeWeakSet, Wakeup
 
 
 def is_readable(wakeup: Wakeup) -> bool:
@@ -34,7 +34,7 @@ class Member:
 
 
 def test_the_dead_are_not_among_the_living() -> None:
-    members: Living[Member] = Living()
+    members: SafeWeakSet[Member] = SafeWeakSet()
     one, two = Member(), Member()
     members.add(one)
     members.add(two)
@@ -44,7 +44,7 @@ def test_the_dead_are_not_among_the_living() -> None:
 
 
 def test_what_is_left_of_the_dead_does_not_grow() -> None:
-    members: Living[Member] = Living()
+    members: SafeWeakSet[Member] = SafeWeakSet()
     kept = Member()
     members.add(kept)
     for _ in range(100):
@@ -54,7 +54,7 @@ def test_what_is_left_of_the_dead_does_not_grow() -> None:
 
 
 def test_no_python_code_runs_when_a_member_dies() -> None:
-    members: Living[Member] = Living()
+    members: SafeWeakSet[Member] = SafeWeakSet()
     member = Member()
     members.add(member)
     calls: list[str] = []

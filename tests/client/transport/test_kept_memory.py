@@ -173,7 +173,7 @@ def test_room_is_made_of_what_is_held_back(
             session.memory.make_room()
             with session.connection.lock:
                 assert session.transfers.held.nbytes == 0
-                assert session.transfers.early_bytes == 0
+                assert session.transfers.prefetched_bytes == 0
                 session.transfers.assert_invariants()
             assert torch.equal(gradient_of(loss, weight), expected)
             del loss

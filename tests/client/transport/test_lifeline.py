@@ -92,13 +92,13 @@ def test_a_descriptor_leaves_with_its_number_or_has_to_wait() -> None:
     ours.setblocking(False)
     lifeline = Lifeline(ours)
     with its, tempfile.TemporaryFile() as file:
-        assert lifeline.hand_over(1 << 40, file.fileno())
+        assert lifeline.send_descriptor(1 << 40, file.fileno())
         said, (received,), _, _ = socket.recv_fds(its, 64, 4)
         assert int.from_bytes(said, "little") == 1 << 40
         assert os.path.sameopenfile(received, file.fileno())
         os.close(received)
-        while lifeline.hand_over(1, file.fileno()):  # until it would have to wait
+        while lifeline.send_descriptor(1, file.fileno()):  # until it would have to wait
             pass
         its.close()
-        assert not lifeline.hand_over(1, file.fileno())
+        assert not lifeline.send_descriptor(1, file.fileno())
     lifeline.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from storm_client.planner import shortage
 from storm_client.transport import memory_pressure
-from storm_client.transport.interrupts import Living
+from storm_client.transport.interrupts import SafeWeakSet
 
 
 class Owner:
@@ -18,7 +18,7 @@ class Owner:
         self.calls: list[str] = []
         self.kept = 0
 
-    def give_back_memory(self) -> None:
+    def unmap_freed_memory(self) -> None:
         self.gave_back += 1
 
     def make_room(self) -> None:
@@ -83,7 +83,7 @@ def test_an_allocator_without_observers_is_no_error(
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a GPU with little memory."""
-    monkeypatch.setattr(memory_pressure, "_OWNERS", Living())
+    monkeypatch.setattr(memory_pressure, "_OWNERS", SafeWeakSet())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 69 << 30)
@@ -97,11 +97,11 @@ def test_room_is_made_by_ways_that_cost_ever_more(memory: None) -> None:
     one.kept = 10
     for owner in (one, other):
         memory_pressure._OWNERS.add(owner)
-    assert memory_pressure.relieve(DEVICE, 100, 0) is True
+    assert memory_pressure.make_room(DEVICE, 100, 0) is True
     assert one.calls == ["make room"]
-    assert memory_pressure.relieve(DEVICE, 100, 1) is True
+    assert memory_pressure.make_room(DEVICE, 100, 1) is True
     assert one.calls[1:] == ["offload", "make room"]
-    said = memory_pressure.relieve(DEVICE, 100, 2)
+    said = memory_pressure.make_room(DEVICE, 100, 2)
     assert one.calls[3:] == other.calls == []
     assert isinstance(said, str)
     assert "of 69.0 GiB in use 69.0 GiB are parameters" in said
@@ -112,8 +112,8 @@ def test_room_is_made_by_ways_that_cost_ever_more(memory: None) -> None:
 def test_where_nothing_is_kept_that_is_said_at_once(memory: None) -> None:
     one = Owner(0)
     memory_pressure._OWNERS.add(one)
-    assert memory_pressure.relieve(DEVICE, 100, 0) is True
-    assert isinstance(memory_pressure.relieve(DEVICE, 100, 1), str)
+    assert memory_pressure.make_room(DEVICE, 100, 0) is True
+    assert isinstance(memory_pressure.make_room(DEVICE, 100, 1), str)
 
 
 def test_what_is_kept_for_others_is_told_apart(
@@ -122,13 +122,13 @@ def test_what_is_kept_for_others_is_told_apart(
     one = Owner(0)
     memory_pressure._OWNERS.add(one)
     monkeypatch.setattr(memory_pressure, "kept_bytes", lambda _: 2 << 30)
-    said = memory_pressure.relieve(DEVICE, 100, 2)
+    said = memory_pressure.make_room(DEVICE, 100, 2)
     assert "2.0 GiB saved tensors" in str(said)
     assert "`stormd status`" in str(said)
 
 
 def test_no_room_is_made_on_a_device_without_sessions(memory: None) -> None:
-    assert memory_pressure.relieve(DEVICE, 100, 0) is False
+    assert memory_pressure.make_room(DEVICE, 100, 0) is False
 
 
 def test_no_room_is_made_for_what_may_fail(memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +136,16 @@ def test_no_room_is_made_for_what_may_fail(memory: None, monkeypatch: pytest.Mon
     memory_pressure._OWNERS.add(one)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with memory_pressure.MayFail():
-        assert memory_pressure._relieve(100, 0) is False
-    assert memory_pressure._relieve(100, 0) is True
+        assert memory_pressure._on_failed_allocation(100, 0) is False
+    assert memory_pressure._on_failed_allocation(100, 0) is True
 
 
 def test_the_next_plan_has_less_room(memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shortage, "_SHORTAGES", {})
     memory_pressure._OWNERS.add(one := Owner(0))
-    memory_pressure.relieve(DEVICE, 100, 0)
+    memory_pressure.make_room(DEVICE, 100, 0)
     assert shortage.shortage_bytes([DEVICE]) == 0
     one.kept = 10
-    memory_pressure.relieve(DEVICE, 100, 1)
-    memory_pressure.relieve(DEVICE, 100, 2)
+    memory_pressure.make_room(DEVICE, 100, 1)
+    memory_pressure.make_room(DEVICE, 100, 2)
     assert shortage.shortage_bytes([torch.device("cuda", 1), DEVICE]) == 100

@@ -160,8 +160,8 @@ def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInP
     transfers = session.transfers
     thread, loss = paused(client.offload(min_bytes=1), x)
     with session.connection.lock:
-        transfers.forget_early()
-    wait_until(lambda: not transfers.early_bytes, 30, lambda: transfers.early_bytes)
+        transfers.cancel_prefetched()
+    wait_until(lambda: not transfers.prefetched_bytes, 30, lambda: transfers.prefetched_bytes)
     Pause.go_on.set()
     thread.join(30)
     assert x.grad is not None
@@ -201,7 +201,7 @@ def test_a_daemon_that_does_not_deliver_is_an_error(
     offload.stats()
     session = client._supply.sessions.of(torch.device("cpu"))
     transfers, unheard = session.transfers, []
-    reply = transfers.reply
+    reply = transfers.on_reply
 
     def without_restores(request: int, message: Message) -> None:
         if isinstance(message, Restored | RestoredParts):
@@ -211,13 +211,13 @@ def test_a_daemon_that_does_not_deliver_is_an_error(
 
     with monkeypatch.context() as patch:
         patch.setattr(patience_module, "STALL_SECONDS", 0.2)
-        patch.setattr(transfers, "reply", without_restores)
+        patch.setattr(transfers, "on_reply", without_restores)
         with pytest.raises(storm.ActivationLost, match="did not restore entry"):
             loss.backward(retain_graph=True)
         assert transfers.writes_to_memory()
     with session.connection.lock:
         for request, message in unheard:
-            transfers.reply(request, message)
+            transfers.on_reply(request, message)
         transfers.assert_invariants()
     loss.backward()
     assert torch.equal(x.grad, expected)
@@ -284,7 +284,7 @@ def test_what_was_used_and_is_damaged_ends_the_backward_pass(
 ) -> None:
     _x, loss = handed_out(client, way)
     transfers = client._supply.sessions.of(torch.device("cpu")).transfers
-    reply, held = transfers.reply, []
+    reply, held = transfers.on_reply, []
 
     def late(request: int, message: Message) -> None:
         held.append((request, message))
@@ -297,14 +297,14 @@ def test_what_was_used_and_is_damaged_ends_the_backward_pass(
         while way.handed_out and held:
             reply(*held.pop(0))
 
-    monkeypatch.setattr(transfers, "reply", late)
+    monkeypatch.setattr(transfers, "on_reply", late)
     monkeypatch.setattr(way, "await_restored", await_restored)
     pool = daemon.server._pool
     ctypes.memset(pool.address + 300, 0x55, 8 * MIB)
     with pytest.raises(storm.CorruptBlob):
         loss.backward()
     assert way.handed_out
-    monkeypatch.setattr(transfers, "reply", reply)
+    monkeypatch.setattr(transfers, "on_reply", reply)
     with client._supply.sessions.of(torch.device("cpu")).connection.lock:
         while held:
             reply(*held.pop(0))
@@ -319,7 +319,7 @@ def test_a_pass_whose_daemon_does_not_answer_ends_in_an_error(
     _x, loss = handed_out(client, way)
     session = client._supply.sessions.of(torch.device("cpu"))
     transfers, unheard, released = session.transfers, [], []
-    reply, release = transfers.reply, way.release
+    reply, release = transfers.on_reply, way.end_waits
 
     def without_restores(request: int, message: Message) -> None:
         if isinstance(message, Restored | RestoredParts):
@@ -329,15 +329,15 @@ def test_a_pass_whose_daemon_does_not_answer_ends_in_an_error(
 
     with monkeypatch.context() as patch:
         patch.setattr(patience_module, "STALL_SECONDS", 0.2)
-        patch.setattr(transfers, "reply", without_restores)
-        patch.setattr(way, "release", lambda ticket: (released.append(ticket), release(ticket)))
+        patch.setattr(transfers, "on_reply", without_restores)
+        patch.setattr(way, "end_waits", lambda ticket: (released.append(ticket), release(ticket)))
         with pytest.raises(storm.ActivationLost, match="answered nothing"):
             loss.backward()
         assert transfers.writes_to_memory()
     assert released
     with session.connection.lock:
         for request, message in unheard:
-            transfers.reply(request, message)
+            transfers.on_reply(request, message)
         transfers.assert_invariants()
     assert not transfers.writes_to_memory()
     del loss

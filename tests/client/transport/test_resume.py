@@ -111,12 +111,12 @@ def test_the_descriptor_of_a_piece_goes_ahead_of_it() -> None:
     """One that is gone is left out, and so is one that cannot leave."""
     handed: list[int] = []
 
-    def hand_over(number: int, descriptor: int) -> bool:
+    def send_descriptor(number: int, descriptor: int) -> bool:
         os.fstat(descriptor)
         handed.append(number)
         return number != 3
 
-    channel: Any = SimpleNamespace(lifeline=SimpleNamespace(hand_over=hand_over))
+    channel: Any = SimpleNamespace(lifeline=SimpleNamespace(send_descriptor=send_descriptor))
     offers = [MapPiece(segment=n, into=9, offset=0, nbytes=1) for n in (1, 2, 3)]
     asked: list[Message] = []
 

@@ -55,7 +55,7 @@ def test_a_lane_that_cannot_attach_says_why(daemon: DaemonProcess) -> None:
 def test_what_is_ready_leaves_at_once_and_is_found_at_its_version(
     session: Session, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    monkeypatch.setattr(session.lane, "reaches", lambda _stream: leaves)
+    monkeypatch.setattr(session.lane, "can_use_stream", lambda _stream: leaves)
     tensor = torch.randn(1000, requires_grad=True) * 2
     proof = SnapshotProof(tensor)
     record = session.hold(
@@ -128,7 +128,7 @@ def test_nothing_is_fetched_ahead_in_a_capture(
         kept = x.exp()
         loss = kept.square().sum()  # needs what the script keeps, which is in memory
     looks: list[object] = []
-    monkeypatch.setattr(Inbound, "look_ahead", lambda inbound, uses: looks.append(uses))
+    monkeypatch.setattr(Inbound, "prefetch", lambda inbound, uses: looks.append(uses))
     with monkeypatch.context() as capture:
         capture.setattr(CpuLane, "is_capturing", lambda lane: True)
         torch.autograd.grad(loss, kept, retain_graph=True)

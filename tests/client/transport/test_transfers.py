@@ -91,8 +91,8 @@ def away(transfers: Transfers, nbytes: int = 2 * PART) -> StoredRange:
     one = record(nbytes)
     _, sent = send_all(transfers, one)
     for transfer in sent:
-        transfers.reply(0, Admitted(transfer.number))
-        transfers.reply(0, stored(transfer))
+        transfers.on_reply(0, Admitted(transfer.number))
+        transfers.on_reply(0, stored(transfer))
     assert one.phase is RangePhase.OFFLOADED
     return one
 
@@ -117,13 +117,13 @@ def free_bytes(transfers: Transfers) -> int:
 def test_a_storage_goes_with_the_last_admission() -> None:
     transfers, one = transfers_of(), record()
     out, (first, second) = send_all(transfers, one)
-    transfers.reply(0, Admitted(first.number))
+    transfers.on_reply(0, Admitted(first.number))
     assert one.source is not None
-    transfers.reply(0, stored(first))
-    transfers.reply(0, Admitted(second.number))
+    transfers.on_reply(0, stored(first))
+    transfers.on_reply(0, Admitted(second.number))
     assert (one.source, one.phase) == (None, RangePhase.OFFLOADED)
     assert one.stats.snapshot().stored_bytes == 10
-    transfers.reply(0, stored(second))
+    transfers.on_reply(0, stored(second))
     assert out.is_over
     assert one.stats.snapshot().stored_bytes == 20
     assert free_bytes(transfers) == STAGING
@@ -133,16 +133,16 @@ def test_a_storage_goes_with_the_last_admission() -> None:
 def test_one_refusal_keeps_the_record_and_releases_the_others(kind: str) -> None:
     transfers, one = transfers_of(), record()
     out, (first, second) = send_all(transfers, one)
-    transfers.reply(0, Admitted(first.number))
+    transfers.on_reply(0, Admitted(first.number))
     if kind == "Rejected":
-        transfers.reply(0, Rejected(second.number, "quota", "more than 8 MiB"))
+        transfers.on_reply(0, Rejected(second.number, "quota", "more than 8 MiB"))
         assert out.refusal == ("quota", "more than 8 MiB")
     else:
-        transfers.reply(second.number, Refused("UsageError", "no such segment"))
+        transfers.on_reply(second.number, Refused("UsageError", "no such segment"))
     assert transfers._outbox[2:] == [Envelope(0, Release([first.number, second.number]))]
     assert one.phase is RangePhase.KEPT
     assert one.source is not None
-    transfers.reply(0, stored(first))
+    transfers.on_reply(0, stored(first))
     assert len(transfers._outbox) == 3
     assert one.stats.snapshot().stored_bytes == 0
     assert free_bytes(transfers) == STAGING
@@ -151,8 +151,8 @@ def test_one_refusal_keeps_the_record_and_releases_the_others(kind: str) -> None
 def test_an_admitted_part_that_is_lost_is_an_error_of_the_record() -> None:
     transfers, one = transfers_of(), record(PART)
     _, (only,) = send_all(transfers, one)
-    transfers.reply(0, Admitted(only.number))
-    transfers.reply(0, Failed(0, only.number, "CorruptBlob", "the disk broke"))
+    transfers.on_reply(0, Admitted(only.number))
+    transfers.on_reply(0, Failed(0, only.number, "CorruptBlob", "the disk broke"))
     assert one.phase is RangePhase.LOST
     assert isinstance(one.error, CorruptBlob)
 
@@ -162,8 +162,8 @@ def test_an_answer_may_be_handled_twice() -> None:
     transfers, one = transfers_of(), record()
     _, (first, second) = send_all(transfers, one)
     for message in (Admitted(first.number), stored(first), Admitted(second.number)):
-        transfers.reply(0, message)
-        transfers.reply(0, message)
+        transfers.on_reply(0, message)
+        transfers.on_reply(0, message)
     assert one.phase is RangePhase.OFFLOADED
     assert one.stats.snapshot().stored_bytes == 10
 
@@ -174,13 +174,13 @@ def test_an_answer_may_be_handled_twice() -> None:
 def test_a_part_that_nobody_wants_keeps_its_slot_until_it_is_answered() -> None:
     transfers = transfers_of()
     one = away(transfers)
-    incoming = transfers.expect(one.key, one.parts)
+    incoming = transfers.begin_staged(one.key, one.parts)
     first, second = request(transfers, incoming, 0), request(transfers, incoming, 1)
-    transfers.reply(0, Restored(first.number))
-    transfers.forget(one.key)
+    transfers.on_reply(0, Restored(first.number))
+    transfers.cancel(one.key)
     assert free_bytes(transfers) == STAGING - PART
     assert second.phase is Phase.DROPPED
-    transfers.reply(0, Restored(second.number))
+    transfers.on_reply(0, Restored(second.number))
     assert free_bytes(transfers) == STAGING
 
 
@@ -189,18 +189,18 @@ def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
     one, other = away(transfers), away(transfers)
     for each in (one, other):
         storage = torch.UntypedStorage(each.nbytes)
-        incoming = transfers.expect_into(each.key, each.parts, storage, is_demanded=False)
+        incoming = transfers.begin_in_place(each.key, each.parts, storage, is_demanded=False)
         for index in range(2):
             transfers.restore(incoming, index, Mapped(1, 0), 1)
-    assert transfers.early_bytes == 4 * PART
+    assert transfers.prefetched_bytes == 4 * PART
     transfers.demand(one.key, one.parts, 0)
-    assert transfers.early_bytes == 2 * PART
-    transfers.forget_early()
-    assert transfers.early_bytes == 2 * PART, "the daemon may be writing to it"
+    assert transfers.prefetched_bytes == 2 * PART
+    transfers.cancel_prefetched()
+    assert transfers.prefetched_bytes == 2 * PART, "the daemon may be writing to it"
     assert transfers.incoming.get(other.key) is None
     for number in list(transfers._pending):
-        transfers.reply(0, Restored(number))
-    assert transfers.early_bytes == 0
+        transfers.on_reply(0, Restored(number))
+    assert transfers.prefetched_bytes == 0
 
 
 def test_what_was_stored_may_stay_in_its_slot_and_gives_way() -> None:
@@ -225,7 +225,7 @@ def test_a_pass_ends_when_something_is_asked_back() -> None:
     one = away(transfers)
     assert transfers.incoming.get(one.key) is not None
     assert transfers.window.limit == limit
-    transfers.forget(one.key)
+    transfers.cancel(one.key)
     transfers.demand(one.key, one.parts, 0)
     assert transfers.window.limit < limit
 
@@ -238,10 +238,10 @@ def handed_out(transfers: Transfers, nbytes: int = 2 * PART) -> tuple[StoredRang
     one = record(nbytes)
     _, sent = send_all(transfers, one)
     for transfer in sent:
-        transfers.reply(0, Admitted(transfer.number))
-        transfers.reply(0, Stored(transfer.number, 10, "raw"))
+        transfers.on_reply(0, Admitted(transfer.number))
+        transfers.on_reply(0, Stored(transfer.number, 10, "raw"))
     storage = torch.UntypedStorage(nbytes)
-    incoming = transfers.expect_into(one.key, one.parts, storage, is_demanded=True)
+    incoming = transfers.begin_in_place(one.key, one.parts, storage, is_demanded=True)
     for index, part in enumerate(one.parts):
         transfers.restore(incoming, index, Mapped(1, part.begin), 5)
     return one, transfers.hand_out(incoming, 7)
@@ -256,7 +256,7 @@ def test_what_is_in_use_is_done_once_whatever_daemon_does_it() -> None:
     assert isinstance(again.message, Restore)
     assert again.message.ticket == undone
     assert list(transfers.handed_out._transfers) == [undone]
-    transfers.reply(0, Restored(undone))
+    transfers.on_reply(0, Restored(undone))
     assert not transfers.handed_out.is_used_by(7)
     assert not transfers.handed_out.failed
     transfers.assert_invariants()
@@ -278,8 +278,8 @@ def test_a_counter_that_several_restores_share_says_nothing() -> None:
     transfers = transfers_of()
     one = record(PART)
     _, (sent,) = send_all(transfers, one)
-    transfers.reply(0, Admitted(sent.number))
-    incoming = transfers.expect_into(
+    transfers.on_reply(0, Admitted(sent.number))
+    incoming = transfers.begin_in_place(
         one.key, one.parts, torch.UntypedStorage(PART), is_demanded=True
     )
     transfer = transfers.restore(incoming, 0, Mapped(1, 0), 5)
@@ -308,10 +308,10 @@ def test_what_another_daemon_does_not_take_is_lost_where_its_source_is_gone() ->
     """The one before had admitted it, so that its memory was let go."""
     transfers, one = transfers_of(), record(PART)
     _, (transfer,) = send_all(transfers, one)
-    transfers.reply(0, Admitted(transfer.number))
+    transfers.on_reply(0, Admitted(transfer.number))
     assert one.phase is RangePhase.OFFLOADED
     assert transfers.resume() == [transfer.number]
-    transfers.reply(0, Rejected(transfer.number, "invalid", "no such segment"))
+    transfers.on_reply(0, Rejected(transfer.number, "invalid", "no such segment"))
     assert isinstance(one.error, ActivationLost)
     assert "no such segment" in str(one.error)
     transfers.assert_invariants()
@@ -360,8 +360,8 @@ class TransfersMachine(RuleBasedStateMachine):
         out = self.transfers.stores.begin_store(one)
         for part in self.transfers.stores.split(one.nbytes):
             transfer = send(self.transfers, out, part, Mapped(1, part.start))
-            self.transfers.reply(0, Admitted(transfer.number))
-            self.transfers.reply(0, stored(transfer))
+            self.transfers.on_reply(0, Admitted(transfer.number))
+            self.transfers.on_reply(0, stored(transfer))
         return one
 
     @rule(target=records, nbytes=st.integers(1, 3 * PART))
@@ -390,20 +390,20 @@ class TransfersMachine(RuleBasedStateMachine):
         number = transfer.number
         there = RestoredParts(pack([number])) if number % 2 else Restored(number)
         failed = Failed(number, 1, "CorruptBlob", "damaged")
-        self.transfers.reply(0, there if is_there else failed)
+        self.transfers.on_reply(0, there if is_there else failed)
         del self.asked[transfer.number]
 
     def _stored(self, transfer: Transfer, how: str) -> None:
         number = transfer.number
         if how == "next" and transfer.phase is Phase.SENT:
-            self.transfers.reply(0, Admitted(number))
+            self.transfers.on_reply(0, Admitted(number))
             return
         if how == "next":
-            self.transfers.reply(0, stored(transfer))
+            self.transfers.on_reply(0, stored(transfer))
         elif transfer.phase is Phase.SENT and how == "refuse":
-            self.transfers.reply(0, Rejected(number, "quota", "too much"))
+            self.transfers.on_reply(0, Rejected(number, "quota", "too much"))
         elif transfer.phase is Phase.ADMITTED and how == "fail":
-            self.transfers.reply(0, Failed(0, number, "CorruptBlob", "lost"))
+            self.transfers.on_reply(0, Failed(0, number, "CorruptBlob", "lost"))
         else:
             return
         del self.asked[number]
@@ -433,14 +433,14 @@ class TransfersMachine(RuleBasedStateMachine):
         incoming = self.transfers.demand(one.key, one.parts, 0)
         for index in range(len(one.parts)):
             if index not in incoming.transfers:
-                self.transfers.require(incoming, index, 0)
+                self.transfers.request_making_room(incoming, index, 0)
         self._note_requests(incoming)
 
     @rule(one=records)
     def fetches_ahead(self, one: StoredRange) -> None:
         if one.phase is not RangePhase.OFFLOADED or self.transfers.incoming.get(one.key):
             return
-        incoming = self.transfers.expect(one.key, one.parts)
+        incoming = self.transfers.begin_staged(one.key, one.parts)
         is_all = self.transfers.request_ahead(incoming, 0, 0)
         assert is_all == (len(incoming.transfers) == len(one.parts))
         self._note_requests(incoming)
@@ -450,7 +450,9 @@ class TransfersMachine(RuleBasedStateMachine):
         if one.phase is not RangePhase.OFFLOADED or self.transfers.incoming.get(one.key):
             return
         storage = torch.UntypedStorage(one.nbytes)
-        incoming = self.transfers.expect_into(one.key, one.parts, storage, is_demanded=is_demanded)
+        incoming = self.transfers.begin_in_place(
+            one.key, one.parts, storage, is_demanded=is_demanded
+        )
         for index in range(len(one.parts)):
             self.transfers.restore(incoming, index, Mapped(2, 0), 0)
         self._note_requests(incoming)
@@ -463,8 +465,8 @@ class TransfersMachine(RuleBasedStateMachine):
         incoming.is_demanded = True
         if any(part.error for part in incoming.transfers.values()):
             with pytest.raises(StormError):
-                self.transfers.handed_out.may_take(incoming)
-        elif self.transfers.handed_out.may_take(incoming):
+                self.transfers.handed_out.can_hand_out(incoming)
+        elif self.transfers.handed_out.can_hand_out(incoming):
             expected = [p.number for p in incoming.transfers.values() if p.phase is Phase.REQUESTED]
             assert self.transfers.hand_out(incoming, 1) == expected
             assert self.transfers.handed_out.in_storage(incoming.storage) == expected
@@ -493,11 +495,11 @@ class TransfersMachine(RuleBasedStateMachine):
         incoming = self.transfers.incoming.get(one.key)
         part = None if incoming is None else incoming.transfers.get(index)
         if incoming is not None and part is not None and part.phase is Phase.ARRIVED:
-            self.transfers.take(incoming, index)
+            self.transfers.finish_chunk(incoming, index)
 
     @rule(one=consumes(records))
     def dies(self, one: StoredRange) -> None:
-        self.transfers.forget(one.key)
+        self.transfers.cancel(one.key)
         self.transfers.held.drop(one.key)
         self.living = [other for other in self.living if other is not one]
 
@@ -510,7 +512,7 @@ class TransfersMachine(RuleBasedStateMachine):
     @rule()
     def runs_out_of_memory(self) -> None:
         self.transfers.window.shrink()
-        self.transfers.forget_early()
+        self.transfers.cancel_prefetched()
 
     @invariant()
     def holds(self) -> None:
@@ -519,20 +521,20 @@ class TransfersMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When all is answered and nothing lives, nothing is left."""
         for one in self.living:
-            self.transfers.forget(one.key)
+            self.transfers.cancel(one.key)
             self.transfers.held.drop(one.key)
         for transfer in list(self.asked.values()):
             if isinstance(transfer.of, Incoming):
                 self._restored(transfer, is_there=True)
             else:
-                self.transfers.reply(0, Admitted(transfer.number))
-                self.transfers.reply(0, stored(transfer))
+                self.transfers.on_reply(0, Admitted(transfer.number))
+                self.transfers.on_reply(0, stored(transfer))
         for key in list(self.transfers.incoming):  # what was kept when it was stored
-            self.transfers.forget(key)
+            self.transfers.cancel(key)
         self.transfers.assert_invariants()
         assert not self.transfers._pending
         assert not self.transfers.held._sources
-        assert self.transfers.early_bytes == self.transfers._ahead_bytes == 0
+        assert self.transfers.prefetched_bytes == self.transfers._ahead_bytes == 0
         assert free_bytes(self.transfers) == STAGING
 
 

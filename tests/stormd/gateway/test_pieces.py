@@ -121,8 +121,8 @@ class Session(Listener):
         self.connection, self.segments = connection, segments
 
     def on_message(self, request: int, message: Message) -> None:
-        assert self.segments.concerns(request)
-        self.segments.answered(request, getattr(message, "detail", None))
+        assert self.segments.is_pending(request)
+        self.segments.on_answer(request, getattr(message, "detail", None))
         send_offers(self.connection, self.segments)
 
     def on_loss(self) -> None:
@@ -135,7 +135,7 @@ def test_a_client_has_more_pieces_mapped_than_may_be_on_offer(
     count, size = 2 * MAX_PIECES_WAITING + 1, 4096
     with fake_cuda.standing_in(monkeypatch, ()):
         driver: Any = fake_cuda.modules()["storm_kernels.cuda_driver"]
-        segments = Segments(driver, within=lambda: fake_cuda.entered(0))
+        segments = Segments(driver, driver_context=lambda: fake_cuda.entered(0))
         with fake_cuda.entered(0):
             memory = ExpandableSegment(count * size)
             for number in range(count):
