@@ -76,7 +76,7 @@ class Address:
             control = ControlSocket(
                 loop,
                 config.address if self._is_own else None,
-                held_most=config.message_bytes,
+                max_held_bytes=config.message_bytes,
                 listening=self._left.get(path),
             )
         if control.listener is not None:

@@ -139,7 +139,7 @@ class Handover:
                 pool_bytes=config.pool_bytes,
                 cache_bytes=config.cache_bytes,
                 committed=tuple(space.committed for space in spaces),
-                part_bytes={"cpu": config.part_bytes_cpu, "cuda": config.part_bytes_cuda},
+                chunk_bytes={"cpu": config.part_bytes_cpu, "cuda": config.part_bytes_cuda},
             )
         )
 
@@ -225,8 +225,8 @@ def _fitted(config: Config, layout: Layout) -> Config:
     kept: dict[str, Any] = {
         "pool_bytes": layout.pool_bytes,
         "cache_bytes": layout.cache_bytes,
-        "part_bytes_cpu": layout.part_bytes["cpu"],
-        "part_bytes_cuda": layout.part_bytes["cuda"],
+        "part_bytes_cpu": layout.chunk_bytes["cpu"],
+        "part_bytes_cuda": layout.chunk_bytes["cuda"],
     }
     differing = [name for name, value in kept.items() if getattr(config, name) != value]
     if differing:

@@ -19,7 +19,7 @@ __all__ = [
     "adopted_spaces",
     "allowed_uids",
     "bytes_beside_pool",
-    "cache_part_bytes",
+    "cache_chunk_bytes",
     "limits_of",
     "near_gpu",
 ]
@@ -94,7 +94,7 @@ def limits_of(config: Config) -> Limits:
     )
 
 
-def cache_part_bytes(config: Config) -> int:
+def cache_chunk_bytes(config: Config) -> int:
     """Return the largest part that every lane takes, as any may get it; 0 without a cache."""
     return min(config.part_bytes_cpu, config.part_bytes_cuda) if config.cache_bytes else 0
 

@@ -44,7 +44,7 @@ from stormd.provision import (
     adopted_spaces,
     allowed_uids,
     bytes_beside_pool,
-    cache_part_bytes,
+    cache_chunk_bytes,
     limits_of,
     near_gpu,
 )
@@ -213,7 +213,7 @@ class Server:
         `frame` has its Hello, `unread` the bytes received after it. Returns False if no session was
         opened; its client was told why. Call it on the event loop, once the worker is open.
         """
-        self._control.take(line, session, framed(frame) + unread)
+        self._control.continue_connection(line, session, framed(frame) + unread)
         return session in self._ledger.sessions
 
     def end_session(self, session: int) -> None:
@@ -428,7 +428,7 @@ class Server:
         self._gateway = gateway = self._make_gateway()
         self._mailbox.start(gateway.take_results)
         self._lifelines = self._address.bind_lifelines(
-            self._loop, gateway.take_token, gateway.take_piece, gateway.lose
+            self._loop, gateway.take_token, gateway.take_piece, gateway.lifeline_ended
         )
         self._cleanup.callback(self._lifelines.close)
         self._ending = Ending(self._ledger, gateway, self._fleet, self._progress)
@@ -448,7 +448,7 @@ class Server:
             terms=Terms(
                 allowed_uids=allowed_uids(config),
                 lifeline_path=str(self._address.lifeline),
-                cache_part_bytes=cache_part_bytes(config),
+                cache_chunk_bytes=cache_chunk_bytes(config),
                 lease_seconds=config.lease_seconds,
                 resume_seconds=0.0 if self._records is None else config.resume_seconds,
                 epoch=0 if self._records is None else self._records.epoch,
@@ -457,7 +457,7 @@ class Server:
             on_progress=self._progressed,
             later=self._loop.call_later,
             move=None if self._spill is None else self._spill.tier.begin,
-            elsewhere=self._fleet,
+            fleet=self._fleet,
             on_session=None if worker is None else worker.on_session,
         )
 
@@ -497,7 +497,7 @@ class Server:
         """Retry requests that wait for memory: there is more of it, or no more can be had."""
         if self._handover is not None:
             self._handover.note_layout(self._config, self._spaces)
-        self._gateway.go_on()
+        self._gateway.retry_waiting()
 
     def _is_deserted(self) -> bool:
         if self._ledger.sessions:
@@ -508,7 +508,7 @@ class Server:
     def _hear_of_session(self, session: int, cause: str) -> None:
         """Handle a worker's report about a session."""
         if cause == ATTACHED:
-            self._gateway.attached(session)
+            self._gateway.worker_attached(session)
         else:
             self._gateway.end(session, cause)
             self._gateway.flush()
@@ -519,7 +519,7 @@ class Server:
         From here on no session ends and nothing is freed, as the journal would not record it.
         """
         self._mailbox.close()
-        self._gateway.leave()
+        self._gateway.suspend()
         self._note_totals()
         log.info("suspended", extra={"sessions": len(self._ledger.sessions)})
 

@@ -30,7 +30,7 @@ from stormd.memory.arena import Block, Space, granules
 from stormd.monitoring.counters import CacheCounts
 from stormd.sizes import format_size
 
-__all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "ItemRecords", "Label", "Loan"]
+__all__ = ["MAX_ITEMS", "Cache", "CacheChunk", "Caller", "Item", "ItemRecords", "Label", "Loan"]
 
 MAX_ITEMS: Final = 16384
 """Maximum tensors held: a name and its place in the lists take some 2 KiB of daemon memory."""
@@ -54,10 +54,10 @@ class Label:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    part_bytes: int
+    chunk_bytes: int
 
 
-class CachePart(NamedTuple):
+class CacheChunk(NamedTuple):
     """One stored chunk: its blob, its size before encoding, and its codec."""
 
     block: Block
@@ -69,24 +69,24 @@ class CachePart(NamedTuple):
 class Item:
     """One tensor. `expires` is a time of the caller's clock, infinite for none.
 
-    `loans` counts the chunks that sessions may read. A `gone` item has lost its name and is freed
-    with its last loan. `charge` is the item's size in the space, in bytes. `cell` is the place of
-    its record in the journal, 0 if it has none.
+    `loans` counts the chunks that sessions may read. A `dropped` item has lost its name and is
+    freed with its last loan. `charge` is the item's size in the space, in bytes. `cell` is the
+    place of its record in the journal, 0 if it has none.
     """
 
     label: Label
     owner: Caller
-    parts: tuple[CachePart, ...]
+    chunks: tuple[CacheChunk, ...]
     expires: float
     number: int
     loans: int = 0
-    gone: bool = False
+    dropped: bool = False
     cell: int = 0
     charge: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Compute the charge once: every attempt to make room reads it."""
-        self.charge = sum(granules(part.block.nbytes) for part in self.parts)
+        self.charge = sum(granules(chunk.block.nbytes) for chunk in self.chunks)
 
 
 @dataclass(slots=True)
@@ -123,8 +123,8 @@ class Cache:
         self._by_name: dict[str, dict[int, Item]] = {}  # name -> uid -> item; the same items
         self._by_user: dict[int, Holding] = {}  # the same, and those in _lent
         self._index = NameIndex()  # the same names, for listing
-        self._lent: set[Item] = set()  # gone, but still being read
-        self._expiries: list[tuple[float, int, Item]] = []  # a heap; some items are gone already
+        self._lent: set[Item] = set()  # dropped, but still being read
+        self._expiries: list[tuple[float, int, Item]] = []  # a heap; some items are dropped already
         self._garbage: deque[Block] = deque()  # without an owner, to be freed in the space
         self._numbers = 0
 
@@ -168,7 +168,7 @@ class Cache:
         return True
 
     def put(
-        self, label: Label, owner: Caller, parts: tuple[CachePart, ...], expires: float
+        self, label: Label, owner: Caller, chunks: tuple[CacheChunk, ...], expires: float
     ) -> Item:
         """Make the name refer to these chunks, whose blocks the cache owns from now on.
 
@@ -179,7 +179,7 @@ class Cache:
             self._drop(before)
         if len(self._items) >= MAX_ITEMS:
             self._evict_of_many()
-        item = Item(label, owner, parts, expires, self._numbers + 1)
+        item = Item(label, owner, chunks, expires, self._numbers + 1)
         self._records.cached(item)
         self._add(item)
         self._counts.puts += 1
@@ -198,7 +198,7 @@ class Cache:
         holding = self._by_user.setdefault(owner.uid, Holding())
         holding.items += 1
         holding.nbytes += item.charge
-        self._rest(item)
+        self._mark_idle(item)
         if expires < math.inf:
             self._note_expiry(item)
 
@@ -218,11 +218,11 @@ class Cache:
     def lend(self, item: Item) -> list[Loan]:
         """Return one loan for each chunk; each must be ended. The item counts as used."""
         self._counts.hits += 1
-        self._wake(item)
-        if not item.parts:
-            self._rest(item)
-        item.loans += len(item.parts)
-        return [Loan(self, item)] * len(item.parts)
+        self._mark_busy(item)
+        if not item.chunks:
+            self._mark_idle(item)
+        item.loans += len(item.chunks)
+        return [Loan(self, item)] * len(item.chunks)
 
     def missed(self) -> None:
         """Count a look-up that found nothing."""
@@ -272,21 +272,21 @@ class Cache:
         for block in blocks:
             self.space.release(block)
 
-    def spoil(self, item: Item) -> None:
-        """Drop an item that proved to be damaged, unless it is gone already."""
-        if not item.gone:
+    def drop_damaged(self, item: Item) -> None:
+        """Drop an item that proved to be damaged, unless it is dropped already."""
+        if not item.dropped:
             self._drop(item)
 
     def end_loan(self, item: Item) -> None:
-        """Take a loan back; free a gone item with its last loan."""
+        """Take a loan back; free a dropped item with its last loan."""
         item.loans -= 1
         if item.loans:
             return
-        if item.gone:
+        if item.dropped:
             self._lent.remove(item)
             self._free(item)
         else:
-            self._rest(item)
+            self._mark_idle(item)
 
     # --- what the operator sees -------------------------------------------------------------
 
@@ -318,8 +318,8 @@ class Cache:
             assert all(
                 (item.label.name, item.owner.uid) == (name, uid) for uid, item in owners.items()
             )
-        assert not any(item.gone for item in named)
-        assert all(item.gone and item.loans > 0 for item in self._lent)
+        assert not any(item.dropped for item in named)
+        assert all(item.dropped and item.loans > 0 for item in self._lent)
         assert all(item.loans >= 0 for item in named)
         waiting = {item for _, _, item in self._expiries}
         assert all(item in waiting for item in named if item.expires < math.inf)
@@ -347,9 +347,9 @@ class Cache:
         return 0 if holding is None else holding.nbytes
 
     def _note_expiry(self, item: Item) -> None:
-        """Schedule the item's expiry. The heap does not grow with items that are gone."""
+        """Schedule the item's expiry. The heap does not grow with dropped items."""
         if len(self._expiries) >= 2 * len(self._items) + FREED_AT_ONCE:
-            self._expiries = [one for one in self._expiries if not one[2].gone]
+            self._expiries = [one for one in self._expiries if not one[2].dropped]
             heapq.heapify(self._expiries)
         heapq.heappush(self._expiries, (item.expires, item.number, item))
 
@@ -358,19 +358,19 @@ class Cache:
         while self._expiries and self._expiries[0][0] <= now and dropped < FREED_AT_ONCE:
             _, _, item = heapq.heappop(self._expiries)
             dropped += 1
-            if not item.gone:
+            if not item.dropped:
                 self._drop(item)
                 self._counts.expirations += 1
         return dropped > 0
 
-    def _wake(self, item: Item) -> None:
+    def _mark_busy(self, item: Item) -> None:
         """Exclude an item from those that may be dropped to make room."""
         holding = self._by_user[item.owner.uid]
         if item in holding.idle:
             del holding.idle[item]
             holding.idle_bytes -= item.charge
 
-    def _rest(self, item: Item) -> None:
+    def _mark_idle(self, item: Item) -> None:
         """Make an item that nobody reads the last of its user's to be dropped."""
         holding = self._by_user[item.owner.uid]
         holding.idle[item] = None
@@ -389,7 +389,7 @@ class Cache:
     def _drop(self, item: Item) -> None:
         """Take the name away, and free the blocks as soon as nobody reads them."""
         self._records.dropped(item)
-        item.gone = True
+        item.dropped = True
         del self._items[item]
         owners = self._by_name[item.label.name]
         del owners[item.owner.uid]
@@ -399,7 +399,7 @@ class Cache:
         if item.loans:
             self._lent.add(item)
         else:
-            self._wake(item)
+            self._mark_busy(item)
             self._free(item)
 
     def _free(self, item: Item) -> None:
@@ -408,7 +408,7 @@ class Cache:
         holding.nbytes -= item.charge
         if not holding.items:
             del self._by_user[item.owner.uid]
-        self.discard([part.block for part in item.parts])
+        self.discard([chunk.block for chunk in item.chunks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,9 +422,9 @@ class Loan:
         """Give the chunk back."""
         self.cache.end_loan(self.item)
 
-    def spoil(self) -> None:
+    def drop_damaged(self) -> None:
         """Note that the chunk is damaged: nobody can look the item up any more."""
-        self.cache.spoil(self.item)
+        self.cache.drop_damaged(self.item)
 
 
 _first = itemgetter(0)

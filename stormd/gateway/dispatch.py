@@ -106,11 +106,11 @@ class Dispatch:
         self._on_session = on_session
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers whose outbox must be sent, in order
-        self._held: dict[Peer, None] = {}  # peers whose outbox may wait
-        self._holding: asyncio.TimerHandle | None = None
-        self._freeing: asyncio.TimerHandle | None = None
-        self._seldom: dict[type[Instruction], Callable[[Peer, Any], None]] = {
-            Skip: lambda peer, skip: peer.lane.skip(skip.session, skip.sequence),
+        self._may_wait: dict[Peer, None] = {}  # peers whose outbox may wait
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._free_timer: asyncio.TimerHandle | None = None
+        self._handlers: dict[type[Instruction], Callable[[Peer, Any], None]] = {
+            Skip: lambda peer, skip: peer.lane.skip_sequence(skip.session, skip.sequence),
             Recorded: lambda peer, made: peer.lane.recorded(made.session, made.sequences),
             Map: self._map,
             Unmap: lambda peer, made: peer.lane.unmap_segment(made.session, made.segment),
@@ -131,22 +131,22 @@ class Dispatch:
         # Any event may give the tier on disk something to move. A daemon that is ending waits for
         # entries to be freed, which has no answer. Both need a flush.
         if self._move is not None or self.ledger.is_draining:
-            self.control.is_owing = True
+            self.control.has_unsent_answers = True
         for instruction in instructions:
             peer = peers[instruction.session]
             if isinstance(instruction, Jobs):
                 done = peer.lane.begin(instruction.session, instruction.jobs)
                 if done:
-                    self._take(done)
+                    self._handle_results(done)
             elif isinstance(instruction, Reply):
                 self.send(peer, instruction.request, instruction.message)
             else:
-                self._seldom[type(instruction)](peer, instruction)
+                self._handlers[type(instruction)](peer, instruction)
 
     def _map(self, peer: Peer, made: Map) -> None:
         descriptor = -1
         if isinstance(made.segment, MapPiece):
-            descriptor = peer.handed.pop(made.segment.segment)
+            descriptor = peer.piece_descriptors.pop(made.segment.segment)
         peer.lane.map_segment(made.session, made.segment, descriptor)
 
     def _probe(self, peer: Peer, _probe: Probe) -> None:
@@ -162,8 +162,8 @@ class Dispatch:
     def _detach(self, peer: Peer, detach: Detach) -> None:
         self.peers.cut_off(peer)
         self._unsent.pop(peer, None)
-        self._held.pop(peer, None)
-        self.control.disown(peer.connection)
+        self._may_wait.pop(peer, None)
+        self.control.session_ended(peer.connection)
         peer.close_descriptors()
         peer.lane.detach(detach.session)
 
@@ -174,22 +174,22 @@ class Dispatch:
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)
 
-    def forget(self, peer: Peer) -> None:
+    def drop_connection(self, peer: Peer) -> None:
         """Drop a client's connection but not its session: it has connected again elsewhere."""
         self.peers.cut_off(peer)
         peer.close_descriptors()
         self._unsent.pop(peer, None)
-        self._held.pop(peer, None)
+        self._may_wait.pop(peer, None)
         self.control.close_connection(peer.connection)
 
     # --- results ----------------------------------------------------------------------------
 
     def take_results(self, results: Sequence[Result]) -> None:
         """Take in the results of lanes."""
-        self._take(results)
+        self._handle_results(results)
         self.flush()
 
-    def _take(self, results: Sequence[Result]) -> None:
+    def _handle_results(self, results: Sequence[Result]) -> None:
         now, peers = time.monotonic(), self.peers.by_session
         spills = self.ledger.spills
         is_waited_for = spills is not None and spills.is_waited_for
@@ -203,9 +203,9 @@ class Dispatch:
         if is_waited_for:
             self.control.unpark()
 
-    def leave(self) -> None:
+    def suspend(self) -> None:
         """Cancel all scheduled work: another daemon takes the sessions over."""
-        for timer in (self._holding, self._freeing):
+        for timer in (self._send_timer, self._free_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -214,9 +214,9 @@ class Dispatch:
     def end(self, session: int, cause: str) -> None:
         """Begin a session's end."""
         self.perform(self.ledger.leases.end(session, cause))
-        self.go_on_freeing()
+        self.schedule_freeing()
 
-    def give_up(self, peer: Peer, reason: str) -> None:
+    def end_unreachable(self, peer: Peer, reason: str) -> None:
         """End the session of a peer that has missed answers and would wait for them forever.
 
         Its connection is closed as well: the peer must not decide how long unsent bytes are kept.
@@ -227,15 +227,15 @@ class Dispatch:
         self.control.close_connection(peer.connection)
         self.end(peer.session, "unreachable")
 
-    def go_on_freeing(self) -> None:
+    def schedule_freeing(self) -> None:
         """Schedule more freeing of entries of ended sessions, after the loop's other events."""
-        if self._freeing is None and self.ledger.leases.is_freeing:
-            self._freeing = self._later(0.0, self._free_some)
+        if self._free_timer is None and self.ledger.leases.is_freeing:
+            self._free_timer = self._later(0.0, self._free_some)
 
     def _free_some(self) -> None:
-        self._freeing = None
+        self._free_timer = None
         self.perform(self.ledger.leases.free_some())
-        self.go_on_freeing()
+        self.schedule_freeing()
         self.flush()
 
     # --- answers ----------------------------------------------------------------------------
@@ -248,26 +248,26 @@ class Dispatch:
             return
         peer.outbox.append(Envelope(request, message))
         if kind is not Admitted or len(peer.outbox) >= MESSAGES_A_FRAME:
-            self.hurry(peer)
+            self.send_soon(peer)
             self.counters.refused += kind is Refused
             return
-        self._held[peer] = None
-        if self._holding is None:
-            self._holding = self._later(HELD_SECONDS, self._send_held)
+        self._may_wait[peer] = None
+        if self._send_timer is None:
+            self._send_timer = self._later(HELD_SECONDS, self._send_waiting)
 
-    def hurry(self, peer: Peer) -> None:
+    def send_soon(self, peer: Peer) -> None:
         """Have the next `flush` send the peer's outbox."""
         self._unsent[peer] = None
-        self.control.is_owing = True
+        self.control.has_unsent_answers = True
 
     def send_alone(self, peer: Peer, request: int, message: Message) -> None:
         """Send a message at once in its own frame: a large one might not fit beside others."""
         self.control.send(peer.connection, encode([Envelope(request, message)]))
-        self._give_up_if_lost(peer)
+        self._end_if_unreachable(peer)
 
     def flush(self) -> None:
         """Send all outboxes that must be sent, and have the tier on disk begin what is due."""
-        self.control.is_owing = False
+        self.control.has_unsent_answers = False
         if self._move is not None and self.ledger.spills is not None:
             jobs = self.ledger.spills.moves(time.monotonic())
             if jobs:
@@ -283,28 +283,28 @@ class Dispatch:
 
     def send_outbox(self, peer: Peer) -> None:
         """Send a peer's outbox now."""
-        self._held.pop(peer, None)
+        self._may_wait.pop(peer, None)
         outbox, peer.outbox = peer.outbox, []
         connection = peer.connection
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
-            if not peer.is_heard:
+            if not peer.is_live:
                 return  # the peer was given up
             answers = joined(outbox[start : start + MESSAGES_A_FRAME])
             self.control.send(connection, encode(answers))
             if connection.unsent or not connection.is_reachable:
-                self._give_up_if_lost(peer)
+                self._end_if_unreachable(peer)
 
-    def _send_held(self) -> None:
-        self._holding = None
-        self._unsent |= self._held
+    def _send_waiting(self) -> None:
+        self._send_timer = None
+        self._unsent |= self._may_wait
         self.flush()
 
-    def _give_up_if_lost(self, peer: Peer) -> None:
+    def _end_if_unreachable(self, peer: Peer) -> None:
         """End a peer's session if the peer is gone or reads too little."""
         if not peer.connection.is_reachable:
-            self.give_up(peer, "it is gone")
+            self.end_unreachable(peer, "it is gone")
         elif peer.connection.unsent > UNREAD_BYTES:
-            self.give_up(peer, "it does not read")
+            self.end_unreachable(peer, "it does not read")
 
 
 def joined(answers: Sequence[Envelope]) -> Sequence[Envelope]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from stormd.gateway.dispatch import Dispatch, Later, Move, OnSession
-from stormd.gateway.opening import Opening, TellStatus, Terms
+from stormd.gateway.opening import Opening, ProvideStatus, Terms
 from stormd.gateway.peers import Peer
 from stormd.lanes import Lane
 from stormd.ledger.cache_requests import CACHE_REQUESTS
@@ -74,7 +74,7 @@ class Gateway:
     `status` provides the state that answers a StatusRequest. `on_progress` is called whenever the
     holdings may have changed. `later` schedules a call on the loop after so many seconds. `move`
     has the tier on disk begin jobs, and must be given if the ledger has a tier. Lanes pass their
-    results to `take_results`. `elsewhere` has the worker processes, if there are any.
+    results to `take_results`. `fleet` has the worker processes, if there are any.
     `on_session(session, cause)` is told of each session whose lifeline is connected, with
     "attached", and of each that has ended.
     """
@@ -87,18 +87,18 @@ class Gateway:
         lanes: Mapping[str, Lane],
         control: ControlSocket,
         terms: Terms,
-        status: TellStatus,
+        status: ProvideStatus,
         on_progress: Callable[[], None],
         later: Later,
         move: Move | None = None,
-        elsewhere: Fleet | None = None,
+        fleet: Fleet | None = None,
         on_session: OnSession | None = None,
     ) -> None:
         self._ledger = ledger
         self._counters = counters
         self._control = control
         self._status = status
-        self._on_session = on_session or _nobody
+        self._on_session = on_session or _ignore_event
         self._dispatch = Dispatch(
             ledger=ledger,
             counters=counters,
@@ -115,10 +115,10 @@ class Gateway:
             lanes=lanes,
             dispatch=self._dispatch,
             status=status,
-            elsewhere=elsewhere,
+            fleet=fleet,
         )
         self._lifelines: LifelineListener
-        self._of_ours: dict[type[Message], Handler] = {
+        self._own_handlers: dict[type[Message], Handler] = {
             Store: self._store,
             StoreParts: self._store_parts,
             Release: self._release,
@@ -128,23 +128,23 @@ class Gateway:
             MapPiece: self._map_piece,
             **dict.fromkeys(CACHE_REQUESTS, self._cached),
         }
-        self._of_the_ledgers = {
-            kind: ask for kind, ask in ledger.on_request.items() if kind not in self._of_ours
+        self._ledger_handlers = {
+            kind: ask for kind, ask in ledger.on_request.items() if kind not in self._own_handlers
         }
 
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
         self._lifelines = lifelines
         self._dispatch.start(lifelines)
-        self._hear_of(self._opening.allowed_uids)
-        self._control.start(self.take_frame, self._dispatch.flush, self.give_up)
+        self._set_allowed(self._opening.allowed_uids)
+        self._control.start(self.take_frame, self._dispatch.flush, self.end_overfull)
 
     def allow(self, uids: frozenset[int]) -> None:
         """Allow these users to connect from now on; open sessions are not affected."""
         self._opening.allow(uids)
-        self._hear_of(uids)
+        self._set_allowed(uids)
 
-    def _hear_of(self, uids: frozenset[int]) -> None:
+    def _set_allowed(self, uids: frozenset[int]) -> None:
         self._control.allow(uids)
         self._lifelines.allow(uids)
 
@@ -158,9 +158,9 @@ class Gateway:
         peer = self._peers.by_connection.get(connection)
         try:
             if peer is None:
-                steps: Iterator[None] | None = self._hear_stranger(connection, frame)
+                steps: Iterator[None] | None = self._handle_sessionless(connection, frame)
             else:
-                steps = self._hear(peer, frame)
+                steps = self._handle_frame(peer, frame)
         except Exception:
             log.exception(UNHANDLED)
             self._fail(connection)
@@ -180,11 +180,11 @@ class Gateway:
         if peer is not None:
             self.end(peer.session, "failed")
 
-    def give_up(self, connection: Connection) -> None:
+    def end_overfull(self, connection: Connection) -> None:
         """End the session of a client whose connection was closed because too much waited on it."""
         peer = self._peers.by_connection.get(connection)
         if peer is not None:
-            self._dispatch.give_up(peer, "too much waits of it")
+            self._dispatch.end_unreachable(peer, "too much waits of it")
             self.flush()
 
     def take_token(
@@ -201,7 +201,7 @@ class Gateway:
         if peer is None:
             self._counters.refused += 1
             return None
-        if peer.resumes is not None and not self._opening.take_up(peer, given):
+        if peer.resumes is not None and not self._opening.attach_resumed(peer, given):
             self.end(peer.session, "failed")
             self.flush()
             return None
@@ -217,19 +217,21 @@ class Gateway:
         descriptors loses its session. A client that was interrupted may send a descriptor twice.
         """
         peer = self._peers.by_session[session]
-        waiting = peer.awaiting.pop(number, None)
-        if not peer.is_heard or number in peer.handed:
+        waiting = peer.pieces_waiting.pop(number, None)
+        if not peer.is_live or number in peer.piece_descriptors:
             os.close(descriptor)
-        elif waiting is None and (len(peer.handed) >= MAX_PIECES_WAITING or are_scarce()):
+        elif waiting is None and (
+            len(peer.piece_descriptors) >= MAX_PIECES_WAITING or are_scarce()
+        ):
             os.close(descriptor)
             self.end(session, "failed")
         else:
-            peer.handed[number] = descriptor
+            peer.piece_descriptors[number] = descriptor
             if waiting is not None:
                 self._map_handed(peer, *waiting)
         self.flush()
 
-    def lose(self, session: int) -> None:
+    def lifeline_ended(self, session: int) -> None:
         """End a session whose lifeline has ended."""
         self.end(session, "died")
         self.flush()
@@ -238,7 +240,7 @@ class Gateway:
         """Check leases and silent connections; to be called twice a second."""
         self._control.tick()
         self._dispatch.perform(self._ledger.tick(time.monotonic()))
-        self._dispatch.go_on_freeing()
+        self._dispatch.schedule_freeing()
         if self._ledger.is_waited_for:
             self._control.unpark()
         self.flush()
@@ -247,9 +249,9 @@ class Gateway:
         """End the tier on disk: restores that need it fail, and stores no longer wait for it."""
         if self._ledger.spills is not None:
             self._dispatch.perform(self._ledger.spills.end(reason))
-        self.go_on()
+        self.retry_waiting()
 
-    def go_on(self) -> None:
+    def retry_waiting(self) -> None:
         """Retry requests that wait for memory: there is more of it, or no more can be had."""
         self._control.unpark()
         self.flush()
@@ -258,7 +260,7 @@ class Gateway:
         """Begin a session's end; `flush` must follow."""
         self._dispatch.end(session, cause)
 
-    def attached(self, session: int) -> None:
+    def worker_attached(self, session: int) -> None:
         """Note that a worker's session has its lifeline; the worker watches it from now on."""
         record = self._ledger.sessions.get(session)
         if record is not None and record.phase is Phase.OPENED:
@@ -270,9 +272,9 @@ class Gateway:
             self.end(session, cause)
         self.flush()
 
-    def leave(self) -> None:
+    def suspend(self) -> None:
         """Hear nobody any more; sessions are kept unchanged for the next daemon."""
-        self._dispatch.leave()
+        self._dispatch.suspend()
         self._control.close(keeps_file=True)
         self._lifelines.close(keeps_file=True)
 
@@ -282,7 +284,7 @@ class Gateway:
 
     # --- frames -----------------------------------------------------------------------------
 
-    def _hear_stranger(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
+    def _handle_sessionless(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
         """Answer a frame of a connection without a session; a Hello in it may open one."""
         problem = self._opening.problem(connection)
         if problem is not None:  # and the content of the frame is not read
@@ -297,12 +299,12 @@ class Gateway:
         for request, message in batch:
             peer = self._peers.by_connection.get(connection)
             if peer is not None:
-                yield from self._while_heard(peer, self._request(peer, request, message) or ())
+                yield from self._while_live(peer, self._request(peer, request, message) or ())
             elif connection.is_open:
                 self._opening.answer(connection, request, message)
             yield
 
-    def _hear(self, peer: Peer, frame: bytes | None) -> Iterator[None] | None:
+    def _handle_frame(self, peer: Peer, frame: bytes | None) -> Iterator[None] | None:
         """Carry out a frame of a client with a session, and renew its lease.
 
         A small frame's first message is carried out at once, since most frames have no other.
@@ -316,7 +318,7 @@ class Gateway:
             self._refuse(peer, error)
             return None
         request, message = batch[0]
-        ask, steps = self._of_the_ledgers.get(type(message)), None
+        ask, steps = self._ledger_handlers.get(type(message)), None
         if ask is None:
             steps = self._request(peer, request, message)
         else:
@@ -338,26 +340,26 @@ class Gateway:
     ) -> Iterator[None]:
         """Take the remaining steps of a message, then carry out those that follow it."""
         if steps is not None:
-            yield from self._while_heard(peer, steps)
+            yield from self._while_live(peer, steps)
         for request, message in batch:
             yield
             steps = self._request(peer, request, message)
             if steps is not None:
-                yield from self._while_heard(peer, steps)
+                yield from self._while_live(peer, steps)
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         self._counters.malformed += 1
-        if peer.is_heard:
+        if peer.is_live:
             self._dispatch.send(peer, 0, Refused("UsageError", str(error)))
 
     def _request(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
-        if not peer.is_heard:
+        if not peer.is_live:
             return None  # the session ended by an earlier message of this frame, or meanwhile
-        ask = self._of_the_ledgers.get(type(message))
+        ask = self._ledger_handlers.get(type(message))
         if ask is not None:
             self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
             return None
-        handler = self._of_ours.get(type(message))
+        handler = self._own_handlers.get(type(message))
         if handler is not None:
             return handler(peer, request, message)
         self._counters.malformed += 1
@@ -366,10 +368,10 @@ class Gateway:
         self._dispatch.send(peer, request, refused)
         return None
 
-    def _while_heard(self, peer: Peer, steps: Iterable[None]) -> Iterator[None]:
+    def _while_live(self, peer: Peer, steps: Iterable[None]) -> Iterator[None]:
         for _ in steps:
             yield
-            if not peer.is_heard:
+            if not peer.is_live:
                 return
 
     # --- requests with steps before the ledger is asked --------------------------------------
@@ -378,8 +380,8 @@ class Gateway:
         if peer.record.cache is not None:
             return self._store_in_cache(peer, request, message)
         if message.nbytes >= LARGE_BYTES:
-            self._dispatch.hurry(peer)
-        return self._ask(peer, request, message)
+            self._dispatch.send_soon(peer)
+        return self._ask_ledger(peer, request, message)
 
     def _store_parts(self, peer: Peer, _request: int, message: StoreParts) -> Iterator[None]:
         """Store each entry in turn; one that has to wait delays those after it."""
@@ -390,31 +392,35 @@ class Gateway:
             yield
 
     def _map_piece(self, peer: Peer, request: int, message: MapPiece) -> None:
-        if message.segment in peer.handed:
+        if message.segment in peer.piece_descriptors:
             self._map_handed(peer, request, message)
-        elif len(peer.awaiting) < MAX_PIECES_WAITING and message.segment not in peer.awaiting:
-            peer.awaiting[message.segment] = request, message
+        elif (
+            len(peer.pieces_waiting) < MAX_PIECES_WAITING
+            and message.segment not in peer.pieces_waiting
+        ):
+            peer.pieces_waiting[message.segment] = request, message
         else:
-            detail = f"{len(peer.awaiting)} pieces wait for their descriptors: send those first"
+            waiting = len(peer.pieces_waiting)
+            detail = f"{waiting} pieces wait for their descriptors: send those first"
             self._dispatch.send(peer, request, Refused("UsageError", detail))
 
     def _map_handed(self, peer: Peer, request: int, message: MapPiece) -> None:
         ask = self._ledger.on_request[MapPiece]
         self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
-        refused = peer.handed.pop(message.segment, None)
+        refused = peer.piece_descriptors.pop(message.segment, None)
         if refused is not None:
             os.close(refused)
 
-    def _ask(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
+    def _ask_ledger(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
         """Carry out the ledger's answer; if that is to wait for memory, return the steps."""
         ask = self._ledger.on_request[type(message)]
         answer = ask(peer.record, request, message, time.monotonic())
         if isinstance(answer[0], Wait):
-            return self._ask_again(peer, request, message)
+            return self._retry_until_room(peer, request, message)
         self._dispatch.perform(answer)
         return None
 
-    def _ask_again(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
+    def _retry_until_room(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
         """Ask the ledger again each time the pool has grown, before the client's later requests.
 
         The last attempt is made when the pool cannot grow any more.
@@ -426,22 +432,22 @@ class Gateway:
             yield
             answer = ask(peer.record, request, message, time.monotonic())
         self._dispatch.perform(answer)
-        self._dispatch.hurry(peer)
+        self._dispatch.send_soon(peer)
 
     def _store_in_cache(self, peer: Peer, request: int, message: Store) -> Iterator[None]:
         """Store after dropping cached tensors to make room, which may take long."""
         now = time.monotonic()
         while self._ledger.make_cache_room(peer.record, message, now):
             yield
-        yield from self._ask(peer, request, message) or ()
+        yield from self._ask_ledger(peer, request, message) or ()
 
     def _cached(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
         """Answer after dropping expired tensors, which may take long."""
         now = time.monotonic()
         while self._ledger.tidy_cache(now):
             yield
-        yield from self._ask(peer, request, message) or ()
-        self._dispatch.go_on_freeing()
+        yield from self._ask_ledger(peer, request, message) or ()
+        self._dispatch.schedule_freeing()
 
     def _release(self, peer: Peer, request: int, message: Release) -> Iterator[None] | None:
         entries, release = message.entries, self._ledger.on_request[Release]
@@ -464,7 +470,7 @@ class Gateway:
         """Answer in a separate frame: a state is large, and a batch of them might not fit."""
 
         def answer(state: dict[str, Any]) -> None:
-            if peer.is_heard:
+            if peer.is_live:
                 self._dispatch.send_alone(peer, request, Status(state))
 
         self._status(answer)
@@ -474,7 +480,7 @@ class Gateway:
         self.end(peer.session, "goodbye")
 
 
-def _nobody(session: int, cause: str) -> None:
+def _ignore_event(session: int, cause: str) -> None:
     """Ignore a session's event."""
 
 

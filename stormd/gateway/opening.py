@@ -45,7 +45,7 @@ from stormd.transport.control import Connection
 from stormd.transport.listener import Credentials
 from stormd.workers.fleet import Fleet, Worker
 
-__all__ = ["NAME_SHOWN", "Opening", "TellStatus", "Terms"]
+__all__ = ["NAME_SHOWN", "Opening", "ProvideStatus", "Terms"]
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ NAME_SHOWN: Final = 64
 could receive one."""
 
 
-TellStatus = Callable[[Callable[[dict[str, Any]], None]], None]
+ProvideStatus = Callable[[Callable[[dict[str, Any]], None]], None]
 """Passes the state to the given callback, now or within a second or two."""
 
 
@@ -62,21 +62,21 @@ TellStatus = Callable[[Callable[[dict[str, Any]], None]], None]
 class Terms:
     """Who may have a session, and the values that every Welcome contains.
 
-    `allowed_uids` are the users that may connect. `cache_part_bytes` is the largest chunk in a
+    `allowed_uids` are the users that may connect. `cache_chunk_bytes` is the largest chunk in a
     session for the cache, 0 if there is no cache. `resume_seconds` is how long clients wait for the
     next daemon, 0.0 if sessions cannot be resumed. `epoch` identifies the sessions that can.
     """
 
     allowed_uids: frozenset[int]
     lifeline_path: str
-    cache_part_bytes: int
+    cache_chunk_bytes: int
     lease_seconds: float
     resume_seconds: float = 0.0
     epoch: int = 0
 
 
 class Opening:
-    """Answers connections without a session; a valid Hello opens one, here or `elsewhere`."""
+    """Answers connections without a session; a valid Hello opens one, here or in the `fleet`."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Opening:
         terms: Terms,
         lanes: Mapping[str, Lane],
         dispatch: Dispatch,
-        status: TellStatus,
-        elsewhere: Fleet | None = None,
+        status: ProvideStatus,
+        fleet: Fleet | None = None,
     ) -> None:
         self._terms = terms
         self._lanes = lanes
@@ -95,7 +95,7 @@ class Opening:
         self._counters = dispatch.counters
         self._control = dispatch.control
         self._status = status
-        self._elsewhere = elsewhere
+        self._fleet = fleet
 
     @property
     def allowed_uids(self) -> frozenset[int]:
@@ -154,34 +154,34 @@ class Opening:
     # --- Hello ------------------------------------------------------------------------------
 
     def _open(
-        self, connection: Connection, request: int, hello: Hello, *, is_last: bool = False
+        self, connection: Connection, request: int, hello: Hello, *, is_retry: bool = False
     ) -> Welcome | Refused | None:
         """Open a session; None if the answer comes later, or from another process.
 
         If no place is free, workers are first asked about places that have just become free;
-        `is_last` says that this was done.
+        `is_retry` says that this was done.
         """
         uid = connection.credentials.uid
         problem = self._hello_problem(uid, hello)
         if problem is not None:
             return problem
         problem = self._place_problem(uid, has_lane=hello.device != NO_LANE)
-        if problem is not None and self._elsewhere is not None and not is_last:
-            self._elsewhere.refresh(lambda: self._open_at_last(connection, request, hello))
+        if problem is not None and self._fleet is not None and not is_retry:
+            self._fleet.refresh(lambda: self._open_after_refresh(connection, request, hello))
             return None
         if problem is not None:
             return problem
         try:
-            if self._elsewhere is not None and _is_for_workers(hello):
-                self._hand_over(connection, request, hello, self._elsewhere.lane_for(hello))
+            if self._fleet is not None and _is_for_workers(hello):
+                self._hand_over(connection, request, hello, self._fleet.lane_for(hello))
                 return None
             return self._open_here(connection, hello)
         except LaneUnavailable as error:
             return Refused("UsageError", str(error))
 
-    def _open_at_last(self, connection: Connection, request: int, hello: Hello) -> None:
+    def _open_after_refresh(self, connection: Connection, request: int, hello: Hello) -> None:
         if connection.is_open and connection not in self._peers.by_connection:
-            self._reply(connection, request, self._open(connection, request, hello, is_last=True))
+            self._reply(connection, request, self._open(connection, request, hello, is_retry=True))
 
     def _place_problem(self, uid: int, *, has_lane: bool) -> Refused | None:
         """Return why there is no place for a session, after trying to make one."""
@@ -191,13 +191,13 @@ class Opening:
 
     def _open_here(self, connection: Connection, hello: Hello) -> Welcome:
         lane = self._lanes[hello.device]
-        session = connection.granted or _fresh_session()
+        session = connection.granted or _new_session_id()
         attachment = lane.attach(session, hello)
         if CACHE_FEATURE in hello.features:
-            part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
-            attachment = replace(attachment, part_bytes=part_bytes)
+            chunk_bytes = min(attachment.chunk_bytes, self._terms.cache_chunk_bytes)
+            attachment = replace(attachment, chunk_bytes=chunk_bytes)
         peer = Peer(
-            record=self._enter(session, connection.credentials, hello, attachment),
+            record=self._record_session(session, connection.credentials, hello, attachment),
             connection=connection,
             credentials=connection.credentials,
             lane=lane,
@@ -208,40 +208,40 @@ class Opening:
 
     def _hand_over(self, connection: Connection, request: int, hello: Hello, lane: Worker) -> None:
         """Give a session its place here, and its connection to the worker that will serve it."""
-        session, uid = _fresh_session(), connection.credentials.uid
+        session, uid = _new_session_id(), connection.credentials.uid
         peer = Peer(
-            record=self._enter(session, connection.credentials, hello, NOTHING_SHARED),
+            record=self._record_session(session, connection.credentials, hello, NOTHING_SHARED),
             connection=connection,
             credentials=connection.credentials,
             lane=lane,
             token=b"",
             descriptors=(),
-            is_heard=False,
+            is_live=False,
         )
-        self._peers.add_elsewhere(peer)
+        self._peers.add_of_worker(peer)
         frame = encode([Envelope(request, hello)])
-        lane.hand_over(session, uid, frame, self._control.release(connection))
+        lane.hand_over(session, uid, frame, self._control.hand_over(connection))
 
     def _welcome(self, peer: Peer, staging_bytes: int) -> Welcome:
         terms, record = self._terms, peer.record
         self._peers.add(peer)
-        self._control.adopt(peer.connection)
+        self._control.session_opened(peer.connection)
         return Welcome(
             session=peer.session,
             token=peer.token,
             protocol=PROTOCOL_VERSION,
-            features=[CACHE_FEATURE] if terms.cache_part_bytes else [],
+            features=[CACHE_FEATURE] if terms.cache_chunk_bytes else [],
             version=__version__,
             lifeline=terms.lifeline_path,
             staging_bytes=staging_bytes,
-            part_bytes=record.part_bytes,
+            part_bytes=record.chunk_bytes,
             lease_seconds=terms.lease_seconds,
             resume_seconds=terms.resume_seconds if record.hello is not None else 0.0,
             epoch=terms.epoch,
             secret=record.secret,
         )
 
-    def _enter(
+    def _record_session(
         self, session: int, credentials: Credentials, hello: Hello, attachment: Attachment
     ) -> Session:
         """Put the session into the ledger. If the pid is 0 (another namespace), use Hello's pid."""
@@ -257,11 +257,11 @@ class Opening:
         can_resume = self._terms.resume_seconds > 0 and not is_cached
         record = self._ledger.leases.open(
             info,
-            part_bytes=attachment.part_bytes,
+            chunk_bytes=attachment.chunk_bytes,
             staging_bytes=attachment.segment_bytes,
             now=time.monotonic(),
             caller=Caller(uid, gid) if is_cached else None,
-            hello=_kept(hello, pid, attachment) if can_resume else None,
+            hello=_hello_to_keep(hello, pid, attachment) if can_resume else None,
             secret=secrets.token_bytes(TOKEN_BYTES) if can_resume else b"",
         )
         fields = {"session": session_name(session), "pid": info.pid, "uid": uid}
@@ -290,7 +290,7 @@ class Opening:
         if record.phase is Phase.ORPHANED:
             self._ledger.leases.resume(record, now)
         else:  # the client came again before its lifeline: its first attempt was cut off
-            self._dispatch.forget(self._peers.by_session[resume.session])
+            self._dispatch.drop_connection(self._peers.by_session[resume.session])
             record.seen = now
         peer = Peer(
             record=record,
@@ -303,7 +303,7 @@ class Opening:
         )
         return self._welcome(peer, hello.staging_bytes)
 
-    def take_up(self, peer: Peer, descriptors: list[int]) -> bool:
+    def attach_resumed(self, peer: Peer, descriptors: list[int]) -> bool:
         """Attach a lane to a resumed session with its client's descriptors; False if it cannot."""
         hello, lane = peer.record.hello, peer.resumes
         assert hello is not None, "a session that cannot be resumed was kept"
@@ -326,7 +326,7 @@ class Opening:
             return _mismatch(hello.protocol)
         if hello.uid != uid:
             return Refused("UsageError", f"Hello says user {hello.uid}, the kernel says {uid}")
-        if CACHE_FEATURE in hello.features and not self._terms.cache_part_bytes:
+        if CACHE_FEATURE in hello.features and not self._terms.cache_chunk_bytes:
             return Refused(
                 "UsageError", "this daemon keeps no cache: start it with --cache-bytes above 0"
             )
@@ -336,11 +336,11 @@ class Opening:
 
     def _device_problem(self, hello: Hello) -> Refused | None:
         offered: Collection[str] = self._lanes
-        if self._elsewhere is not None and _is_for_workers(hello):
-            offered = sorted(self._elsewhere.devices)
+        if self._fleet is not None and _is_for_workers(hello):
+            offered = sorted(self._fleet.devices)
         if hello.device in offered:
             return None
-        if self._elsewhere is not None and CACHE_FEATURE in hello.features:
+        if self._fleet is not None and CACHE_FEATURE in hello.features:
             return Refused(
                 "UsageError", "workers serve the devices, and the cache is beside them: name cpu"
             )
@@ -357,7 +357,7 @@ def _is_for_workers(hello: Hello) -> bool:
     return hello.device != NO_LANE and CACHE_FEATURE not in hello.features
 
 
-def _fresh_session() -> int:
+def _new_session_id() -> int:
     return secrets.randbits(63) or 1
 
 
@@ -368,7 +368,7 @@ def _may_resume(record: Session, resume: Resume, uid: int, epoch: int) -> bool:
     return is_its_own and is_known and record.phase in (Phase.ORPHANED, Phase.OPENED)
 
 
-def _kept(hello: Hello, pid: int, attachment: Attachment) -> Hello:
+def _hello_to_keep(hello: Hello, pid: int, attachment: Attachment) -> Hello:
     """Return the Hello to keep for a later daemon: granted staging size and the kernel's pid."""
     fields: dict[str, Any] = dict(zip(Hello.FIELDS, hello.to_wire(), strict=True))
     fields |= {"pid": pid, "staging_bytes": attachment.staging_bytes}

@@ -20,10 +20,10 @@ __all__ = ["Peer", "Peers"]
 class Peer:
     """One client. `descriptors` is empty once they were sent; `outbox` has its unsent answers.
 
-    `handed` has descriptors that came over the lifeline before their MapPiece, by piece number.
-    `awaiting` has the requests that came before their descriptor.
+    `piece_descriptors` has descriptors that came over the lifeline before their MapPiece, by piece
+    number. `pieces_waiting` has the requests that came before their descriptor.
 
-    `is_heard` says whether its session goes on. A client that resumes another daemon's session has
+    `is_live` is False once its session ends. A client that resumes another daemon's session has
     the session's lane in `resumes`, and a `lane` without a device. The real lane takes over once
     the lifeline has brought the shared descriptors.
     """
@@ -35,10 +35,10 @@ class Peer:
     token: bytes
     descriptors: tuple[int, ...]
     outbox: list[Envelope] = field(default_factory=list)
-    is_heard: bool = True
+    is_live: bool = True
     resumes: Lane | None = None
-    handed: dict[int, int] = field(default_factory=dict)
-    awaiting: dict[int, tuple[int, MapPiece]] = field(default_factory=dict)
+    piece_descriptors: dict[int, int] = field(default_factory=dict)
+    pieces_waiting: dict[int, tuple[int, MapPiece]] = field(default_factory=dict)
 
     @property
     def session(self) -> int:
@@ -47,11 +47,11 @@ class Peer:
 
     def close_descriptors(self) -> None:
         """Close the descriptors that nobody has taken."""
-        for descriptor in (*self.descriptors, *self.handed.values()):
+        for descriptor in (*self.descriptors, *self.piece_descriptors.values()):
             os.close(descriptor)
         self.descriptors = ()
-        self.handed.clear()
-        self.awaiting.clear()
+        self.piece_descriptors.clear()
+        self.pieces_waiting.clear()
 
 
 class Peers:
@@ -71,7 +71,7 @@ class Peers:
         self.by_connection[peer.connection] = peer
         self._waiting[peer.session] = peer
 
-    def add_elsewhere(self, peer: Peer) -> None:
+    def add_of_worker(self, peer: Peer) -> None:
         """Add a client that another process serves."""
         self.by_session[peer.session] = peer
 
@@ -94,7 +94,7 @@ class Peers:
             del self.by_connection[peer.connection]
         self._waiting.pop(peer.session, None)
         peer.outbox.clear()
-        peer.is_heard = False
+        peer.is_live = False
 
     def remove(self, session: int) -> None:
         """Forget a client that was cut off and whose session is gone."""

@@ -36,18 +36,18 @@ class Attachment:
     """The shared memory that a lane has set up for a session.
 
     `descriptors` are sent to the client, timeline page first; the caller closes them.
-    `staging_bytes` is the granted size of the staging area, `part_bytes` the size of the largest
+    `staging_bytes` is the granted size of the staging area, `chunk_bytes` the size of the largest
     entry. `segment_bytes` is the size of segment 0 if that is the staging area and exists already;
     it is 0 if the client maps segment 0.
     """
 
     descriptors: tuple[int, ...]
     staging_bytes: int
-    part_bytes: int
+    chunk_bytes: int
     segment_bytes: int
 
 
-NOTHING_SHARED: Final = Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
+NOTHING_SHARED: Final = Attachment(descriptors=(), staging_bytes=0, chunk_bytes=1, segment_bytes=0)
 """The attachment of a session without a lane in this process."""
 
 
@@ -141,7 +141,7 @@ class Lane:
         """
         raise AssertionError(f"{len(jobs)} jobs of session {session}, which has no lane")
 
-    def skip(self, session: int, sequence: int) -> None:
+    def skip_sequence(self, session: int, sequence: int) -> None:
         """Note that the store with this sequence number was rejected. Not answered.
 
         Called in the order of the session's stores. A lane that counts stores on the session's

@@ -78,7 +78,7 @@ class _Memory:
     timelines: Timelines
     """The counters of the page."""
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Give the staging area's pages back to the machine, even while the client maps them.
 
         A client that copied out of the area afterwards would read zeros. So the page is poisoned
@@ -116,7 +116,7 @@ class _Held:
 class CpuLane(Lane):
     """Serves sessions with `threads` workers; any of them may call `post` with results.
 
-    `staging_bytes` and `part_bytes` are the most that one session is granted, `all_staging_bytes`
+    `staging_bytes` and `chunk_bytes` are the most that one session is granted, `all_staging_bytes`
     the most that all sessions have together. The event loop itself does jobs of up to
     `at_once_bytes`. `close` must follow.
 
@@ -133,7 +133,7 @@ class CpuLane(Lane):
         post: Post,
         staging_bytes: int,
         all_staging_bytes: int,
-        part_bytes: int,
+        chunk_bytes: int,
         threads: int,
         link_limit_bytes: int = 0,
         at_once_bytes: int = AT_ONCE_BYTES,
@@ -142,13 +142,13 @@ class CpuLane(Lane):
         self._limit = LinkLimit(link_limit_bytes)
         self._staging_bytes = staging_bytes
         self._all_staging_bytes = all_staging_bytes
-        self._part_bytes = part_bytes
+        self._chunk_bytes = chunk_bytes
         # Written by the loop in attach and by a worker in _let_go, read by workers in between.
         self._memories: dict[int, _Memory] = {}
         self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
         self._heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
         self._at_once_bytes = at_once_bytes
-        *codecs, self._own_codec = _codecs(pool, [part_bytes] * threads + [at_once_bytes])
+        *codecs, self._own_codec = _codecs(pool, [chunk_bytes] * threads + [at_once_bytes])
         self._lock = threading.Lock()  # protects the number of workers alive
         self._working = threads
         self._workers = [
@@ -213,7 +213,7 @@ class CpuLane(Lane):
         return Attachment(
             descriptors=() if descriptors else made,
             staging_bytes=staging,
-            part_bytes=min(self._part_bytes, staging // 2),
+            chunk_bytes=min(self._chunk_bytes, staging // 2),
             segment_bytes=staging,
         )
 
@@ -292,7 +292,7 @@ class CpuLane(Lane):
         self, codec: HostCodec, held: _Held, session: int, job: StoreJob | RestoreJob | None
     ) -> None:
         if job is None:
-            self._let_go(session)
+            self._free(session)
             return
         held.job = session, job
         held.add(session, self._perform(codec, job))
@@ -311,7 +311,7 @@ class CpuLane(Lane):
         while is_last and (task := self._queue.take()) is not None:
             session, waiting = task
             if waiting is None:
-                self._let_go(session)
+                self._free(session)
             else:
                 held.add(session, _failure(waiting, "ActivationLost", detail))
                 self._post_held(held)
@@ -367,12 +367,12 @@ class CpuLane(Lane):
             )
         return staging.address + job.offset
 
-    def _let_go(self, session: int) -> None:
-        self._memories.pop(session).let_go()
+    def _free(self, session: int) -> None:
+        self._memories.pop(session).free()
         self._post(Detached(session))
 
 
-def _codecs(pool: HostPool, part_bytes: list[int]) -> list[HostCodec]:
+def _codecs(pool: HostPool, chunk_bytes: list[int]) -> list[HostCodec]:
     """Return one codec with scratch per worker and for the loop: none could work without one.
 
     Raises:
@@ -380,14 +380,14 @@ def _codecs(pool: HostPool, part_bytes: list[int]) -> list[HostCodec]:
     """
     codecs: list[HostCodec] = []
     try:
-        for most in part_bytes:
+        for most in chunk_bytes:
             codecs.append(HostCodec(pool, most))  # noqa: PERF401 - what is made is closed
     except (OSError, MemoryError) as error:
         for codec in codecs:
             codec.close()
         raise LaneUnavailable(
-            f"no memory for the scratch of {len(part_bytes) - 1} workers of the cpu lane, "
-            f"{format_size(blob_bound(max(part_bytes)))} each: lower encode_threads or "
+            f"no memory for the scratch of {len(chunk_bytes) - 1} workers of the cpu lane, "
+            f"{format_size(blob_bound(max(chunk_bytes)))} each: lower encode_threads or "
             "part_bytes_cpu, "
             "free memory, or raise the limit of address space (ulimit -v)"
         ) from error
@@ -403,7 +403,7 @@ def _granted(asked: int, most: int) -> int:
 def _shared(session: int, staging_bytes: int, given: list[int]) -> _Memory:
     """Return new memory, or the memory of two descriptors; set the used ones to -1 in `given`."""
     if len(given) != 2:
-        raise OSError(errno.EINVAL, f"{len(given)} descriptors came of the 2 that are shared")
+        raise OSError(errno.EINVAL, f"expected 2 descriptors, got {len(given)}")
     page_descriptor, given[0] = given[0], -1
     page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES, page_descriptor)
     try:

@@ -44,7 +44,7 @@ class FairShares:
         """Return the session with the smallest tag; of equal tags the first."""
         return min(sessions, key=self._tags.__getitem__)
 
-    def moves(self, session: int, nbytes: int) -> None:
+    def record_bytes(self, session: int, nbytes: int) -> None:
         """Note that a session is served and moves so many bytes."""
         self._now = max(self._now, self._tags[session])
         self._tags[session] += nbytes
@@ -139,7 +139,7 @@ class FairQueue(Generic[Job]):
         session = self._shares.next(self._waiting)
         queue = self._waiting[session]
         job, nbytes = queue.popleft()
-        self._shares.moves(session, nbytes + JOB_BYTES)
+        self._shares.record_bytes(session, nbytes + JOB_BYTES)
         if not queue:
             del self._waiting[session]
         self._running[session] = self._running.get(session, 0) + 1

@@ -39,31 +39,31 @@ class Buffer:
 
 
 class HostCodec:
-    """One worker's stores and restores of up to `part_bytes` each. Not thread-safe.
+    """One worker's stores and restores of up to `chunk_bytes` each. Not thread-safe.
 
     Its scratch holds a blob whose size is not known yet, or whose block has several extents.
     Scratch pages are allocated when touched, so contiguous raw blobs, which need no scratch, cost
     nothing.
     """
 
-    def __init__(self, pool: HostPool, part_bytes: int) -> None:
+    def __init__(self, pool: HostPool, chunk_bytes: int) -> None:
         self._codec = ancf.host_backend()
         self._pool = pool
-        self._blob = Buffer(blob_bound(part_bytes))
+        self._blob = Buffer(blob_bound(chunk_bytes))
 
     def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
         """Encode the bytes at address `source`; return the blob's block and its mode.
 
         On an error nothing is placed: the job's promise still stands.
         """
-        if job.part.codec == "raw":
+        if job.chunk.codec == "raw":
             return self._store_raw(source, job), "raw"
-        part = job.part
+        chunk = job.chunk
         size = self._codec.encode_into(
-            source, part.nbytes, part.dtype, self._blob.address, part.bound
+            source, chunk.nbytes, chunk.dtype, self._blob.address, chunk.bound
         )
         block = job.place(size)
-        scatter(self._pool.address, block.pieces(), self._blob.address)
+        scatter(self._pool.address, block.used_extents(), self._blob.address)
         return block, _mode(self._blob.address)
 
     def restore(self, block: Block, destination: int, nbytes: int) -> None:
@@ -73,7 +73,7 @@ class HostCodec:
             CorruptBlob: the blob is damaged; the destination may hold anything.
         """
         if block.offset is None:
-            gather(self._pool.address, block.pieces(), self._blob.address)
+            gather(self._pool.address, block.used_extents(), self._blob.address)
         self._codec.decode_into(self._address(block), block.nbytes, destination, nbytes)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class HostCodec:
 
     def _store_raw(self, source: int, job: StoreJob) -> Block:
         """Encode directly into the arena if the block is contiguous: the blob's size is known."""
-        block = job.place(job.part.bound)
+        block = job.place(job.chunk.bound)
         try:
             self._encode_raw(source, job, block)
         except BaseException:
@@ -91,10 +91,10 @@ class HostCodec:
         return block
 
     def _encode_raw(self, source: int, job: StoreJob, block: Block) -> None:
-        part, target = job.part, self._address(block)
-        self._codec.encode_into(source, part.nbytes, part.dtype, target, block.nbytes, mode="raw")
+        chunk, target = job.chunk, self._address(block)
+        self._codec.encode_into(source, chunk.nbytes, chunk.dtype, target, block.nbytes, mode="raw")
         if block.offset is None:
-            scatter(self._pool.address, block.pieces(), self._blob.address)
+            scatter(self._pool.address, block.used_extents(), self._blob.address)
 
     def _address(self, block: Block) -> int:
         """Return the address of the whole blob: in the arena, or in scratch if split there."""

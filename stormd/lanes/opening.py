@@ -38,7 +38,7 @@ def check_device(config: Config) -> None:
 
         device_uuids()
     except (BackendUnavailable, ImportError) as error:
-        raise LaneUnavailable(f"there is no cuda lane here: {error}") from error
+        raise LaneUnavailable(f"CUDA is not available: {error}") from error
 
 
 def open_lanes(
@@ -73,7 +73,7 @@ def _open_cuda(
         load_cupy()  # this compiles the codec
     except (BackendUnavailable, ImportError) as error:
         if config.device == "cuda":
-            raise LaneUnavailable(f"there is no cuda lane here: {error}") from error
+            raise LaneUnavailable(f"CUDA is not available: {error}") from error
         log.info("no cuda lane: %s", error)
         return None
     return CudaLane(
@@ -81,7 +81,7 @@ def _open_cuda(
         pool=pool,
         post=post,
         staging_bytes=config.staging_bytes_cuda,
-        part_bytes=config.part_bytes_cuda,
+        chunk_bytes=config.part_bytes_cuda,
         direct_bytes=config.direct_bytes_cuda,
         link_limit_bytes=config.link_limit_bytes,
         is_resumable=config.resumable,
@@ -95,7 +95,7 @@ def _open_cpu(config: Config, pool: HostPool, post: Post) -> CpuLane:
         post=post,
         staging_bytes=config.staging_bytes_cpu,
         all_staging_bytes=config.all_staging_bytes_cpu or left,
-        part_bytes=config.part_bytes_cpu,
+        chunk_bytes=config.part_bytes_cpu,
         threads=config.encode_threads,
         link_limit_bytes=config.link_limit_bytes,
     )

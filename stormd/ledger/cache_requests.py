@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from stormd.cache.items import Cache, CachePart, Label
+from stormd.cache.items import Cache, CacheChunk, Label
 from stormd.ledger.holdings import State, assert_space
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
@@ -145,9 +145,9 @@ class CacheRequests:
             return _refused(
                 f"the put of {name!r} is open in this session: commit or cancel it first"
             )
-        if message.part_bytes > record.part_bytes:
+        if message.part_bytes > record.chunk_bytes:
             return _refused(
-                f"parts of {message.part_bytes} bytes; the limit is {record.part_bytes}: send "
+                f"parts of {message.part_bytes} bytes; the limit is {record.chunk_bytes}: send "
                 "parts of Welcome.part_bytes"
             )
         most = _bound(message)
@@ -167,11 +167,11 @@ class CacheRequests:
         if problem:
             return _refused(problem)
         taken = self._state.holdings.remove_all(record, message.entries)
-        parts = tuple(_part(entry) for entry in taken)
+        chunks = tuple(_chunk(entry) for entry in taken)
         self._close_put(record, access)
         expires = now + put.ttl_seconds if put.ttl_seconds else math.inf
         label = Label(put.name, put.dtype, tuple(put.shape), put.nbytes, put.part_bytes)
-        self._cache.put(label, access.caller, parts, expires)
+        self._cache.put(label, access.caller, chunks, expires)
         return CacheFound(found=True)
 
     def _cancel(
@@ -189,20 +189,20 @@ class CacheRequests:
         if problem is not None:
             return problem
         first = access.next_loan
-        access.next_loan += len(item.parts)
+        access.next_loan += len(item.chunks)
         lent = {
             number: Entry(
-                raw_bytes=part.raw_bytes,
-                codec=part.codec,
+                raw_bytes=chunk.raw_bytes,
+                codec=chunk.codec,
                 since=now,
                 promised=0,
                 charge=0,
                 space=self.space,
-                block=part.block,
+                block=chunk.block,
                 loan=loan,
             )
-            for number, (part, loan) in enumerate(
-                zip(item.parts, self._cache.lend(item), strict=True), start=first
+            for number, (chunk, loan) in enumerate(
+                zip(item.chunks, self._cache.lend(item), strict=True), start=first
             )
         }
         self._state.holdings.add_lent(record, lent)
@@ -210,7 +210,7 @@ class CacheRequests:
             dtype=label.dtype,
             shape=list(label.shape),
             nbytes=label.nbytes,
-            part_bytes=label.part_bytes,
+            part_bytes=label.chunk_bytes,
             first_entry=first,
         )
 
@@ -275,13 +275,13 @@ def _commit_problem(record: Session, put: CachePut, entries: list[int]) -> str:
 
 
 def _get_problem(record: Session, label: Label, limits: Limits) -> Refused | None:
-    if label.part_bytes > record.part_bytes:
+    if label.chunk_bytes > record.chunk_bytes:
         return _refused(
-            f"{label.name!r} came in parts of {label.part_bytes} bytes and this session's limit is "
-            f"{record.part_bytes}: put it again with smaller parts"
+            f"{label.name!r} came in parts of {label.chunk_bytes} bytes and this session's limit "
+            f"is {record.chunk_bytes}: put it again with smaller parts"
         )
     held = len(record.entries)
-    if held + part_count(label.nbytes, label.part_bytes) > limits.max_entries:
+    if held + part_count(label.nbytes, label.chunk_bytes) > limits.max_entries:
         return Refused(
             "QuotaExceeded",
             f"{held} entries are held and the limit is {limits.max_entries}: release what "
@@ -290,16 +290,16 @@ def _get_problem(record: Session, label: Label, limits: Limits) -> Refused | Non
     return None
 
 
-def _part(entry: Entry) -> CachePart:
+def _chunk(entry: Entry) -> CacheChunk:
     assert entry.block is not None
-    return CachePart(block=entry.block, raw_bytes=entry.raw_bytes, codec=entry.codec)
+    return CacheChunk(block=entry.block, raw_bytes=entry.raw_bytes, codec=entry.codec)
 
 
 def _no_put(access: CacheAccess) -> str:
     """Say that no put is open, and which put was closed because no chunks came."""
     closed = ""
     if access.put_closed:
-        closed = f" (that of {access.put_closed!r} got no part for {PUT_SECONDS:g} s)"
+        closed = f" (that of {access.put_closed!r} ended: no chunk came for {PUT_SECONDS:g} s)"
     return f"no put is open in this session{closed}: send CachePut first"
 
 

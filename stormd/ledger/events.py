@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stormd.ledger.parts import Part
+from stormd.ledger.parts import Chunk
 from stormd.memory.arena import Block, Space
 from stormd.protocol import MapPiece, MapSegment, Message, ReserveRange
 
@@ -55,7 +55,7 @@ Mappable: TypeAlias = MapSegment | ReserveRange | MapPiece
 
 @dataclass(slots=True)
 class StoreJob:
-    """Encode the bytes of `part` at `offset` of `segment`, and `place` the blob in `space`.
+    """Encode the bytes of `chunk` at `offset` of `segment`, and `place` the blob in `space`.
 
     The lane waits until the session's `published` counter reaches `ready`. Once the source may be
     used again, it raises the `stored` counter to `sequence` (cuda lane).
@@ -63,7 +63,7 @@ class StoreJob:
 
     session: int
     entry: int
-    part: Part
+    chunk: Chunk
     segment: int
     offset: int
     ready: int
@@ -73,15 +73,15 @@ class StoreJob:
     @property
     def nbytes(self) -> int:
         """Number of bytes to be encoded."""
-        return self.part.nbytes
+        return self.chunk.nbytes
 
     def place(self, nbytes: int) -> Block:
         """Turn the promise into a block for the blob of `nbytes`, and return the block."""
-        return self.space.place(self.part.charge, nbytes)
+        return self.space.place(self.chunk.charge, nbytes)
 
     def unplace(self, block: Block) -> None:
         """Undo `place`: the promise is valid again."""
-        self.space.unplace(block, self.part.charge)
+        self.space.unplace(block, self.chunk.charge)
 
 
 @dataclass(slots=True)

@@ -60,12 +60,12 @@ class Shares:
         """The bytes that all sessions hold within their shares."""
         return sum(self._by_user.values()) - self._common
 
-    def limit(self, share_bytes: int, used: Iterable[int]) -> None:
+    def set_share(self, share_bytes: int, used: Iterable[int]) -> None:
         """Change the size of a share; `used` has the bytes that each session holds."""
         self._share = share_bytes
         self._common = sum(self._beyond(one) for one in used)
 
-    def moved(self, uid: int, before: int, after: int) -> None:
+    def update(self, uid: int, before: int, after: int) -> None:
         """Note that the bytes of one of the user's sessions change from `before` to `after`."""
         total = self._by_user.get(uid, 0) + after - before
         if total:
@@ -74,9 +74,9 @@ class Shares:
             self._by_user.pop(uid, None)
         if self._totals is not None:
             self._totals.hold(uid, total)
-        self._common += self.taken(before, after) if self._share else after - before
+        self._common += self.common_growth(before, after) if self._share else after - before
 
-    def taken(self, before: int, after: int) -> int:
+    def common_growth(self, before: int, after: int) -> int:
         """Return how much of the common part a session takes by going from `before` to `after`."""
         return max(after, self._share) - max(before, self._share)
 
@@ -124,7 +124,7 @@ class Holdings:
         before = record.used_bytes
         record.used_bytes += nbytes
         if record.cache is None:
-            self.shares.moved(record.info.uid, before, record.used_bytes)
+            self.shares.update(record.info.uid, before, record.used_bytes)
 
     def remove(self, record: Session, entry_id: int) -> Entry:
         """Take an entry from a session; the caller handles its promise, block or loan."""
@@ -171,7 +171,7 @@ class Holdings:
         elif entry.disk is None:
             entry.space.withdraw(entry.promised)
         if entry.disk is not None:
-            entry.disk.leave()
+            entry.disk.free()
 
     def _count(self, record: Session, raw_bytes: int) -> None:
         if record.cache is None:

@@ -95,7 +95,7 @@ class Leases:
         self,
         info: SessionInfo,
         *,
-        part_bytes: int,
+        chunk_bytes: int,
         staging_bytes: int,
         now: float,
         caller: Caller | None = None,
@@ -111,7 +111,7 @@ class Leases:
         assert info.session not in self._state.sessions
         assert caller is None or self._cache is not None
         segments = {0: staging_bytes} if staging_bytes else {}
-        record = Session(info=info, part_bytes=part_bytes, seen=now, segments=segments)
+        record = Session(info=info, chunk_bytes=chunk_bytes, seen=now, segments=segments)
         record.cache = None if caller is None else CacheAccess(caller)
         record.hello, record.secret = hello, secret
         self._state.holdings.records.opened(record)
@@ -128,7 +128,7 @@ class Leases:
         segments = {0: kept.staging_bytes} if kept.staging_bytes else {}
         record = Session(
             info=kept.info,
-            part_bytes=kept.part_bytes,
+            chunk_bytes=kept.chunk_bytes,
             seen=now,
             segments=segments,
             phase=Phase.ORPHANED,
@@ -155,7 +155,7 @@ class Leases:
         record.enter(Phase.OPENED)
         record.has_client = True
         record.seen = now
-        self._places.waits(record)
+        self._places.awaits_lifeline(record)
 
     def attach(self, record: Session, now: float) -> None:
         """Note that the session's lifeline is connected: from now on it may store."""
@@ -189,7 +189,7 @@ class Leases:
         if record is None or record.phase is Phase.ENDING:
             return []
         if record.phase is Phase.OPENED:  # it holds nothing, so its place is free at once
-            self._places.leave(record)
+            self._places.free(record)
         record.enter(Phase.ENDING)
         record.cause = cause
         self._state.holdings.records.ended(record)
@@ -204,7 +204,7 @@ class Leases:
             self._freeing.append(record)
         if not record.has_client:  # no lane has it, and nobody must be told
             record.detached = True
-            return [*self.gone(record), *self.free_some()]
+            return [*self.remove_if_done(record), *self.free_some()]
         return [Detach(session), *self.free_some()]
 
     # --- what ending sessions have held -----------------------------------------------------
@@ -228,14 +228,14 @@ class Leases:
             left -= self._free_some_of(record, left)
             if not record.to_free:
                 self._freeing.popleft()
-                gone += self.gone(record)
+                gone += self.remove_if_done(record)
         return gone
 
     def detached(self, record: Session, _results: object, _now: float) -> list[Instruction]:
         """Note that the session's lane has detached it: no more results follow."""
-        assert record.phase is Phase.ENDING, "a lane let go of a living session"
+        assert record.phase is Phase.ENDING, "a session that is not ending was detached by its lane"
         record.detached = True
-        return self.gone(record)
+        return self.remove_if_done(record)
 
     def assert_invariants(self) -> None:
         """Raise AssertionError if sessions and their places contradict each other: for tests."""
@@ -253,7 +253,7 @@ class Leases:
                 self._state.holdings.give_up(record, number)
         return count
 
-    def gone(self, record: Session) -> list[Instruction]:
+    def remove_if_done(self, record: Session) -> list[Instruction]:
         """Forget an ending session if it holds nothing and its lane has detached it.
 
         Entries that the tier on disk still uses are freed once the tier has answered.
@@ -262,12 +262,12 @@ class Leases:
             return []
         if record.entries:
             assert all(entry.disk is not None for entry in record.entries.values()), (
-                "a lane let go of a session without answering its jobs"
+                "a lane detached a session without answering its jobs"
             )
             return []
         del self._state.sessions[record.info.session]
         self._state.holdings.has_changed = True
-        self._places.leave(record)
+        self._places.free(record)
         return [Ended(record.info.session, record.cause)] if record.has_client else []
 
 
@@ -307,7 +307,7 @@ class Places:
         self._by_user[info.has_lane, info.uid] += 1
         self._by_kind[info.has_lane] += 1
 
-    def waits(self, record: Session) -> None:
+    def awaits_lifeline(self, record: Session) -> None:
         """Note that another daemon's session waits for its lifeline."""
         self._unattached[record.info.session] = record
 
@@ -315,7 +315,7 @@ class Places:
         """Note that a session has its lifeline."""
         del self._unattached[record.info.session]
 
-    def leave(self, record: Session) -> None:
+    def free(self, record: Session) -> None:
         """Free a session's place. May be called twice."""
         info = record.info
         if self._taken.pop(info.session, None) is None:

@@ -100,7 +100,7 @@ class Ledger:
         holdings = Holdings(records or Records(), totals)
         self._state = State(space, limits, counters, holdings)
         self.holdings = self._state.holdings
-        self.holdings.shares.limit(limits.share_bytes, ())
+        self.holdings.shares.set_share(limits.share_bytes, ())
         self._cache = None if cache is None else CacheRequests(cache, self._state)
         restores = Restores(self._state)
         self.leases = Leases(self._state, self._cache)
@@ -138,7 +138,7 @@ class Ledger:
         """Apply new limits to later requests; what sessions hold now is not affected."""
         self._state.limits = limits
         pool_users = (one.used_bytes for one in self._records() if one.cache is None)
-        self.holdings.shares.limit(limits.share_bytes, pool_users)
+        self.holdings.shares.set_share(limits.share_bytes, pool_users)
 
     def drain(self) -> None:
         """Accept no new session and no new entry from now on."""
@@ -173,7 +173,9 @@ class Ledger:
             answer = Refused(
                 "UsageError", "this session's Hello did not say that it is for the cache"
             )
-        elif isinstance(message, CachePut) and self._stores.waits(record, self._cache.size, now):
+        elif isinstance(message, CachePut) and self._stores.should_wait(
+            record, self._cache.size, now
+        ):
             return [Wait(record.info.session)]
         else:
             answer = self._cache.answer(record, message, now)
@@ -196,7 +198,7 @@ class Ledger:
         assert self.spills is not None
         instructions = self.spills.moved(record, results, now)
         if record.phase is Phase.ENDING:
-            instructions += self.leases.gone(record)
+            instructions += self.leases.remove_if_done(record)
         return instructions
 
     # --- what the operator sees -------------------------------------------------------------

@@ -63,7 +63,7 @@ class Disk:
     """
 
     space: Space
-    rooms: Counter[DiskPhase] = field(default_factory=Counter)
+    by_phase: Counter[DiskPhase] = field(default_factory=Counter)
     by_session: Counter[int] = field(default_factory=Counter)
     written: dict[int, float] = field(default_factory=dict)
     ended: str = ""
@@ -71,12 +71,12 @@ class Disk:
     @property
     def held_bytes(self) -> int:
         """Bytes of the pool for which no entry is charged: clean, or being read into."""
-        return self.rooms[DiskPhase.CLEAN] + self.rooms[DiskPhase.READING]
+        return self.by_phase[DiskPhase.CLEAN] + self.by_phase[DiskPhase.READING]
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the pool that the blobs on disk take, or would take if they were read back."""
-        return self.rooms.total() - self.rooms[DiskPhase.LOST]
+        return self.by_phase.total() - self.by_phase[DiskPhase.LOST]
 
     def loss(self) -> str:
         """Return, for people, why an entry is LOST."""
@@ -87,9 +87,9 @@ class Disk:
         rooms: Counter[DiskPhase] = Counter()
         by_session: Counter[int] = Counter()
         for place in places:
-            rooms[place.phase] += place.room
+            rooms[place.phase] += place.pool_bytes
             by_session[place.session] += place.extent.nbytes
-        assert rooms == self.rooms
+        assert rooms == self.by_phase
         assert by_session == self.by_session
         assert self.written.keys() == {place.generation for place in places}
         self.space.assert_invariants()
@@ -116,12 +116,12 @@ class OnDisk:
     order: int = 0
 
     def __post_init__(self) -> None:
-        self.disk.rooms[self.phase] += self.room
+        self.disk.by_phase[self.phase] += self.pool_bytes
         self.disk.by_session[self.session] += self.extent.nbytes
         self.disk.written[self.generation] = self.since
 
     @property
-    def room(self) -> int:
+    def pool_bytes(self) -> int:
         """Bytes of the pool that the blob takes there."""
         return granules(self.nbytes)
 
@@ -133,14 +133,14 @@ class OnDisk:
     def enter(self, phase: DiskPhase) -> None:
         """Enter another phase."""
         assert phase in _NEXT[self.phase], f"what is {self.phase} cannot be {phase}"
-        self.disk.rooms[self.phase] -= self.room
-        self.disk.rooms[phase] += self.room
+        self.disk.by_phase[self.phase] -= self.pool_bytes
+        self.disk.by_phase[phase] += self.pool_bytes
         self.phase = phase
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free the extent; no thread may be using it."""
         disk = self.disk
-        disk.rooms[self.phase] -= self.room
+        disk.by_phase[self.phase] -= self.pool_bytes
         del disk.written[self.generation]
         disk.by_session[self.session] -= self.extent.nbytes
         if not disk.by_session[self.session]:

@@ -1,4 +1,4 @@
-"""A chunk to store, the `Part`: its bytes, element type and codec, and its blob's maximum size."""
+"""A chunk to store: its bytes, element type and codec, and its blob's maximum size."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from storm_kernels.ancf import DType
 
 from stormd.memory.arena import granules
 
-__all__ = ["Part", "blob_bound", "parse_dtype"]
+__all__ = ["Chunk", "blob_bound", "parse_dtype"]
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """`nbytes` to store. `bound` is the blob's maximum size, `charge` that size in granules."""
 
     nbytes: int
@@ -22,8 +22,8 @@ class Part(NamedTuple):
     charge: int
 
     @classmethod
-    def of(cls, nbytes: int, dtype: str, codec: str) -> Part:
-        """Return a Part of `nbytes` with elements of the named type.
+    def of(cls, nbytes: int, dtype: str, codec: str) -> Chunk:
+        """Return a Chunk of `nbytes` with elements of the named type.
 
         Raises:
             ValueError: there is no such type, or `nbytes` is no whole number of its elements.

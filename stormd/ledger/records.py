@@ -19,7 +19,7 @@ from typing import Final
 
 import msgpack
 
-from stormd.cache.items import CachePart, Caller, Item, Label
+from stormd.cache.items import CacheChunk, Caller, Item, Label
 from stormd.ledger.sessions import Entry, Session, SessionInfo
 from stormd.memory.arena import Block, Extent, Space
 from stormd.memory.journal import Found, Journal, JournalUnusable
@@ -69,13 +69,13 @@ class Layout:
     """How the memory of the pool is laid out, and how much of it is committed.
 
     `committed` has the bytes of memory in each space: the pool's, and the cache's if there is a
-    cache. `part_bytes` has each lane's largest chunk, for which it has scratch.
+    cache. `chunk_bytes` has each lane's largest chunk, for which it has scratch.
     """
 
     pool_bytes: int
     cache_bytes: int
     committed: tuple[int, ...]
-    part_bytes: dict[str, int]
+    chunk_bytes: dict[str, int]
 
 
 class Records:
@@ -132,7 +132,7 @@ class JournalRecords(Records):
             return
         info = record.info
         content = [
-            info.session, info.device, info.uid, info.pid, info.name, record.part_bytes,
+            info.session, info.device, info.uid, info.pid, info.name, record.chunk_bytes,
             record.segments.get(0, 0), record.secret, record.hello.to_wire(),
         ]  # fmt: skip
         record.cell = self._journal.write(_SESSION, msgpack.packb(content))
@@ -175,14 +175,14 @@ class JournalRecords(Records):
             entry.cell = 0
 
     def cached(self, item: Item) -> None:
-        parts = [
+        chunks = [
             [raw_bytes, codec, block.nbytes, [number for one in block.extents for number in one]]
-            for block, raw_bytes, codec in item.parts
+            for block, raw_bytes, codec in item.chunks
         ]
         label, owner = item.label, item.owner
         content = [
-            label.name, label.dtype, list(label.shape), label.nbytes, label.part_bytes,
-            owner.uid, owner.gid, item.expires, parts,
+            label.name, label.dtype, list(label.shape), label.nbytes, label.chunk_bytes,
+            owner.uid, owner.gid, item.expires, chunks,
         ]  # fmt: skip
         item.cell = self._journal.write(_ITEM, msgpack.packb(content))
 
@@ -194,7 +194,7 @@ class JournalRecords(Records):
     def laid_out(self, layout: Layout) -> None:
         """Record the current memory layout."""
         content = [
-            layout.pool_bytes, layout.cache_bytes, list(layout.committed), layout.part_bytes
+            layout.pool_bytes, layout.cache_bytes, list(layout.committed), layout.chunk_bytes
         ]  # fmt: skip
         before, self._layout = self._layout, self._journal.write(_LAYOUT, msgpack.packb(content))
         if before:
@@ -251,7 +251,7 @@ class KeptSession:
     """A session as recorded, and its entries by number."""
 
     info: SessionInfo
-    part_bytes: int
+    chunk_bytes: int
     staging_bytes: int
     secret: bytes
     hello: Hello
@@ -286,7 +286,7 @@ class State:
 
     def cache_blocks(self) -> list[Block]:
         """Return the blocks of all tensors in the cache."""
-        return [part.block for item in self.items for part in item.parts]
+        return [chunk.block for item in self.items for chunk in item.chunks]
 
     def _entries(self) -> Iterable[KeptEntry]:
         return (entry for session in self.sessions for entry in session.entries.values())
@@ -348,14 +348,14 @@ class _Reading:
         )
 
     def _read_layout(self, found: Found) -> None:
-        pool_bytes, cache_bytes, committed, part_bytes = msgpack.unpackb(found.payload)
+        pool_bytes, cache_bytes, committed, chunk_bytes = msgpack.unpackb(found.payload)
         if self._layout is not None:
             self._useless.append(self._layout[1])
         layout = Layout(
             pool_bytes=pool_bytes,
             cache_bytes=cache_bytes,
             committed=tuple(committed),
-            part_bytes=part_bytes,
+            chunk_bytes=chunk_bytes,
         )
         self._layout = layout, found.cell
 
@@ -366,13 +366,13 @@ class _Reading:
         self._totals = Totals(raw_bytes, blob_bytes), found.cell
 
     def _read_session(self, found: Found) -> None:
-        (session, device, uid, pid, name, part_bytes, staging_bytes, secret, hello) = (
+        (session, device, uid, pid, name, chunk_bytes, staging_bytes, secret, hello) = (
             msgpack.unpackb(found.payload)
         )
         info = SessionInfo(session=session, device=device, uid=uid, pid=pid, name=name)
         self._sessions[session] = KeptSession(
             info=info,
-            part_bytes=part_bytes,
+            chunk_bytes=chunk_bytes,
             staging_bytes=staging_bytes,
             secret=secret,
             hello=Hello.from_wire(hello),
@@ -402,22 +402,22 @@ class _Reading:
         )
 
     def _read_item(self, found: Found) -> None:
-        (name, dtype, shape, nbytes, part_bytes, uid, gid, expires, parts) = msgpack.unpackb(
+        (name, dtype, shape, nbytes, chunk_bytes, uid, gid, expires, chunks) = msgpack.unpackb(
             found.payload
         )
         before = self._items.pop((name, uid), None)
         if before is not None:
             self._useless.append(before.cell)
         self._items[name, uid] = Item(
-            label=Label(name, dtype, tuple(shape), nbytes, part_bytes),
+            label=Label(name, dtype, tuple(shape), nbytes, chunk_bytes),
             owner=Caller(uid, gid),
-            parts=tuple(_part(*part) for part in parts),
+            chunks=tuple(_read_chunk(*chunk) for chunk in chunks),
             expires=expires,
             number=found.sequence,
             cell=found.cell,
         )
 
 
-def _part(raw_bytes: int, codec: str, nbytes: int, numbers: list[int]) -> CachePart:
+def _read_chunk(raw_bytes: int, codec: str, nbytes: int, numbers: list[int]) -> CacheChunk:
     extents = tuple(Extent(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
-    return CachePart(Block(extents, nbytes), raw_bytes, codec)
+    return CacheChunk(Block(extents, nbytes), raw_bytes, codec)

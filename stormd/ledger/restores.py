@@ -207,7 +207,7 @@ class Restores:
             if result.kind == "CorruptBlob":
                 self._state.counters.corrupt += 1
                 if entry.loan is not None:
-                    entry.loan.spoil()
+                    entry.loan.drop_damaged()
             self._touch(record, ticket.entry)
             self._state.holdings.free_unused(record, ticket.entry)
             if record.phase is not Phase.ENDING:
@@ -218,7 +218,7 @@ class Restores:
         return replies
 
 
-def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords take twice as long
+def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each chunk: keywords take twice as long
     session: Session, ticket: int, number: int, segment: int, offset: int, nbytes: int
 ) -> tuple[str, str] | None:
     """Return why entry `number` cannot be restored, as kind (of Failed) and detail, or None."""

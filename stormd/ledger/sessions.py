@@ -220,7 +220,7 @@ class Session:
     """
 
     info: SessionInfo
-    part_bytes: int
+    chunk_bytes: int
     seen: float
     segments: dict[int, int]
     phase: Phase = Phase.OPENED

@@ -35,10 +35,10 @@ requested read does not wait long behind other jobs."""
 _HALVED_SECONDS: Final = 2.0
 """Busy time after which the measurements so far are weighted half."""
 
-AHEAD_PART: Final = 8
+WRITE_AHEAD_DIVISOR: Final = 8
 """Divisor: writing ahead keeps this part of the pool clean or free."""
 
-OVER_PART: Final = 4
+STEP_OVER_DIVISOR: Final = 4
 """Divisor: a step is over when less than this part of its maximum on the disk is left there."""
 
 
@@ -52,7 +52,7 @@ class Bandwidth:
     def __init__(self) -> None:
         self.total_bytes = 0
         self.busy_seconds = 0.0
-        self._under_way = 0
+        self._in_flight = 0
         self._marked = 0.0
         self._nbytes = 0.0
         self._seconds = 0.0
@@ -60,27 +60,27 @@ class Bandwidth:
     def begin(self, now: float) -> None:
         """Note that a transfer begins."""
         self._mark(now)
-        self._under_way += 1
+        self._in_flight += 1
 
     def end(self, now: float, nbytes: int) -> None:
         """Note that a transfer has ended, and the bytes it has moved: 0 if it failed."""
         self._mark(now)
-        self._under_way -= 1
+        self._in_flight -= 1
         self.total_bytes += nbytes
         self._nbytes += nbytes
         if self._seconds > _HALVED_SECONDS:
             self._seconds /= 2
             self._nbytes /= 2
 
-    def a_second(self, now: float) -> float | None:
+    def bytes_per_second(self, now: float) -> float | None:
         """Return the bytes per second of busy time; None before any bytes were moved."""
         if not self.total_bytes:
             return None
-        waiting = now - self._marked if self._under_way else 0.0
+        waiting = now - self._marked if self._in_flight else 0.0
         return self._nbytes / max(self._seconds + waiting, 1e-9)
 
     def _mark(self, now: float) -> None:
-        if self._under_way:
+        if self._in_flight:
             self._seconds += now - self._marked
             self.busy_seconds += now - self._marked
         self._marked = now
@@ -103,15 +103,15 @@ class Direction:
     def begin(self, place: OnDisk, now: float) -> None:
         """Note that the tier gets a job for a blob."""
         self.count += 1
-        self.nbytes += place.room
-        self.by_session[place.session] += place.room
+        self.nbytes += place.pool_bytes
+        self.by_session[place.session] += place.pool_bytes
         self.speed.begin(now)
 
     def end(self, place: OnDisk, now: float, moved: int) -> None:
         """Note that a job has ended, and the bytes it has moved: 0 if it failed."""
         self.count -= 1
-        self.nbytes -= place.room
-        self.by_session[place.session] -= place.room
+        self.nbytes -= place.pool_bytes
+        self.by_session[place.session] -= place.pool_bytes
         if not self.by_session[place.session]:
             del self.by_session[place.session]
         self.speed.end(now, moved)
@@ -121,7 +121,7 @@ class Direction:
         return {
             "bytes": self.speed.total_bytes,
             "busy_seconds": self.speed.busy_seconds,
-            "bytes_per_second": self.speed.a_second(now) or 0.0,
+            "bytes_per_second": self.speed.bytes_per_second(now) or 0.0,
         }
 
 
@@ -134,11 +134,11 @@ class _Need:
         self._most = 0
         self._most_away = 0
 
-    def look(self, on_disk: int, away: int) -> None:
+    def update(self, on_disk: int, away: int) -> None:
         """Take in the pool bytes of the blobs that are on the disk, and of those there alone."""
         self._most = max(self._most, on_disk)
         self._most_away = max(self._most_away, away)
-        if self._most and on_disk * OVER_PART < self._most:
+        if self._most and on_disk * STEP_OVER_DIVISOR < self._most:
             self._expected = self._most_away
             self._begun = self._most = self._most_away = 0
 
@@ -160,7 +160,8 @@ class _Need:
 class Writes:
     """Chooses what is written. `capacity` bytes of the pool are for entries that are not clean.
 
-    `wanted` is the size, in bytes, of the largest store that waits for the disk; 0 if none does.
+    `largest_waiting` is the size, in bytes, of the largest store that waits for the disk; 0 if none
+    does.
     """
 
     def __init__(self, state: State, disk: Disk, orders: SpillOrders, capacity: int) -> None:
@@ -172,7 +173,7 @@ class Writes:
         self._need = _Need()
         self._begun: list[SpillJob] = []
         self.direction: Final = Direction()
-        self.wanted = 0
+        self.largest_waiting = 0
 
     @property
     def dirty_bytes(self) -> int:
@@ -182,15 +183,15 @@ class Writes:
     def is_writing(self, now: float) -> bool:
         """Return whether a write is in flight, after beginning one if none is and one can be."""
         if not self.direction.count:
-            self._orders.look()
-            self._write_of(self._orders.living(), now)
+            self._orders.refresh()
+            self._write_of(self._orders.active(), now)
         return self.direction.count > 0
 
     def begin(self, now: float) -> list[SpillJob]:
         """Return the writes to begin now."""
         if self._disk.written or self._need.has_begun:
-            away = self._disk.rooms[DiskPhase.AWAY] + self._disk.rooms[DiskPhase.READING]
-            self._need.look(self._disk.kept_bytes, away)
+            away = self._disk.by_phase[DiskPhase.AWAY] + self._disk.by_phase[DiskPhase.READING]
+            self._need.update(self._disk.kept_bytes, away)
         while self.direction.has_room and (orders := self._due()) and self._write_of(orders, now):
             pass
         return self.take_begun()
@@ -202,12 +203,12 @@ class Writes:
 
     def _due(self) -> list[SpillOrder]:
         """Return the orders of the sessions of which something must be written now."""
-        spare = self._capacity // AHEAD_PART + self.wanted
+        spare = self._capacity // WRITE_AHEAD_DIVISOR + self.largest_waiting
         if self.dirty_bytes - self.direction.nbytes > self._capacity - spare:
-            return self._orders.living()
+            return self._orders.active()
         if not self._need.is_open:
             return []
-        return [one for one in self._orders.living() if not one.record.is_restoring]
+        return [one for one in self._orders.active() if not one.record.is_restoring]
 
     def _write_of(self, orders: Sequence[SpillOrder], now: float) -> bool:
         """Begin to write the oldest entry of the session that holds most; False if none can be."""
@@ -238,7 +239,7 @@ class Writes:
             since=now,
         )
         entry.disk = place
-        self._need.begin(place.room)
+        self._need.begin(place.pool_bytes)
         self.direction.begin(place, now)
         return WriteJob(
             session=place.session,
@@ -259,41 +260,41 @@ class Reads:
         self._reserve = reserve
         self.direction: Final = Direction()
 
-    def begin(self, now: float, *, ahead: bool) -> list[SpillJob]:
-        """Return the reads to begin now; prefetch if `ahead`, when nobody else needs the pool."""
+    def begin(self, now: float, *, prefetch: bool) -> list[SpillJob]:
+        """Return the reads to begin now; `prefetch` only when nobody else needs the pool."""
         jobs: list[SpillJob] = []
         while self.direction.has_room:
-            found = self._next(ahead=ahead)
+            found = self._next(prefetch=prefetch)
             if found is None:
                 break
             jobs.append(self._read(*found, now))
         return jobs
 
-    def _next(self, *, ahead: bool) -> Numbered | None:
+    def _next(self, *, prefetch: bool) -> Numbered | None:
         """Return the entry to read next, with its space promised; None if there is none.
 
         The session with the fewest bytes being read comes first. While an entry that holds back
         other restores finds no space, no other read begins: those could take the space forever.
         """
-        orders = sorted(self._orders.living(), key=self._read_of)
+        orders = sorted(self._orders.active(), key=self._read_of)
         for order in orders:
-            found = order.head()
+            found = order.blocking_entry()
             if found is not None:
                 return found if self._make_room(found[1], is_first=True) else None
         for order in orders:
-            found = order.first_asked()
+            found = order.first_requested()
             if found is not None and self._make_room(found[1], is_first=False):
                 return found
-        return self._ahead(orders) if ahead else None
+        return self._next_prefetch(orders) if prefetch else None
 
-    def _ahead(self, orders: Sequence[SpillOrder]) -> Numbered | None:
+    def _next_prefetch(self, orders: Sequence[SpillOrder]) -> Numbered | None:
         """Return an entry that a backward pass will need next, if there is space to spare."""
         for order in orders:
             found = order.last_away() if order.record.is_restoring else None
-            if found is not None and order.first_asked() is None:
+            if found is not None and order.first_requested() is None:
                 place = found[1].disk
                 assert place is not None
-                if self._state.space.promise(place.room, keep=self._reserve):
+                if self._state.space.promise(place.pool_bytes, keep=self._reserve):
                     return found
         return None
 
@@ -303,7 +304,7 @@ class Reads:
     def _read(self, number: int, entry: Entry, now: float) -> ReadJob:
         place = entry.disk
         assert place is not None
-        place.into = self._state.space.place(place.room, place.nbytes)
+        place.into = self._state.space.place(place.pool_bytes, place.nbytes)
         place.enter(DiskPhase.READING)
         self.direction.begin(place, now)
         return ReadJob(
@@ -321,7 +322,7 @@ class Reads:
         freed, too.
         """
         assert entry.disk is not None
-        room = entry.disk.room
+        room = entry.disk.pool_bytes
         while not self._state.space.promise(room, keep=self._kept_for_shares(room)):
             if not self._orders.drop_idle() and not (is_first and self._orders.drop_waiting()):
                 wanted = room + self._kept_for_shares(room)

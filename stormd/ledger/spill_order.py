@@ -36,7 +36,7 @@ class SpillOrder:
         self._dirty: deque[int] = deque()  # in the pool alone, oldest first
         self._clean: deque[int] = deque()  # in both, oldest first
         self._away: deque[int] = deque()  # on the disk alone, newest last
-        self._asked: list[tuple[int, int]] = []  # a heap: on the disk alone, and waited for
+        self._requested: list[tuple[int, int]] = []  # a heap: on the disk alone, and waited for
 
     def note(self, number: int, entry: Entry) -> None:
         """Add an entry to the list for its current place."""
@@ -47,7 +47,7 @@ class SpillOrder:
             self._append(self._clean, number, _is_clean)
         elif entry.disk.phase is DiskPhase.AWAY:
             if entry.waits:
-                heapq.heappush(self._asked, (entry.disk.order, number))
+                heapq.heappush(self._requested, (entry.disk.order, number))
             else:
                 self._append(self._away, number, _is_away)
 
@@ -75,7 +75,7 @@ class SpillOrder:
                 return number, entry
         return None
 
-    def head(self) -> Numbered | None:
+    def blocking_entry(self) -> Numbered | None:
         """Return the entry that holds back all other restores, if it is on the disk alone."""
         record = self.record
         if not record.waiting:
@@ -85,14 +85,14 @@ class SpillOrder:
         is_away = entry.disk is not None and entry.disk.phase is DiskPhase.AWAY
         return (number, entry) if is_away else None
 
-    def first_asked(self) -> Numbered | None:
+    def first_requested(self) -> Numbered | None:
         """Return the entry on disk alone whose restore, as far as known, was requested first."""
-        while self._asked:
-            order, number = self._asked[0]
+        while self._requested:
+            order, number = self._requested[0]
             entry = self.record.entries.get(number)
-            if entry is not None and _is_asked(entry, order):
+            if entry is not None and _is_requested(entry, order):
                 return number, entry
-            heapq.heappop(self._asked)
+            heapq.heappop(self._requested)
         return None
 
     def last_away(self) -> Numbered | None:
@@ -129,10 +129,10 @@ class SpillOrders:
         self._state = state
         self._disk = disk
         self._by_session: dict[int, SpillOrder] = {}
-        self._asking = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         state.touched = []
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take in the changes of entries since the last look."""
         state = self._state
         touched, state.touched = state.touched or [], []
@@ -142,10 +142,10 @@ class SpillOrders:
                 continue
             place = entry.disk
             if place is not None:
-                place.order = (place.order or next(self._asking)) if entry.waits else 0
+                place.order = (place.order or next(self._request_numbers)) if entry.waits else 0
             self._of(record).note(number, entry)
 
-    def living(self) -> list[SpillOrder]:
+    def active(self) -> list[SpillOrder]:
         """Return the orders of sessions that are not ending, and forget the others."""
         orders = self._by_session
         for session in [n for n, one in orders.items() if one.record.phase is Phase.ENDING]:
@@ -159,7 +159,7 @@ class SpillOrders:
         """
         if not self._disk.held_bytes:
             return False
-        for order in sorted(self.living(), key=lambda one: -one.clean_count):
+        for order in sorted(self.active(), key=lambda one: -one.clean_count):
             found = order.next_clean()
             if found is not None:
                 self._drop(order, *found)
@@ -173,7 +173,7 @@ class SpillOrders:
         """
         if not self._disk.held_bytes:
             return False
-        for order in self.living():
+        for order in self.active():
             found = order.last_waiting()
             if found is not None:
                 self._drop(order, *found)
@@ -219,7 +219,7 @@ def _is_away(entry: Entry) -> bool:
     return place is not None and place.phase is DiskPhase.AWAY and not entry.waits
 
 
-def _is_asked(entry: Entry, order: int) -> bool:
+def _is_requested(entry: Entry, order: int) -> bool:
     place = entry.disk
     return (
         place is not None

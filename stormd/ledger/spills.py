@@ -61,26 +61,26 @@ class Spills:
     @property
     def is_waited_for(self) -> bool:
         """Whether a store waits for the disk."""
-        return self._writes.wanted > 0
+        return self._writes.largest_waiting > 0
 
     def promise(self, nbytes: int) -> bool:
         """Have the pool promise space for a store; free clean blocks for it if needed."""
         space = self._state.space
-        if space.promise(nbytes, keep=self._kept()):
+        if space.promise(nbytes, keep=self._unused_reserve()):
             return True
         if self._disk.ended or self._writes.dirty_bytes + nbytes > self.store_capacity:
             return False
-        self._orders.look()
+        self._orders.refresh()
         while self._orders.drop_idle():
-            if space.promise(nbytes, keep=self._kept()):
+            if space.promise(nbytes, keep=self._unused_reserve()):
                 return True
         return False
 
-    def pool_bytes(self, nbytes: int) -> int:
+    def free_bytes_for(self, nbytes: int) -> int:
         """Return the free bytes that the pool needs before it can promise `nbytes` to a store."""
-        return nbytes + self._kept()
+        return nbytes + self._unused_reserve()
 
-    def waits(self, nbytes: int, now: float) -> bool:
+    def should_wait(self, nbytes: int, now: float) -> bool:
         """Return whether the disk will free space for a store in time; if so, note the request.
 
         If True, a write is in flight, and the store must be tried again when that write ends.
@@ -88,10 +88,10 @@ class Spills:
         if self._disk.ended or nbytes > self.store_capacity or not self._writes.is_writing(now):
             return False
         missing = self._writes.dirty_bytes + nbytes - self.store_capacity
-        rate = self._writes.direction.speed.a_second(now)
+        rate = self._writes.direction.speed.bytes_per_second(now)
         if rate is not None and missing > rate * ADMIT_SECONDS:
             return False
-        self._writes.wanted = max(self._writes.wanted, nbytes)
+        self._writes.largest_waiting = max(self._writes.largest_waiting, nbytes)
         return True
 
     def shortage(self, now: float) -> str:
@@ -101,7 +101,7 @@ class Spills:
         if not self._writes.direction.count:
             taken = format_size(self._disk.space.taken)
             return f"{taken} of the tier on disk are taken, too: raise spill_bytes or pool_bytes"
-        rate = format_size(int(self._writes.direction.speed.a_second(now) or 0))
+        rate = format_size(int(self._writes.direction.speed.bytes_per_second(now) or 0))
         return f"the tier on disk takes {rate} a second, which is too slow: raise pool_bytes"
 
     # --- results of the tier ----------------------------------------------------------------
@@ -110,7 +110,7 @@ class Spills:
         self, record: Session, results: Iterable[SpillDone | SpillFailed], now: float
     ) -> list[Instruction]:
         """Take in results of writes and reads; a failure ends the tier."""
-        self._writes.wanted = 0  # waiting stores ask again
+        self._writes.largest_waiting = 0  # waiting stores ask again
         instructions: list[Instruction] = []
         for result in results:
             entry, place = _moving(record, result.entry)
@@ -119,7 +119,7 @@ class Spills:
             else:
                 instructions += self.end(result.detail)
                 instructions += self._failed(record, result.entry, entry, place, now)
-            self._settle(record, result.entry)
+            self._free_or_note(record, result.entry)
         return instructions + self._start_waiting(record)
 
     def end(self, reason: str) -> list[Instruction]:
@@ -130,7 +130,7 @@ class Spills:
         if self._disk.ended:
             return []
         self._disk.ended = reason
-        self._writes.wanted = 0
+        self._writes.largest_waiting = 0
         self._orders.end()
         return [
             instruction
@@ -144,10 +144,10 @@ class Spills:
         """Return the reads and writes to begin now."""
         if self._disk.ended:
             return self._writes.take_begun()
-        self._orders.look()
+        self._orders.refresh()
         jobs: list[SpillJob] = []
         if self._disk.written:
-            jobs = self._reads.begin(now, ahead=not self._writes.wanted)
+            jobs = self._reads.begin(now, prefetch=not self._writes.largest_waiting)
         return jobs + self._writes.begin(now)
 
     # --- what the operator sees -------------------------------------------------------------
@@ -158,7 +158,7 @@ class Spills:
         return {
             "capacity_bytes": disk.space.capacity,
             "used_bytes": disk.space.taken,
-            "away_bytes": disk.rooms[DiskPhase.AWAY] + disk.rooms[DiskPhase.READING],
+            "away_bytes": disk.by_phase[DiskPhase.AWAY] + disk.by_phase[DiskPhase.READING],
             "oldest_seconds": max(0.0, now - next(iter(disk.written.values()), now)),
             "write": self._writes.direction.as_status(now),
             "read": self._reads.direction.as_status(now),
@@ -208,14 +208,14 @@ class Spills:
             (DiskPhase.READING, self._reads.direction),
         ):
             moving = [place for _, place in places if place.phase is phase]
-            assert (way.count, way.nbytes) == (len(moving), sum(one.room for one in moving))
+            assert (way.count, way.nbytes) == (len(moving), sum(one.pool_bytes for one in moving))
         if not disk.ended:
             assert self._writes.dirty_bytes <= self.store_capacity
-        assert not self._writes.wanted or not disk.ended
+        assert not self._writes.largest_waiting or not disk.ended
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _kept(self) -> int:
+    def _unused_reserve(self) -> int:
         """Return the bytes that a store must leave free: the reserve, less what reading holds."""
         return 0 if self._disk.ended else max(0, self._reserve - self._disk.held_bytes)
 
@@ -229,20 +229,20 @@ class Spills:
             self._state.holdings.records.stored(record, number, entry)
         place.enter(DiskPhase.CLEAN)
         if self._disk.ended:
-            self._stay(record, entry, place)
+            self._keep_in_pool(record, entry, place)
 
     def _failed(
         self, record: Session, number: int, entry: Entry, place: OnDisk, now: float
     ) -> list[Instruction]:
         if place.phase is DiskPhase.WRITING:
             self._writes.direction.end(place, now, 0)
-            self._stay(record, entry, place)
+            self._keep_in_pool(record, entry, place)
             return []
         self._reads.direction.end(place, now, 0)
         assert place.into is not None
         entry.space.release(place.into)
         place.into = None
-        self._lose(place)
+        self._mark_lost(place)
         return self._fail_waiting(record, number, entry)  # requested since the tier ended
 
     def _fail_waiting(self, record: Session, number: int, entry: Entry) -> list[Instruction]:
@@ -252,7 +252,7 @@ class Spills:
         entry.waits = 0
         return self._restores.fail_of(record, number, self._disk.loss())
 
-    def _settle(self, record: Session, number: int) -> None:
+    def _free_or_note(self, record: Session, number: int) -> None:
         """Free an entry that the tier has finished with, or have it considered again."""
         self._state.holdings.free_unused(record, number)
         if self._state.touched is not None:
@@ -263,13 +263,13 @@ class Spills:
         change, entry.charge = nbytes - entry.charge, nbytes
         self._state.holdings.charge(record, change)
 
-    def _stay(self, record: Session, entry: Entry, place: OnDisk) -> None:
+    def _keep_in_pool(self, record: Session, entry: Entry, place: OnDisk) -> None:
         """Free an entry's place on disk, so that it is in the pool alone."""
-        self._charge(record, entry, place.room)
-        place.leave()
+        self._charge(record, entry, place.pool_bytes)
+        place.free()
         entry.disk = None
 
-    def _lose(self, place: OnDisk) -> None:
+    def _mark_lost(self, place: OnDisk) -> None:
         place.enter(DiskPhase.LOST)
         self._lost += 1
 
@@ -280,10 +280,10 @@ class Spills:
             if place is None or place.phase is DiskPhase.WRITING:
                 continue
             if place.phase is DiskPhase.CLEAN:
-                self._stay(record, entry, place)
+                self._keep_in_pool(record, entry, place)
                 continue
             if place.phase is DiskPhase.AWAY:
-                self._lose(place)
+                self._mark_lost(place)
             instructions += self._fail_waiting(record, number, entry)
             self._state.holdings.free_unused(record, number)
         return instructions + self._start_waiting(record)

@@ -23,7 +23,7 @@ from stormd.ledger.events import (
     Wait,
 )
 from stormd.ledger.holdings import Shares, State
-from stormd.ledger.parts import Part, blob_bound
+from stormd.ledger.parts import Chunk, blob_bound
 from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Entry, Limits, Phase, Session
 from stormd.ledger.spills import Spills
@@ -72,14 +72,14 @@ class Stores:
     def store(self, record: Session, request: int, message: Store, now: float) -> list[Instruction]:
         """Admit an entry, or reject it with the reason."""
         try:
-            part = Part.of(message.nbytes, message.dtype, message.codec)
+            chunk = Chunk.of(message.nbytes, message.dtype, message.codec)
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
         if message.entry <= record.last_entry and message.entry in record.entries:
-            return self._store_again(record, request, message, part)
-        problem = self._problem(record, message, part)
+            return self._store_repeated(record, request, message, chunk)
+        problem = self._problem(record, message, chunk)
         if problem is not None and problem[0] == "pool_full":
-            if self.waits(record, part.charge, now):
+            if self.should_wait(record, chunk.charge, now):
                 return [Wait(record.info.session)]
             if self._spills is not None and record.cache is None:
                 problem = "pool_full", f"{problem[1]}; {self._spills.shortage(now)}"
@@ -87,11 +87,11 @@ class Stores:
             return self._rejected(record, request, message, *problem)
         space = self._space_of(record)
         entry = Entry(
-            raw_bytes=part.nbytes,
-            codec=part.codec,
+            raw_bytes=chunk.nbytes,
+            codec=chunk.codec,
             since=now,
-            promised=part.charge,
-            charge=part.charge,
+            promised=chunk.charge,
+            charge=chunk.charge,
             space=space,
         )
         record.last_entry = message.entry
@@ -101,20 +101,20 @@ class Stores:
         holdings = self._state.holdings
         holdings.add(record, message.entry, entry)
         holdings.records.admitted(record, message.entry, entry)
-        return _begun(record, request, message, part, space)
+        return _begun(record, request, message, chunk, space)
 
-    def _store_again(
-        self, record: Session, request: int, message: Store, part: Part
+    def _store_repeated(
+        self, record: Session, request: int, message: Store, chunk: Chunk
     ) -> list[Instruction]:
         """Answer a repeated store of an earlier daemon's entry; encode it if it has no blob yet."""
         session, number, entry = record.info.session, message.entry, record.entries[message.entry]
-        problem = _again_problem(record, message, entry, part)
+        problem = _repeat_problem(record, message, entry, chunk)
         if problem:
             return self._rejected(record, request, message, "invalid", problem)
         place = entry.block or entry.disk
         if place is None:
             entry.is_begun = True
-            return _begun(record, request, message, part, entry.space)
+            return _begun(record, request, message, chunk, entry.space)
         stored = Stored(number, place.nbytes, entry.mode)
         return [
             Reply(session=session, request=request, message=Admitted(number)),
@@ -213,13 +213,13 @@ class Stores:
 
     # --- space for stores -------------------------------------------------------------------
 
-    def waits(self, record: Session, nbytes: int, now: float) -> bool:
+    def should_wait(self, record: Session, nbytes: int, now: float) -> bool:
         """Return whether space for `nbytes` will come later; if so, note that it is wanted."""
         space = self._space_of(record)
         spills = None if record.cache is not None else self._spills
-        wanted = nbytes if spills is None else spills.pool_bytes(nbytes)
+        wanted = nbytes if spills is None else spills.free_bytes_for(nbytes)
         if not space.lacks(wanted):
-            return spills is not None and spills.waits(nbytes, now)
+            return spills is not None and spills.should_wait(nbytes, now)
         space.want(wanted)
         self._state.holdings.has_changed = True
         return True
@@ -232,18 +232,18 @@ class Stores:
         assert self._cache is not None, "open takes no session for a cache that is not there"
         return self._cache
 
-    def _problem(self, record: Session, message: Store, part: Part) -> Problem | None:
+    def _problem(self, record: Session, message: Store, chunk: Chunk) -> Problem | None:
         """Return why an entry is not admitted; if None, its space is promised now."""
         if not self._state.limits.user_quota_bytes or record.cache is not None:
-            return self._problem_for(record, message, part, 0)
+            return self._problem_for(record, message, chunk, 0)
         shares, uid = self._state.holdings.shares, record.info.uid
-        problem = self._problem_for(record, message, part, shares.claim(uid, part.charge))
+        problem = self._problem_for(record, message, chunk, shares.claim(uid, chunk.charge))
         if problem is not None:
             shares.unclaim(uid)
         return problem
 
     def _problem_for(
-        self, record: Session, message: Store, part: Part, user_bytes: int
+        self, record: Session, message: Store, chunk: Chunk, user_bytes: int
     ) -> Problem | None:
         """Return the same as `_problem`, if all sessions of the user hold `user_bytes`."""
         state = self._state
@@ -258,7 +258,7 @@ class Stores:
             return problem
         if not state.holdings.records.has_room:
             return "too_many_entries", "the journal of what is held is full: release some first"
-        shortage = self._promise(record, part.charge)
+        shortage = self._promise(record, chunk.charge)
         return None if shortage is None else ("pool_full", shortage)
 
     def _promise(self, record: Session, nbytes: int) -> str | None:
@@ -302,14 +302,14 @@ def _recorded(record: Session, sequences: list[int]) -> list[Instruction]:
 
 
 def _begun(
-    record: Session, request: int, message: Store, part: Part, space: Space
+    record: Session, request: int, message: Store, chunk: Chunk, space: Space
 ) -> list[Instruction]:
     """Answer that an entry is admitted, and have its lane encode it."""
     session = record.info.session
     job = StoreJob(
         session=session,
         entry=message.entry,
-        part=part,
+        chunk=chunk,
         segment=message.segment,
         offset=message.offset,
         ready=message.ready or message.sequence,
@@ -355,7 +355,7 @@ def share_problem(
     Return None if it has. It always has if the session stays within its own share.
     """
     common = capacity - limits.max_sessions * limits.share_bytes
-    taken = shares.taken(session.used_bytes, session.used_bytes + nbytes)
+    taken = shares.common_growth(session.used_bytes, session.used_bytes + nbytes)
     if not limits.share_bytes or not taken or shares.common_bytes + taken <= common:
         return None
     return (
@@ -376,12 +376,12 @@ def _invalid(session: Session, message: Store) -> str:
     )
 
 
-def _again_problem(session: Session, message: Store, entry: Entry, part: Part) -> str:
+def _repeat_problem(session: Session, message: Store, entry: Entry, chunk: Chunk) -> str:
     """Return why an existing entry cannot be stored again, empty if it can."""
     is_there = entry.block is not None or entry.disk is not None
     if entry.released or (entry.is_begun and not is_there) or not session.cell:
         return _order(session, message.entry)
-    if (entry.raw_bytes, entry.codec) != (part.nbytes, part.codec):
+    if (entry.raw_bytes, entry.codec) != (chunk.nbytes, chunk.codec):
         return f"entry {message.entry} has {entry.raw_bytes} bytes with codec {entry.codec}"
     problem = session.phase_problem() or session.lane_problem()
     if problem or is_there:  # its source is not read, and may be freed already
@@ -398,9 +398,9 @@ def _order(session: Session, entry: int) -> str:
 
 
 def _size(session: Session, nbytes: int) -> str:
-    if nbytes <= session.part_bytes:
+    if nbytes <= session.chunk_bytes:
         return ""
-    return f"{nbytes} bytes in one entry; the limit is {session.part_bytes}: send parts"
+    return f"{nbytes} bytes in one entry; the limit is {session.chunk_bytes}: send parts"
 
 
 def _count(session: Session, limits: Limits) -> str:

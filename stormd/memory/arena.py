@@ -47,7 +47,7 @@ class Block:
         whole = self.extents[0].offset if len(self.extents) == 1 else None
         object.__setattr__(self, "offset", whole)
 
-    def pieces(self) -> list[Extent]:
+    def used_extents(self) -> list[Extent]:
         """Return the ranges that hold the blob's bytes, the last one cut to the blob's end."""
         pieces, left = [], self.nbytes
         for offset, nbytes in self.extents:

@@ -146,7 +146,7 @@ class LinkLimit:
             self.bytes_per_second = bytes_per_second
             self._free.clear()
 
-    def over_at(self, direction: Direction, nbytes: int) -> float:
+    def end_time(self, direction: Direction, nbytes: int) -> float:
         """Put a copy on the link; return the clock's time at its end, 0.0 without a limit."""
         with self._lock:
             limit = self.bytes_per_second
@@ -156,12 +156,12 @@ class LinkLimit:
             self._free[direction] = begin + nbytes / limit
             return self._free[direction]
 
-    def is_over(self, at: float) -> bool:
-        """Return whether the copy whose end `over_at` returned as `at` has ended by now."""
+    def has_ended(self, at: float) -> bool:
+        """Return whether the copy whose end `end_time` returned as `at` has ended by now."""
         return not at or self._clock() >= at
 
     def wait(self, direction: Direction, nbytes: int) -> None:
         """Put a copy on the link, and wait until it has ended."""
-        at = self.over_at(direction, nbytes)
+        at = self.end_time(direction, nbytes)
         if at:
             time.sleep(max(0.0, at - self._clock()))

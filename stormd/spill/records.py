@@ -50,7 +50,7 @@ class BlobMover:
         Raises:
             OSError: the write failed; part of the blob may be on the disk.
         """
-        blob, room = block.pieces(), extent.pieces()
+        blob, room = block.used_extents(), extent.used_extents()
         for record in records(block.nbytes):
             source = self._gathered(_cut(blob, record.begin, record.nbytes))
             label = Label(*name, block.nbytes, record.number)
@@ -68,7 +68,7 @@ class BlobMover:
             OSError: the blob cannot be read.
             Damaged: it is not the blob that was written there under this name.
         """
-        blob, room = block.pieces(), extent.pieces()
+        blob, room = block.used_extents(), extent.used_extents()
         for record in records(block.nbytes):
             done = 0
             for offset, size in _cut(room, record.place, record.pages):

@@ -28,7 +28,7 @@ from stormd import open_files
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
 from stormd.transport.listener import Credentials, Listener, peer_credentials
-from stormd.transport.strangers import Strangers
+from stormd.transport.strangers import Sessionless
 from stormd.transport.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
 
 __all__ = ["Connection", "ControlSocket"]
@@ -47,13 +47,13 @@ GRANT_SECONDS: Final = 1.0
 READ_BYTES: Final = 1 << 16
 """Maximum bytes read from a connection at a time. Reading pauses when so many already wait."""
 
-PIECES_AT_ONCE: Final = 64
+FRAMES_A_CALL: Final = 64
 """Maximum unsent frames passed to the kernel in one call."""
 
-STRANGER_BYTES: Final = 1 << 16
+SESSIONLESS_FRAME_BYTES: Final = 1 << 16
 """Maximum bytes of a frame on a connection without a session; Hello is the largest one allowed."""
 
-STRANGER_UNREAD_BYTES: Final = MAX_FRAME_BYTES
+SESSIONLESS_UNREAD_BYTES: Final = MAX_FRAME_BYTES
 """Maximum unread answers, in bytes, of a connection without a session: one status of many
 sessions."""
 
@@ -61,8 +61,8 @@ SILENT_TICKS: Final = 10
 """Ticks, two a second, for which a connection without a session may send no frame. Ticks rather
 than seconds: a daemon that was itself stopped has not waited for anybody meanwhile."""
 
-MAX_STRANGERS: Final = 1024
-MAX_STRANGERS_OF_ONE: Final = 512
+MAX_SESSIONLESS: Final = 1024
+MAX_SESSIONLESS_OF_USER: Final = 512
 """Maximum connections without a session, of all users and of each. A training job's processes
 connect at once, hundreds at most, and get their sessions within milliseconds."""
 
@@ -84,7 +84,7 @@ class Connection:
     __slots__ = (
         "credentials", "descriptor", "granted", "has_session", "held_bytes", "is_open", "is_parked",
         "is_paused", "is_queued", "is_reachable", "line", "output", "reader", "silent_ticks",
-        "unsent", "work", "work_bytes",
+        "steps", "unsent", "work_bytes",
     )  # fmt: skip
 
     def __init__(self, line: socket.socket, credentials: Credentials, granted: int = 0) -> None:
@@ -92,7 +92,7 @@ class Connection:
         self.descriptor = line.fileno()
         self.credentials = credentials
         self.granted = granted
-        self.reader = Reader(STRANGER_BYTES, is_greeted=granted != 0)
+        self.reader = Reader(SESSIONLESS_FRAME_BYTES, is_greeted=granted != 0)
         self.has_session = False
         self.is_open = True
         self.is_reachable = True
@@ -102,7 +102,7 @@ class Connection:
         self.silent_ticks = 0
         self.output: deque[memoryview] = deque()
         self.unsent = 0
-        self.work: Iterator[None] | None = None  # the unfinished steps of the last frame
+        self.steps: Iterator[None] | None = None  # the unfinished steps of the last frame
         self.work_bytes = 0  # of that frame
         self.held_bytes = 0  # as counted in the total of all connections
 
@@ -120,7 +120,7 @@ class Connection:
         """Send as much of the output as the kernel accepts."""
         try:
             while self.output:
-                self._sent(self.line.sendmsg(list(islice(self.output, PIECES_AT_ONCE))))
+                self._drop_sent(self.line.sendmsg(list(islice(self.output, FRAMES_A_CALL))))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:  # nobody reads any more; what the client sent before is still handled
@@ -134,10 +134,10 @@ class Connection:
         self.is_open = self.is_reachable = False
         self.output.clear()
         self.unsent = self.work_bytes = 0
-        self.work = None
+        self.steps = None
         self.line.close()
 
-    def _sent(self, count: int) -> None:
+    def _drop_sent(self, count: int) -> None:
         self.unsent -= count
         while count:
             first = self.output[0]
@@ -157,11 +157,11 @@ served in between."""
 class ControlSocket:
     """Bound from construction on; `start` begins to accept connections.
 
-    Without an `address` it has no `listener`, and serves only the connections that `take` gives it.
-    `on_batch()` is called after each turn in which `is_owing` was set. `held_most` is the maximum
-    of bytes that may wait on all connections, read but not handled or answered but not sent. Beyond
-    it a connection is closed, and `on_overfull(connection)` is called. No connection is heard
-    before `allow`.
+    Without an `address` it has no `listener`, and serves only connections that come by
+    `continue_connection`. `on_batch()` is called after each turn in which `has_unsent_answers` was
+    set. `max_held_bytes` may wait on all connections, read but not handled or answered but not
+    sent. Beyond it a connection is closed, and `on_overfull(connection)` is called. No connection
+    is served before `allow`.
 
     Raises:
         OSError: the address cannot be bound.
@@ -172,29 +172,31 @@ class ControlSocket:
         loop: asyncio.AbstractEventLoop,
         address: str | None,
         *,
-        held_most: int,
+        max_held_bytes: int,
         listening: socket.socket | None = None,
     ) -> None:
         self._loop = loop
-        self._held_most = held_most
+        self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
-        self.is_owing = False
+        self.has_unsent_answers = False
         """Whether answers must be sent after the waiting input is handled: set by their owner."""
         self._allowed: frozenset[int] = frozenset()
         self._on_frame: OnFrame
         self._on_batch: Callable[[], None]
         self._on_overfull: Callable[[Connection], None]
         self._connections: dict[Connection, None] = {}
-        self._strangers: Strangers[Connection] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
-        self._unwelcome: Strangers[Connection] = Strangers(MAX_UNWELCOME, MAX_UNWELCOME)
-        self._fresh: deque[Connection] = deque()  # those that have just sent something
-        self._busy: deque[Connection] = deque()  # those that used up a slice and have more work
+        self._sessionless: Sessionless[Connection] = Sessionless(
+            MAX_SESSIONLESS, MAX_SESSIONLESS_OF_USER
+        )
+        self._unwelcome: Sessionless[Connection] = Sessionless(MAX_UNWELCOME, MAX_UNWELCOME)
+        self._just_sent: deque[Connection] = deque()  # those that have just sent something
+        self._unfinished: deque[Connection] = deque()  # those that used up a slice of time
         self._scheduled: asyncio.Handle | None = None
         # After a turn, for as long as that turn took, new input is handled only in a turn. So of
         # many connections that send at once, the first is served at once, the others together.
         self._turn_after = 0.0
         self._parked: list[Connection] = []  # those whose work continues only after `unpark`
-        self._relief: asyncio.Handle | None = None
+        self._relief_handle: asyncio.Handle | None = None
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
         self._next_warning = 0.0
@@ -204,8 +206,8 @@ class ControlSocket:
                 loop,
                 parse_address(address),
                 listening=listening,
-                on_line=self._admit,
-                on_lack=self._make_room,
+                on_accepted=self._admit,
+                on_out_of_descriptors=self._free_descriptor,
             )
 
     def start(
@@ -224,22 +226,22 @@ class ControlSocket:
     def allow(self, uids: frozenset[int]) -> None:
         """Hear these users from now on; connections that have a session are not affected."""
         self._allowed = uids
-        for connection in self._strangers.all:
+        for connection in self._sessionless.all:
             if connection.credentials.uid not in uids:
                 self.close_connection(connection)
 
-    def adopt(self, connection: Connection) -> None:
+    def session_opened(self, connection: Connection) -> None:
         """Note that a connection has a session: from now on it may be silent."""
         connection.has_session = True
         connection.reader.limit = MAX_FRAME_BYTES
-        self._strangers.remove(connection)
+        self._sessionless.remove(connection)
 
-    def disown(self, connection: Connection) -> None:
+    def session_ended(self, connection: Connection) -> None:
         """Note that a connection's session has ended: it again counts as without a session."""
         if connection.is_open:
             connection.has_session = False
-            connection.reader.limit = STRANGER_BYTES
-            self._place(connection)
+            connection.reader.limit = SESSIONLESS_FRAME_BYTES
+            self._add_sessionless(connection)
 
     def send(self, connection: Connection, frame: bytes) -> None:
         """Send a frame as soon as the kernel accepts it; drop it if the client is unreachable."""
@@ -255,9 +257,9 @@ class ControlSocket:
                 connection.is_reachable = False
                 return
         if data:
-            self._send_as_it_is(connection, data)
+            self._send_bytes(connection, data)
 
-    def release(self, connection: Connection) -> tuple[int, bytes]:
+    def hand_over(self, connection: Connection) -> tuple[int, bytes]:
         """Release a connection so that another process can continue it.
 
         Return its descriptor, which the caller owns, and the bytes that arrived and were not read.
@@ -266,7 +268,7 @@ class ControlSocket:
         self.close_connection(connection)
         return descriptor, unread
 
-    def take(self, line: socket.socket, granted: int, unread: bytes) -> None:
+    def continue_connection(self, line: socket.socket, granted: int, unread: bytes) -> None:
         """Continue a connection that another process has granted a session.
 
         The bytes that are `unread` are handled before this returns.
@@ -275,12 +277,12 @@ class ControlSocket:
         connection = Connection(line, peer_credentials(line), granted)
         self._connections[connection] = None
         self._loop.add_reader(connection.descriptor, self._receive, connection)
-        self._place(connection)
+        self._add_sessionless(connection)
         connection.reader.data += unread
-        self._hold(connection, len(unread))
+        self._add_held_bytes(connection, len(unread))
         connection.is_queued = True
         self._serve(connection, time.monotonic() + GRANT_SECONDS)
-        if self.is_owing or self._busy:
+        if self.has_unsent_answers or self._unfinished:
             self._end_turn()
 
     def park(self, connection: Connection) -> None:
@@ -293,7 +295,7 @@ class ControlSocket:
         for connection in parked:
             connection.is_parked = False
             if connection.is_open:
-                self._busy.append(connection)
+                self._unfinished.append(connection)
                 self._schedule()
 
     def close_connection(self, connection: Connection) -> None:
@@ -306,12 +308,12 @@ class ControlSocket:
         self._held_bytes -= connection.held_bytes
         connection.held_bytes = 0
         del self._connections[connection]
-        self._strangers.remove(connection)
+        self._sessionless.remove(connection)
         self._unwelcome.remove(connection)
 
     def tick(self) -> None:
         """Close silent connections without a session; to be called twice a second."""
-        for places in (self._strangers, self._unwelcome):
+        for places in (self._sessionless, self._unwelcome):
             for connection in places.all:
                 connection.silent_ticks += 1
                 if connection.silent_ticks > SILENT_TICKS:
@@ -321,7 +323,7 @@ class ControlSocket:
         """Unbind, remove the socket's file, drop unsent bytes. May be called twice."""
         if self.listener is not None:
             self.listener.close(keeps_file=keeps_file)
-        for handle in (self._scheduled, self._relief):
+        for handle in (self._scheduled, self._relief_handle):
             if handle is not None:
                 handle.cancel()
         for connection in list(self._connections):
@@ -333,28 +335,28 @@ class ControlSocket:
         connection = Connection(line, credentials)
         self._connections[connection] = None
         self._loop.add_reader(connection.descriptor, self._receive, connection)
-        self._place(connection)
+        self._add_sessionless(connection)
         if open_files.are_scarce():
-            self._make_room()
+            self._free_descriptor()
         if connection.is_open:
-            self._send_as_it_is(connection, OPENING)
+            self._send_bytes(connection, OPENING)
 
-    def _place(self, connection: Connection) -> None:
+    def _add_sessionless(self, connection: Connection) -> None:
         """Give a connection without a session a place; close the one that must leave for it."""
         uid = connection.credentials.uid
-        places = self._strangers if uid in self._allowed else self._unwelcome
+        places = self._sessionless if uid in self._allowed else self._unwelcome
         connection.silent_ticks = 0
         leaving = places.add(connection, uid)
         if leaving is not None:
             self.close_connection(leaving)
 
-    def _make_room(self) -> None:
+    def _free_descriptor(self) -> None:
         """Close a connection without a session, first one of a user who is not allowed."""
         now = time.monotonic()
         if now >= self._next_warning:
             self._next_warning = now + WARNING_SECONDS
             log.warning("open files are scarce, idle connections are ended: raise their limit")
-        leaving = self._unwelcome.oldest() or self._strangers.oldest()
+        leaving = self._unwelcome.oldest() or self._sessionless.oldest()
         if leaving is not None:
             self.close_connection(leaving)
 
@@ -372,7 +374,7 @@ class ControlSocket:
             self.close_connection(connection)
             return
         connection.reader.data += self._view[:count]
-        self._hold(connection, count)
+        self._add_held_bytes(connection, count)
         if connection.is_queued:
             if len(connection.reader.data) >= READ_BYTES:
                 connection.is_paused = True
@@ -383,13 +385,13 @@ class ControlSocket:
         if self._scheduled is None and now >= self._turn_after:
             self._serve(connection, now + SLICE_SECONDS)
             self._turn_after = 2 * time.monotonic() - now
-            if self.is_owing or self._busy:
+            if self.has_unsent_answers or self._unfinished:
                 self._end_turn()
         else:
-            self._fresh.append(connection)
+            self._just_sent.append(connection)
             self._schedule()
 
-    def _send_as_it_is(self, connection: Connection, data: bytes) -> None:
+    def _send_bytes(self, connection: Connection, data: bytes) -> None:
         is_waiting = bool(connection.output)
         connection.output.append(memoryview(data))
         connection.unsent += len(data)
@@ -397,32 +399,32 @@ class ControlSocket:
             connection.transmit()
             if connection.output:
                 self._loop.add_writer(connection.descriptor, self._write, connection)
-        self._count(connection)
-        if not connection.has_session and connection.unsent > STRANGER_UNREAD_BYTES:
+        self._update_held_bytes(connection)
+        if not connection.has_session and connection.unsent > SESSIONLESS_UNREAD_BYTES:
             self.close_connection(connection)
 
     def _write(self, connection: Connection) -> None:
         connection.transmit()
         if not connection.output:
             self._loop.remove_writer(connection.descriptor)
-        self._count(connection)
+        self._update_held_bytes(connection)
 
-    def _count(self, connection: Connection) -> None:
+    def _update_held_bytes(self, connection: Connection) -> None:
         """Update the total by the bytes that wait on a connection now."""
         if connection.is_open:
-            self._hold(connection, connection.waiting_bytes - connection.held_bytes)
+            self._add_held_bytes(connection, connection.waiting_bytes - connection.held_bytes)
 
-    def _hold(self, connection: Connection, more: int) -> None:
+    def _add_held_bytes(self, connection: Connection, more: int) -> None:
         """Note that `more` bytes wait on a connection; a negative number means fewer."""
         self._held_bytes += more
         connection.held_bytes += more
-        if self._held_bytes > self._held_most and self._relief is None:
-            self._relief = self._loop.call_soon(self._relieve)
+        if self._held_bytes > self._max_held_bytes and self._relief_handle is None:
+            self._relief_handle = self._loop.call_soon(self._close_heaviest)
 
-    def _relieve(self) -> None:
+    def _close_heaviest(self) -> None:
         """Close connections of the users with most waiting bytes until the total is allowed."""
-        self._relief = None
-        while self._held_bytes > self._held_most:
+        self._relief_handle = None
+        while self._held_bytes > self._max_held_bytes:
             by_user: dict[int, int] = {}
             for one in self._connections:
                 uid = one.credentials.uid
@@ -448,7 +450,7 @@ class ControlSocket:
         progress, however many short requests arrive.
         """
         self._scheduled = None
-        first, second = self._fresh, self._busy
+        first, second = self._just_sent, self._unfinished
         began = now = time.monotonic()
         deadline = now + TURN_SECONDS
         while (first or second) and now < deadline:
@@ -462,9 +464,9 @@ class ControlSocket:
 
     def _end_turn(self) -> None:
         """Have answers sent, and schedule the next turn after the loop's other events."""
-        if self.is_owing:
+        if self.has_unsent_answers:
             self._on_batch()
-        if self._fresh or self._busy:
+        if self._just_sent or self._unfinished:
             self._schedule()
 
     def _serve(self, connection: Connection, end: float) -> None:
@@ -482,7 +484,7 @@ class ControlSocket:
         self._held_bytes += held - connection.held_bytes  # never grows, so nothing need be closed
         connection.held_bytes = held
         if not is_done:
-            (self._parked if connection.is_parked else self._busy).append(connection)
+            (self._parked if connection.is_parked else self._unfinished).append(connection)
             return
         connection.is_queued = False
         if connection.is_paused:
@@ -492,7 +494,7 @@ class ControlSocket:
     def _advance(self, connection: Connection, end: float) -> bool:
         """Do the connection's work until `end`; return True if nothing is left to do."""
         while connection.is_open:
-            if connection.work is None:
+            if connection.steps is None:
                 found = connection.reader.read()
                 if found is None:
                     return True
@@ -502,12 +504,12 @@ class ControlSocket:
                     frame = found if isinstance(found, bytes) else None
                     if connection.credentials.uid in self._allowed:
                         connection.silent_ticks = 0
-                    connection.work = self._on_frame(connection, frame)
+                    connection.steps = self._on_frame(connection, frame)
                     connection.work_bytes = 0 if frame is None else len(frame)
-            for _ in connection.work or ():
+            for _ in connection.steps or ():
                 if connection.is_parked or time.monotonic() > end:
                     return not connection.is_open
-            connection.work, connection.work_bytes = None, 0
+            connection.steps, connection.work_bytes = None, 0
             if not connection.reader.data:
                 return True
             if not connection.has_session or time.monotonic() > end:
@@ -516,5 +518,5 @@ class ControlSocket:
 
     def _answer_commands(self, connection: Connection) -> None:
         for reply in connection.reader.replies:
-            self._send_as_it_is(connection, reply)
+            self._send_bytes(connection, reply)
         connection.reader.replies.clear()

@@ -18,7 +18,7 @@ from typing import Final
 
 from stormd.protocol.limits import PIECE_NUMBER_BYTES, TOKEN_BYTES
 from stormd.transport.listener import Credentials, Listener, peer_credentials
-from stormd.transport.strangers import Strangers
+from stormd.transport.strangers import Sessionless
 
 __all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 GREETING_SECONDS: Final = 5.0
 """Time in which a connection must send its token."""
 
-MAX_STRANGERS: Final = 256
-MAX_STRANGERS_OF_ONE: Final = 128
+MAX_SESSIONLESS: Final = 256
+MAX_SESSIONLESS_OF_USER: Final = 128
 """Maximum connections without a session at a time, of all users and of each. One more closes the
 oldest: a client with a token sends it at once, and connections that send none must not keep it out.
 """
 
-MAX_SENT: Final = 8
+MAX_DESCRIPTORS: Final = 8
 """Maximum descriptors that a client may send: those that an earlier daemon has shared with it."""
 
 OnToken = Callable[[bytes, int, list[int]], tuple[int, tuple[int, ...]] | None]
@@ -72,11 +72,19 @@ class LifelineListener:
         self._on_piece = on_piece
         self._on_lost = on_lost
         self._allowed: frozenset[int] = frozenset()
-        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
-        self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of connections in _strangers
+        self._sessionless: Sessionless[socket.socket] = Sessionless(
+            MAX_SESSIONLESS, MAX_SESSIONLESS_OF_USER
+        )
+        self._timers: dict[
+            socket.socket, asyncio.TimerHandle
+        ] = {}  # of connections in _sessionless
         self._lines: dict[int, socket.socket] = {}
         self.listener = Listener(
-            loop, path, listening=listening, on_line=self._admit, on_lack=self._make_room
+            loop,
+            path,
+            listening=listening,
+            on_accepted=self._admit,
+            on_out_of_descriptors=self._free_descriptor,
         )
         self.listener.start()
 
@@ -93,8 +101,8 @@ class LifelineListener:
     def close(self, *, keeps_file: bool = False) -> None:
         """Close everything without calling `on_lost`. May be called twice."""
         self.listener.close(keeps_file=keeps_file)
-        for line in self._strangers.all:
-            self._dismiss(line)
+        for line in self._sessionless.all:
+            self._close_sessionless(line)
         for session in list(self._lines):
             self.end(session)
 
@@ -105,24 +113,24 @@ class LifelineListener:
         if uid not in self._allowed:
             line.close()
             return
-        self._timers[line] = self._loop.call_later(GREETING_SECONDS, self._dismiss, line)
-        self._loop.add_reader(line.fileno(), self._greet, line)
-        leaving = self._strangers.add(line, uid)
+        self._timers[line] = self._loop.call_later(GREETING_SECONDS, self._close_sessionless, line)
+        self._loop.add_reader(line.fileno(), self._read_token, line)
+        leaving = self._sessionless.add(line, uid)
         if leaving is not None:
-            self._dismiss(leaving)
+            self._close_sessionless(leaving)
 
-    def _make_room(self) -> None:
+    def _free_descriptor(self) -> None:
         """Close the oldest connection without a session, of the user who has most of them."""
-        leaving = self._strangers.oldest()
+        leaving = self._sessionless.oldest()
         if leaving is not None:
-            self._dismiss(leaving)
+            self._close_sessionless(leaving)
 
-    def _greet(self, line: socket.socket) -> None:
+    def _read_token(self, line: socket.socket) -> None:
         """Read the token with one call: 16 bytes of a local stream are never split."""
         descriptors: list[int] = []
         try:
             token, descriptors, _, _ = socket.recv_fds(
-                line, TOKEN_BYTES + 1, MAX_SENT, socket.MSG_CMSG_CLOEXEC
+                line, TOKEN_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return
@@ -135,15 +143,17 @@ class LifelineListener:
             for descriptor in descriptors:
                 os.close(descriptor)
         if granted is None:
-            self._dismiss(line)
+            self._close_sessionless(line)
             return
-        self._adopt(line, *granted)
+        self._enter_session(line, *granted)
 
-    def _adopt(self, line: socket.socket, session: int, descriptors: tuple[int, ...]) -> None:
-        self._settle(line)
+    def _enter_session(
+        self, line: socket.socket, session: int, descriptors: tuple[int, ...]
+    ) -> None:
+        self._remove_sessionless(line)
         self._lines[session] = line
         self._loop.remove_reader(line.fileno())
-        self._loop.add_reader(line.fileno(), self._hear, session)
+        self._loop.add_reader(line.fileno(), self._receive_piece, session)
         try:
             socket.send_fds(line, [bytes([len(descriptors)])], descriptors)
         except OSError:
@@ -153,18 +163,18 @@ class LifelineListener:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _dismiss(self, line: socket.socket) -> None:
-        self._settle(line)
+    def _close_sessionless(self, line: socket.socket) -> None:
+        self._remove_sessionless(line)
         self._close(line)
 
-    def _settle(self, line: socket.socket) -> None:
+    def _remove_sessionless(self, line: socket.socket) -> None:
         """Stop counting a connection as one without a session."""
-        self._strangers.remove(line)
+        self._sessionless.remove(line)
         self._timers.pop(line).cancel()
 
     # --- sessions ---------------------------------------------------------------------------
 
-    def _hear(self, session: int) -> None:
+    def _receive_piece(self, session: int) -> None:
         """Take a piece, or end the lifeline: its peer is gone or breaks the protocol."""
         descriptors: list[int] = []
         try:  # never split, like the token

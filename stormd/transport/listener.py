@@ -50,9 +50,9 @@ def peer_credentials(line: socket.socket) -> Credentials:
 class Listener:
     """Listens at `path` from construction on; `start` begins to accept.
 
-    `on_line` receives each connection, which is non-blocking, with its owner. `on_lack` is called
-    when no descriptor is free for a connection, which then waits. `listening` is a socket that is
-    already bound there, if there is one.
+    `on_accepted` receives each connection, which is non-blocking, with its owner.
+    `on_out_of_descriptors` is called when no descriptor is free for a connection, which then waits.
+    `listening` is a socket that is already bound there, if there is one.
 
     Raises:
         OSError: the path cannot be bound.
@@ -64,13 +64,13 @@ class Listener:
         path: Path,
         *,
         listening: socket.socket | None = None,
-        on_line: Callable[[socket.socket, Credentials], None],
-        on_lack: Callable[[], None],
+        on_accepted: Callable[[socket.socket, Credentials], None],
+        on_out_of_descriptors: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._path = path
-        self._on_line = on_line
-        self._on_lack = on_lack
+        self._on_accepted = on_accepted
+        self._on_out_of_descriptors = on_out_of_descriptors
         self._is_started = False
         if listening is None:
             self._socket, self._file = _listening(path)
@@ -134,13 +134,13 @@ class Listener:
                 self._pause(error)
                 return
             line.setblocking(False)
-            self._on_line(line, peer_credentials(line))
+            self._on_accepted(line, peer_credentials(line))
 
     def _pause(self, error: OSError) -> None:
         """Pause accepting: the connection waits in the backlog and would wake the loop at once."""
         log.warning("a connection was not accepted: %s", remedy(error, "it is tried again"))
         self._loop.remove_reader(self._socket.fileno())
-        self._on_lack()
+        self._on_out_of_descriptors()
         self._loop.call_later(RETRY_SECONDS, self._resume)
 
     def _resume(self) -> None:

@@ -39,25 +39,25 @@ class Mailbox(Generic[Item]):
         with self._lock:
             if self._closed:
                 return
-            is_awaited = bool(self._waiting)
+            is_scheduled = bool(self._waiting)
             self._waiting.extend(items)
-            if not is_awaited:
-                self._loop.call_soon_threadsafe(self._empty)
+            if not is_scheduled:
+                self._loop.call_soon_threadsafe(self._deliver_some)
 
     def close(self) -> None:
         """Deliver waiting items and accept no more. Called on the loop; may be called twice."""
         with self._lock:
             self._closed = True
         while self._waiting:
-            self._empty()
+            self._deliver_some()
 
-    def _empty(self) -> None:
+    def _deliver_some(self) -> None:
         """Deliver the first waiting items; deliver the rest after the loop's other events."""
         with self._lock:
             batch, self._waiting = self._waiting, []
             if len(batch) > DELIVERED_A_TURN:
                 self._waiting = batch[DELIVERED_A_TURN:]
                 del batch[DELIVERED_A_TURN:]
-                self._loop.call_soon(self._empty)
+                self._loop.call_soon(self._deliver_some)
         if batch:
             self._deliver(batch)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-__all__ = ["Strangers"]
+__all__ = ["Sessionless"]
 
 Key = TypeVar("Key")
 
 
-class Strangers(Generic[Key]):
-    """At most `most` connections, and `of_one` of each user, in order of arrival."""
+class Sessionless(Generic[Key]):
+    """At most `max_all` connections, and `max_of_user` of each user, in order of arrival."""
 
-    def __init__(self, most: int, of_one: int) -> None:
-        self._most = most
-        self._of_one = of_one
+    def __init__(self, max_all: int, max_of_user: int) -> None:
+        self._max_all = max_all
+        self._max_of_user = max_of_user
         self._by_user: dict[int, dict[Key, None]] = {}
         self._users: dict[Key, int] = {}
 
@@ -38,9 +38,9 @@ class Strangers(Generic[Key]):
         self._users[key] = uid
         own = self._by_user.setdefault(uid, {})
         own[key] = None
-        if len(own) > self._of_one:
+        if len(own) > self._max_of_user:
             return next(iter(own))
-        return self.oldest() if len(self._users) > self._most else None
+        return self.oldest() if len(self._users) > self._max_all else None
 
     def remove(self, key: Key) -> None:
         """Remove a connection, if it is in the list."""

@@ -83,7 +83,7 @@ class Reader:
             ZmtpError: the bytes are not ZMTP 3, or a part is larger than the limit.
         """
         if self._phase is Phase.GREETING:
-            return OTHER if self._greeted() else None
+            return OTHER if self._read_greeting() else None
         data = self.data
         if len(data) < 2:
             return None
@@ -107,7 +107,7 @@ class Reader:
     def _special(self, flags: int, body: bytes) -> bytes | Token:
         """Return the Token for a command or a part of several, or the body of a message."""
         if flags & COMMAND:
-            self._obey(body)
+            self._handle_command(body)
             return OTHER
         if flags & MORE:
             self._has_parts = True
@@ -117,7 +117,7 @@ class Reader:
             return SEVERAL
         return body
 
-    def _greeted(self) -> bool:
+    def _read_greeting(self) -> bool:
         """Read the greeting; False if it is incomplete. An invalid one raises ZmtpError early."""
         data = bytes(self.data[:GREETING_BYTES])
         if data[:1] != SIGNATURE[:1][: len(data)] or data[9:10] != SIGNATURE[9:][: len(data[9:10])]:
@@ -141,16 +141,16 @@ class Reader:
         if not flags & COMMAND and self._phase is not Phase.OPEN:
             raise ZmtpError("a message before READY")
 
-    def _obey(self, body: bytes) -> None:
+    def _handle_command(self, body: bytes) -> None:
         name, rest = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""
         if self._phase is Phase.HANDSHAKE:
             if name != b"READY":
                 raise ZmtpError(f"the command {name!r:.40} in the place of READY")
-            self._be_ready(_properties(rest))
+            self._handle_ready(_properties(rest))
         elif name == b"PING":  # a time to live, two bytes, then a context to be echoed
             self.replies.append(framed(b"\4PONG" + rest[2:18], COMMAND))
 
-    def _be_ready(self, properties: dict[bytes, bytes]) -> None:
+    def _handle_ready(self, properties: dict[bytes, bytes]) -> None:
         kind = properties.get(b"socket-type", b"")
         if kind not in SOCKET_TYPES:
             raise ZmtpError(f"a socket of type {kind!r:.40}")

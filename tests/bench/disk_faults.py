@@ -104,7 +104,7 @@ class Round:
 
     def _open(self) -> None:
         info = SessionInfo(session=SESSION, device="cpu", uid=0, pid=1, name="faults")
-        self._ledger.leases.open(info, part_bytes=PART_BYTES, staging_bytes=PART_BYTES, now=0.0)
+        self._ledger.leases.open(info, chunk_bytes=PART_BYTES, staging_bytes=PART_BYTES, now=0.0)
         self._record = self._ledger.sessions[SESSION]
         self._ledger.leases.attach(self._record, 0.0)
 
@@ -197,12 +197,14 @@ class Round:
 
     def _fill(self, block: Block, text: bytes) -> None:
         done = 0
-        for offset, nbytes in block.pieces():
+        for offset, nbytes in block.used_extents():
             ctypes.memmove(self._address + offset, text[done : done + nbytes], nbytes)
             done += nbytes
 
     def _read(self, block: Block) -> bytes:
-        return b"".join(ctypes.string_at(self._address + at, size) for at, size in block.pieces())
+        return b"".join(
+            ctypes.string_at(self._address + at, size) for at, size in block.used_extents()
+        )
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Failed):

@@ -75,7 +75,7 @@ class _Control:
     def nothing(self, *_: object) -> None:
         pass
 
-    start = allow = adopt = disown = tick = nothing
+    start = allow = session_opened = session_ended = tick = nothing
 
     def send(self, connection: _Connection, frame: bytes) -> None:
         self.sent.append((connection, frame))
@@ -100,7 +100,7 @@ class _Lane:
         return Attachment(
             descriptors=(),
             staging_bytes=STAGING_BYTES,
-            part_bytes=PART_BYTES,
+            chunk_bytes=PART_BYTES,
             segment_bytes=STAGING_BYTES,
         )
 
@@ -124,7 +124,7 @@ class _Lane:
     def link_speed(self, session: int) -> LinkSpeed:
         return LinkSpeed()
 
-    def skip(self, session: int, sequence: int) -> None:
+    def skip_sequence(self, session: int, sequence: int) -> None:
         pass
 
     def _restore(self, job: RestoreJob) -> None:
@@ -178,7 +178,7 @@ class DaemonCore:
             terms=Terms(
                 allowed_uids=frozenset((os.getuid(),)),
                 lifeline_path="/nowhere",
-                cache_part_bytes=PART_BYTES,
+                cache_chunk_bytes=PART_BYTES,
                 lease_seconds=5.0,
             ),
             status=lambda tell: tell({"entries": self.ledger.entries}),

@@ -307,7 +307,7 @@ def _flip_all_blocks(daemon: DaemonThread) -> int:
         if entry.block is not None
     ]
     for block in blocks:
-        offset, nbytes = block.pieces()[0]
+        offset, nbytes = block.used_extents()[0]
         byte = ctypes.c_ubyte.from_address(server._pool.address + offset + nbytes // 2)
         byte.value ^= 0x10
     return len(blocks)

@@ -217,7 +217,7 @@ def test_a_device_is_looked_for_before_memory_is_taken(
     tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "storm_kernels.cuda_driver", None)
-    with pytest.raises(LaneUnavailable, match="there is no cuda lane here"):
+    with pytest.raises(LaneUnavailable, match="CUDA is not available"):
         DaemonThread(make_config(device="cuda", pool_bytes=1 << 60))
     assert list(tmp_path.iterdir()) == []
 
@@ -268,13 +268,13 @@ def test_sessions_that_die_while_all_are_ended_end_once(
 
     def end_all() -> None:
         """Have the first of the ends that follow give back the last of what the dead one held."""
-        gateway._dispatch._freeing = None
+        gateway._dispatch._free_timer = None
         gateway.end_all("shutdown")
         daemon.server.stop()
 
     # It waits for its turn to give back.
     timer = asyncio.TimerHandle(0.0, print, (), daemon._loop)
-    monkeypatch.setattr(gateway._dispatch, "_freeing", timer)
+    monkeypatch.setattr(gateway._dispatch, "_free_timer", timer)
     dying.close()
     assert dying.welcome is not None
     record = ledger.sessions[dying.welcome.session]

@@ -16,7 +16,7 @@ from support import fake_cuda
 from support.waiting import wait_until
 
 from stormd.ledger.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
-from stormd.ledger.parts import Part
+from stormd.ledger.parts import Chunk
 from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import Hello, MapSegment
@@ -60,7 +60,7 @@ class Bench:
         self.session, self._ordinal = session, ordinal
         attachment = lane.attach(session, hello(fake_cuda.UUIDS[ordinal]))
         (self._descriptor,) = attachment.descriptors
-        self.part_bytes = attachment.part_bytes
+        self.part_bytes = attachment.chunk_bytes
         self._page = mmap.mmap(self._descriptor, PAGE_BYTES)
         self.counters = Timelines(ctypes.addressof(ctypes.c_char.from_buffer(self._page)))
         with fake_cuda.entered(ordinal):  # in the client; here, as on the loop, no call succeeds
@@ -95,12 +95,12 @@ class Bench:
         ready: int | None = None,
     ) -> None:
         """Hand over the range as a store whose sequence number is its entry."""
-        part = Part.of(nbytes, "bfloat16", codec)
+        part = Chunk.of(nbytes, "bfloat16", codec)
         assert self.space.promise(part.bound)
         job = StoreJob(
             session=self.session,
             entry=entry,
-            part=part,
+            chunk=part,
             segment=segment,
             offset=offset,
             ready=entry if ready is None else ready,
@@ -165,7 +165,7 @@ def lanes_on_fake_devices(
             pool=pool,
             post=lambda *found: results.extend(found),
             staging_bytes=MIB,
-            part_bytes=PART,
+            chunk_bytes=PART,
             direct_bytes=PART // 2,
             is_resumable=is_resumable,
         )

@@ -22,7 +22,7 @@ from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes import Attachment
 from stormd.lanes.cpu import CpuLane
-from stormd.lanes.cuda.turns import Turns
+from stormd.lanes.cuda.turns import ReusableThrough
 from stormd.lanes.host_codec import HostCodec
 from stormd.ledger.events import RestoreDone, RestoreJob, Result, StoreDone, StoreJob
 from stormd.memory.host_pool import HostPool
@@ -49,9 +49,9 @@ def lag(seconds: float = LAG_SECONDS) -> None:
 class DeviceLane(CpuLane):
     """Each session has a thread for each direction, whose jobs are done in their order."""
 
-    def __init__(self, *, pool: HostPool, part_bytes: int, **options: Any) -> None:
-        super().__init__(pool=pool, part_bytes=part_bytes, **options)
-        self._made = pool, part_bytes
+    def __init__(self, *, pool: HostPool, chunk_bytes: int, **options: Any) -> None:
+        super().__init__(pool=pool, chunk_bytes=chunk_bytes, **options)
+        self._made = pool, chunk_bytes
         self._devices: dict[int, _Device] = {}
 
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
@@ -64,7 +64,7 @@ class DeviceLane(CpuLane):
             self._devices[session].put(job)
         return ()
 
-    def skip(self, session: int, sequence: int) -> None:
+    def skip_sequence(self, session: int, sequence: int) -> None:
         self._devices[session].turns.expect(sequence)
         self.recorded(session, [sequence])
 
@@ -134,7 +134,7 @@ class _Device:
     """The two threads of a session, and whose turn it is."""
 
     def __init__(self, lane: DeviceLane, session: int) -> None:
-        self.turns = Turns()
+        self.turns = ReusableThrough()
         self._lane, self._session = lane, session
         self._is_over = threading.Event()
         self._lines: dict[type, SimpleQueue[StoreJob | RestoreJob | None]] = {

@@ -95,7 +95,7 @@ class FakeLane:
 
     def _done(self, job: StoreJob | RestoreJob | Map, share: float) -> Result:
         if isinstance(job, StoreJob):
-            block = job.place(max(1, int(job.part.bound * share)))
+            block = job.place(max(1, int(job.chunk.bound * share)))
             return StoreDone(
                 session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.001
             )

@@ -72,7 +72,7 @@ class LedgerBench:
         hello = None if self.records is None else _hello(device)
         self.ledger.leases.open(
             info,
-            part_bytes=8 * KIB,
+            chunk_bytes=8 * KIB,
             staging_bytes=staging,
             now=0.0,
             hello=hello,

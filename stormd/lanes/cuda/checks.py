@@ -97,7 +97,7 @@ class Checks:
         self._launch_next()
         return check
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Check whether a launch has ended, and begin the next if none is in flight.
 
         Raises:

@@ -26,7 +26,7 @@ from stormd.errors import LaneUnavailable
 from stormd.lanes import Post
 from stormd.lanes.cuda.checks import Checks
 from stormd.lanes.cuda.device import CudaDevice
-from stormd.lanes.cuda.scratch import SessionScratch, session_parts
+from stormd.lanes.cuda.scratch import SessionScratch, session_chunks
 from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.shared_memory import SharedMemory
 from stormd.protocol import MapPiece, MapSegment, ReserveRange
@@ -68,7 +68,7 @@ class CudaClient:
         device: CudaDevice,
         page: SharedMemory,
         *,
-        part_bytes: int,
+        chunk_bytes: int,
         direct_bytes: int,
         is_resumable: bool = False,
         post: Post,
@@ -77,7 +77,7 @@ class CudaClient:
         self.device = device
         self.post = post
         self.is_resumable = is_resumable
-        self._part_bytes = part_bytes
+        self._chunk_bytes = chunk_bytes
         self._direct_bytes = direct_bytes
         self._page = page
         self.timelines = Timelines(page.address)
@@ -152,14 +152,14 @@ class CudaClient:
                 _, greatest = self.device.context.priorities()
                 stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
                 scratch = made.enter_context(
-                    closing(SessionScratch(self.device, self._part_bytes, self._direct_bytes))
+                    closing(SessionScratch(self.device, self._chunk_bytes, self._direct_bytes))
                 )
                 checks = made.enter_context(closing(Checks(self.device.codec, greatest)))
             except CudaDriverError as error:
                 raise LaneUnavailable(
                     f"the GPU gives a session no scratch ({error}): make room there, or start the "
-                    f"daemon with a part_bytes_cuda of less than {format_size(self._part_bytes)}, "
-                    f"of which a session takes {session_parts(self.device)}"
+                    f"daemon with a part_bytes_cuda of less than {format_size(self._chunk_bytes)}, "
+                    f"of which a session takes {session_chunks(self.device)}"
                 ) from error
             owned = made.pop_all()
         self._opened = Opened(page, stores, restores, scratch, checks, owned)
@@ -222,7 +222,7 @@ class CudaClient:
                 for mapping in self._segments.values():
                     owned.callback(mapping.close)
         except KernelsError:
-            log.exception("session %016x could not let all its device memory go", self.session)
+            log.exception("session %016x could not free all its device memory", self.session)
         self._page.close()
 
 

@@ -93,10 +93,10 @@ class DevicePool:
         self._context.make_current()
         gone.memory.close()  # closed again at the end, which does nothing
 
-    def pieces(self, block: Block) -> Iterator[tuple[int, int]]:
+    def copy_ranges(self, block: Block) -> Iterator[tuple[int, int]]:
         """Yield a block's ranges as (address, bytes), each of which one copy can cover."""
         ranges = self._ranges
-        for offset, nbytes in block.pieces():
+        for offset, nbytes in block.used_extents():
             begin, end = offset, offset + nbytes
             index = bisect_right(ranges, begin, key=attrgetter("begin")) - 1
             while begin < end:
@@ -144,14 +144,14 @@ class CudaDevice:
 
         `source` is the address of those bytes.
         """
-        for target, size in self._pool.pieces(block):
+        for target, size in self._pool.copy_ranges(block):
             left_out = min(begin, size)
             begin -= left_out
             if left_out < size:
                 copy_async(target + left_out, source, size - left_out, self.down.handle)
                 source += size - left_out
 
-    def sends_nothing(self) -> bool:
+    def is_link_idle(self) -> bool:
         """Return whether the link to the pool is idle; False if the device is broken."""
         try:
             return self.down.done()
@@ -164,7 +164,7 @@ class CudaDevice:
 
     def copy_up(self, block: Block, destination: int) -> None:
         """Put the copy of a block's blob to `destination` on the stream `up`."""
-        for source, size in self._pool.pieces(block):
+        for source, size in self._pool.copy_ranges(block):
             copy_async(destination, source, size, self.up.handle)
             destination += size
 
@@ -177,7 +177,7 @@ class CudaDevice:
         header = self._pool.address + block.extents[0].offset
         return blob_kind(ctypes.string_at(header, KIND_BYTES))
 
-    def look(self) -> None:
+    def check_fault(self) -> None:
         """Check and record whether the device is broken, by its own work or another process's.
 
         May take a second. Not for the event loop.

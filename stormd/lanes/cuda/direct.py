@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["LATE_SECONDS", "MAX_COPIES", "Outlook", "goes_direct"]
+__all__ = ["LATE_SECONDS", "MAX_COPIES", "StoreState", "should_copy_unencoded"]
 
 MAX_COPIES: Final = 2
 """Most direct copies of one session on the link. The second is queued before the first ends, and
@@ -21,7 +21,7 @@ LATE_SECONDS: Final = 0.001
 keep the link busy (DESIGN.md has the measurement)."""
 
 
-class Outlook(NamedTuple):
+class StoreState(NamedTuple):
     """The state of a session's stores when the next one is to begin.
 
     `encoders_wait` is for how many seconds no queued encoder has finished, 0.0 if none is queued.
@@ -35,7 +35,7 @@ class Outlook(NamedTuple):
     link_is_idle: bool
 
 
-def goes_direct(codec: str, outlook: Outlook) -> bool:
+def should_copy_unencoded(codec: str, outlook: StoreState) -> bool:
     """Return whether to copy a large chunk directly: codec "raw", or no space in scratch."""
     if outlook.copies >= MAX_COPIES:
         return False

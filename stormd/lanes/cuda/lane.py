@@ -37,8 +37,8 @@ class CudaLane(Lane):
     """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
 
     With `is_resumable`, a source may be reused only once the outcome of its store is recorded.
-    `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS, chunks of at
-    least `direct_bytes` may be copied directly; 0 disables that. `close` must follow.
+    `staging_bytes` and `chunk_bytes` are the most that a session is granted. Under MPS, chunks of
+    at least `direct_bytes` may be copied directly; 0 disables that. `close` must follow.
 
     Raises:
         LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
@@ -53,14 +53,14 @@ class CudaLane(Lane):
         pool: HostPool,
         post: Post,
         staging_bytes: int,
-        part_bytes: int,
+        chunk_bytes: int,
         direct_bytes: int,
         link_limit_bytes: int = 0,
         is_resumable: bool = False,
     ) -> None:
         super().__init__(post)
         self._staging_bytes = staging_bytes
-        self._part_bytes = part_bytes
+        self._chunk_bytes = chunk_bytes
         self._direct_bytes = direct_bytes
         self._is_resumable = is_resumable
         self._opened = ExitStack()
@@ -130,12 +130,12 @@ class CudaLane(Lane):
                 f"no shared page for a session: {remedy(error, SEE_LOG)}"
             ) from error
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
-        part = max(1, min(self._part_bytes, staging // 2))
+        chunk_bytes = max(1, min(self._chunk_bytes, staging // 2))
         client = CudaClient(
             session,
             device,
             page,
-            part_bytes=part,
+            chunk_bytes=chunk_bytes,
             direct_bytes=self._direct_bytes,
             is_resumable=self._is_resumable,
             post=self._post,
@@ -147,7 +147,7 @@ class CudaLane(Lane):
         return Attachment(
             descriptors=() if descriptors else (made,),
             staging_bytes=staging,
-            part_bytes=part,
+            chunk_bytes=chunk_bytes,
             segment_bytes=0,
         )
 
@@ -160,8 +160,8 @@ class CudaLane(Lane):
                 served.restores.put(job)
         return ()
 
-    def skip(self, session: int, sequence: int) -> None:
-        self._sessions[session].pass_over(sequence)
+    def skip_sequence(self, session: int, sequence: int) -> None:
+        self._sessions[session].skip_sequence(sequence)
 
     def recorded(self, session: int, sequences: Sequence[int]) -> None:
         self._sessions[session].recorded(sequences)
@@ -187,14 +187,14 @@ class CudaLane(Lane):
         deadline = time.monotonic() + seconds
         for session in list(self._sessions):
             self._ending.append(self._sessions.pop(session))
-            self._ending[-1].leave()
+            self._ending[-1].abandon()
         for ending in self._ending:
             if not ending.join(max(0.0, deadline - time.monotonic())):
                 return False
         try:
             self._opened.close()
         except KernelsError as error:  # a broken device, on which nothing runs any more
-            log.warning("not all that was on the devices could be let go: %s", error)
+            log.warning("not everything on the devices could be freed: %s", error)
         return True
 
 

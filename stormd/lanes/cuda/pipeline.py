@@ -30,18 +30,18 @@ __all__ = ["Pipeline", "ScratchSource", "Stages"]
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 0.0001
+MIN_POLL_SECONDS: Final = 0.0001
 """Seconds until the device is polled again; doubled each time that nothing has happened."""
 
-LONGEST_LOOK_SECONDS: Final = 0.0004
+MAX_POLL_SECONDS: Final = 0.0004
 """Most seconds between polls, for which the link's next work may wait. With less, polling for a
 client that lets us wait takes more than a few hundredths of a CPU."""
 
-IDLE_LOOKS: Final = 2500
+IDLE_POLLS: Final = 2500
 """Polls without a result, about a second of them, after which the client is assumed to be idle: it
 evaluates, or waits in a debugger. Then polls are rarer."""
 
-IDLE_LOOK_SECONDS: Final = 0.01
+IDLE_POLL_SECONDS: Final = 0.01
 
 MAX_OVERTAKEN: Final = 16
 """Most jobs that are not due before the jobs behind them wait as well: each is checked at every
@@ -54,7 +54,7 @@ Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
 
 class Stages(Protocol[Job, Scratch_contra]):
-    """The steps of a batch of jobs. Those up to `go_on` may raise; `settle` and `fail` follow.
+    """The steps of a batch of jobs. Those up to `advance` may raise; `settle` and `fail` follow.
 
     If a batch of several jobs cannot be begun, each of its jobs is tried alone before it fails.
     """
@@ -68,16 +68,16 @@ class Stages(Protocol[Job, Scratch_contra]):
     def begin(self, batch: list[Job], scratch: Scratch_contra) -> None:
         """Put the batch's work on the device, without waiting for it."""
 
-    def goes_beside(self, scratch: Scratch_contra) -> bool:
+    def may_finish_out_of_order(self, scratch: Scratch_contra) -> bool:
         """Return whether this begun batch may finish before batches begun earlier."""
 
-    def passed(self, batch: list[Job], scratch: Scratch_contra, /) -> bool:
+    def is_done(self, batch: list[Job], scratch: Scratch_contra, /) -> bool:
         """Return whether the device has done the batch's work that was put on it last."""
 
-    def go_on(self, batch: list[Job], scratch: Scratch_contra) -> bool:
+    def advance(self, batch: list[Job], scratch: Scratch_contra) -> bool:
         """Answer the jobs and return True, or put the next work on the device and return False.
 
-        Called once `passed` has returned True. The jobs left in `batch` afterwards are those still
+        Called once `is_done` has returned True. The jobs left in `batch` afterwards are those still
         to be answered.
         """
 
@@ -100,7 +100,7 @@ class ScratchSource(Protocol[Job_contra, Scratch]):
         There must be some for every job when no batch is in flight.
         """
 
-    def place_beside(self, waiting: Iterable[tuple[int, Job_contra]]) -> int | None:
+    def find_overtaking_job(self, waiting: Iterable[tuple[int, Job_contra]]) -> int | None:
         """Return the place of a job that does not need the scratch that an earlier job waits for.
 
         None if none of the given jobs is like that, or if there is no scratch for it now.
@@ -138,12 +138,14 @@ class Pipeline(Generic[Job, Scratch]):
         # Used only by the thread. Batches are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
-        self._beside: deque[tuple[list[Job], Scratch]] = deque()  # begun, in an order of their own
+        self._out_of_order: deque[tuple[list[Job], Scratch]] = (
+            deque()
+        )  # begun, in an order of their own
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
         self._taken: list[Job] = []  # taken out of `_pending`, and not begun
         self._alone = 0  # how many of the next jobs are tried alone, as one of them fails
-        self._pause = LOOK_SECONDS
-        self._in_vain = 0  # polls since there was anything to do
+        self._pause = MIN_POLL_SECONDS
+        self._idle_polls = 0  # polls since there was anything to do
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -186,7 +188,7 @@ class Pipeline(Generic[Job, Scratch]):
 
     # --- from the pipeline's own thread, in a call ------------------------------------------
 
-    def provide(self, source: ScratchSource[Job, Scratch]) -> None:
+    def set_scratch_source(self, source: ScratchSource[Job, Scratch]) -> None:
         """Take scratch from `source` from now on. Jobs before the first source are refused."""
         self._scratch_source = source
 
@@ -205,7 +207,7 @@ class Pipeline(Generic[Job, Scratch]):
         """Answer all jobs that there are and that come until the end, without doing them."""
         self._skip.set()
         self._try(self._stages.settle)
-        for batch, scratch in [*self._begun, *self._beside, *self._continued]:
+        for batch, scratch in [*self._begun, *self._out_of_order, *self._continued]:
             self._try(partial(self._stages.fail, batch, scratch, error))
         for job in self._taken:
             self._try(partial(self._stages.refuse, job))
@@ -243,11 +245,11 @@ class Pipeline(Generic[Job, Scratch]):
                 self._begin(self._batch(self._taken, place), source)
             self._taken = []
         if self._stopped.is_set():
-            self._leave()
+            self._make_waiting_calls()
         else:
             self._finish_all()
 
-    def _leave(self) -> None:
+    def _make_waiting_calls(self) -> None:
         """Make the waiting calls, once the device has done the work that it was given."""
         if self._scratch_source is not None:
             self._stages.settle()
@@ -263,7 +265,7 @@ class Pipeline(Generic[Job, Scratch]):
         while True:
             if self._stopped.is_set():
                 return 0, None
-            has_moved = self._look()
+            has_moved = self._poll()
             self._take_items()
             place = self._place_of_next()
             if place is not None:
@@ -288,7 +290,7 @@ class Pipeline(Generic[Job, Scratch]):
             if self._stages.is_due(item):
                 if source.has_for(item):
                     return place
-                return source.place_beside(self._due_behind(place))
+                return source.find_overtaking_job(self._due_behind(place))
         return None
 
     def _due_behind(self, place: int) -> Iterator[tuple[int, Job]]:
@@ -321,19 +323,19 @@ class Pipeline(Generic[Job, Scratch]):
         """Sleep until it is time to poll again, or there is something to do."""
         if self._pending:
             time.sleep(self._pause)
-        elif self._begun or self._beside or self._continued:
+        elif self._begun or self._out_of_order or self._continued:
             self._items.wait(self._pause)
         else:
             self._items.wait()
-        self._look_later()
+        self._poll_later()
 
-    def _look_later(self) -> None:
-        self._in_vain += 1
-        longest = LONGEST_LOOK_SECONDS if self._in_vain < IDLE_LOOKS else IDLE_LOOK_SECONDS
+    def _poll_later(self) -> None:
+        self._idle_polls += 1
+        longest = MAX_POLL_SECONDS if self._idle_polls < IDLE_POLLS else IDLE_POLL_SECONDS
         self._pause = min(2 * self._pause, longest)
 
-    def _look_soon(self) -> None:
-        self._in_vain, self._pause = 0, LOOK_SECONDS
+    def _poll_soon(self) -> None:
+        self._idle_polls, self._pause = 0, MIN_POLL_SECONDS
 
     def _batch(self, batch: list[Job], place: int) -> list[Job]:
         """Add to the batch the jobs from `place` on that may be done with it; return the batch."""
@@ -352,7 +354,7 @@ class Pipeline(Generic[Job, Scratch]):
 
     def _begin(self, batch: list[Job], source: ScratchSource[Job, Scratch]) -> None:
         scratch = source.take(batch)
-        self._look_soon()
+        self._poll_soon()
         try:
             self._stages.begin(batch, scratch)
         except Exception as error:
@@ -365,36 +367,38 @@ class Pipeline(Generic[Job, Scratch]):
                 self._pending.extendleft(reversed(batch))
                 self._alone = len(batch)
         else:
-            begun = self._beside if self._stages.goes_beside(scratch) else self._begun
+            begun = (
+                self._out_of_order if self._stages.may_finish_out_of_order(scratch) else self._begun
+            )
             begun.append((batch, scratch))
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Advance all batches whose work the device has done; return whether there were any."""
         # The later stage first, because its scratch becomes free then.
-        has_moved = self._look_at(self._continued)
-        has_moved = self._look_at(self._begun) or has_moved
-        has_moved = self._look_at(self._beside) or has_moved
+        has_moved = self._poll_stage(self._continued)
+        has_moved = self._poll_stage(self._begun) or has_moved
+        has_moved = self._poll_stage(self._out_of_order) or has_moved
         if not self._continued:
             self.heartbeat.rest()
         elif has_moved or self.heartbeat.is_resting:
             self.heartbeat.work()
         return has_moved
 
-    def _look_at(self, stage: deque[tuple[list[Job], Scratch]]) -> bool:
+    def _poll_stage(self, stage: deque[tuple[list[Job], Scratch]]) -> bool:
         has_moved = False
-        while stage and self._go_on(*stage[0]):
+        while stage and self._advance(*stage[0]):
             stage.popleft()
             has_moved = True
         if has_moved:
-            self._look_soon()
+            self._poll_soon()
         return has_moved
 
-    def _go_on(self, batch: list[Job], scratch: Scratch) -> bool:
+    def _advance(self, batch: list[Job], scratch: Scratch) -> bool:
         """Advance a batch if the device is ready; return whether its state has changed."""
         try:
-            if not self._stages.passed(batch, scratch):
+            if not self._stages.is_done(batch, scratch):
                 return False
-            is_over = self._stages.go_on(batch, scratch)
+            is_over = self._stages.advance(batch, scratch)
         except Exception as error:
             log.exception("a batch of %d jobs could not be finished", len(batch))
             self._stages.settle()
@@ -408,7 +412,7 @@ class Pipeline(Generic[Job, Scratch]):
         return True
 
     def _finish_all(self) -> None:
-        while (self._begun or self._beside or self._continued) and not self._stopped.is_set():
-            if not self._look():
+        while (self._begun or self._out_of_order or self._continued) and not self._stopped.is_set():
+            if not self._poll():
                 time.sleep(self._pause)
-                self._look_later()
+                self._poll_later()

@@ -47,24 +47,24 @@ class Restores:
         scratch.kinds = [device.kind(job.block) for job in batch]
         scratch.is_coding = False
         scratch.copy_began.record(device.up.handle)
-        for job, room in zip(batch, scratch.rooms, strict=True):
-            scratch.over_at = device.limit.over_at("restore", job.block.nbytes)
+        for job, room in zip(batch, scratch.blob_addresses, strict=True):
+            scratch.copy_end_time = device.limit.end_time("restore", job.block.nbytes)
             with nvtx_range("copy up", job.block.nbytes, job.entry):
                 device.copy_up(job.block, room)
         scratch.copied.record(device.up.handle)
 
-    def goes_beside(self, scratch: Scratch) -> bool:  # noqa: ARG002 - none of them
+    def may_finish_out_of_order(self, scratch: Scratch) -> bool:  # noqa: ARG002 - none of them
         """Return False: restores finish in the order in which they were begun."""
         return False
 
-    def passed(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
+    def is_done(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
         """Return whether the destinations may be written, or, once begun, decoding has ended."""
         if scratch.is_coding:
-            is_over = self._client.device.limit.is_over(scratch.over_at)
+            is_over = self._client.device.limit.has_ended(scratch.copy_end_time)
             return scratch.coded.done() and is_over
         return self._client.has_published(_last(batch))
 
-    def go_on(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
+    def advance(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
         """Put the decoders behind the copies, or answer once they have verified their output."""
         if scratch.is_coding:
             self._answer(batch, scratch)
@@ -81,7 +81,7 @@ class Restores:
     def fail(self, batch: list[RestoreJob], scratch: Scratch, error: Exception) -> None:  # noqa: ARG002 - nothing is placed
         """Answer restores that failed; they have nothing in flight."""
         for job in batch:
-            self._let_go_of_status(job)
+            self._free_status(job)
         self._client.post(*(_failed(job, error) for job in batch))
 
     def refuse(self, job: RestoreJob) -> None:
@@ -97,7 +97,7 @@ class Restores:
         stream = client.opened.restore_stream.handle
         wait_event(stream, scratch.copied)
         scratch.code_began.record(stream)
-        blobs = zip(batch, scratch.kinds, scratch.rooms, strict=True)
+        blobs = zip(batch, scratch.kinds, scratch.blob_addresses, strict=True)
         for index, (job, kind, room) in enumerate(blobs):
             status = self._place_status(job, scratch, index)
             with nvtx_range("decode", job.nbytes, job.entry):
@@ -122,7 +122,7 @@ class Restores:
 
     def _result(self, job: RestoreJob, scratch: Scratch, index: int, seconds: float) -> Result:
         status = self._status(job, scratch, index)
-        self._let_go_of_status(job)
+        self._free_status(job)
         if status:
             return _failed(job, CorruptBlob(self._client.device.codec.explain(status)))
         return RestoreDone(session=job.session, ticket=job.ticket, seconds=seconds)
@@ -147,7 +147,7 @@ class Restores:
             return self._client.timelines.read(word)
         return int(scratch.words[index * RESULT_WORDS])
 
-    def _let_go_of_status(self, job: RestoreJob) -> None:
+    def _free_status(self, job: RestoreJob) -> None:
         word = status_slot(job.ticket)
         if self._in_page.get(word) == job.ticket:
             del self._in_page[word]

@@ -20,7 +20,7 @@ from storm_kernels.errors import CudaDriverError
 
 from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.device import CudaDevice
-from stormd.lanes.cuda.direct import Outlook, goes_direct
+from stormd.lanes.cuda.direct import StoreState, should_copy_unencoded
 from stormd.lanes.cuda.ring import RingPair, Side
 from stormd.ledger.events import RestoreJob, StoreJob
 from stormd.ledger.parts import blob_bound
@@ -28,32 +28,32 @@ from stormd.memory.arena import GRANULE, Block, granules
 
 __all__ = [
     "RESULT_WORDS",
-    "DirectScratch",
     "DirectionScratch",
     "Scratch",
     "SessionScratch",
     "StoreScratch",
     "Transit",
-    "session_parts",
+    "UnencodedCopy",
+    "session_chunks",
 ]
 
-SHARED_PARTS: Final = 2
+SHARED_CHUNKS: Final = 2
 """The space that either direction may have, as a number of the largest chunks."""
 
-SHARED_PARTS_IN_TURNS: Final = 4
+SHARED_CHUNKS_WITHOUT_MPS: Final = 4
 """The same where the daemon and a trainer take turns on the GPU: long turns cost less per byte."""
 
-BATCHES_UNDER_WAY: Final = 16
+MAX_BATCHES: Final = 16
 """Most batches in flight per direction, however small they are."""
 
-DIRECT_UNDER_WAY: Final = 16
+MAX_UNENCODED: Final = 16
 """Most chunks that are copied directly, including those that wait for their checksums. The link
 carries fewer during two kernels of 10 ms."""
 
-PARTS_TOGETHER: Final = 8
+MAX_CHUNKS_OF_BATCH: Final = 8
 """Most chunks in a batch of small chunks."""
 
-BYTES_TOGETHER: Final = 8 << 20
+MAX_BATCH_BYTES: Final = 8 << 20
 """Most bytes of chunks that make up a batch. At this size their shared costs are small, and the
 first chunk waits at most 0.2 ms for the last."""
 
@@ -74,7 +74,7 @@ class Transit:
             self.copy_began, self.copied = (made.enter_context(closing(_event())) for _ in range(2))
             self._made = made.pop_all()
         self.placed: list[Block] = []
-        self.over_at = 0.0
+        self.copy_end_time = 0.0
         """When the copy ends on a link with a limit; 0.0 on a link without one."""
 
     def copying_seconds(self) -> float:
@@ -89,9 +89,9 @@ class Transit:
 class Scratch(Transit):
     """What one batch needs in flight: events, and memory for the codec's results and working data.
 
-    `rooms` are the device addresses of its blobs. For stores, `guessed` names per chunk the only
-    encoder pipeline that was launched, None where none was guessed. For restores, `kinds` are the
-    kinds of the blobs, and `is_coding` says whether the decoders are on their stream.
+    `blob_addresses` are on the device. For stores, `guessed` names per chunk the only encoder
+    pipeline that was launched, None where none was guessed. For restores, `kinds` are the kinds of
+    the blobs, and `is_coding` says whether the decoders are on their stream.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -102,14 +102,14 @@ class Scratch(Transit):
         with ExitStack() as made:
             made.push(self._made)
             self.work = made.enter_context(closing(DeviceBuffer(work_bytes)))
-            result_bytes = 8 * RESULT_WORDS * PARTS_TOGETHER
+            result_bytes = 8 * RESULT_WORDS * MAX_CHUNKS_OF_BATCH
             self.result = made.enter_context(closing(MappedHost(result_bytes)))
             self.code_began, self.coded = (made.enter_context(closing(_event())) for _ in range(2))
             self._made = made.pop_all()
         self.words = self.result.words()
         self.taken = range(0)
         """The byte range of the ring that the batch uses."""
-        self.rooms: list[int] = []
+        self.blob_addresses: list[int] = []
         self.kinds: list[BlobKind] = []
         self.guessed: list[str | None] = []
         self.is_coding = False
@@ -119,7 +119,7 @@ class Scratch(Transit):
         return elapsed_seconds(self.code_began, self.coded)
 
 
-class DirectScratch(Transit):
+class UnencodedCopy(Transit):
     """What a chunk needs that is copied to the pool directly: no device memory, but a checksum."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class DirectScratch(Transit):
 
 
 class SessionScratch:
-    """The scratch of a session with chunks of up to `part_bytes`: one memory for both directions.
+    """The scratch of a session with chunks of up to `chunk_bytes`: one memory for both directions.
 
     Under MPS, stores of at least `direct_bytes` may be copied directly; 0 disables that.
 
@@ -151,19 +151,19 @@ class SessionScratch:
         CudaDriverError: the device has no memory left; nothing is kept.
     """
 
-    def __init__(self, device: CudaDevice, part_bytes: int, direct_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, chunk_bytes: int, direct_bytes: int) -> None:
         rings = RingPair(
-            _room_for(part_bytes),
-            _shared_parts(device) * _room_for(part_bytes),
-            BATCHES_UNDER_WAY,
+            _batch_bytes_bound(chunk_bytes),
+            _shared_chunks(device) * _batch_bytes_bound(chunk_bytes),
+            MAX_BATCHES,
             by_halves=not device.is_shared_by_mps,
         )
-        work_bytes = device.codec.scratch_bytes(part_bytes)
+        work_bytes = device.codec.scratch_bytes(chunk_bytes)
         with ExitStack() as made:
             memory = made.enter_context(closing(DeviceBuffer(rings.nbytes)))
             out, self.back = (
                 made.enter_context(
-                    closing(DirectionScratch(rings, side, memory.address, part_bytes, work_bytes))
+                    closing(DirectionScratch(rings, side, memory.address, chunk_bytes, work_bytes))
                 )
                 for side in (Side.LOW, Side.HIGH)
             )
@@ -183,15 +183,15 @@ class DirectionScratch:
     """
 
     def __init__(
-        self, rings: RingPair, side: Side, address: int, part_bytes: int, work_bytes: int
+        self, rings: RingPair, side: Side, address: int, chunk_bytes: int, work_bytes: int
     ) -> None:
         self._rings = rings
         self._side = side
         self._address = address
-        self.bytes_together = min(part_bytes, BYTES_TOGETHER)
+        self.max_batch_bytes = min(chunk_bytes, MAX_BATCH_BYTES)
         with ExitStack() as made:
             self._free = [
-                made.enter_context(closing(Scratch(work_bytes))) for _ in range(BATCHES_UNDER_WAY)
+                made.enter_context(closing(Scratch(work_bytes))) for _ in range(MAX_BATCHES)
             ]
             self._made = made.pop_all()
 
@@ -200,27 +200,27 @@ class DirectionScratch:
     ) -> bool:
         """Return whether the job may be done together with those of `batch`."""
         nbytes = job.nbytes + sum(one.nbytes for one in batch)
-        return len(batch) < PARTS_TOGETHER and nbytes <= self.bytes_together
+        return len(batch) < MAX_CHUNKS_OF_BATCH and nbytes <= self.max_batch_bytes
 
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
         """Return whether there is scratch for a batch that begins with the job."""
-        is_alone = job.nbytes >= self.bytes_together  # no other job fits into its batch
-        nbytes = _room_of(job) if is_alone else _room_for(self.bytes_together)
+        is_alone = job.nbytes >= self.max_batch_bytes  # no other job fits into its batch
+        nbytes = _blob_bytes_of(job) if is_alone else _batch_bytes_bound(self.max_batch_bytes)
         return self._rings.has(self._side, nbytes)
 
-    def place_beside(self, waiting: object) -> int | None:  # noqa: ARG002 - none is like that
+    def find_overtaking_job(self, waiting: object) -> int | None:  # noqa: ARG002 - none is like that
         """Return None: every job waits for space."""
         return None
 
     def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
         """Return scratch for a batch; `has_for` must have returned True for it."""
         scratch = self._free.pop()
-        sizes = [_room_of(job) for job in batch]
+        sizes = [_blob_bytes_of(job) for job in batch]
         scratch.taken = self._rings.take(self._side, sum(sizes))
-        scratch.rooms = []
+        scratch.blob_addresses = []
         address = self._address + scratch.taken.start
         for size in sizes:
-            scratch.rooms.append(address)
+            scratch.blob_addresses.append(address)
             address += size
         return scratch
 
@@ -247,19 +247,19 @@ class StoreScratch:
     def __init__(self, device: CudaDevice, ring: DirectionScratch, direct_bytes: int) -> None:
         self._device = device
         self._ring = ring
-        self._direct_bytes = max(direct_bytes, ring.bytes_together + 1)  # each is a batch by itself
+        self._direct_bytes = max(direct_bytes, ring.max_batch_bytes + 1)  # one a batch
         may_be_direct = direct_bytes > 0 and device.is_shared_by_mps
         with ExitStack() as made:
             self._free = [
-                made.enter_context(closing(DirectScratch()))
-                for _ in range(DIRECT_UNDER_WAY if may_be_direct else 0)
+                made.enter_context(closing(UnencodedCopy()))
+                for _ in range(MAX_UNENCODED if may_be_direct else 0)
             ]
             self._made = made.pop_all()
-        self._goes_direct: StoreJob | None = None
-        """The job that is to be copied directly, as found by `has_for` or `place_beside`."""
+        self._unencoded_job: StoreJob | None = None
+        """The job that is to be copied directly, as found by `has_for` or `find_overtaking_job`."""
         self._encoding: list[Transit] = []
         self._blobs: list[Transit] = []
-        self._copies: list[DirectScratch] = []
+        self._copies: list[UnencodedCopy] = []
         """The direct copies on the link, as of the last check."""
         self._since = 0.0
         """When the oldest queued batch of encoders became the oldest one."""
@@ -270,27 +270,27 @@ class StoreScratch:
 
     def has_for(self, job: StoreJob) -> bool:
         """Return whether there is scratch for a batch that begins with the job."""
-        self._goes_direct = None
-        may_be_direct = self._may_be_direct(job)
+        self._unencoded_job = None
+        may_be_direct = self._may_copy_unencoded(job)
         # Ask the ring only if its space would be taken: a True keeps the other direction from it
         # until then.
-        if not (may_be_direct and job.part.codec == "raw") and self._ring.has_for(job):
+        if not (may_be_direct and job.chunk.codec == "raw") and self._ring.has_for(job):
             return True
-        return may_be_direct and self._has_direct_for(job)
+        return may_be_direct and self._can_copy_unencoded(job)
 
-    def place_beside(self, waiting: Iterable[tuple[int, StoreJob]]) -> int | None:
+    def find_overtaking_job(self, waiting: Iterable[tuple[int, StoreJob]]) -> int | None:
         """Return the place of the first large chunk if it can be copied directly now.
 
         A direct copy needs no space in the ring.
         """
         for place, job in waiting:
-            if self._may_be_direct(job):
-                return place if self._has_direct_for(job) else None
+            if self._may_copy_unencoded(job):
+                return place if self._can_copy_unencoded(job) else None
         return None
 
-    def take(self, batch: Sequence[StoreJob]) -> Scratch | DirectScratch:
+    def take(self, batch: Sequence[StoreJob]) -> Scratch | UnencodedCopy:
         """Return scratch for a batch; `has_for` must have returned True for it."""
-        if batch[0] is self._goes_direct:
+        if batch[0] is self._unencoded_job:
             direct = self._free.pop()
             self._copies.append(direct)
             return direct
@@ -306,9 +306,9 @@ class StoreScratch:
         self._blobs.append(scratch)
         self._since = monotonic()
 
-    def give_back(self, scratch: Scratch | DirectScratch) -> None:
+    def give_back(self, scratch: Scratch | UnencodedCopy) -> None:
         """Take scratch back; no stream may use it any more."""
-        if isinstance(scratch, DirectScratch):
+        if isinstance(scratch, UnencodedCopy):
             self._copies = [copy for copy in self._copies if copy is not scratch]
             self._free.append(scratch)
             return
@@ -321,42 +321,44 @@ class StoreScratch:
         """Free the records; no stream may use them any more."""
         self._made.close()
 
-    def _may_be_direct(self, job: StoreJob) -> bool:
+    def _may_copy_unencoded(self, job: StoreJob) -> bool:
         return bool(self._free) and job.nbytes >= self._direct_bytes
 
-    def _has_direct_for(self, job: StoreJob) -> bool:
-        self._goes_direct = job if goes_direct(job.part.codec, self._outlook()) else None
-        return self._goes_direct is not None
+    def _can_copy_unencoded(self, job: StoreJob) -> bool:
+        self._unencoded_job = (
+            job if should_copy_unencoded(job.chunk.codec, self._store_state()) else None
+        )
+        return self._unencoded_job is not None
 
-    def _outlook(self) -> Outlook:
+    def _store_state(self) -> StoreState:
         self._copies = [scratch for scratch in self._copies if scratch.is_on_link]
-        return Outlook(
+        return StoreState(
             encoders_wait=monotonic() - self._since if self._encoding else 0.0,
             blobs=len(self._blobs),
             copies=len(self._copies),
-            link_is_idle=self._device.sends_nothing(),
+            link_is_idle=self._device.is_link_idle(),
         )
 
 
-def session_parts(device: CudaDevice) -> int:
+def session_chunks(device: CudaDevice) -> int:
     """Return the space that a session takes on a device, as a number of its largest chunks."""
-    return 2 + _shared_parts(device)
+    return 2 + _shared_chunks(device)
 
 
 def _event() -> Event:
     return Event(timed=True, awaited=False)
 
 
-def _shared_parts(device: CudaDevice) -> int:
-    return SHARED_PARTS if device.is_shared_by_mps else SHARED_PARTS_IN_TURNS
+def _shared_chunks(device: CudaDevice) -> int:
+    return SHARED_CHUNKS if device.is_shared_by_mps else SHARED_CHUNKS_WITHOUT_MPS
 
 
-def _room_of(job: StoreJob | RestoreJob) -> int:
+def _blob_bytes_of(job: StoreJob | RestoreJob) -> int:
     """Return the bytes of the job's blob: an upper bound while the size is not known."""
     known = job.block.nbytes if isinstance(job, RestoreJob) else blob_bound(job.nbytes)
     return granules(known)
 
 
-def _room_for(nbytes: int) -> int:
+def _batch_bytes_bound(nbytes: int) -> int:
     """Return the most bytes that a batch's blobs of `nbytes` take, for any number of chunks."""
-    return granules(nbytes) + PARTS_TOGETHER * (blob_bound(0) + GRANULE)
+    return granules(nbytes) + MAX_CHUNKS_OF_BATCH * (blob_bound(0) + GRANULE)

@@ -23,7 +23,7 @@ from stormd.errors import LaneUnavailable
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.pipeline import Pipeline
 from stormd.lanes.cuda.restores import Restores
-from stormd.lanes.cuda.scratch import DirectScratch, Scratch
+from stormd.lanes.cuda.scratch import Scratch, UnencodedCopy
 from stormd.lanes.cuda.stores import Stores
 from stormd.ledger.events import (
     Detached,
@@ -54,14 +54,14 @@ class CudaSession:
         self.device = client.device
         name = f"{client.session & 0xFFFFFFFF:x}"
         self._stages = Stores(client)
-        self.stores: Pipeline[StoreJob, Scratch | DirectScratch] = Pipeline(
+        self.stores: Pipeline[StoreJob, Scratch | UnencodedCopy] = Pipeline(
             f"stormd-out-{name}", self._stages
         )
         self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
             f"stormd-back-{name}", Restores(client)
         )
         self.heartbeats = (self.stores.heartbeat, self.restores.heartbeat)
-        self._end = threading.Thread(target=self._let_go, name=f"stormd-end-{name}", daemon=True)
+        self._end = threading.Thread(target=self._close, name=f"stormd-end-{name}", daemon=True)
         for pipeline in (self.stores, self.restores):
             pipeline.run(client.device.context.make_current)
 
@@ -82,19 +82,19 @@ class CudaSession:
         self._stages.expect(job.sequence)
         self.stores.put(job)
 
-    def pass_over(self, sequence: int) -> None:
+    def skip_sequence(self, sequence: int) -> None:
         """Note that the store of that number was rejected; ordered after the stores before it."""
         self._stages.expect(sequence)
         if self._client.is_resumable:
             self.recorded([sequence])
         else:
-            self.stores.follow(partial(self._stages.pass_over, sequence))
+            self.stores.follow(partial(self._stages.release_source, sequence))
 
     def recorded(self, sequences: Sequence[int]) -> None:
         """Note that the outcomes of these stores are recorded and so outlive the daemon."""
         self._stages.recorded(sequences)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Stop serving the client and free everything; nothing is answered any more.
 
         The device does the work that it has been given already. The client's memory is untouched
@@ -112,7 +112,7 @@ class CudaSession:
         self._end.start()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end that `detach` or `leave` began; return False after `seconds`."""
+        """Wait for the end that `detach` or `abandon` began; return False after `seconds`."""
         self._end.join(seconds)
         return not self._end.is_alive()
 
@@ -142,12 +142,12 @@ class CudaSession:
         """Give both directions their scratch, before the first job of either can come."""
         self._client.open()
         opened = self._client.opened
-        self.stores.provide(opened.scratch.out)
-        self.restores.run(partial(self.restores.provide, opened.scratch.back))
+        self.stores.set_scratch_source(opened.scratch.out)
+        self.restores.run(partial(self.restores.set_scratch_source, opened.scratch.back))
 
     # --- run by a thread of its own at the end ----------------------------------------------
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         for pipeline in (self.stores, self.restores):
             while not pipeline.join(POISON_SECONDS):
                 if not pipeline.is_stopped:

@@ -28,8 +28,8 @@ from storm_kernels.cuda_driver import write_value
 from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.guesses import Guesses
-from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
-from stormd.lanes.cuda.turns import Turns
+from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch, UnencodedCopy
+from stormd.lanes.cuda.turns import ReusableThrough
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
 from stormd.memory.arena import Block
 from stormd.monitoring.nvtx import nvtx_range
@@ -55,25 +55,25 @@ class Stores:
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
-        self._turns = Turns()
+        self._reusable = ReusableThrough()
         self._guesses = Guesses()
 
     def expect(self, sequence: int) -> None:
         """Expect the number of a store that will follow or was rejected; for the event loop."""
-        self._turns.expect(sequence)
+        self._reusable.expect(sequence)
 
     def recorded(self, sequences: Sequence[int]) -> None:
         """Allow the reuse of sources whose outcomes are recorded; for the event loop."""
-        self._client.timelines.store(STORED, self._turns.done(sequences))
+        self._client.timelines.store(STORED, self._reusable.done(sequences))
 
-    def pass_over(self, sequence: int) -> None:
+    def release_source(self, sequence: int) -> None:
         """Note that the source of that store is not read any more; for the store thread.
 
-        The stream raises the counter behind the encoders on it: Turns has their numbers as done
+        The stream raises the counter behind the encoders on it, whose numbers count as done
         already.
         """
         if not self._client.is_resumable:
-            self._client.stored_through(self._turns.done([sequence]))
+            self._client.stored_through(self._reusable.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
         """Return whether the job's source is ready."""
@@ -83,32 +83,32 @@ class Stores:
         """Return whether the job may be done together with those of `batch`."""
         return self._client.opened.scratch.out.fits(batch, job)
 
-    def begin(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> None:
+    def begin(self, batch: list[StoreJob], scratch: Scratch | UnencodedCopy) -> None:
         """Put the encoders on the store stream, then the write that frees the sources for reuse."""
         scratch.placed.clear()
-        if isinstance(scratch, DirectScratch):
-            self._copy_as_it_is(batch[0], scratch)
+        if isinstance(scratch, UnencodedCopy):
+            self._copy_unencoded(batch[0], scratch)
         else:
             self._encode_all(batch, scratch)
 
-    def goes_beside(self, scratch: Scratch | DirectScratch) -> bool:
+    def may_finish_out_of_order(self, scratch: Scratch | UnencodedCopy) -> bool:
         """Return whether the chunk is copied directly: it does not wait for encoders."""
-        return isinstance(scratch, DirectScratch)
+        return isinstance(scratch, UnencodedCopy)
 
-    def passed(self, _batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
+    def is_done(self, _batch: list[StoreJob], scratch: Scratch | UnencodedCopy) -> bool:
         """Return whether the blobs are encoded, or, once placed, copied to the pool."""
         limit = self._client.device.limit
-        if isinstance(scratch, DirectScratch):
-            self._client.opened.checks.look()
+        if isinstance(scratch, UnencodedCopy):
+            self._client.opened.checks.refresh()
             is_copied = _check(scratch).is_known and scratch.copied.done()
-            return is_copied and limit.is_over(scratch.over_at)
+            return is_copied and limit.has_ended(scratch.copy_end_time)
         if scratch.placed:
-            return scratch.copied.done() and limit.is_over(scratch.over_at)
+            return scratch.copied.done() and limit.has_ended(scratch.copy_end_time)
         return scratch.coded.done()
 
-    def go_on(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
+    def advance(self, batch: list[StoreJob], scratch: Scratch | UnencodedCopy) -> bool:
         """Put the copies of the blobs on the link, or answer if they have ended."""
-        if isinstance(scratch, DirectScratch):
+        if isinstance(scratch, UnencodedCopy):
             self._complete(batch[0], scratch)
             return True
         if scratch.placed:
@@ -127,10 +127,10 @@ class Stores:
             device.settle(stream)
 
     def fail(
-        self, batch: list[StoreJob], scratch: Scratch | DirectScratch, error: Exception
+        self, batch: list[StoreJob], scratch: Scratch | UnencodedCopy, error: Exception
     ) -> None:
         """Answer stores that failed; their sources are reusable, and later stores may succeed."""
-        if isinstance(scratch, DirectScratch) and scratch.check is not None:
+        if isinstance(scratch, UnencodedCopy) and scratch.check is not None:
             self._client.opened.checks.forget(scratch.check)
         for job, block in zip(batch, scratch.placed, strict=False):  # only some, if one failed
             job.unplace(block)
@@ -145,48 +145,48 @@ class Stores:
         client, stream = self._client, self._client.opened.store_stream.handle
         scratch.guessed.clear()
         scratch.code_began.record(stream)
-        for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
+        for index, (job, room) in enumerate(zip(batch, scratch.blob_addresses, strict=True)):
             self._encode(job, scratch, index, room)
         if not client.is_resumable:
-            through = self._turns.done(job.sequence for job in batch)
+            through = self._reusable.done(job.sequence for job in batch)
             write_value(stream, client.counter(STORED), through)
         scratch.coded.record(stream)
 
-    def _copy_as_it_is(self, job: StoreJob, scratch: DirectScratch) -> None:
+    def _copy_unencoded(self, job: StoreJob, scratch: UnencodedCopy) -> None:
         """Put the source's copy on the link, and have the device read it for its checksum."""
         scratch.check = None
         device, source = self._client.device, self._client.address(job)
         block = job.place(HEADER_BYTES + job.nbytes)
         scratch.placed.append(block)
         scratch.copy_began.record(device.down.handle)
-        scratch.over_at = device.limit.over_at("store", block.nbytes)
+        scratch.copy_end_time = device.limit.end_time("store", block.nbytes)
         with nvtx_range("copy down", block.nbytes, job.entry):
             device.copy_down(source, block, HEADER_BYTES)
         scratch.copied.record(device.down.handle)
         with nvtx_range("checksum", job.nbytes, job.entry):
             scratch.check = self._client.opened.checks.add(source, job.nbytes)
 
-    def _complete(self, job: StoreJob, scratch: DirectScratch) -> None:
+    def _complete(self, job: StoreJob, scratch: UnencodedCopy) -> None:
         """Write the header in front of the bytes, which are in the pool, and answer."""
         client, (block,) = self._client, scratch.placed
         checksum, seconds = _check(scratch).value, scratch.copying_seconds()
         header = Header(Plan(Mode.RAW), DType.BYTES, job.nbytes, 0, checksum)
         client.device.put_header(block, header.pack())
-        self.pass_over(job.sequence)
+        self.release_source(job.sequence)
         client.device.link.copied("store", block.nbytes, seconds)
         client.post(self._done(job, block, Mode.RAW, seconds))
 
     def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
-        first, part = index * RESULT_WORDS, job.part
+        first, chunk = index * RESULT_WORDS, job.chunk
         scratch.words[first], scratch.words[first + 1] = 0, UNWRITTEN
-        is_raw = part.codec == "raw"
-        likely = None if is_raw else self._guesses.likely(part.nbytes, part.dtype)
+        is_raw = chunk.codec == "raw"
+        likely = None if is_raw else self._guesses.likely(chunk.nbytes, chunk.dtype)
         scratch.guessed.append(likely)
         with nvtx_range("encode", job.nbytes, job.entry):
             self._client.device.codec.encode(
                 (self._client.address(job), job.nbytes),
-                part.dtype,
-                (room, part.bound),
+                chunk.dtype,
+                (room, chunk.bound),
                 raw=is_raw,
                 scratch=scratch.work.address,
                 result=scratch.result.device_address + 8 * first,
@@ -197,7 +197,7 @@ class Stores:
     def _sources(self, batch: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
         """Return the blobs' addresses and encoder results; answer and drop jobs that failed."""
         found: list[tuple[int, EncoderResult]] = []
-        for index, (job, room) in enumerate(zip(tuple(batch), scratch.rooms, strict=True)):
+        for index, (job, room) in enumerate(zip(tuple(batch), scratch.blob_addresses, strict=True)):
             try:
                 result = _encoded(job, scratch, index)
                 found.append((room, result))
@@ -209,9 +209,9 @@ class Stores:
         return found
 
     def _learn(self, job: StoreJob, guessed: str | None, result: EncoderResult) -> None:
-        part = job.part
-        if part.codec != "raw":
-            self._guesses.learn(part.nbytes, part.dtype, guessed, MODE_NAMES[result.mode])
+        chunk = job.chunk
+        if chunk.codec != "raw":
+            self._guesses.learn(chunk.nbytes, chunk.dtype, guessed, MODE_NAMES[result.mode])
 
     def _copy_down(
         self, batch: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]
@@ -223,7 +223,7 @@ class Stores:
             scratch.words[index * RESULT_WORDS + 2] = result.mode
             block = job.place(result.nbytes)
             scratch.placed.append(block)
-            scratch.over_at = device.limit.over_at("store", block.nbytes)
+            scratch.copy_end_time = device.limit.end_time("store", block.nbytes)
             with nvtx_range("copy down", block.nbytes, job.entry):
                 device.copy_down(source, block)
         scratch.copied.record(device.down.handle)
@@ -239,7 +239,7 @@ class Stores:
         client.post(*(self._done(job, block, mode, each) for job, block, mode in answers))
 
     def _fail(self, job: StoreJob, error: Exception) -> None:
-        self.pass_over(job.sequence)
+        self.release_source(job.sequence)
         self._client.post(self._failed(job, error_text(error)))
 
     def _failed(self, job: StoreJob, detail: str) -> StoreFailed:
@@ -262,7 +262,7 @@ class Stores:
         return job.sequence if self._client.is_resumable else 0
 
 
-def _check(scratch: DirectScratch) -> Check:
+def _check(scratch: UnencodedCopy) -> Check:
     assert scratch.check is not None, "begun without a checksum"
     return scratch.check
 
@@ -274,7 +274,7 @@ def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:
         RuntimeError: the encoder failed, or its size is not that of a blob.
     """
     result = EncoderResult(*scratch.words[index * RESULT_WORDS : index * RESULT_WORDS + 3])
-    if result.status or not 0 < result.nbytes <= job.part.bound:
+    if result.status or not 0 < result.nbytes <= job.chunk.bound:
         raise RuntimeError(
             f"the encoder left status {result.status:#x} and {result.nbytes} bytes for {job.nbytes}"
         )

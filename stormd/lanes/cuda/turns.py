@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-__all__ = ["Turns"]
+__all__ = ["ReusableThrough"]
 
 
-class Turns:
+class ReusableThrough:
     """Increasing numbers that one thread expects and another marks as done, in any order.
 
     No number between two expected ones is expected later. So all numbers before the next expected

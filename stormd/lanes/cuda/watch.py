@@ -38,4 +38,4 @@ class DeviceWatch:
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_SECONDS):
             for device in self._devices:
-                device.look()
+                device.check_fault()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stormd.cache import items as cache_module
-from stormd.cache.items import FREED_AT_ONCE, Cache, CachePart, Caller, Item, Label, Loan
+from stormd.cache.items import FREED_AT_ONCE, Cache, CacheChunk, Caller, Item, Label, Loan
 from stormd.ledger.records import Records
 from stormd.memory.arena import GRANULE, Space
 from stormd.monitoring.counters import CacheCounts
@@ -42,11 +42,11 @@ class Fixture:
         if not self.promise(parts * nbytes, caller):
             return None
         placed = [
-            CachePart(block=self.space.place(nbytes, nbytes), raw_bytes=nbytes, codec="raw")
+            CacheChunk(block=self.space.place(nbytes, nbytes), raw_bytes=nbytes, codec="raw")
             for _ in range(parts)
         ]
         label = Label(
-            name=name, dtype="uint8", shape=(nbytes,), nbytes=parts * nbytes, part_bytes=nbytes
+            name=name, dtype="uint8", shape=(nbytes,), nbytes=parts * nbytes, chunk_bytes=nbytes
         )
         return self.cache.put(label, caller, tuple(placed), self.now + ttl)
 
@@ -88,7 +88,7 @@ def test_what_was_put_is_found_until_it_is_deleted(made: Fixture) -> None:
 def test_the_last_put_of_a_name_wins(made: Fixture) -> None:
     first, second = made.put("a", 4), made.put("a", 2)
     assert first is not None
-    assert first.gone
+    assert first.dropped
     assert made.find("a") is second
     assert made.space.use().used == 2 * GRANULE
 
@@ -251,8 +251,8 @@ def test_whoever_reads_finishes(made: Fixture, how: str) -> None:
         made.now = 5.0
         assert made.cache.tidy(made.now)
     else:
-        loans[0].spoil()
-        loans[1].spoil()
+        loans[0].drop_damaged()
+        loans[1].drop_damaged()
     assert made.find("a") is not item
     made.cache.assert_invariants()
     assert made.space.use().used == 4 * GRANULE
@@ -375,7 +375,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end_a_loan(self, damaged: bool, at: int) -> None:
         loan = self.loans.pop(at % len(self.loans))
         if damaged:
-            loan.spoil()
+            loan.drop_damaged()
         loan.end()
 
     @rule(name=st.sampled_from("abc"), caller=st.sampled_from([ANNA, BERT, MATE]))

@@ -80,7 +80,7 @@ class Core:
     def open(self, session: int) -> None:
         record = self._ledger.leases.open(
             SessionInfo(session=session, device="cuda", uid=0, pid=1, name="x"),
-            part_bytes=self._part_bytes,
+            chunk_bytes=self._part_bytes,
             staging_bytes=self._part_bytes,
             now=0.0,
         )
@@ -103,7 +103,7 @@ class Core:
     def allow(self, uids: object) -> None:
         pass
 
-    def disown(self, connection: object) -> None:
+    def session_ended(self, connection: object) -> None:
         pass
 
     def send(self, connection: object, frame: bytes) -> None:
@@ -123,7 +123,7 @@ class Core:
         self.jobs += jobs
         return ()
 
-    def skip(self, session: int, sequence: int) -> None:
+    def skip_sequence(self, session: int, sequence: int) -> None:
         pass
 
     def detach(self, session: int) -> None:

@@ -26,7 +26,7 @@ from stormd.ledger.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.ledger.parts import Part
+from stormd.ledger.parts import Chunk
 from stormd.memory.arena import Block, Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
@@ -64,7 +64,7 @@ class Bench:
             post=self.post,
             staging_bytes=2 * MIB,
             all_staging_bytes=all_staging,
-            part_bytes=MIB,
+            chunk_bytes=MIB,
             threads=threads,
             at_once_bytes=at_once_bytes,
         )
@@ -84,12 +84,12 @@ class Bench:
 
     def store(self, session: int, entry: int, data: bytes, codec: str = "raw") -> None:
         self.memories[session][: len(data)] = data
-        part = Part.of(len(data), "uint8", codec)
+        part = Chunk.of(len(data), "uint8", codec)
         assert self.space.promise(part.bound)
         job = StoreJob(
             session=session,
             entry=entry,
-            part=part,
+            chunk=part,
             segment=0,
             offset=0,
             ready=0,
@@ -352,7 +352,7 @@ def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     job = StoreJob(
         session=1,
         entry=4,
-        part=Part.of(10, "uint8", "raw"),
+        chunk=Chunk.of(10, "uint8", "raw"),
         segment=0,
         offset=2 * MIB,
         ready=0,

@@ -15,7 +15,7 @@ def moved(shares: FairShares, sizes: dict[int, int], total: int) -> Counter[int]
     found: Counter[int] = Counter()
     while found.total() < total:
         session = shares.next(sizes)
-        shares.moves(session, sizes[session])
+        shares.record_bytes(session, sizes[session])
         found[session] += sizes[session]
     return found
 
@@ -42,7 +42,7 @@ def test_who_pauses_makes_up_for_nothing_either() -> None:
 def test_nothing_is_kept_of_a_session_that_has_ended() -> None:
     shares = FairShares()
     shares.enter(1)
-    shares.moves(1, 500)
+    shares.record_bytes(1, 500)
     shares.forget(1)
     shares.forget(1)
     assert len(shares) == 0

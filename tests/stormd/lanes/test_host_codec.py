@@ -13,7 +13,7 @@ from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes.host_codec import Buffer, HostCodec
 from stormd.ledger.events import StoreJob
-from stormd.ledger.parts import Part, blob_bound
+from stormd.ledger.parts import Chunk, blob_bound
 from stormd.memory.arena import GRANULE, Block, Space
 from stormd.memory.host_pool import HostPool
 
@@ -30,12 +30,12 @@ class Made:
 
     def store(self, data: bytes, codec: str, dtype: DType = DType.BYTES) -> tuple[Block, str]:
         ctypes.memmove(self.memory.address, data, len(data))
-        part = Part.of(len(data), dtype.name, codec)
+        part = Chunk.of(len(data), dtype.name, codec)
         assert self.space.promise(part.charge)
         job = StoreJob(
             session=1,
             entry=1,
-            part=part,
+            chunk=part,
             segment=0,
             offset=0,
             ready=0,
@@ -97,7 +97,7 @@ def test_damage_is_found(made: Made, splintered: bool) -> None:
     if splintered:
         made.splinter()
     block, _ = made.store(os.urandom(10_000), "raw")
-    damaged = made.pool.address + block.pieces()[-1].offset
+    damaged = made.pool.address + block.used_extents()[-1].offset
     ctypes.memset(damaged, ctypes.string_at(damaged, 1)[0] ^ 1, 1)
     with pytest.raises(CorruptBlob):
         made.restore(block, 10_000)

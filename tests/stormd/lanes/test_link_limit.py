@@ -32,41 +32,41 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_direction_carries_one_copy_after_another(clock: Clock) -> None:
     limit = LinkLimit(10, clock=clock)
-    assert limit.over_at("store", 50) == 105.0
-    assert limit.over_at("store", 20) == 107.0
-    assert limit.over_at("restore", 10) == 101.0, "the other way is free"
+    assert limit.end_time("store", 50) == 105.0
+    assert limit.end_time("store", 20) == 107.0
+    assert limit.end_time("restore", 10) == 101.0, "the other way is free"
     clock.now = 200.0
-    assert limit.over_at("store", 10) == 201.0, "nothing is saved up"
+    assert limit.end_time("store", 10) == 201.0, "nothing is saved up"
 
 
 def test_a_copy_is_over_when_that_time_has_come(clock: Clock) -> None:
     limit = LinkLimit(10, clock=clock)
-    at = limit.over_at("store", 50)
+    at = limit.end_time("store", 50)
     clock.now = at - 0.1
-    assert not limit.is_over(at)
+    assert not limit.has_ended(at)
     clock.now = at
-    assert limit.is_over(at)
+    assert limit.has_ended(at)
 
 
 def test_who_waits_sleeps_until_the_link_has_carried_what_is_on_it(clock: Clock) -> None:
     limit = LinkLimit(10, clock=clock)
-    limit.over_at("store", 30)
+    limit.end_time("store", 30)
     limit.wait("store", 20)
     assert clock.slept == [5.0]
 
 
 def test_without_a_limit_nothing_waits(clock: Clock) -> None:
     limit = LinkLimit(clock=clock)
-    assert limit.over_at("store", 1 << 40) == 0.0
-    assert limit.is_over(0.0)
+    assert limit.end_time("store", 1 << 40) == 0.0
+    assert limit.has_ended(0.0)
     limit.wait("store", 1 << 40)
     assert not clock.slept
 
 
 def test_a_limit_that_changes_holds_for_what_begins_then(clock: Clock) -> None:
     limit = LinkLimit(1, clock=clock)
-    assert limit.over_at("store", 1000) == 1100.0
+    assert limit.end_time("store", 1000) == 1100.0
     limit.change(100)
-    assert limit.over_at("store", 1000) == 110.0, "an idle link"
+    assert limit.end_time("store", 1000) == 110.0, "an idle link"
     limit.change(0)
-    assert limit.over_at("store", 1000) == 0.0
+    assert limit.end_time("store", 1000) == 0.0

@@ -66,6 +66,6 @@ def test_the_cpu_lane_is_always_there(
 def test_a_named_device_that_is_missing_is_an_error(
     make_config: Callable[..., Config], pool: HostPool
 ) -> None:
-    with pytest.raises(LaneUnavailable, match="no cuda lane"):
+    with pytest.raises(LaneUnavailable, match="CUDA is not available"):
         open_lanes(make_config(device="cuda"), pool, lambda _result: None)
     pool.close()

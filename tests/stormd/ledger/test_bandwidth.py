@@ -7,9 +7,9 @@ from stormd.ledger.spill_moves import Bandwidth
 
 def test_before_anything_was_moved_nothing_is_known() -> None:
     speed = Bandwidth()
-    assert speed.a_second(1.0) is None
+    assert speed.bytes_per_second(1.0) is None
     speed.begin(1.0)
-    assert speed.a_second(2.0) is None
+    assert speed.bytes_per_second(2.0) is None
 
 
 def test_idle_time_does_not_count_and_overlaps_count_once() -> None:
@@ -20,7 +20,7 @@ def test_idle_time_does_not_count_and_overlaps_count_once() -> None:
     speed.end(1.0, 100)
     speed.begin(50.0)
     speed.end(51.0, 200)
-    assert speed.a_second(99.0) == 200.0
+    assert speed.bytes_per_second(99.0) == 200.0
     assert (speed.total_bytes, speed.busy_seconds) == (400, 2.0)
 
 
@@ -29,8 +29,8 @@ def test_what_has_not_ended_slows_it_down() -> None:
     speed.begin(0.0)
     speed.end(1.0, 1000)
     speed.begin(1.0)
-    assert speed.a_second(1.0) == 1000.0
-    assert speed.a_second(10.0) == 100.0
+    assert speed.bytes_per_second(1.0) == 1000.0
+    assert speed.bytes_per_second(10.0) == 100.0
 
 
 def test_what_was_long_ago_counts_less() -> None:
@@ -41,7 +41,7 @@ def test_what_was_long_ago_counts_less() -> None:
     for second in range(10, 20):
         speed.begin(float(second))
         speed.end(second + 1.0, 10)
-    found = speed.a_second(20.0)
+    found = speed.bytes_per_second(20.0)
     assert found is not None
     assert 10.0 <= found < 20.0
     assert speed.total_bytes == 10_100

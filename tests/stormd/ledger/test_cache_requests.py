@@ -64,7 +64,7 @@ class Fixture:
     def open(self, session: int, caller: Caller | None = ANNA, part_bytes: int = PART) -> int:
         info = SessionInfo(session=session, device="cpu", uid=0, pid=session, name="test")
         self.ledger.leases.open(
-            info, part_bytes=part_bytes, staging_bytes=STAGING, now=self.now, caller=caller
+            info, chunk_bytes=part_bytes, staging_bytes=STAGING, now=self.now, caller=caller
         )
         self.ledger.leases.attach(self.ledger.sessions[session], self.now)
         return session
@@ -211,7 +211,7 @@ def test_a_put_without_parts_is_closed_and_told_of(made: Fixture) -> None:
     made.lane.finish()
     assert (made.space.use().used, made.space.use().promised) == (0, 0)
     for answer in (made.store(1), made.ask(1, CacheCommit([1, 2]))):
-        assert "'slow' got no part for 60 s" in answer.detail
+        assert "'slow' ended: no chunk came for 60 s" in answer.detail
     assert made.put(1, "again") == CacheFound(found=True)
 
 
@@ -363,7 +363,7 @@ def test_a_reader_has_limits_too(made: Fixture) -> None:
 
 def test_a_session_without_a_lifeline_is_refused(made: Fixture) -> None:
     info = SessionInfo(session=4, device="cpu", uid=0, pid=4, name="test")
-    made.ledger.leases.open(info, part_bytes=PART, staging_bytes=STAGING, now=0.0, caller=ANNA)
+    made.ledger.leases.open(info, chunk_bytes=PART, staging_bytes=STAGING, now=0.0, caller=ANNA)
     assert "no lifeline" in made.ask(4, CacheGet("a")).detail
 
 

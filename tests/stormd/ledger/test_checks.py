@@ -27,7 +27,9 @@ INTO = (0, 0, 100)
 @pytest.fixture
 def session() -> Session:
     info = SessionInfo(session=1, device="cpu", uid=0, pid=1, name="test")
-    record = Session(info=info, part_bytes=4096, seen=0.0, segments={0: 8192}, phase=Phase.ATTACHED)
+    record = Session(
+        info=info, chunk_bytes=4096, seen=0.0, segments={0: 8192}, phase=Phase.ATTACHED
+    )
     record.entries[3] = Entry(
         raw_bytes=100, codec="raw", since=0.0, promised=512, charge=512, space=Space(0)
     )
@@ -133,7 +135,7 @@ def test_a_users_sessions_share_a_quota(session: Session) -> None:
 
 def test_what_is_kept_for_others_is_not_given(session: Session) -> None:
     shares, limits = Shares(), replace(LIMITS, max_sessions=2, share_bytes=1024)
-    shares.limit(1024, (512, 1024 + 256))
+    shares.set_share(1024, (512, 1024 + 256))
     assert share_problem(session, shares, limits, 4096, 512) is None
     assert share_problem(session, shares, limits, 4096, 512 + 1792) is None
     problem = share_problem(session, shares, limits, 4096, 512 + 1793)

@@ -8,7 +8,7 @@ from stormd.ledger.sessions import Session, SessionInfo
 
 def session(number: int, uid: int = 0, device: str = "cpu") -> Session:
     info = SessionInfo(session=number, device=device, uid=uid, pid=1, name="x")
-    return Session(info=info, part_bytes=1, seen=0.0, segments={})
+    return Session(info=info, chunk_bytes=1, seen=0.0, segments={})
 
 
 def test_the_stalest_is_of_the_user_who_has_most_of_them() -> None:

@@ -18,7 +18,7 @@ from support.fake_lane import FakeLane
 from support.ledger_bench import CAPACITY, KIB, LIMITS, LedgerBench
 from support.ledger_machine import LedgerMachine
 
-from stormd.cache.items import Cache, CachePart, Caller, Item, Label
+from stormd.cache.items import Cache, CacheChunk, Caller, Item, Label
 from stormd.ledger import spill_order
 from stormd.ledger.events import Recorded, Skip, StoreDone, StoreFailed
 from stormd.ledger.records import JournalRecords, Layout, State, read_state
@@ -29,7 +29,7 @@ from stormd.monitoring.counters import CacheCounts
 from stormd.protocol import Admitted, ListEntries, PassOver, Rejected, Stored
 
 LAYOUT = Layout(
-    pool_bytes=CAPACITY, cache_bytes=0, committed=(CAPACITY,), part_bytes={"cpu": 1, "cuda": 2}
+    pool_bytes=CAPACITY, cache_bytes=0, committed=(CAPACITY,), chunk_bytes={"cpu": 1, "cuda": 2}
 )
 
 
@@ -384,7 +384,7 @@ def test_what_is_in_the_cache_is_there_for_the_next(journal: Journal) -> None:
     owner, label = Caller(1, 2), Label("a", "float32", (2, 3), 24, 16)
     for name in ("a", "b", "a"):
         assert space.promise(KIB)
-        part = CachePart(space.place(KIB, 300), 24, "raw")
+        part = CacheChunk(space.place(KIB, 300), 24, "raw")
         cache.put(replace(label, name=name), owner, (part,), 5.0)
     state = left(journal)
     assert [one.label.name for one in state.items] == ["b", "a"]
@@ -392,11 +392,11 @@ def test_what_is_in_the_cache_is_there_for_the_next(journal: Journal) -> None:
     again.adopt(state.cache_blocks(), 0)
     other = Cache(again, CacheCounts(), JournalRecords(journal))
     for number, kept in enumerate(state.items, 1):
-        other.adopt(Item(kept.label, kept.owner, kept.parts, kept.expires, number, cell=kept.cell))
+        other.adopt(Item(kept.label, kept.owner, kept.chunks, kept.expires, number, cell=kept.cell))
     other.assert_invariants()
     found = other.find("a", owner, 0.0)
     assert found is not None
-    assert found.parts == (CachePart(part.block, 24, "raw"),)
+    assert found.chunks == (CacheChunk(part.block, 24, "raw"),)
     other.tidy(6.0)
     assert left(journal).is_empty
 

@@ -84,7 +84,7 @@ class ArenaMachine(RuleBasedStateMachine):
         nbytes = max(1, int(promised * share))
         block = self.space.place(promised, nbytes)
         assert sum(extent.nbytes for extent in block.extents) == granules(nbytes)
-        assert sum(piece.nbytes for piece in block.pieces()) == nbytes
+        assert sum(piece.nbytes for piece in block.used_extents()) == nbytes
         self.count += 1
         for granule in self._granules(block):
             assert granule not in self.owned, "two blocks overlap"

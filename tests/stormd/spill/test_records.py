@@ -30,12 +30,14 @@ class _Place:
 
     def put(self, block: Block, text: bytes) -> None:
         done = 0
-        for offset, nbytes in block.pieces():
+        for offset, nbytes in block.used_extents():
             ctypes.memmove(self.address + offset, text[done : done + nbytes], nbytes)
             done += nbytes
 
     def get(self, block: Block) -> bytes:
-        return b"".join(ctypes.string_at(self.address + at, size) for at, size in block.pieces())
+        return b"".join(
+            ctypes.string_at(self.address + at, size) for at, size in block.used_extents()
+        )
 
     def write(self, block: Block, extent: Block) -> int:
         return sum(1 for _ in self.mover.write(NAME, block, extent))
@@ -91,8 +93,8 @@ def test_in_pieces_on_both_sides(place: _Place, nbytes: int) -> None:
     ctypes.memset(place.address, 0xAA, POOL_BYTES)
     place.read(extent, block)
     assert place.get(block) == before == text
-    held = {at + i for at, size in block.pieces() for i in (0, size - 1)}
-    for offset, size in block.pieces():  # what lies beside the pieces is as it was
+    held = {at + i for at, size in block.used_extents() for i in (0, size - 1)}
+    for offset, size in block.used_extents():  # what lies beside the pieces is as it was
         for beside in (offset - 1, offset + size):
             assert beside in held or place.pool[beside] == b"\xaa"
 

@@ -16,7 +16,7 @@ from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
 from stormd import open_files
 from stormd.protocol.limits import MAX_FRAME_BYTES
 from stormd.transport import control
-from stormd.transport.control import STRANGER_BYTES, Connection, ControlSocket
+from stormd.transport.control import SESSIONLESS_FRAME_BYTES, Connection, ControlSocket
 from stormd.transport.zmtp import OPENING, framed
 
 SECONDS = 60.0
@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.control = ControlSocket(asyncio.get_running_loop(), address, held_most=MAX_HELD)
+        self.control = ControlSocket(asyncio.get_running_loop(), address, max_held_bytes=MAX_HELD)
         self.context = zmq.Context()
         self.seen: asyncio.Queue[tuple[Connection, bytes | None]] = asyncio.Queue()
         self.given_up: list[Connection] = []
@@ -42,7 +42,7 @@ class Bench:
 
     def take(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
         if self.adopts and not connection.has_session:
-            self.control.adopt(connection)
+            self.control.session_opened(connection)
         if frame is not None and self.work is not None:
             yield from self.work(frame)
         self.seen.put_nowait((connection, frame))
@@ -123,7 +123,7 @@ async def test_the_work_of_a_frame_is_shared_out_between_connections(bench: Benc
         if frame == b"slow":
             while steps < 300 or (not served and steps < ENDLESS):
                 steps += 1
-                bench.control.is_owing = True
+                bench.control.has_unsent_answers = True
                 end = asyncio.get_running_loop().time() + 0.0002
                 while asyncio.get_running_loop().time() < end:
                     pass
@@ -159,7 +159,7 @@ async def test_the_parts_of_a_message_are_not_kept(bench: Bench) -> None:
 
 async def test_a_connection_without_a_session_sends_small_frames_alone(bench: Bench) -> None:
     bench.adopts = False
-    line = await bench.raw(CLIENT_OPENING + b"\2" + (STRANGER_BYTES + 1).to_bytes(8))
+    line = await bench.raw(CLIENT_OPENING + b"\2" + (SESSIONLESS_FRAME_BYTES + 1).to_bytes(8))
     assert await asyncio.to_thread(_is_ended, line)
     assert bench.seen.empty()
 
@@ -219,15 +219,15 @@ async def test_who_says_nothing_is_ended_unless_it_has_a_session(bench: Bench) -
     for line in (silent, greeted):
         assert await asyncio.to_thread(_is_ended, line)
     assert served.is_open
-    bench.control.disown(served)
+    bench.control.session_ended(served)
     for _ in range(control.SILENT_TICKS + 1):
         bench.control.tick()
     assert not served.is_open
 
 
 async def test_the_idle_keep_nobody_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_STRANGERS", 3)
-    bench.control._strangers = control.Strangers(3, 3)
+    monkeypatch.setattr(control, "MAX_SESSIONLESS", 3)
+    bench.control._sessionless = control.Sessionless(3, 3)
     client = bench.connect()
     client.send(b"adopted")
     await bench.next()
@@ -260,7 +260,7 @@ async def test_users_are_heard_from_when_they_are_allowed(bench: Bench) -> None:
     client = bench.connect()
     client.send(b"one")
     connection, _ = await bench.next()
-    bench.control.adopt(connection)
+    bench.control.session_opened(connection)
     idle = await bench.raw()
     await bench.until(lambda: len(bench.control._connections) == 2)
     bench.control.allow(frozenset())
@@ -323,5 +323,7 @@ def _is_ended(line: socket.socket) -> bool:
 async def test_an_address_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         ControlSocket(
-            asyncio.get_running_loop(), f"ipc://{tmp_path}/no/such/directory", held_most=MAX_HELD
+            asyncio.get_running_loop(),
+            f"ipc://{tmp_path}/no/such/directory",
+            max_held_bytes=MAX_HELD,
         )

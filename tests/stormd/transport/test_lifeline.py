@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from stormd.transport import lifeline
 from stormd.transport.lifeline import LifelineListener
-from stormd.transport.strangers import Strangers
+from stormd.transport.strangers import Sessionless
 
 TOKEN = b"0123456789abcdef"
 SECONDS = 60.0
@@ -120,13 +120,13 @@ async def test_silence_is_shown_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
 async def test_strangers_are_limited_and_keep_nobody_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.listener._strangers = Strangers(2, 2)
+    bench.listener._sessionless = Sessionless(2, 2)
     monkeypatch.setattr(lifeline, "GREETING_SECONDS", 60.0)  # none of them goes for its silence
     silent = [await bench.connect(b"") for _ in range(5)]
     for line in silent[:3]:
         assert await ended(line)
     late = await adopted(bench)
-    assert len(bench.listener._strangers) == 1
+    assert len(bench.listener._sessionless) == 1
     for line in (*silent, late):
         line.close()
 

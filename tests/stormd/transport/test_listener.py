@@ -25,7 +25,10 @@ class Bench:
         self.lines: asyncio.Queue[tuple[socket.socket, Credentials]] = asyncio.Queue()
         self.lacks = 0
         self.listener = Listener(
-            asyncio.get_running_loop(), path, on_line=self.take, on_lack=self.count
+            asyncio.get_running_loop(),
+            path,
+            on_accepted=self.take,
+            on_out_of_descriptors=self.count,
         )
         self.listener.start()
 
@@ -92,4 +95,4 @@ async def test_a_lack_of_descriptors_is_waited_out(
 async def test_a_path_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     with pytest.raises(OSError, match="No such file"):
-        Listener(loop, tmp_path / "no" / "where", on_line=print, on_lack=print)
+        Listener(loop, tmp_path / "no" / "where", on_accepted=print, on_out_of_descriptors=print)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stormd.transport.strangers import Strangers
+from stormd.transport.strangers import Sessionless
 
 
 def test_each_user_has_so_many() -> None:
-    places: Strangers[str] = Strangers(10, of_one=2)
+    places: Sessionless[str] = Sessionless(10, max_of_user=2)
     assert places.add("a", 1) is None
     assert places.add("b", 2) is None
     assert places.add("c", 2) is None
@@ -17,7 +17,7 @@ def test_each_user_has_so_many() -> None:
 
 
 def test_all_have_so_many_and_who_has_the_most_gives_way() -> None:
-    places: Strangers[str] = Strangers(3, of_one=3)
+    places: Sessionless[str] = Sessionless(3, max_of_user=3)
     for name, uid in (("modest", 1), ("first", 2), ("second", 2)):
         assert places.add(name, uid) is None
     assert places.add("late", 3) == "first"
@@ -26,7 +26,7 @@ def test_all_have_so_many_and_who_has_the_most_gives_way() -> None:
 
 
 def test_nobody_is_the_oldest_of_none() -> None:
-    places: Strangers[str] = Strangers(1, of_one=1)
+    places: Sessionless[str] = Sessionless(1, max_of_user=1)
     assert places.oldest() is None
     places.remove("never there")
     assert places.add("one", 1) is None

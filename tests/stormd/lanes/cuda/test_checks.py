@@ -40,7 +40,7 @@ def counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def known(checks: Any, *some: Any) -> Callable[[], bool]:
     def look() -> bool:
-        checks.look()
+        checks.refresh()
         return all(check.is_known for check in some)
 
     return look
@@ -60,7 +60,7 @@ def test_what_has_come_meanwhile_is_launched_together(
     most = sys.modules["stormd.lanes.cuda.checks"].MAX_TOGETHER
     with held(checks.stream):
         some = [checks.add(bench.area.address, n) for n in range(1, most + 4)]
-        checks.look()
+        checks.refresh()
         assert not any(check.is_known for check in some)
     wait_until(known(checks, *some))
     assert counts == [1, most, 2]
@@ -101,5 +101,5 @@ def test_a_broken_device_is_told(bench: Bench, checks: Any) -> None:
         checks.add(bench.area.address, 1)
         fake_cuda.fault(0, "an illegal address")
         with pytest.raises(CudaDriverError, match="illegal address"):
-            checks.look()
+            checks.refresh()
         fake_cuda.repair()

@@ -16,7 +16,7 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offer
 from support.waiting import wait_until
 
-from stormd.lanes.cuda.direct import LATE_SECONDS, MAX_COPIES, Outlook, goes_direct
+from stormd.lanes.cuda.direct import LATE_SECONDS, MAX_COPIES, StoreState, should_copy_unencoded
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -32,7 +32,7 @@ from stormd.protocol.timeline import STORED
 ROOM_PARTS = 3
 """Of stores, that have room in scratch under MPS."""
 
-LATE = Outlook(encoders_wait=LATE_SECONDS, blobs=0, copies=0, link_is_idle=True)
+LATE = StoreState(encoders_wait=LATE_SECONDS, blobs=0, copies=0, link_is_idle=True)
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ LATE = Outlook(encoders_wait=LATE_SECONDS, blobs=0, copies=0, link_is_idle=True)
     ],
 )
 def test_a_part_goes_as_it_is_where_the_link_is_free_and_encoders_are_late(
-    outlook: Outlook, expected: bool
+    outlook: StoreState, expected: bool
 ) -> None:
-    assert goes_direct("ancf", outlook) is expected
+    assert should_copy_unencoded("ancf", outlook) is expected
 
 
 def test_what_is_to_be_raw_waits_for_no_encoder() -> None:
     for wait, blobs, idle in itertools.product((0.0, 1.0), (0, 2), (False, True)):
         for copies in range(MAX_COPIES + 2):
-            outlook = Outlook(wait, blobs, copies, link_is_idle=idle)
-            assert goes_direct("raw", outlook) is (copies < MAX_COPIES)
+            outlook = StoreState(wait, blobs, copies, link_is_idle=idle)
+            assert should_copy_unencoded("raw", outlook) is (copies < MAX_COPIES)
 
 
 class Clock:
@@ -86,7 +86,7 @@ def bench(lanes: Callable[[list[int]], Bench], monkeypatch: pytest.MonkeyPatch) 
     """Under MPS, with parts of which each makes up a batch; mapped, filled, all published."""
     monkeypatch.setattr(fake_cuda, "shared_by_mps", True)
     made = lanes([0])
-    monkeypatch.setattr(sys.modules["stormd.lanes.cuda.scratch"], "BYTES_TOGETHER", PART // 8)
+    monkeypatch.setattr(sys.modules["stormd.lanes.cuda.scratch"], "MAX_BATCH_BYTES", PART // 8)
     made.map()
     fill(made)
     made.publish(99)
@@ -105,7 +105,9 @@ def opened(bench: Bench) -> Any:
 
 def copies(bench: Bench) -> list[Any]:
     """Return the scratch of what is being copied as it is, or waits for its checksum."""
-    return [scratch for _, scratch in tuple(bench.lane._sessions[bench.session].stores._beside)]
+    return [
+        scratch for _, scratch in tuple(bench.lane._sessions[bench.session].stores._out_of_order)
+    ]
 
 
 def begun(bench: Bench) -> list[bool]:
@@ -132,7 +134,8 @@ def wait_for_looks(bench: Bench, small: int | None = None) -> None:
 
 def blob_in(bench: Bench, block: Block) -> bytes:
     return b"".join(
-        ctypes.string_at(bench.pool.address + offset, nbytes) for offset, nbytes in block.pieces()
+        ctypes.string_at(bench.pool.address + offset, nbytes)
+        for offset, nbytes in block.used_extents()
     )
 
 
@@ -271,7 +274,7 @@ def test_without_mps_every_part_waits_for_room(
 ) -> None:
     bench = lanes([0])
     module, clock = sys.modules["stormd.lanes.cuda.scratch"], Clock()
-    monkeypatch.setattr(module, "BYTES_TOGETHER", PART // 8)
+    monkeypatch.setattr(module, "MAX_BATCH_BYTES", PART // 8)
     monkeypatch.setattr(module, "monotonic", clock)
     bench.map()
     fill(bench)
@@ -311,7 +314,7 @@ def test_a_number_is_stored_when_all_before_it_have_been_read(bench: Bench, cloc
     with held_back(bench):
         bench.store(1, 0, size(1), ready=late)
         store_late(bench, clock, 2, 3, 4, 5)
-        bench.lane.skip(SESSION, 6)
+        bench.lane.skip_sequence(SESSION, 6)
     stored = done(bench, 4)
     assert stored[5].mode == "raw"
     assert bench.counters.read(STORED) == 0
@@ -523,7 +526,7 @@ def test_copies_and_waits_in_one_queue(bench: Bench) -> None:
 class Ring:
     """Room for so many parts."""
 
-    bytes_together = 100
+    max_batch_bytes = 100
 
     def __init__(self, parts: int) -> None:
         self.left = parts
@@ -559,7 +562,7 @@ def scratch_of(bench: Bench, clock: Clock) -> Iterator[Callable[[Ring], Any]]:
 
 
 def job(nbytes: int, codec: str = "ancf") -> Any:
-    return SimpleNamespace(nbytes=nbytes, part=SimpleNamespace(codec=codec))
+    return SimpleNamespace(nbytes=nbytes, chunk=SimpleNamespace(codec=codec))
 
 
 def test_a_part_waits_for_the_blobs_of_its_session(
@@ -598,7 +601,7 @@ def test_so_many_copies_wait_for_their_checksums(
     scratch = scratch_of(Ring(1))
     taken(scratch, job(1000))
     clock.pass_by()
-    direct = [taken(scratch, job(1000)) for _ in range(module.DIRECT_UNDER_WAY)]
+    direct = [taken(scratch, job(1000)) for _ in range(module.MAX_UNENCODED)]
     assert not scratch.has_for(job(1000))
     scratch.give_back(direct.pop())
     assert taken(scratch, job(1000)) not in direct

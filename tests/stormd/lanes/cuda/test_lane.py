@@ -111,7 +111,7 @@ def test_a_store_that_is_not_ready_is_overtaken_and_keeps_the_counter(bench: Ben
     bench.publish(7)
     bench.expect(StoreDone, 2)
     assert bench.counters.read(STORED) == 8
-    bench.lane.skip(bench.session, 9)
+    bench.lane.skip_sequence(bench.session, 9)
     wait_until(lambda: bench.counters.read(STORED) == 9)
     bench.restore(20, first.block, 0, PART)
     bench.publish(20)
@@ -177,7 +177,7 @@ def test_a_session_takes_the_memory_of_so_many_parts(
 def test_a_rejected_store_is_passed_over(bench: Bench, has_segment: bool) -> None:
     if has_segment:
         bench.map()
-    bench.lane.skip(SESSION, 5)
+    bench.lane.skip_sequence(SESSION, 5)
     wait_until(lambda: bench.counters.read(STORED) == 5)
 
 
@@ -185,7 +185,7 @@ def test_a_rejected_store_is_passed_over_behind_those_before_it(bench: Bench) ->
     bench.map()
     fill(bench)
     bench.store(1, 0, PART)
-    bench.lane.skip(SESSION, 2)
+    bench.lane.skip_sequence(SESSION, 2)
     bench.store(3, 0, PART)
     time.sleep(0.05)
     assert bench.counters.read(STORED) == 0
@@ -227,7 +227,7 @@ def test_whatever_comes_all_sources_may_be_used_again(
     for entry in range(1, last + 1):
         kind = chance.choice(["ancf", "raw", "broken", "rejected"])
         if kind == "rejected":
-            bench.lane.skip(SESSION, entry)
+            bench.lane.skip_sequence(SESSION, entry)
             continue
         if kind == "broken":
             broken.add(entry)
@@ -493,10 +493,10 @@ class SlowLink(LinkLimit):
         self.told_to_wait = 0
         super().__init__(1, clock=lambda: self.now)
 
-    def is_over(self, at: float) -> bool:
-        is_over = super().is_over(at)
-        self.told_to_wait += not is_over
-        return is_over
+    def has_ended(self, at: float) -> bool:
+        has_ended = super().has_ended(at)
+        self.told_to_wait += not has_ended
+        return has_ended
 
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])

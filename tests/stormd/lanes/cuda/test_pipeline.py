@@ -45,10 +45,10 @@ class Recorder:
         self.batches.append(list(batch))
         self.note("begin", batch)
 
-    def goes_beside(self, scratch: str) -> bool:
+    def may_finish_out_of_order(self, scratch: str) -> bool:
         return str(scratch).startswith("of ")
 
-    def passed(self, batch: list[int], scratch: str) -> bool:
+    def is_done(self, batch: list[int], scratch: str) -> bool:
         self.looks += 1
         if not self.hold.is_set() or batch[0] >= self.passing:
             return False
@@ -56,7 +56,7 @@ class Recorder:
             raise RuntimeError("broken")
         return True
 
-    def go_on(self, batch: list[int], scratch: str) -> bool:
+    def advance(self, batch: list[int], scratch: str) -> bool:
         if scratch in self.seconds:
             self.seconds.remove(scratch)
             self.note("finish", batch)
@@ -95,7 +95,7 @@ class Items(list[str]):
     def has_for(self, job: int) -> bool:
         return bool(self)
 
-    def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
+    def find_overtaking_job(self, waiting: Iterable[tuple[int, int]]) -> int | None:
         return None
 
     def take(self, batch: Sequence[int]) -> str:
@@ -120,7 +120,7 @@ class ForOddOnes(Items):
     def has_for(self, job: int) -> bool:
         return super().has_for(job) or (job % 2 == 1 and self.may_pass)
 
-    def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
+    def find_overtaking_job(self, waiting: Iterable[tuple[int, int]]) -> int | None:
         places = (place for place, job in waiting if job % 2)
         return next(places, None) if self.may_pass else None
 
@@ -162,7 +162,7 @@ def test_a_job_waits_for_scratch_of_its_own_and_calls_do_not(
 ) -> None:
     stages.hold.clear()
     called = threading.Event()
-    pipeline.run(lambda: pipeline.provide(ForSmallOnes(["a", "b"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(ForSmallOnes(["a", "b"])))
     pipeline.put(1)
     pipeline.follow(called.set)
     pipeline.put(5)
@@ -180,7 +180,7 @@ def test_what_waits_together_is_done_together(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.together = 3
-    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a"])))
     put_at_once(pipeline, list(range(7)))
     wait_until(stages.answered(7), WAIT, lambda: stages.events)
     assert stages.batches == [[0, 1, 2], [3, 4, 5], [6]]
@@ -191,7 +191,7 @@ def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.due, stages.together = 2, 3
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a", "b"])))
     put_at_once(pipeline, list(range(5)))
     wait_until(stages.answered(2), WAIT, lambda: stages.events)
     assert stages.batches == [[0, 1]]
@@ -206,7 +206,7 @@ def test_jobs_that_are_not_due_are_overtaken_by_those_that_are(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.due = 10
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a", "b"])))
     put_at_once(pipeline, [20, 21, 1, 22, 2, 3])
     wait_until(stages.answered(3), WAIT, lambda: stages.events)
     stages.due = 99
@@ -220,7 +220,7 @@ def test_a_call_and_what_waits_for_scratch_are_not_overtaken(
     stages.hold.clear()
     stages.due = 10
     called = threading.Event()
-    pipeline.run(lambda: pipeline.provide(ForSmallOnes(["a", "b"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(ForSmallOnes(["a", "b"])))
     put_at_once(pipeline, [1, 20, 5, 2])
     pipeline.follow(called.set)
     pipeline.put(3)
@@ -243,7 +243,7 @@ def test_what_needs_no_scratch_passes_those_that_wait_for_it(
     stages.hold.clear()
     stages.due = 20
     called = threading.Event()
-    pipeline.run(lambda: pipeline.provide(ForOddOnes(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(ForOddOnes(["a"])))
     put_at_once(pipeline, [0, 2, 21, 3, 4, 5, 20])
     pipeline.follow(called.set)
     pipeline.put(7)
@@ -264,7 +264,7 @@ def test_what_goes_beside_is_answered_before_what_was_begun_before_it(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.passing = 10
-    pipeline.run(lambda: pipeline.provide(ForOddOnes(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(ForOddOnes(["a"])))
     for job in (20, 3, 5):
         pipeline.put(job)
     wait_until(stages.answered(2), WAIT, lambda: stages.events)
@@ -282,7 +282,7 @@ def test_what_goes_beside_is_answered_before_what_was_begun_before_it(
 def test_the_end_waits_for_what_goes_beside(stages: Recorder) -> None:
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(ForOddOnes([])))
+    pipeline.run(lambda: pipeline.set_scratch_source(ForOddOnes([])))
     pipeline.put(0)
     pipeline.put(3)
     wait_until(lambda: stages.kinds("begin") == [3], WAIT, lambda: stages.events)
@@ -298,7 +298,7 @@ def test_the_end_waits_for_what_goes_beside(stages: Recorder) -> None:
 def test_only_so_many_are_overtaken(pipeline: Pipeline[int, str], stages: Recorder) -> None:
     """Each is asked at every look."""
     stages.due = 10
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a", "b"])))
     late = list(range(20, 20 + MAX_OVERTAKEN))
     put_at_once(pipeline, [*late, 1, 70, 2])
     wait_until(stages.answered(1), WAIT, lambda: stages.events)
@@ -311,7 +311,7 @@ def test_only_so_many_are_overtaken(pipeline: Pipeline[int, str], stages: Record
 def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     stages.due = 1
-    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a"])))
     for job in range(3):
         pipeline.put(job)
     wait_until(stages.answered(1), WAIT, lambda: stages.events)
@@ -323,7 +323,7 @@ def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
 def test_a_failing_job_is_answered_and_the_next_one_done(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a"])))
     for job in (1, 13, 2, 17, 3, 19, 4):
         pipeline.put(job)
     wait_until(stages.answered(7), WAIT, lambda: stages.events)
@@ -347,7 +347,7 @@ def test_a_job_that_cannot_be_begun_costs_no_other(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.together = 4
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a", "b"])))
     put_at_once(pipeline, [1, 2, 13, 3, 4, 5])
     wait_until(stages.answered(6), WAIT, lambda: stages.events)
     assert stages.kinds("ValueError") == [13]
@@ -371,7 +371,7 @@ def test_a_call_that_follows_is_made_while_those_before_are_under_way(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a", "b", "c"])))
     for job in range(2):
         pipeline.put(job)
     assert seen_in_a_call(pipeline.follow, lambda: stages.kinds("begin")) == [0, 1]
@@ -385,7 +385,7 @@ def test_the_end_finishes_what_runs_refuses_what_waits_and_makes_the_calls(
 ) -> None:
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a"])))
     pipeline.put(1)
     wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
     pipeline.put(2)
@@ -410,18 +410,18 @@ def test_a_job_before_any_scratch_is_refused(
 def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items(["a"])))
     stages.hold.clear()
     pipeline.put(1)
     wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
     assert pipeline.heartbeat.is_resting
-    real = stages.go_on
+    real = stages.advance
 
     def hold_then(batch: list[int], scratch: str) -> bool:
         stages.hold.clear()
         return real(batch, scratch)
 
-    stages.go_on = hold_then  # type: ignore[method-assign]
+    stages.advance = hold_then  # type: ignore[method-assign]
     stages.hold.set()
     wait_until(lambda: "at one job" in pipeline.heartbeat.trouble(0.0), WAIT)
     stages.hold.set()
@@ -446,7 +446,7 @@ def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
     setattr(stages, breaks, fails)
     stages.together = 2
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
-    pipeline.run(lambda: pipeline.provide(Items("abcd")))
+    pipeline.run(lambda: pipeline.set_scratch_source(Items("abcd")))
     stages.hold.clear()
     pipeline.put(1)
     wait_until(lambda: stages.kinds("begin") == [1], WAIT)

@@ -74,7 +74,7 @@ def test_a_store_that_fails_is_passed_over_once_that_is_written_down(bench: Benc
     bench.publish(1)
     failed = bench.expect(StoreFailed)
     bench.space.withdraw(blob_bound(PART))
-    bench.lane.skip(SESSION, 2)
+    bench.lane.skip_sequence(SESSION, 2)
     assert bench.counters.read(STORED) == 0
     bench.lane.recorded(SESSION, [failed.sequence])
     assert bench.counters.read(STORED) == 2
@@ -112,7 +112,7 @@ def test_numbers_that_were_answered_before_are_waited_for_by_nobody(
     bench.publish(2)
     bench.store(2, 0, PART)
     bench.store(8, 0, PART)
-    bench.lane.skip(SESSION, 20)
+    bench.lane.skip_sequence(SESSION, 20)
     bench.lane.recorded(SESSION, [bench.expect(StoreDone).sequence])
     assert bench.counters.read(STORED) == 7
     bench.publish(8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormd.lanes.cuda.turns import Turns
+from stormd.lanes.cuda.turns import ReusableThrough
 
 
 @given(st.sets(st.integers(1, 1000), max_size=30), st.randoms(use_true_random=False))
 def test_all_through_the_number_are_done(numbers: set[int], random: object) -> None:
-    turns = Turns()
+    turns = ReusableThrough()
     expected = sorted(numbers)
     for number in expected:
         turns.expect(number)
