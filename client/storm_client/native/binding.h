@@ -2,7 +2,7 @@
 // are made right after each call has run.
 #pragma once
 
-#include "owned.h"
+#include "model_storages.h"
 #include "recipes.h"
 #include "script.h"
 

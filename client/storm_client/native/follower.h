@@ -1,7 +1,7 @@
 // Follower, a Python type: the saved-tensor hooks of one step that follows a script.
 #pragma once
 
-#include "owned.h"
+#include "model_storages.h"
 #include "script.h"
 #include "tallies.h"
 

@@ -5,7 +5,7 @@
 #include "binding.h"
 #include "follower.h"
 #include "kept.h"
-#include "leaving.h"
+#include "offload_queue.h"
 #include "locked.h"
 #include "tensors.h"
 #include "watching.h"

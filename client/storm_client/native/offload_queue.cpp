@@ -1,4 +1,4 @@
-#include "leaving.h"
+#include "offload_queue.h"
 
 #include "kept.h"
 #include "tensors.h"

@@ -1,4 +1,4 @@
-#include "owned.h"
+#include "model_storages.h"
 
 #include "tensors.h"
 
