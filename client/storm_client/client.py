@@ -28,7 +28,7 @@ from storm_client.embedded import EmbeddedDaemon
 from storm_client.monitoring.status import DaemonStatus
 from storm_client.offloading import Offload
 from storm_client.policy import Policy
-from storm_client.transport.supply import Supply
+from storm_client.transport.daemon_loss import Supply
 
 __all__ = ["Client", "connect", "offload"]
 

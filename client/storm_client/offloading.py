@@ -23,7 +23,7 @@ from storm_client.hook_stack import BlockExit, Blocks, untraced
 from storm_client.hooks import StepHooks
 from storm_client.losses import in_blocks
 from storm_client.monitoring.advice import FirstSteps, advice
-from storm_client.monitoring.advising import Advising
+from storm_client.monitoring.budget_reports import Advising
 from storm_client.monitoring.compiled_models import CompiledModels
 from storm_client.monitoring.layers import Layers, modules_inside
 from storm_client.monitoring.report import Report
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from storm_client.planner.plan import Plan
-    from storm_client.transport.supply import Supply
+    from storm_client.transport.daemon_loss import Supply
 
 __all__ = ["Offload"]
 

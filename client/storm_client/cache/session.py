@@ -28,9 +28,9 @@ from storm_client.planner import DeviceWindow
 from storm_client.saved.ranges import Part
 from storm_client.transport.connection import Connection
 from storm_client.transport.io_thread import Listener
-from storm_client.transport.patience import STALL_SECONDS
 from storm_client.transport.restore import Inbound
 from storm_client.transport.store import Outbound
+from storm_client.transport.timeouts import STALL_SECONDS
 from storm_client.transport.transfer import Outgoing
 from storm_client.transport.transfers import Transfers
 from stormd.protocol import (

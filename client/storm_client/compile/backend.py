@@ -21,9 +21,9 @@ from torch._functorch import config as functorch_config
 from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
-from storm_client.compile.handover import Rules
 from storm_client.compile.partition import Partitioner
 from storm_client.compile.runtime import running
+from storm_client.compile.saved_values import Rules
 from storm_client.compile.shared_budget import BudgetShare, shared_budget_for
 from storm_client.compile.target import Graph, Target, shared_target
 from storm_client.connect import shared_supply
@@ -31,7 +31,7 @@ from storm_client.errors import UsageError
 from storm_client.monitoring.compiled_models import backend_of
 from storm_client.monitoring.stats import OffloadStats
 from storm_client.planner.plan import Plan
-from storm_client.transport.supply import Supply
+from storm_client.transport.daemon_loss import Supply
 from stormd.protocol import Budget
 
 __all__ = ["compiled", "plans_of", "stats_of", "stormd", "supply_of"]

@@ -31,9 +31,9 @@ from torch.utils._ordered_set import OrderedSet
 
 from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import draws, exact_in_generated_code
-from storm_client.compile.handover import Rules
 from storm_client.compile.operators import FETCH, HOLD, MATERIALIZE, STORE, WAIT
 from storm_client.compile.partition import NUMBER, Partitioner
+from storm_client.compile.saved_values import Rules
 from storm_client.compile.schemas import argument
 from storm_client.compile.views import is_view
 from storm_client.errors import UsageError

@@ -2,7 +2,7 @@
 
 PyTorch's own partitioner first decides which values the forward graph saves. So the results can be
 compared with those of a graph without offload. Large values that may be offloaded are then kept,
-offloaded or recomputed: `handover.py` says which may be offloaded, `recipes.py` how a value is
+offloaded or recomputed: `saved_values.py` says which may be offloaded, `recipes.py` how a value is
 recomputed. Inputs of a recipe that would not be saved are saved besides, where they are smaller
 than the recomputed values.
 
@@ -22,7 +22,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from storm_client.compile.costs import seconds_of
 from storm_client.compile.estimates import Draft, Recipe, Saved
-from storm_client.compile.handover import Rules, SavedValues, uses
 from storm_client.compile.operators import (
     FETCH,
     HOLD,
@@ -34,6 +33,7 @@ from storm_client.compile.operators import (
 )
 from storm_client.compile.planned import Value, plan_of
 from storm_client.compile.recipes import Found, Recipes, inverse_permutation
+from storm_client.compile.saved_values import Rules, SavedValues, uses
 from storm_client.compile.schedule import Schedule, schedule
 from storm_client.compile.shared_budget import WHOLE, BudgetShare
 from storm_client.compile.symbols import computed

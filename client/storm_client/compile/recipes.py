@@ -14,7 +14,7 @@ from torch import fx
 
 from storm_client.compile.costs import is_product
 from storm_client.compile.exactness import MOVES, is_conversion
-from storm_client.compile.handover import SavedValues, uses
+from storm_client.compile.saved_values import SavedValues, uses
 from storm_client.compile.views import is_tensor, memory_of, source_of
 
 __all__ = ["Found", "Recipes", "inverse_permutation"]

@@ -18,7 +18,7 @@ from storm_client.transport.interrupts import SafeWeakSet
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
-    from storm_client.transport.supply import Supply
+    from storm_client.transport.daemon_loss import Supply
 
 __all__ = ["WHOLE", "BudgetShare", "SharedBudget", "shared_budget_for"]
 

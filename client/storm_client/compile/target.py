@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from storm_client.compile.announced import Announced
+from storm_client.compile.prefetch_order import Announced
 from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
 from storm_client.connect import shared_supply
 from storm_client.monitoring.stats import StatsRecorder
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from storm_client.compile.schedule import Schedule
     from storm_client.planner.plan import Plan
+    from storm_client.transport.daemon_loss import Supply
     from storm_client.transport.session import Session
-    from storm_client.transport.supply import Supply
 
 __all__ = ["Graph", "Target", "shared_target"]
 

@@ -31,9 +31,9 @@ from storm_client.eager.proofs import Evidence
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
 from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import REPLAY, Decision, Replay
-from storm_client.planner.joints import repeated_ends
 from storm_client.planner.link_watch import LinkWatch
 from storm_client.planner.prices import likeness
+from storm_client.planner.repeated_blocks import repeated_ends
 
 if TYPE_CHECKING:
     from storm_client.eager.following import LoggedEvent

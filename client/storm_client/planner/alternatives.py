@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from storm_client.planner.below_checkpointing import (
+    choose_below_checkpointing,
+    is_below_checkpointing,
+)
 from storm_client.planner.decisions import Keep
-from storm_client.planner.filling import choose_below_checkpointing, is_below_checkpointing
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative

@@ -2,8 +2,8 @@
 
 A value and the inputs that it may be recomputed from are in one group, unless the inputs are
 present in any case. So the inputs of blocks, which are not recomputed, separate one block from the
-next. Prices of a kept byte and of a byte on the link give each group several choices; `exchange.py`
-selects one of them.
+next. Prices of a kept byte and of a byte on the link give each group several choices, of which
+`selection.py` takes one.
 
 Everything here is pure: no tensor, device or clock.
 """

@@ -11,7 +11,7 @@ recomputed value takes the time of its operation, in the backward pass.
 2. Values fall into groups: no value of one is recomputed from a recomputable value of another.
    Mostly the groups are the blocks of a model. Given prices of a kept byte and of a byte on the
    link, the best choice for a group is a minimum cut (`min_cut.py`). Identical groups share it.
-3. Several prices give each group several choices. `exchange.py` selects those that fit into the
+3. Several prices give each group several choices. `selection.py` selects those that fit into the
    budget and cost least together: some blocks keep more than others, some use the link more.
 4. The rest of the budget keeps values that were to be offloaded or recomputed.
 5. If the link still needs longer than the forward pass, the last saved values are kept, up to the
@@ -28,12 +28,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep, Replay
-from storm_client.planner.exchange import choices
 from storm_client.planner.groups import Alike, Choices, GroupChoice, identical_groups
 from storm_client.planner.machine import Machine
 from storm_client.planner.min_cut import Node
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
+from storm_client.planner.selection import choices
 
 __all__ = ["Choice", "Solver", "choose"]
 

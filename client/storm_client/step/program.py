@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from storm_client.compile.handover import Rules
 from storm_client.compile.partition import divided
 from storm_client.compile.runtime import running
+from storm_client.compile.saved_values import Rules
 from storm_client.compile.target import Graph, Target
 from storm_client.step.captured import Captured
 from storm_client.step.nodes import MICRO_BATCH, memories, reads, writes, written_by

@@ -26,7 +26,7 @@ from storm_client.saved.ranges import Part, RangePhase, StoredRange, UpcomingUse
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
 from storm_client.transport.memory_pressure import MayFail
-from storm_client.transport.patience import LONGEST_SECONDS, STALL_SECONDS, Patience
+from storm_client.transport.timeouts import LONGEST_SECONDS, STALL_SECONDS, Patience
 from storm_client.transport.transfer import Incoming, Phase, Transfer
 from storm_client.transport.transfers import REFILL_SHARE, Transfers
 

@@ -41,9 +41,9 @@ from storm_client.transport.connection import Connection
 from storm_client.transport.device_memory import DeviceMemory
 from storm_client.transport.io_thread import Listener
 from storm_client.transport.memory_pressure import retry_allocations, watch
-from storm_client.transport.patience import STALL_SECONDS
 from storm_client.transport.restore import LAST_WRITES_SECONDS, Inbound
 from storm_client.transport.store import Outbound
+from storm_client.transport.timeouts import STALL_SECONDS
 from storm_client.transport.transfers import FAILURES, Transfers, number_of
 from stormd.protocol import (
     Budget,

@@ -6,9 +6,9 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
-from storm_client.compile.handover import Rules
 from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.partition import Partitioner
+from storm_client.compile.saved_values import Rules
 from storm_client.planner.decisions import REPLAY
 from storm_client.planner.in_flight import last_bytes
 from torch import Tensor, fx

@@ -31,7 +31,7 @@ from storm_client.planner.search import (
     PlanResult,
     PlanSearch,
 )
-from storm_client.transport.supply import Supply
+from storm_client.transport.daemon_loss import Supply
 from support.following import follow_by
 from torch import nn
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 from storm_client.planner.decisions import OFFLOAD, REPLAY
-from storm_client.planner.joints import repeated_ends
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import Problem, Value
+from storm_client.planner.repeated_blocks import repeated_ends
 from storm_client.planner.solver import choose
 from support.planning import value
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import storm_client as storm
 import torch
-from storm_client.transport import patience as patience_module
+from storm_client.transport import timeouts as patience_module
 from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storm_client.planner.decisions import Keep
-from storm_client.planner.filling import (
+from storm_client.planner.below_checkpointing import (
     choose_below_checkpointing,
     is_below_checkpointing,
     room_below_checkpointing,
 )
+from storm_client.planner.decisions import Keep
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice, Solver, choose

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from storm_client.planner.blocks import MIN_MADE
-from storm_client.planner.joints import MANY_READERS, repeated_ends
 from storm_client.planner.problem import Value
+from storm_client.planner.repeated_blocks import MANY_READERS, repeated_ends
 from support.planning import alike_blocks, value
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storm_client.planner.exchange import choices
 from storm_client.planner.groups import GroupChoice, identical_groups
 from storm_client.planner.machine import CPU
 from storm_client.planner.prices import Priced, operation_seconds
 from storm_client.planner.problem import Problem, Value
+from storm_client.planner.selection import choices
 from support.planning import alike_blocks, value
 
 MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0, unmeasured=0.05)

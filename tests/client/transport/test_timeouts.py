@@ -3,8 +3,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from storm_client.transport import patience as module
-from storm_client.transport.patience import Patience
+from storm_client.transport import timeouts as module
+from storm_client.transport.timeouts import Patience
 
 
 class Clock:

@@ -14,7 +14,7 @@ import storm_client as storm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.transport.supply import ATTEMPT_SECONDS, Outage, Supply
+from storm_client.transport.daemon_loss import ATTEMPT_SECONDS, Outage, Supply
 from support.checked_training import MIN_BYTES, Training
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
@@ -171,7 +171,7 @@ def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An attempt succeeds when a step has seen the loss and has yet to look for a daemon."""
-    monkeypatch.setattr("storm_client.transport.supply.ATTEMPT_SECONDS", 0.0)
+    monkeypatch.setattr("storm_client.transport.daemon_loss.ATTEMPT_SECONDS", 0.0)
     made: list[FakeSessions] = []
     answers = threading.Event()
 

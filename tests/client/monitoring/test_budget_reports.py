@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
-from storm_client.monitoring.advising import BUDGETS, answers
+from storm_client.monitoring.budget_reports import BUDGETS, answers
 from storm_client.planner.plan import Plan
 from torch import nn
 
