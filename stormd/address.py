@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from stormd.config import Config
-from stormd.errors import DirectoryUnsafe, remedy
+from stormd.errors import DirectoryUnsafe, error_with_remedy
 from stormd.handover import CONTROL, LIFELINES, Handover
 from stormd.protocol import lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
@@ -45,7 +45,7 @@ class Address:
         self.lifeline: Final = worker_lifeline or lifeline_path(self._socket)
         """The path to which lifelines connect."""
         self._lock: AddressLock | None = None
-        self._left: dict[Path, socket.socket] = {}  # from an earlier daemon, still listening
+        self._inherited: dict[Path, socket.socket] = {}  # from an earlier daemon, still listening
         self._bound: dict[Path, Listener] = {}
 
     def take(self) -> None:
@@ -63,7 +63,7 @@ class Address:
             if left is None:
                 remove_stale(path)
             else:
-                self._left[path] = left
+                self._inherited[path] = left
 
     def bind_control(self, loop: asyncio.AbstractEventLoop) -> ControlSocket:
         """Return the control socket; a worker's has only the connections that the front passes.
@@ -77,7 +77,7 @@ class Address:
                 loop,
                 config.address if self._is_own else None,
                 max_held_bytes=config.message_bytes,
-                listening=self._left.get(path),
+                listening=self._inherited.get(path),
             )
         if control.listener is not None:
             self._bound[path] = control.listener
@@ -100,7 +100,7 @@ class Address:
             lifelines = LifelineListener(
                 loop,
                 path,
-                listening=self._left.get(path),
+                listening=self._inherited.get(path),
                 on_token=on_token,
                 on_piece=on_piece,
                 on_lost=on_lost,
@@ -118,7 +118,7 @@ class Address:
             self._grant(path)
         self._keep()
 
-    def restore(self) -> None:
+    def rebind(self) -> None:
         """Create removed files again.
 
         Without them, new clients could neither reach this daemon nor start another one.
@@ -138,7 +138,7 @@ class Address:
                 with _binding(path):
                     one.bind()
                 self._grant(path)
-                self._left.pop(path, None)
+                self._inherited.pop(path, None)
         self._keep()
         log.warning("files of the address were removed: bound again")
 
@@ -165,7 +165,7 @@ class Address:
     def _keep(self) -> None:
         if self._handover is not None:
             for name, path in self._names.items():
-                if path not in self._left:
+                if path not in self._inherited:
                     self._handover.keep_listening(name, self._bound[path].descriptor)
 
 
@@ -176,5 +176,5 @@ def _binding(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DirectoryUnsafe(
-            f"{path} cannot be bound: {remedy(error, 'choose another --address')}"
+            f"{path} cannot be bound: {error_with_remedy(error, 'choose another --address')}"
         ) from error

@@ -37,7 +37,7 @@ from stormd.output import (
     EXIT_USAGE,
 )
 from stormd.protocol import ProtocolError
-from stormd.saying import say
+from stormd.saying import print_to_stderr
 
 __all__ = ["main", "parser"]
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_status: int = _COMMANDS[chosen.command].run(chosen)
         sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except (StormdError, ProtocolError) as error:
-        say(str(error))
+        print_to_stderr(str(error))
         return _status_of(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

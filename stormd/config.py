@@ -141,14 +141,14 @@ class Config:
     spill_threads: int = _count("threads that write and read there", default=4, least=1, most=64)
 
     resumable: bool = _switch(
-        "have what is stored outlive the daemon: one that is killed, restarted or upgraded is "
-        "followed by one with which trainers go on; systemd keeps the memory, elsewhere a process "
-        "that starts the daemon again",
+        "keep stored entries when the daemon is killed, restarted or upgraded: the next daemon "
+        "resumes the trainers' sessions; systemd keeps the memory, or without it a small process "
+        "that restarts the daemon",
         default=False,
     )
     message_bytes: int = _size(
-        "host memory for messages that wait, of all clients in both directions; where they are "
-        "more, the user of whom most waits loses a session",
+        "host memory for waiting messages, of all clients in both directions; beyond it, the user "
+        "with the most waiting bytes loses a session",
         default=64 * MIB,
         least=4 * MIB,
     )
@@ -195,9 +195,9 @@ class Config:
         most=MAX_ENTRY_BYTES,
     )
     direct_bytes_cuda: int = _size(
-        "under CUDA's MPS, chunks of so many bytes and more are stored as they are, uncompressed, "
-        "while a trainer's kernels leave the encoders no room and nothing else is on the link; "
-        "those with codec raw always; 0 for none",
+        "under CUDA's MPS, chunks of at least so many bytes are stored uncompressed while a "
+        "trainer's kernels keep the encoders from running and the link is idle; those with codec "
+        "raw always; 0 for none",
         default=16 * MIB,
         least=0,
     )

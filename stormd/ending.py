@@ -17,7 +17,7 @@ from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import Session, session_name
 from stormd.workers.fleet import Fleet
 
-__all__ = ["DETACH_SECONDS", "Ending"]
+__all__ = ["DETACH_SECONDS", "SessionEnder"]
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ DETACH_SECONDS: Final = 2.0
 Clients may fetch their entries before."""
 
 
-class Ending:
+class SessionEnder:
     """Ends the sessions of a ledger through its gateway; on the event loop.
 
     `progress` is set whenever an entry or a session may have ended, also in a worker process.
@@ -56,7 +56,7 @@ class Ending:
         ledger.drain()
         if fleet is not None:
             fleet.drain()
-        if not await self._until(lambda: not ledger.entries, deadline - _kept(seconds)):
+        if not await self._until(lambda: not ledger.entries, deadline - _reserved_seconds(seconds)):
             log.warning("clients still hold %d entries, which are lost", ledger.entries)
         if fleet is not None:  # each ends its own sessions, by the same deadline
             await self._until(lambda: fleet.is_idle, deadline)
@@ -73,7 +73,7 @@ class Ending:
             return
         self._ledger.drain()
         if not await self._until(
-            lambda: not any(one.entries for one in bound), deadline - _kept(seconds)
+            lambda: not any(one.entries for one in bound), deadline - _reserved_seconds(seconds)
         ):
             log.warning("sessions that cannot be resumed still hold entries, which are lost")
         for record in bound:
@@ -93,7 +93,7 @@ class Ending:
         return True
 
 
-def _kept(seconds: float) -> float:
+def _reserved_seconds(seconds: float) -> float:
     return min(DETACH_SECONDS, seconds / 2)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
-from stormd.errors import AddressInUse, remedy
+from stormd.errors import AddressInUse, error_with_remedy
 from stormd.host_port import parse_host_port
 
 __all__ = ["Endpoint", "Reply", "Route"]
@@ -72,7 +72,7 @@ class Endpoint:
         except OSError as error:
             raise AddressInUse(
                 f"metrics_address {self._host}:{self._port} cannot be listened on: "
-                f"{remedy(error, 'stop what uses it or set another')}"
+                f"{error_with_remedy(error, 'stop what uses it or set another')}"
             ) from error
 
     @property

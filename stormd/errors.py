@@ -22,7 +22,7 @@ __all__ = [
     "StartStopped",
     "StormdError",
     "UpgradeUnavailable",
-    "remedy",
+    "error_with_remedy",
 ]
 
 _REMEDIES: Final = {
@@ -34,7 +34,7 @@ _REMEDIES: Final = {
 """Remedies for an exhausted resource, whatever needed it."""
 
 
-def remedy(error: OSError, otherwise: str) -> str:
+def error_with_remedy(error: OSError, otherwise: str) -> str:
     """Return the kernel's message and what to do: `otherwise` unless a resource is exhausted.
 
     Both are one sentence, so that a lack of memory is not reported as a lack of descriptors.

@@ -69,7 +69,7 @@ class Handover:
             self.earlier = state.totals
             if state.is_empty:
                 raise _NothingLeft  # noqa: TRY301 - as where it cannot be read
-            fitted = _fitted(config, state.layout)
+            fitted = _config_for_layout(config, state.layout)
             if not is_sealed(pool, fitted.host_bytes):
                 raise JournalUnusable("the memory is not of the size that it tells of")  # noqa: TRY301
         except (_NothingLeft, JournalUnusable, ConfigError, OSError) as error:
@@ -81,7 +81,7 @@ class Handover:
         self._pool, self.state = pool, state
         return fitted
 
-    def give_up(self, reason: str) -> None:
+    def discard_state(self, reason: str) -> None:
         """Drop the earlier daemon's state, which contradicts itself, and start empty."""
         log.error("what an earlier daemon held is lost: %s", reason)
         self._drop_journal(-1)
@@ -128,13 +128,13 @@ class Handover:
             assert cache is not None, "a layout with a cache makes one"
             cache.adopt(item)
         log.info(
-            "went on with what was held",
+            "resumed an earlier daemon's state",
             extra={"sessions": len(self.state.sessions), "cached": len(self.state.items)},
         )
 
-    def note_layout(self, config: Config, spaces: Sequence[Space]) -> None:
+    def record_layout(self, config: Config, spaces: Sequence[Space]) -> None:
         """Write the current layout of the memory to the journal."""
-        self._records.laid_out(
+        self._records.record_layout(
             Layout(
                 pool_bytes=config.pool_bytes,
                 cache_bytes=config.cache_bytes,
@@ -143,7 +143,7 @@ class Handover:
             )
         )
 
-    def note_totals(self, stored: Mapping[str, Any]) -> None:
+    def record_totals(self, stored: Mapping[str, Any]) -> None:
         """Write the bytes stored so far to the journal: those of earlier daemons, plus `stored`.
 
         `stored` has this daemon's counts, as in `Counters.throughput`.
@@ -153,13 +153,13 @@ class Handover:
             self.earlier.blob_bytes + stored["blob_bytes"],
         )
         if totals != self._noted:
-            self._records.counted(totals)
+            self._records.record_totals(totals)
             self._noted = totals
 
     def keep_memory(self, config: Config, spaces: Sequence[Space]) -> None:
         """Have the manager keep pool and journal, after writing the layout to the journal."""
         assert self._journal is not None, "there is no journal yet"
-        self.note_layout(config, spaces)
+        self.record_layout(config, spaces)
         if self.state is None:
             self._keep(_POOL, self._pool)
             self._keep(_JOURNAL, self._journal.descriptor)
@@ -183,7 +183,7 @@ class Handover:
         """Have the manager keep a listening socket, in place of an earlier one of that name."""
         self._keep(name, descriptor)
 
-    def end(self) -> None:
+    def forget_all(self) -> None:
         """Have the manager drop all descriptors: the daemon has ended in order."""
         for name in (CONTROL, LIFELINES, _POOL, _JOURNAL):
             self._notifier.forget(name)
@@ -216,7 +216,7 @@ class _NothingLeft(Exception):
     """The earlier daemon's memory contains neither a session nor a cached tensor."""
 
 
-def _fitted(config: Config, layout: Layout) -> Config:
+def _config_for_layout(config: Config, layout: Layout) -> Config:
     """Return the settings with the sizes of the existing layout; log which ones differ.
 
     Raises:
@@ -231,8 +231,8 @@ def _fitted(config: Config, layout: Layout) -> Config:
     differing = [name for name, value in kept.items() if getattr(config, name) != value]
     if differing:
         log.warning(
-            "%s stay as they were: trainers that run have something in that memory; restart "
-            "the daemon once more when none does",
+            "%s keep their earlier values: trainers have entries in that memory; restart the "
+            "daemon again when none has",
             ", ".join(differing),
         )
     return replace(config, **kept)

@@ -11,7 +11,7 @@ from typing import Final
 
 from stormd.errors import ConfigError
 
-__all__ = ["are_scarce", "check_room", "raise_limit", "wanted"]
+__all__ = ["are_scarce", "check_room", "limit_for", "raise_limit"]
 
 OF_DAEMON: Final = 64
 """More than a daemon without sessions has open: 19 on the cpu lane, with the metrics endpoint."""
@@ -19,7 +19,7 @@ OF_DAEMON: Final = 64
 OF_SESSION: Final = 4
 
 
-def wanted(sessions: int) -> int:
+def limit_for(sessions: int) -> int:
     """Return the limit that so many sessions need: twice their descriptors, see `are_scarce`."""
     return 2 * (OF_DAEMON + OF_SESSION * sessions)
 
@@ -51,7 +51,7 @@ def check_room() -> None:
 def _too_low(limit: int, why: str) -> str:
     return (
         f"the limit of open files is {limit}, and {why}: raise the hard limit (ulimit -Hn, "
-        f"LimitNOFILE= in a unit), to {wanted(64)} for 64 sessions"
+        f"LimitNOFILE= in a unit), to {limit_for(64)} for 64 sessions"
     )
 
 

@@ -76,7 +76,7 @@ def adopted_spaces(
         for space in spaces[1:]:
             space.adopt(state.cache_blocks(), 0)
     except (ValueError, AssertionError) as error:
-        handover.give_up(str(error))
+        handover.discard_state(str(error))
         return _spaces(config), []
     return spaces, [(space.base, space.committed) for space in spaces if space.committed]
 

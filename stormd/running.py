@@ -32,7 +32,7 @@ from stormd.monitoring.metrics import DaemonCollector, health_route, metrics_rou
 from stormd.notify import Notifier, feed_watchdog, take_kept, watchdog_seconds
 from stormd.server import Server
 from stormd.sizes import format_size
-from stormd.supervise.processes import is_heeded
+from stormd.supervise.processes import is_handled
 
 __all__ = ["StartReport", "operated", "reload_settings", "run_daemon"]
 
@@ -55,20 +55,20 @@ def run_daemon(
         StormdError: the daemon could not be opened or could not continue; nothing of it is left.
             The signals have their default actions again.
     """
-    limit, wanted = open_files.raise_limit(), open_files.wanted(config.max_sessions)
+    limit, wanted = open_files.raise_limit(), open_files.limit_for(config.max_sessions)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         log.warning("%d open files, the limit, are too few for max_sessions: %d", limit, wanted)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             is_suspended = runner.run(_serve(config, read, terminal))
     except BaseException:
-        _leave_signals(signal.SIG_DFL)
+        _set_signals(signal.SIG_DFL)
         raise
-    _leave_signals(signal.SIG_IGN)
+    _set_signals(signal.SIG_IGN)
     return is_suspended
 
 
-def _leave_signals(disposition: signal.Handlers) -> None:
+def _set_signals(disposition: signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, disposition)
@@ -80,7 +80,7 @@ async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | N
     A signal to end aborts the start, also while the pool is being pinned.
     """
     within, hung_up = watchdog_seconds(), asyncio.Event()
-    _take(signal.SIGHUP, hung_up.set)
+    _handle_signal(signal.SIGHUP, hung_up.set)
     has_terminal = _has_terminal()
     kept = take_kept()
     with Notifier.from_environment() as notifier:
@@ -113,8 +113,8 @@ async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | N
 
 async def _open(server: Server) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        _take(number, server.stop)
-    _take(signal.SIGUSR2, partial(_suspend, server))
+        _handle_signal(number, server.stop)
+    _handle_signal(signal.SIGUSR2, partial(_suspend, server))
     await server.open()
     gc.freeze()  # else garbage collection scans it while clients wait, for milliseconds each time
 
@@ -124,13 +124,13 @@ def _suspend(server: Server) -> None:
         log.warning("SIGUSR2 changes nothing: nothing outlives a daemon without --resumable")
 
 
-def _take(number: signal.Signals, action: Callable[[], None]) -> None:
+def _handle_signal(number: signal.Signals, action: Callable[[], None]) -> None:
     """Make a signal call `action` on the running loop; once the loop is closed it does nothing.
 
     A loop's own signal handlers end with the loop. A second signal would then kill the exiting
     process, as if it had failed.
     """
-    if not is_heeded(number):
+    if not is_handled(number):
         return
     loop = asyncio.get_running_loop()
 

@@ -19,7 +19,7 @@ import socket
 import stat
 from pathlib import Path
 
-from stormd.errors import AddressInUse, DirectoryUnsafe, remedy
+from stormd.errors import AddressInUse, DirectoryUnsafe, error_with_remedy
 
 __all__ = [
     "AddressLock",
@@ -46,7 +46,7 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
     except OSError as error:
         raise DirectoryUnsafe(
             f"the runtime directory {directory} cannot be made: "
-            f"{remedy(error, 'make it, or choose another --address')}"
+            f"{error_with_remedy(error, 'make it, or choose another --address')}"
         ) from error
     grant(directory, 0o750 if socket_mode & 0o070 else 0o700, group)
 
@@ -226,7 +226,7 @@ def _locked(path: Path, address: Path) -> int:
     except OSError as error:
         advice = "choose another --address, or remove the lock that an ended daemon has left"
         raise DirectoryUnsafe(
-            f"the lock {path} cannot be opened: {remedy(error, advice)}"
+            f"the lock {path} cannot be opened: {error_with_remedy(error, advice)}"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

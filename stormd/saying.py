@@ -14,12 +14,12 @@ from contextlib import suppress
 from os import write
 from typing import Final
 
-__all__ = ["say"]
+__all__ = ["print_to_stderr"]
 
 SAY_SECONDS: Final = 2.0
 
 
-def say(text: str, seconds: float = SAY_SECONDS) -> None:
+def print_to_stderr(text: str, seconds: float = SAY_SECONDS) -> None:
     """Write `stormd: text` to standard error; what is not accepted within `seconds` is lost.
 
     Bypasses Python's buffer: Python would write it again, and wait for it, at the process's end.

@@ -23,7 +23,7 @@ from stormd import open_files
 from stormd.address import Address
 from stormd.cache.items import Cache
 from stormd.config import Config
-from stormd.ending import DETACH_SECONDS, Ending
+from stormd.ending import DETACH_SECONDS, SessionEnder
 from stormd.errors import LaneUnavailable
 from stormd.gateway import ATTACHED, Gateway, Terms
 from stormd.handover import Handover
@@ -82,7 +82,7 @@ class Server:
         handover: Handover | None = None,
         worker: WorkerPlace | None = None,
     ) -> None:
-        self._asked = config
+        self._requested_config = config
         self._config = config  # as it applies to this process
         self._handover = handover
         self._worker = worker
@@ -111,7 +111,7 @@ class Server:
         self._address: Address
         self._control: ControlSocket
         self._lifelines: LifelineListener
-        self._ending: Ending
+        self._ending: SessionEnder
 
     async def open(self) -> None:
         """Make the pool, open the lanes, and bind the sockets; afterwards clients are served.
@@ -125,10 +125,10 @@ class Server:
         self._progress = asyncio.Event()
         self._mailbox = Mailbox(self._loop)
         try:
-            self._take_over()
+            self._read_earlier_state()
             self._take_address()
             seconds = {}
-            for name, part in self._slow_parts().items():
+            for name, part in self._slow_steps().items():
                 begun = time.monotonic()
                 await part()
                 seconds[name] = round(time.monotonic() - begun, 3)
@@ -159,11 +159,11 @@ class Server:
                 if self._fleet is not None:
                     self._fleet.tick()
                 self._ending.end_orphans(self._config.resume_seconds)
-                self._growth.look()
+                self._growth.grow_if_due()
                 self._note_totals()
                 self._watch_spill()
                 self._watch_lanes()
-                self._address.restore()
+                self._address.rebind()
             if self._config.exit_with_last_client and self._is_deserted():
                 return
 
@@ -196,11 +196,11 @@ class Server:
         Raises:
             ConfigError: the new limits do not fit the existing pool; nothing has changed.
         """
-        fresh, ignored = reloaded(self._asked, config)
+        fresh, ignored = reloaded(self._requested_config, config)
         own = fresh if self._fleet is None else front_config(fresh)
         if self._fleet is not None:
             self._fleet.reload(fresh)
-        self._asked, self._config = fresh, own
+        self._requested_config, self._config = fresh, own
         self._ledger.limit(limits_of(own))
         self._gateway.allow(allowed_uids(own))
         for lane in self._lanes.values():
@@ -242,13 +242,13 @@ class Server:
         try:
             if self._is_suspended:
                 await self._ending.end_unresumable(self._config.shutdown_seconds)
-                self._leave()
+                self._suspend()
             else:
                 self._lifelines.listener.close()
                 await self._ending.end_all(self._config.shutdown_seconds)
                 self._mailbox.close()
                 if self._handover is not None:
-                    self._handover.end()
+                    self._handover.forget_all()
         finally:  # whatever has failed: no socket and no lock may outlive the daemon
             self._cleanup.close()
         log.info("ended")
@@ -283,13 +283,13 @@ class Server:
         if (fleet := self._fleet) is None:
             return own
         return merged_status(
-            own, fleet.states(), self.counters, fleet.status(), self._asked.pool_bytes
+            own, fleet.states(), self.counters, fleet.status(), self._requested_config.pool_bytes
         )
 
-    def _tell_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
+    def _provide_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Call `tell` with the state of all processes, once the workers have reported theirs."""
         if self._worker is not None:
-            self._worker.tell_status(tell)
+            self._worker.provide_status(tell)
         elif self._fleet is None:
             tell(self.status())
         else:
@@ -297,7 +297,7 @@ class Server:
 
     # --- parts of open, in order ------------------------------------------------------------
 
-    def _take_over(self) -> None:
+    def _read_earlier_state(self) -> None:
         """Read an earlier daemon's state, if any; its settings of the pool then stay in force."""
         if self._handover is not None:
             self._cleanup.callback(self._handover.close)
@@ -309,7 +309,7 @@ class Server:
         self._cleanup.callback(self._address.close)
         self._address.take()
 
-    def _slow_parts(self) -> dict[str, Callable[[], Awaitable[None]]]:
+    def _slow_steps(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return the slow steps of the start, in order, by their names in the log."""
         return {
             "device": partial(asyncio.to_thread, check_device, self._config),
@@ -330,8 +330,8 @@ class Server:
             loop=self._loop,
             post=self._mailbox.post,
             lifeline_of=partial(worker_lifeline_path, parse_address(self._config.address)),
-            on_session=self._hear_of_session,
-            tell_status=self._tell_status,
+            on_session=self._handle_session_report,
+            provide_status=self._provide_status,
             on_change=self._progress.set,
             on_progress=self._on_progress,
         )
@@ -431,7 +431,7 @@ class Server:
             self._loop, gateway.take_token, gateway.take_piece, gateway.lifeline_ended
         )
         self._cleanup.callback(self._lifelines.close)
-        self._ending = Ending(self._ledger, gateway, self._fleet, self._progress)
+        self._ending = SessionEnder(self._ledger, gateway, self._fleet, self._progress)
         if self._handover is not None:
             self._handover.keep_memory(self._config, self._spaces)
         self._address.open_to_users()
@@ -453,7 +453,7 @@ class Server:
                 resume_seconds=0.0 if self._records is None else config.resume_seconds,
                 epoch=0 if self._records is None else self._records.epoch,
             ),
-            status=self._tell_status,
+            status=self._provide_status,
             on_progress=self._progressed,
             later=self._loop.call_later,
             move=None if self._spill is None else self._spill.tier.begin,
@@ -465,7 +465,7 @@ class Server:
 
     def _note_totals(self) -> None:
         if self._handover is not None:
-            self._handover.note_totals(self.counters.throughput()["store"])
+            self._handover.record_totals(self.counters.throughput()["store"])
 
     def _watch_spill(self) -> None:
         """End the tier on disk if it has failed; everything else continues."""
@@ -491,12 +491,12 @@ class Server:
 
     def _progressed(self) -> None:
         self._progress.set()
-        self._growth.look()
+        self._growth.grow_if_due()
 
     def _grown(self) -> None:
         """Retry requests that wait for memory: there is more of it, or no more can be had."""
         if self._handover is not None:
-            self._handover.note_layout(self._config, self._spaces)
+            self._handover.record_layout(self._config, self._spaces)
         self._gateway.retry_waiting()
 
     def _is_deserted(self) -> bool:
@@ -505,7 +505,7 @@ class Server:
         uptime = time.monotonic() - self._opened_at
         return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
 
-    def _hear_of_session(self, session: int, cause: str) -> None:
+    def _handle_session_report(self, session: int, cause: str) -> None:
         """Handle a worker's report about a session."""
         if cause == ATTACHED:
             self._gateway.worker_attached(session)
@@ -513,7 +513,7 @@ class Server:
             self._gateway.end(session, cause)
             self._gateway.flush()
 
-    def _leave(self) -> None:
+    def _suspend(self) -> None:
         """Stop listening to clients and lanes, and leave all sessions to the next daemon.
 
         From here on no session ends and nothing is freed, as the journal would not record it.
@@ -527,4 +527,4 @@ class Server:
         """End threads that use the pool; if one does not end, the pool stays mapped."""
         if not close(DETACH_SECONDS):
             log.error("a thread of %s does not end: the pool stays mapped", whose)
-            self._pool.keep()
+            self._pool.keep_mapped()

@@ -36,8 +36,8 @@ from stormd.monitoring.logs import logging_process, set_level
 from stormd.output import EXIT_FAILED, EXIT_OK
 from stormd.server import Server
 from stormd.supervise.processes import die_with_parent
-from stormd.workers.line import Line, receive_first
-from stormd.workers.plan import WorkerPlace, config_of, is_lent
+from stormd.workers.line import WorkerChannel, receive_first
+from stormd.workers.plan import WorkerPlace, config_of, shares_pool
 
 __all__ = ["main"]
 
@@ -75,20 +75,22 @@ class _Worker:
         os.close(order["shared"])
         self._totals = UserTotals(rows)
         self._budget: PoolBudget | None = None
-        if is_lent(config):
+        if shares_pool(config):
             self._budget = PoolBudget(rows, order["workers"], config.host_bytes, FIRST_BYTES)
         self._sessions: set[int] = set()
-        self._asked: deque[Callable[[dict[str, Any]], None]] = deque()  # await the front's answers
+        self._status_callbacks: deque[Callable[[dict[str, Any]], None]] = (
+            deque()
+        )  # await the front's answers
         self._end = end
-        self._line: Line
+        self._channel: WorkerChannel
         self._pinned = 0.0
         place = WorkerPlace(
             lifeline=Path(order["lifeline"]),
             ordinals=tuple(order["ordinals"]),
             totals=self._totals,
             budget=self._budget,
-            on_session=self._tell,
-            tell_status=self._ask,
+            on_session=self._report_session,
+            provide_status=self._request_status,
         )
         self._server = Server(config, on_progress=self._pinning, worker=place)
         self._kinds: dict[str, Callable[..., None]] = {
@@ -103,31 +105,31 @@ class _Worker:
     async def run(self) -> int:
         """Open, serve and close."""
         loop = self._loop = asyncio.get_running_loop()
-        self._line = Line(loop, self._end, self._hear, self._lose)
+        self._channel = WorkerChannel(loop, self._end, self._handle_message, self._front_ended)
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         try:
             await self._server.open()
         except StartStopped:
             return EXIT_OK
         except StormdError as error:
-            self._line.send("failed", f"{type(error).__name__}: {error}")
+            self._channel.send("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED
         gc.freeze()
-        self._line.send("ready", self._state())
+        self._channel.send("ready", self._state())
         self._serves = True
         waiting, self._waiting = self._waiting, []
         for kind, values, descriptor in waiting:
-            self._hear(kind, values, descriptor)
+            self._handle_message(kind, values, descriptor)
         try:
             await self._server.serve()
         finally:
             await self._server.close()
-            self._line.close()
+            self._channel.close()
         return EXIT_OK
 
     # --- messages from the front ------------------------------------------------------------
 
-    def _hear(self, kind: str, values: list[Any], descriptor: int) -> None:
+    def _handle_message(self, kind: str, values: list[Any], descriptor: int) -> None:
         if kind == "stop":
             self._stop()
         elif not self._serves:
@@ -140,17 +142,17 @@ class _Worker:
     def _stop(self) -> None:
         self._server.stop()
 
-    def _lose(self) -> None:
+    def _front_ended(self) -> None:
         """Kill this process, as the front is gone, if the kernel has not done so yet."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _take_session(self, descriptor: int, values: list[Any]) -> None:
-        session, uid, place, frame, unread = values
-        self._totals.know(uid, place)
-        self._note(session, is_there=True)
+        session, uid, column, frame, unread = values
+        self._totals.set_column(uid, column)
+        self._record_session(session, is_there=True)
         line = socket.socket(fileno=descriptor)
         if not self._server.take_session(line, session, frame, unread):
-            self._tell(session, "failed")
+            self._report_session(session, "failed")
 
     def _reload(self, fields: dict[str, Any]) -> None:
         config = config_of(fields)
@@ -158,7 +160,7 @@ class _Worker:
         set_level(config.log_level)
 
     def _report(self, number: int) -> None:
-        self._line.send("report", number, self._state())
+        self._channel.send("report", number, self._state())
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -168,35 +170,35 @@ class _Worker:
             "worker": {"numa_node": self._node, "processor_seconds": time.process_time()},
         }
 
-    def _ask(self, tell: Callable[[dict[str, Any]], None]) -> None:
+    def _request_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Ask the front for the state of all processes: a client may ask any of them for it."""
-        self._asked.append(tell)
-        self._line.send("ask")
+        self._status_callbacks.append(tell)
+        self._channel.send("ask")
 
     def _answer(self, state: dict[str, Any]) -> None:
-        self._asked.popleft()(state)
+        self._status_callbacks.popleft()(state)
 
     # --- messages to the front --------------------------------------------------------------
 
-    def _tell(self, session: int, cause: str) -> None:
+    def _report_session(self, session: int, cause: str) -> None:
         if cause == "attached":
-            self._line.send("attached", session)
+            self._channel.send("attached", session)
         else:
-            self._note(session, is_there=False)
-            self._line.send("ended", session, cause)
+            self._record_session(session, is_there=False)
+            self._channel.send("ended", session, cause)
 
-    def _note(self, session: int, *, is_there: bool) -> None:
+    def _record_session(self, session: int, *, is_there: bool) -> None:
         """Note a session's start or end: while there is one, this worker keeps its share."""
         (self._sessions.add if is_there else self._sessions.discard)(session)
         if self._budget is not None:
-            self._budget.be_busy(is_busy=bool(self._sessions))
+            self._budget.set_has_session(is_busy=bool(self._sessions))
 
     def _pinning(self, done: int, total: int) -> None:
         """Report the progress of pinning to the front; called from the threads that pin."""
         now = time.monotonic()
         if now > self._pinned or done == total:
             self._pinned = now + REPORT_SECONDS
-            self._loop.call_soon_threadsafe(partial(self._line.send, "pinning", done, total))
+            self._loop.call_soon_threadsafe(partial(self._channel.send, "pinning", done, total))
 
 
 def _name_lines(index: int) -> None:

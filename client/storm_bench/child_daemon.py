@@ -118,7 +118,7 @@ class ChildDaemon:
 
 def tail(text: str, lines: int = 12) -> str:
     """Return the last lines of a child's output, or a note that there are none."""
-    return "\n".join(text.strip().splitlines()[-lines:]) or "(it said nothing)"
+    return "\n".join(text.strip().splitlines()[-lines:]) or "(no output)"
 
 
 def _answers(query: StatusQuery) -> bool:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.devices import device_here
-from storm_bench.ways import Way, cells, seconds_of, skipped
+from storm_bench.ways import Contender, cells, seconds_of, skipped
 from stormd.commands.arguments import positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions
@@ -144,7 +144,7 @@ class _Bench:
             found["dram_bytes"] = {way: _dram_bytes(self._name, way) for way in (_APART, _STORM)}
         return found
 
-    def _table(self, ways: dict[str, Way]) -> dict[str, dict[str, Any]]:
+    def _table(self, ways: dict[str, Contender]) -> dict[str, dict[str, Any]]:
         """Time all ways in turns; the others are compared with the first."""
         rows: dict[str, dict[str, Any]] = {}
         times: dict[str, list[float]] = {}
@@ -201,11 +201,11 @@ class _Ways:
             if not error < 1e-2:
                 raise ChildFailed(f"storm's product is wrong by {error:.1e}: report this as a bug")
 
-    def product(self, *, tilings: bool) -> dict[str, Way]:
+    def product(self, *, tilings: bool) -> dict[str, Contender]:
         """Return the ways to compute one product, not encoded and encoded."""
         from storm_kernels.gemm import hopper
 
-        ways: dict[str, Way] = {_PLAIN: partial(self._linear, self.gate)}
+        ways: dict[str, Contender] = {_PLAIN: partial(self._linear, self.gate)}
         if why := self._why_not():
             return ways | {_STORM: why}
         (window,) = hopper.windows(self.x, (self.gate,))
@@ -216,11 +216,11 @@ class _Ways:
             ways[_tiled(tiling)] = partial(hopper.product, self.x, self.gate, tiling=tiling)
         return ways
 
-    def forward(self, *, compiled: bool, tilings: bool) -> dict[str, Way]:
+    def forward(self, *, compiled: bool, tilings: bool) -> dict[str, Contender]:
         """Return the ways to compute both products and join them, gate and up encoded or not."""
         from storm_kernels.gemm import hopper
 
-        ways: dict[str, Way] = {_APART: self._encoded_apart(), _PLAIN: self._plain}
+        ways: dict[str, Contender] = {_APART: self._encoded_apart(), _PLAIN: self._plain}
         if compiled:
             ways["compiled, max-autotune"] = self._compiled()
         if why := self._why_not():
@@ -235,12 +235,12 @@ class _Ways:
             ways[_tiled(tiling)] = partial(gated, coded=(first, second), tiling=tiling)
         return ways
 
-    def backward(self) -> dict[str, Way]:
+    def backward(self) -> dict[str, Contender]:
         """Return the ways to compute gate's and up's gradients from both, and to recompute h."""
         from storm_kernels.gemm import hopper
 
         gate, up = self._linear(self.gate), self._linear(self.up)
-        ways: dict[str, Way] = {_PLAIN: partial(self._gradients, gate, up)}
+        ways: dict[str, Contender] = {_PLAIN: partial(self._gradients, gate, up)}
         if why := self._why_not():
             return ways | {_STORM: why}
         first, second = hopper.windows(self.x, (self.gate, self.up))
@@ -250,7 +250,7 @@ class _Ways:
         ways[_STORM] = partial(hopper.backward, self.grad, codes.blobs, bases, "silu")
         return ways
 
-    def layer(self) -> dict[str, Way]:
+    def layer(self) -> dict[str, Contender]:
         """Return the ways to run the whole MLP, both passes: PyTorch's operations, and GatedMLP."""
         import torch
         from storm_kernels.nn import GatedMLP
@@ -265,7 +265,7 @@ class _Ways:
         def step(forward: Callable[[Tensor], Tensor]) -> object:
             return torch.autograd.grad(forward(x), sources, y)
 
-        ways: dict[str, Way] = {_PLAIN: partial(step, mlp._separately)}
+        ways: dict[str, Contender] = {_PLAIN: partial(step, mlp._separately)}
         return ways | {_STORM: self._why_not() or partial(step, mlp)}
 
     def ratio(self) -> float:
@@ -312,7 +312,7 @@ class _Ways:
         of_gate = torch.ops.aten.silu_backward(self.grad * up, gate)
         return of_gate, self.grad * activated, activated * up
 
-    def _encoded_apart(self) -> Way:
+    def _encoded_apart(self) -> Contender:
         """Return the way that computes gate and up, joins them, and encodes each separately."""
         from torch.nn import functional
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.devices import device_here
 from storm_bench.pictures import draw_scan
-from storm_bench.ways import Way, cells, seconds_of, skipped
+from storm_bench.ways import Contender, cells, seconds_of, skipped
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions
@@ -230,7 +230,7 @@ class _Bench:
     def _table(
         self,
         copy: float,
-        ways: dict[str, Way],
+        ways: dict[str, Contender],
         expected: Tensor,
     ) -> dict[str, Any]:
         rows: dict[str, Any] = {"copy_seconds": copy}

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["Way", "cells", "seconds_of", "skipped"]
+__all__ = ["Contender", "cells", "seconds_of", "skipped"]
 
-Way: TypeAlias = "Callable[[], Any] | str"
+Contender: TypeAlias = "Callable[[], Any] | str"
 """The call that is timed, or the reason why it cannot run."""
 
 

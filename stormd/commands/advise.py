@@ -1,7 +1,8 @@
 """`stormd advise`: runs a training script for some steps and prints what each budget would give.
 
-The script runs under `stormd run`. Its client measures (`storm_client.monitoring.advising`), and
-each trainer sends its figures in one datagram. Then the run is ended.
+The script runs under `stormd run`. Its client measures
+(`storm_client.monitoring.budget_reports`), and each trainer sends its figures in one datagram. Then
+the run is ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stormd.machine import memory_limit
 from stormd.output import EXIT_FAILED, EXIT_OK, write_json
 from stormd.protocol import temporary_directory
 from stormd.protocol.variables import ADVISE_VARIABLE, PREFIX
-from stormd.saying import say
+from stormd.saying import print_to_stderr
 from stormd.sizes import exact_size, format_size, suggested_pool
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("there is no command to run: stormd advise -- python train.py")
     found, status = _answers(command)
     if not found:
-        say(
+        print_to_stderr(
             f"the script ended with status {status} before eight steps were seen"
             + ("" if status else f": {_ADVICE}")
         )

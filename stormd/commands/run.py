@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Final, get_args
 
-from stormd.commands.serve import fitted
+from stormd.commands.serve import fit_pool
 from stormd.config import Config, Option, config_options
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
@@ -67,13 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resumable",
         action="store_true",
-        help="start the daemon again where it is killed, with what it holds: the command goes on",
+        help="restart the daemon if it is killed, with everything it stores: the command continues",
     )
     parser.add_argument(
         "--budget",
         metavar="BUDGET",
-        help="what may stay on the device of what a step saves: least, fit, a size as in 12GiB, or "
-        f"a fraction as in 0.5; exported as {BUDGET_VARIABLE} (default: as the script says)",
+        help="how much of what a step saves may be kept on the device: least, fit, a size as in "
+        f"12GiB, or a fraction as in 0.5; exported as {BUDGET_VARIABLE} (default: as the script "
+        "says)",
     )
     parser.add_argument(
         "--mps",
@@ -107,7 +108,7 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         raise ConfigError("there is no command to run: stormd run -- python train.py")
     spill = {name: getattr(args, name) for name, _, _ in _SPILL_FLAGS}
     flags = {"pool_bytes": args.pool_bytes, "pool_commit": private_pool_commit(environ), **spill}
-    config = fitted(load_config(flags=flags, environ=environ), memory_limit())
+    config = fit_pool(load_config(flags=flags, environ=environ), memory_limit())
     _check_budget(args.budget, environ)
     find_program(command[0], environ)
     named = environ.get(ADDRESS_VARIABLE, "")

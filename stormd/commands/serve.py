@@ -26,7 +26,7 @@ from stormd.output import EXIT_OK, EXIT_RESTART, write_line
 from stormd.settings import load_config
 from stormd.sizes import format_size
 
-__all__ = ["HELP", "add_arguments", "check_pool", "fitted", "run"]
+__all__ = ["HELP", "add_arguments", "check_pool", "fit_pool", "run"]
 
 HELP = "run the daemon in the foreground until SIGTERM or SIGINT"
 
@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
         return hold([sys.executable, "-m", "stormd", *args.given])
     with (
-        _named_want(),
+        _lack_as_pool_unavailable(),
         logging_process(config.log_format, config.log_level, sys.stderr.fileno()) as terminal,
     ):
-        _tell_of_missing_library()
+        _warn_of_missing_library()
         # The daemon's modules load here, so that no other command waits for them.
         from stormd.running import run_daemon
 
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(flags: dict[str, Any], path: Path | None) -> Config:
-    return fitted(load_config(flags=flags, path=path), memory_limit())
+    return fit_pool(load_config(flags=flags, path=path), memory_limit())
 
 
-def fitted(config: Config, limit: int) -> Config:
+def fit_pool(config: Config, limit: int) -> Config:
     """Return the settings, with a pool that fits into `limit`, the memory the process may use.
 
     A pool of the default size that is committed as it is used is reduced: pool and cache then take
@@ -105,7 +105,7 @@ def check_pool(config: Config, limit: int) -> None:
 
 
 @contextlib.contextmanager
-def _named_want() -> Iterator[None]:
+def _lack_as_pool_unavailable() -> Iterator[None]:
     """Raise PoolUnavailable if Python runs out of memory or threads, whatever needed them."""
     try:
         yield
@@ -119,12 +119,15 @@ def _named_want() -> Iterator[None]:
         ) from error
 
 
-def _tell_of_missing_library() -> None:
+def _warn_of_missing_library() -> None:
     from storm_kernels import backends
 
     library = backends()["cpu"]
     if not library.available:
-        _LOGGER.warning("NumPy encodes, many times slower", extra={"reason": library.detail})
+        _LOGGER.warning(
+            "the codec's C library is missing: encoding with NumPy, many times slower",
+            extra={"reason": library.detail},
+        )
 
 
 def _shown_default(option: Option) -> str:

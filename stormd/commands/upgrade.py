@@ -19,7 +19,7 @@ from stormd.query import StatusQuery, find_address
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "have a running daemon replaced by the installed version, while trainers go on"
+HELP = "replace a running daemon by the installed version, while trainers keep running"
 
 _TURN_SECONDS: Final = 0.05
 
@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="also where trainers on GPUs hold something, of which what they do not fetch within "
-        "shutdown_seconds is lost",
+        help="also if trainers on GPUs have stored entries: those that they do not restore within "
+        "shutdown_seconds are lost",
     )
     parser.add_argument(
         "--wait",
         type=positive_seconds,
         default=120.0,
         metavar="SECONDS",
-        help="how long the new daemon may take to go on with all sessions (default: 120)",
+        help="how long the new daemon may take to resume all sessions (default: 120)",
     )
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     write_line(
         f"stormd {before['version']} (process {before['pid']}) was replaced by {after['version']} "
         f"(process {after['pid']}) within {time.monotonic() - began:.1f} s; "
-        f"{len(before['sessions']) - len(gone)} of {len(before['sessions'])} sessions went on"
+        f"{len(before['sessions']) - len(gone)} of {len(before['sessions'])} sessions resumed"
     )
     return EXIT_FAILED if gone else EXIT_OK
 
@@ -80,8 +80,8 @@ def _check(state: dict[str, Any], *, is_forced: bool) -> None:
     bound = [one for one in state["sessions"] if not one["resumable"] and one["entries"]]
     if bound and not is_forced:
         raise UpgradeUnavailable(
-            f"{len(bound)} sessions end with the daemon, as those of GPUs do, and hold something: "
-            "end their trainers first, or have them lose it with --force"
+            f"{len(bound)} sessions, as of trainers on GPUs, cannot be resumed and have stored "
+            "entries: end their trainers first, or drop the entries with --force"
         )
     try:
         words = Path(f"/proc/{state['pid']}/cmdline").read_bytes().split(b"\0")

@@ -96,7 +96,7 @@ def check_descriptors(config: Config) -> Finding:
     The daemon ends new connections while half of the permitted files are open.
     """
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = open_files.wanted(config.max_sessions)
+    wanted = open_files.limit_for(config.max_sessions)
     detail = f"limit {hard}, {wanted} wanted for {config.max_sessions} sessions"
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         return Finding("file descriptors", "ok", detail)

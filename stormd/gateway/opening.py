@@ -313,12 +313,12 @@ class Opening:
             lane.attach(peer.session, hello, descriptors)
         except LaneUnavailable as error:
             fields = {"session": session_name(peer.session), "reason": str(error)}
-            log.warning("a session does not go on", extra=fields)
+            log.warning("session not resumed", extra=fields)
             return False
         peer.lane = lane
         entries = len(peer.record.entries)
         shown = {"session": session_name(peer.session), "entries": entries}
-        log.info("session goes on", extra=shown)
+        log.info("session resumed", extra=shown)
         return True
 
     def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:

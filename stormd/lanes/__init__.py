@@ -142,7 +142,7 @@ class Lane:
         raise AssertionError(f"{len(jobs)} jobs of session {session}, which has no lane")
 
     def skip_sequence(self, session: int, sequence: int) -> None:
-        """Note that the store with this sequence number was rejected. Not answered.
+        """Note that no job follows for this sequence number, e.g. a rejected store. Not answered.
 
         Called in the order of the session's stores. A lane that counts stores on the session's
         timeline advances past this number, so that nobody waits for it.

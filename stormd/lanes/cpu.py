@@ -20,7 +20,7 @@ from typing import Final
 
 from storm_kernels.errors import CorruptBlob
 
-from stormd.errors import LaneUnavailable, remedy
+from stormd.errors import LaneUnavailable, error_with_remedy
 from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
@@ -199,7 +199,7 @@ class CpuLane(Lane):
         except OSError as error:
             raise LaneUnavailable(
                 f"no shared memory of {format_size(staging)} for a session: "
-                f"{remedy(error, SEE_LOG)}"
+                f"{error_with_remedy(error, SEE_LOG)}"
             ) from error
         finally:
             for descriptor in given:

@@ -147,7 +147,7 @@ class Holdings:
         record.entries |= entries
         self.entries += len(entries)
 
-    def give_up(self, record: Session, entry_id: int) -> None:
+    def release(self, record: Session, entry_id: int) -> None:
         """Make an entry invisible to its client, and free it unless it is in use."""
         entry = record.entries[entry_id]
         entry.released = True

@@ -250,7 +250,7 @@ class Leases:
             number = record.to_free.pop()
             entry = record.entries.get(number)  # a lane's result may have removed it meanwhile
             if entry is not None:
-                self._state.holdings.give_up(record, number)
+                self._state.holdings.release(record, number)
         return count
 
     def remove_if_done(self, record: Session) -> list[Instruction]:

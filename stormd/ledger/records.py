@@ -191,7 +191,7 @@ class JournalRecords(Records):
             self._journal.erase(item.cell)
             item.cell = 0
 
-    def laid_out(self, layout: Layout) -> None:
+    def record_layout(self, layout: Layout) -> None:
         """Record the current memory layout."""
         content = [
             layout.pool_bytes, layout.cache_bytes, list(layout.committed), layout.chunk_bytes
@@ -200,7 +200,7 @@ class JournalRecords(Records):
         if before:
             self._journal.erase(before)
 
-    def counted(self, totals: Totals) -> None:
+    def record_totals(self, totals: Totals) -> None:
         """Record how much has been stored so far."""
         content = [totals.raw_bytes, totals.blob_bytes]
         before, self._totals = self._totals, self._journal.write(_TOTALS, msgpack.packb(content))

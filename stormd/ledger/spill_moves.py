@@ -326,8 +326,8 @@ class Reads:
         while not self._state.space.promise(room, keep=self._kept_for_shares(room)):
             if not self._orders.drop_idle() and not (is_first and self._orders.drop_waiting()):
                 wanted = room + self._kept_for_shares(room)
-                if self._state.space.lacks(wanted):
-                    self._state.space.want(wanted)
+                if self._state.space.must_grow_for(wanted):
+                    self._state.space.request_growth(wanted)
                     self._state.holdings.has_changed = True
                 return False
         return True

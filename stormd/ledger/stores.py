@@ -150,7 +150,7 @@ class Stores:
         """Release entries; those in use are freed once they are not."""
         for entry_id in message.entries:
             if entry_id in record.entries:
-                self._state.holdings.give_up(record, entry_id)
+                self._state.holdings.release(record, entry_id)
         return []
 
     # --- results of lanes -------------------------------------------------------------------
@@ -218,9 +218,9 @@ class Stores:
         space = self._space_of(record)
         spills = None if record.cache is not None else self._spills
         wanted = nbytes if spills is None else spills.free_bytes_for(nbytes)
-        if not space.lacks(wanted):
+        if not space.must_grow_for(wanted):
             return spills is not None and spills.should_wait(nbytes, now)
-        space.want(wanted)
+        space.request_growth(wanted)
         self._state.holdings.has_changed = True
         return True
 

@@ -218,12 +218,12 @@ class Space:
             self._may_grow = allowed
             self._wanted = self._wanted if allowed else 0
 
-    def lacks(self, nbytes: int) -> bool:
+    def must_grow_for(self, nbytes: int) -> bool:
         """Return whether memory for `nbytes`, or for as much as ever fits, has yet to be added."""
         with self._lock:
             return self._taken_with(nbytes) > self._ready and self._may_grow
 
-    def want(self, nbytes: int) -> None:
+    def request_growth(self, nbytes: int) -> None:
         """Note that somebody waits for memory for `nbytes`, which the space lacks."""
         with self._lock:
             self._wanted = max(self._wanted, self._taken_with(nbytes))

@@ -37,17 +37,17 @@ MAX_A_STEP: Final = 128 << 20
 """Most bytes of a step: a waiter then waits for well below a second even if the host has yet to
 find the memory."""
 
-AHEAD_PART: Final = 4
+FREE_DIVISOR: Final = 4
 """A used space keeps 1 / AHEAD_PART of its ready memory free, or more memory is added."""
 
 RETRY_SECONDS: Final = 5.0
 """Seconds after which a machine that had no memory is asked again."""
 
-ASKED_SECONDS: Final = 0.5
+RETRY_CLAIM_SECONDS: Final = 0.5
 """The same for memory of other workers, which check as often whether somebody wants what they can
 spare."""
 
-LEFT_PART: Final = 16
+LEFT_DIVISOR: Final = 16
 MIN_FREE_BYTES: Final = 64 << 20
 MAX_FREE_BYTES: Final = 2 << 30
 """Memory of the machine or the container that is left to others: a 16th, within these bounds."""
@@ -67,7 +67,7 @@ def next_step(space: Space) -> int:
     few steps. They end at whole pages.
     """
     use, left = space.use(), space.end - space.base - space.committed
-    needed = max(space.wanted, use.taken + use.ready // AHEAD_PART if use.taken else 0)
+    needed = max(space.wanted, use.taken + use.ready // FREE_DIVISOR if use.taken else 0)
     if not space.is_growing or needed <= use.ready:
         return 0
     step = min(max(needed - use.ready, space.committed // 2, FIRST_BYTES), MAX_A_STEP)
@@ -76,7 +76,7 @@ def next_step(space: Space) -> int:
 
 def left_to_others() -> int:
     """Return the bytes of memory that no step may take."""
-    return min(max(memory_limit() // LEFT_PART, MIN_FREE_BYTES), MAX_FREE_BYTES)
+    return min(max(memory_limit() // LEFT_DIVISOR, MIN_FREE_BYTES), MAX_FREE_BYTES)
 
 
 class PoolGrowth:
@@ -110,7 +110,7 @@ class PoolGrowth:
         self._has_failed = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="stormd-grow")
 
-    def look(self) -> None:
+    def grow_if_due(self) -> None:
         """Begin a step if one is due and none is under way. Called on the loop, often."""
         if self._step is not None or not self._spaces:
             return
@@ -123,7 +123,7 @@ class PoolGrowth:
                 self._claim(space, nbytes)
                 return
         if self._budget is not None and self._budget.surplus:
-            self._give_some_back(self._spaces[0])
+            self._begin_giving_back(self._spaces[0])
 
     def close(self) -> None:
         """Wait for the step under way, and begin no more. Called on the loop."""
@@ -135,10 +135,10 @@ class PoolGrowth:
         if granted:
             self._begin(space, granted)
             return
-        self._give_up("other workers have the rest of it", ASKED_SECONDS)
+        self._pause_growth("other workers have the rest of it", RETRY_CLAIM_SECONDS)
         self._loop.call_soon(self._on_step)
 
-    def _give_some_back(self, space: Space) -> None:
+    def _begin_giving_back(self, space: Space) -> None:
         """Begin to give the last range back, if nothing needs it.
 
         The range may be larger than the surplus: the part below the share can be claimed again.
@@ -146,17 +146,17 @@ class PoolGrowth:
         (offset, nbytes), is_only = self._pool.ranges[-1], len(self._pool.ranges) == 1
         if is_only or not space.shrink(nbytes):
             return
-        step = self._loop.run_in_executor(self._executor, self._return, offset, nbytes)
+        step = self._loop.run_in_executor(self._executor, self._give_back, offset, nbytes)
         self._step = step
-        step.add_done_callback(lambda done: self._returned(done, space, nbytes))
+        step.add_done_callback(lambda done: self._given_back(done, space, nbytes))
 
-    def _return(self, offset: int, nbytes: int) -> None:
+    def _give_back(self, offset: int, nbytes: int) -> None:
         """Give a range's memory back. Runs in the growth thread."""
         for lane in self._lanes:
             lane.retract(offset, nbytes)
         self._pool.give_back(offset, nbytes)
 
-    def _returned(self, step: asyncio.Future[None], space: Space, nbytes: int) -> None:
+    def _given_back(self, step: asyncio.Future[None], space: Space, nbytes: int) -> None:
         self._step = None
         if step.cancelled() or not self._spaces:
             return
@@ -170,11 +170,11 @@ class PoolGrowth:
 
     def _begin(self, space: Space, nbytes: int) -> None:
         offset = space.base + space.committed
-        step = self._loop.run_in_executor(self._executor, self._take, offset, nbytes)
+        step = self._loop.run_in_executor(self._executor, self._commit, offset, nbytes)
         self._step = step
-        step.add_done_callback(lambda done: self._ended(done, space, nbytes))
+        step.add_done_callback(lambda done: self._grown(done, space, nbytes))
 
-    def _take(self, offset: int, nbytes: int) -> None:
+    def _commit(self, offset: int, nbytes: int) -> None:
         """Make a range resident and accessible to all lanes. Runs in the growth thread."""
         self._pool.commit(offset, nbytes, beside=left_to_others())
         try:
@@ -184,7 +184,7 @@ class PoolGrowth:
             self._pool.give_back(offset, nbytes)
             raise
 
-    def _ended(self, step: asyncio.Future[None], space: Space, nbytes: int) -> None:
+    def _grown(self, step: asyncio.Future[None], space: Space, nbytes: int) -> None:
         self._step = None
         if step.cancelled() or not self._spaces:
             return
@@ -195,13 +195,13 @@ class PoolGrowth:
             self._has_failed = False
             space.grow(nbytes)
         elif isinstance(error, PoolUnavailable | LaneUnavailable | StartStopped):
-            self._give_up(str(error), RETRY_SECONDS)
+            self._pause_growth(str(error), RETRY_SECONDS)
         else:  # our bug; the pool stays as large as it is
             log.error("the pool does not grow", exc_info=error)
-            self._give_up(str(error), RETRY_SECONDS)
+            self._pause_growth(str(error), RETRY_SECONDS)
         self._on_step()
 
-    def _give_up(self, reason: str, seconds: float) -> None:
+    def _pause_growth(self, reason: str, seconds: float) -> None:
         """Stop growing for a while; log it once, not at every attempt."""
         if not self._has_failed:
             log.warning("the pool stays at %s: %s", self._size(), reason)

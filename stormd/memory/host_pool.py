@@ -87,7 +87,7 @@ class HostPool:
         self.nbytes: Final = nbytes
         self.ranges: tuple[tuple[int, int], ...] = ()
         self.locked = True
-        self._kept = False
+        self._is_kept_mapped = False
         self._is_stopped = is_stopped or _never
         first = nbytes if first is None else first
         if not kept:  # otherwise the memory is allocated already
@@ -102,7 +102,7 @@ class HostPool:
         try:
             self._advise()
             for offset, size in kept or [(0, first)]:
-                self._take(offset, size, on_progress or _no_progress)
+                self._make_resident(offset, size, on_progress or _no_progress)
         except BaseException:
             self._mapping.close()
             raise
@@ -118,7 +118,7 @@ class HostPool:
         """
         _check_growth(nbytes, beside)
         try:
-            self._take(offset, nbytes, _no_progress)
+            self._make_resident(offset, nbytes, _no_progress)
         except BaseException:
             self.give_back(offset, nbytes)
             raise
@@ -140,19 +140,21 @@ class HostPool:
 
     def close(self) -> None:
         """Give the memory back; nothing may use an address in it any more. Twice is fine."""
-        if not self._kept:
+        if not self._is_kept_mapped:
             self._mapping.close()
 
-    def keep(self) -> None:
+    def keep_mapped(self) -> None:
         """Keep the memory mapped until the process ends: someone may still use it."""
-        self._kept = True
+        self._is_kept_mapped = True
 
     def _advise(self) -> None:
         advise_huge_pages(self._mapping)
         self._mapping.madvise(mmap.MADV_DONTFORK)  # a child would double it page by page
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # other people's tensors, in a core file
 
-    def _take(self, offset: int, nbytes: int, on_progress: Callable[[int, int], None]) -> None:
+    def _make_resident(
+        self, offset: int, nbytes: int, on_progress: Callable[[int, int], None]
+    ) -> None:
         chunks = list(_chunks(self.address + offset, nbytes))
         self._touch(chunks, nbytes, on_progress)
         self._lock(chunks)

@@ -77,15 +77,15 @@ class UserTotals:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._places: dict[int, int] = {}
+        self._columns: dict[int, int] = {}
 
-    def know(self, uid: int, place: int) -> None:
+    def set_column(self, uid: int, column: int) -> None:
         """Note a user's column: the front sends it before it hands over a session of that user."""
-        self._places[uid] = place
+        self._columns[uid] = column
 
     def hold(self, uid: int, nbytes: int) -> None:
         """Note how many bytes a user holds in this process."""
-        self._rows.write(self._places[uid], nbytes)
+        self._rows.write(self._columns[uid], nbytes)
 
     def claim(self, uid: int, nbytes: int) -> int:
         """Note that a user wants to hold so much here; return what it holds in the other processes.
@@ -93,7 +93,7 @@ class UserTotals:
         If the sum is too much, the caller must call `hold` with what the user does hold.
         """
         self.hold(uid, nbytes)
-        return sum(self._rows.others(self._places[uid]))
+        return sum(self._rows.others(self._columns[uid]))
 
 
 class PoolBudget:
@@ -134,7 +134,7 @@ class PoolBudget:
         self.held -= nbytes
         self._rows.write(COMMITTED, self.held)
 
-    def be_busy(self, *, is_busy: bool) -> None:
+    def set_has_session(self, *, is_busy: bool) -> None:
         """Set whether there is a session, for which this worker's share is kept."""
         self._is_busy = is_busy
         self._rows.write(BUSY, is_busy)

@@ -28,8 +28,8 @@ from enum import Enum, auto
 from typing import Final, NoReturn
 
 from stormd.output import EXIT_RESTART
-from stormd.saying import say
-from stormd.supervise.processes import die_with_parent, end_by, exit_status, is_heeded
+from stormd.saying import print_to_stderr
+from stormd.supervise.processes import die_with_parent, end_by, exit_status, is_handled
 
 __all__ = ["hold"]
 
@@ -120,7 +120,7 @@ class _Holder:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # else no end is noticed
-        for number in filter(is_heeded, _PASSED):
+        for number in filter(is_handled, _PASSED):
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, _frame: object) -> None:
@@ -158,10 +158,10 @@ class _Holder:
                 "LISTEN_FDS": str(len(self._kept)),
                 "LISTEN_FDNAMES": ":".join(self._kept),
             }
-            _place(list(self._kept.values()))
+            _dup_for_exec(list(self._kept.values()))
             os.execve(self._command[0], self._command, environ)  # noqa: S606 - our own interpreter
         except BaseException as error:  # noqa: BLE001 - nothing above is to run in this process
-            say(f"the daemon cannot be started: {error}")
+            print_to_stderr(f"the daemon cannot be started: {error}")
         finally:
             os._exit(1)
 
@@ -176,12 +176,12 @@ class _Holder:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, _MESSAGE_BYTES)
             pid, status = os.waitpid(self._daemon, os.WNOHANG)
-            self._hear()  # also the daemon's last messages
+            self._read_messages()  # also the daemon's last messages
             if pid:
                 self._daemon = 0
                 return os.waitstatus_to_exitcode(status)
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         for message, descriptors in self._messages():
             fields = dict(line.split("=", 1) for line in message.split("\n") if "=" in line)
             name = fields.get("FDNAME", "")
@@ -242,13 +242,13 @@ class _Holder:
             self._brief += 1
         why = f"ended with status {exit_status(ended)}"
         if self._starts >= _MAX_STARTS or self._brief >= _MAX_BRIEF:
-            say(f"the daemon {why} and is not started any more: see what it said above")
+            print_to_stderr(f"the daemon {why} and is not started any more: see what it said above")
             return False
-        say(f"the daemon {why} and is started again with what it held")
+        print_to_stderr(f"the daemon {why} and is started again with what it held")
         return True
 
 
-def _place(descriptors: list[int]) -> None:
+def _dup_for_exec(descriptors: list[int]) -> None:
     """Copy these descriptors to the numbers where an executed program looks for them."""
     aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ASIDE) for one in descriptors]
     for place, descriptor in enumerate(aside, _FIRST):

@@ -28,7 +28,7 @@ from stormd.protocol import (
     private_pool_commit,
 )
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
-from stormd.saying import say
+from stormd.saying import print_to_stderr
 from stormd.supervise import mps
 from stormd.supervise.processes import Family, end_by, exit_status, send
 from stormd.supervise.request import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, Request
@@ -96,10 +96,10 @@ def keep(
     except _Interrupted as stop:
         ended = -stop.number
     except StormdError as error:
-        say(str(error))
+        print_to_stderr(str(error))
         ended = error.exit_status if isinstance(error, CommandUnusable) else EXIT_FAILED
     except BaseException:  # noqa: BLE001 - a bug of ours; the front ends what is left
-        say(traceback.format_exc())
+        print_to_stderr(traceback.format_exc())
     finally:
         shutil.rmtree(directory, ignore_errors=True)  # the front may not be there to do it
         if ended == -signal.SIGINT:
@@ -141,7 +141,7 @@ class _Keeper:
         self._group = group
         self._family = Family()
         self._phase = _Phase.STARTING
-        self._is_hurried = False
+        self._is_cut_short = False
         self._services: list[Popen[bytes]] = []
         self._command: Popen[bytes] | None = None
         self._daemon: Popen[bytes] | None = None
@@ -156,7 +156,7 @@ class _Keeper:
 
     def _run(self, services: ExitStack) -> int:
         address, before = self._find_daemon()
-        self._have_mps(services, is_own=before is None)
+        self._start_mps_if_wanted(services, is_own=before is None)
         if before is None:
             self._start_daemon(services, address)
         self._environ[ADDRESS_VARIABLE] = address
@@ -167,7 +167,7 @@ class _Keeper:
         self._wait_for_end(command)
         self._phase = _Phase.ENDING
         self._end_command()
-        self._tell_savings(address, before)
+        self._print_savings(address, before)
         return EXIT_FAILED if command.returncode is None else command.returncode
 
     # --- starting ---------------------------------------------------------------------------
@@ -178,12 +178,12 @@ class _Keeper:
             state = _state_at(address)
             if state is not None:
                 if self._request.pool_bytes is not None:
-                    say(f"a daemon answers at {address}: --pool-bytes is not used")
+                    print_to_stderr(f"a daemon answers at {address}: --pool-bytes is not used")
                 return address, state
         own = self._request.own_address or f"ipc://{self._directory / 'stormd.sock'}"
         return own, None
 
-    def _have_mps(self, services: ExitStack, *, is_own: bool) -> None:
+    def _start_mps_if_wanted(self, services: ExitStack, *, is_own: bool) -> None:
         """Start MPS if it is wanted, available and not running; say why if it is not available."""
         if self._request.mps == "off" or mps.answers(self._environ):
             return
@@ -193,7 +193,7 @@ class _Keeper:
         except MpsUnavailable as error:
             if self._request.mps == "on":
                 raise MpsUnavailable(f"--mps on: {error}") from error
-            say(f"without CUDA MPS: {error}")
+            print_to_stderr(f"without CUDA MPS: {error}")
 
     def _start_mps(self, services: ExitStack) -> None:
         variables = mps.mps_environment(self._directory)
@@ -207,8 +207,9 @@ class _Keeper:
                     lambda: control.returncode is not None or mps.answers(environ), _MPS_SECONDS
                 )
                 if control.returncode is not None or not mps.answers(environ):
+                    output = _tail(self._directory / "mps.log")
                     raise MpsUnavailable(
-                        f"{mps.CONTROL} {_came_to(control)}: {_tail(self._directory / 'mps.log')}; "
+                        f"{mps.CONTROL} {_outcome_of(control)}: {output}; "
                         "`stormd doctor` checks the driver, --mps off does without"
                     )
                 services.push(failing.pop_all())
@@ -234,10 +235,10 @@ class _Keeper:
             return daemon.returncode is not None or _listens(address)
 
         if not self._until(has_come, _SILENT_SECONDS):
-            say("waiting for the daemon, which pins its pool")
+            print_to_stderr("waiting for the daemon, which pins its pool")
             self._until(has_come, _START_SECONDS + _START_SECONDS_A_GIB * _gib(pool_bytes))
         if daemon.returncode is not None or not _listens(address):
-            raise ChildFailed(f"the daemon {_came_to(daemon)}: {_tail(log)}")
+            raise ChildFailed(f"the daemon {_outcome_of(daemon)}: {_tail(log)}")
         self._daemon = daemon
 
     def _start_service(self, command: list[str], environ: dict[str, str], log: Any) -> Popen[bytes]:
@@ -267,10 +268,10 @@ class _Keeper:
             return command.returncode is not None or self._inbox.front_has_ended
 
         self._until(lambda: is_over() or _has_ended(self._daemon))
-        self._tell_of_death()
+        self._report_daemon_end()
         self._until(is_over)
 
-    def _tell_of_death(self) -> None:
+    def _report_daemon_end(self) -> None:
         """Report, once, that the daemon has ended without being asked to."""
         daemon = self._daemon
         if daemon is None or daemon.returncode is None:
@@ -279,7 +280,7 @@ class _Keeper:
             return  # it was asked to end
         self._daemon = None
         log = _tail(self._directory / "daemon.log")
-        say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
+        print_to_stderr(f"the daemon {_outcome_of(daemon)}, and what it held is lost: {log}")
 
     def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until the condition holds; return False on timeout, or if hurried by a signal.
@@ -290,16 +291,16 @@ class _Keeper:
         deadline = None if seconds is None else time.monotonic() + seconds
         while not condition():
             left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and (left <= 0 or self._is_hurried):
+            if left is not None and (left <= 0 or self._is_cut_short):
                 return False
             for passed in self._inbox.wait(None if left is None else min(left, _TURN_SECONDS)):
-                self._take(passed)
+                self._handle_signal(passed)
             self._family.reap()
             if self._inbox.front_has_ended and self._phase is _Phase.STARTING:
                 raise _Interrupted(signal.SIGKILL)
         return True
 
-    def _take(self, passed: Passed) -> None:
+    def _handle_signal(self, passed: Passed) -> None:
         if self._phase is _Phase.RUNNING:
             if not passed.received and self._command is not None:
                 self._command.send_signal(passed.number)
@@ -308,34 +309,38 @@ class _Keeper:
         elif self._phase is _Phase.STARTING:
             raise _Interrupted(passed.number)
         else:
-            self._is_hurried = True
+            self._is_cut_short = True
 
     # --- ending -----------------------------------------------------------------------------
 
     def _end_command(self) -> None:
         """End all processes that the command has left behind, in whatever session, or all of it."""
-        self._until(lambda: self._inbox.front_has_ended or not self._left(), _QUIET_SECONDS)
-        left = self._left()
+        self._until(
+            lambda: self._inbox.front_has_ended or not self._processes_left(), _QUIET_SECONDS
+        )
+        left = self._processes_left()
         if not left:
             return
         if not self._inbox.front_has_ended:
-            say(f"ending what the command has left: {', '.join(str(one.pid) for one in left)}")
+            print_to_stderr(
+                f"ending processes left by the command: {', '.join(str(one.pid) for one in left)}"
+            )
         send(left, signal.SIGTERM)
-        self._until(lambda: not self._left(), _TERM_SECONDS)
+        self._until(lambda: not self._processes_left(), _TERM_SECONDS)
         self._kill_left()
-        self._is_hurried = False  # daemon and MPS get their own time
+        self._is_cut_short = False  # daemon and MPS get their own time
 
     def _kill_left(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
-        while (left := self._left()) and time.monotonic() < deadline:
+        while (left := self._processes_left()) and time.monotonic() < deadline:
             send(left, signal.SIGKILL)
             self._inbox.wait(_TURN_SECONDS)
             self._family.reap()
 
-    def _left(self) -> list[Any]:
+    def _processes_left(self) -> list[Any]:
         return self._family.others([service.pid for service in self._services])
 
-    def _tell_savings(self, address: str, before: dict[str, Any] | None) -> None:
+    def _print_savings(self, address: str, before: dict[str, Any] | None) -> None:
         if self._inbox.front_has_ended:
             return
         after = _state_at(address)
@@ -344,12 +349,12 @@ class _Keeper:
         has_failed = self._command is not None and bool(self._command.returncode)
         text = describe_savings(before, after, has_failed=has_failed)
         if text:
-            say(text)
+            print_to_stderr(text)
 
     def _end_daemon(self, daemon: Popen[bytes]) -> None:
         daemon.terminate()
         self._until(lambda: daemon.returncode is not None, _DAEMON_SECONDS)
-        self._tell_of_death()  # it may end only now: the command may have been faster
+        self._report_daemon_end()  # it may end only now: the command may have been faster
         self._end_service(daemon, 0.0)
 
     def _end_mps(self, control: Popen[bytes], environ: Mapping[str, str]) -> None:
@@ -399,7 +404,7 @@ def _has_ended(process: Popen[bytes] | None) -> bool:
     return process is not None and process.returncode is not None
 
 
-def _came_to(process: Popen[bytes]) -> str:
+def _outcome_of(process: Popen[bytes]) -> str:
     if process.returncode is None:
         return "is not ready in time"
     return f"ended with status {exit_status(process.returncode)}"
@@ -407,4 +412,4 @@ def _came_to(process: Popen[bytes]) -> str:
 
 def _tail(log: Path) -> str:
     text = log.read_text(errors="replace").strip()
-    return "\n".join(text.splitlines()[-6:]) or "it said nothing"
+    return "\n".join(text.splitlines()[-6:]) or "it printed nothing"

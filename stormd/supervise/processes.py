@@ -16,12 +16,12 @@ from typing import IO, Any, Final, NoReturn
 
 import psutil
 
-__all__ = ["Family", "die_with_parent", "end_by", "exit_status", "is_heeded", "send"]
+__all__ = ["Family", "die_with_parent", "end_by", "exit_status", "is_handled", "send"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
-_ALWAYS_HEEDED: Final = (signal.SIGTERM, signal.SIGUSR2)
+_ALWAYS_HANDLED: Final = (signal.SIGTERM, signal.SIGUSR2)
 """Signals sent to a daemon alone, by somebody who waits for their effect."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -34,14 +34,14 @@ def die_with_parent(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def is_heeded(number: signal.Signals) -> bool:
+def is_handled(number: signal.Signals) -> bool:
     """Return whether a daemon handles a signal.
 
     Signals that were ignored from the start stay ignored, such as hang-ups under nohup and SIGINT
     in a shell's background. Exceptions are SIGTERM and SIGUSR2: the process that started the daemon
     may ignore them for itself.
     """
-    return number in _ALWAYS_HEEDED or signal.getsignal(number) is not signal.SIG_IGN
+    return number in _ALWAYS_HANDLED or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def exit_status(returncode: int) -> int:
@@ -91,7 +91,7 @@ class Family:
             env=dict(environ),
             start_new_session=group is None,
             process_group=group,
-            preexec_fn=_tie(os.getpid()),  # noqa: PLW1509 - this process has one thread
+            preexec_fn=_child_setup(os.getpid()),  # noqa: PLW1509 - this process has one thread
             **(silent if log is not None else {}),
         )
         self._started[process.pid] = process
@@ -134,7 +134,7 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
             continue
 
 
-def _tie(parent: int) -> Callable[[], None]:
+def _child_setup(parent: int) -> Callable[[], None]:
     """Return the function that a child runs before it executes its program."""
 
     def prepare() -> None:

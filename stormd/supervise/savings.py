@@ -36,7 +36,9 @@ def describe_savings(
         return f"{text} since its start; it serves others too"
     refused = after["counters"]["rejected"]["pool_full"]
     if refused:
-        text += f" and refused {refused} tensors for want of room: set a larger --pool-bytes"
+        text += (
+            f" and refused {refused} tensors because the pool was full: set a larger --pool-bytes"
+        )
     return text
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stormd.errors import remedy
+from stormd.errors import error_with_remedy
 from stormd.runtime_directory import SocketFile
 
 __all__ = ["Credentials", "Listener", "peer_credentials"]
@@ -138,7 +138,9 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         """Pause accepting: the connection waits in the backlog and would wake the loop at once."""
-        log.warning("a connection was not accepted: %s", remedy(error, "it is tried again"))
+        log.warning(
+            "a connection was not accepted: %s", error_with_remedy(error, "it is tried again")
+        )
         self._loop.remove_reader(self._socket.fileno())
         self._on_out_of_descriptors()
         self._loop.call_later(RETRY_SECONDS, self._resume)

@@ -28,7 +28,7 @@ from stormd.lanes import Lane, Post
 from stormd.memory.shared_rows import MAX_USERS, Rows
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Hello
-from stormd.workers.line import Line, send_first
+from stormd.workers.line import WorkerChannel, send_first
 from stormd.workers.plan import Plan, fields_of, worker_config
 
 __all__ = ["Fleet", "Worker"]
@@ -74,13 +74,13 @@ class Phase(Enum):
 class Worker(Lane):
     """One worker: its sessions and its reports; a lane of the front's ledger."""
 
-    def __init__(self, plan: Plan, post: Post, places: dict[int, int]) -> None:
+    def __init__(self, plan: Plan, post: Post, columns: dict[int, int]) -> None:
         super().__init__(post)
         self.plan = plan
-        self._places = places
+        self._columns = columns
         self.phase = Phase.ENDED
         self.process: subprocess.Popen[bytes] | None = None
-        self.line: Line | None = None
+        self.channel: WorkerChannel | None = None
         self.starts = 0
         self.began = 0.0
         self.delay = 0.0
@@ -102,10 +102,10 @@ class Worker(Lane):
     ) -> None:
         """Make the worker continue a connection whose Hello is in `frame`."""
         descriptor, unread = connection
-        assert self.line is not None, "a session was given to a worker that has ended"
+        assert self.channel is not None, "a session was given to a worker that has ended"
         self.sessions.add(session)
-        place = self._places.setdefault(uid, len(self._places))
-        self.line.send("session", session, uid, place, frame, unread, descriptor=descriptor)
+        column = self._columns.setdefault(uid, len(self._columns))
+        self.channel.send("session", session, uid, column, frame, unread, descriptor=descriptor)
 
     def detach(self, session: int) -> None:
         """Make the worker end a session; Detached is posted once it has."""
@@ -113,8 +113,8 @@ class Worker(Lane):
             super().detach(session)
             return
         self.ending.add(session)
-        if self.line is not None:
-            self.line.send("end", session)
+        if self.channel is not None:
+            self.channel.send("end", session)
 
     def ended(self, session: int) -> bool:
         """Note that a session has ended there; return False if the front ended it and waits."""
@@ -153,9 +153,9 @@ class Fleet:
 
     `on_session(session, cause)` is called for each session that has its lifeline, with "attached",
     and for each that has ended. `on_progress(done, total)` gets the bytes that are pinned.
-    `on_change` is called after anything that may have changed `is_idle`. `tell_status` passes the
-    state of all processes to its argument, for clients that ask a worker. `lifeline_of` returns the
-    path of each worker's lifelines.
+    `on_change` is called after anything that may have changed `is_idle`. `provide_status` passes
+    the state of all processes to its argument, for clients that ask a worker. `lifeline_of` returns
+    the path of each worker's lifelines.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Fleet:
         post: Post,
         lifeline_of: Callable[[int], Path],
         on_session: OnSession,
-        tell_status: Callable[[Callable[[dict[str, Any]], None]], None],
+        provide_status: Callable[[Callable[[dict[str, Any]], None]], None],
         on_change: Callable[[], None],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -175,11 +175,11 @@ class Fleet:
         self._loop = loop
         self._lifeline_of = lifeline_of
         self._on_session = on_session
-        self._tell_status = tell_status
+        self._provide_status = provide_status
         self._on_change = on_change
         self._on_progress = on_progress
-        self._places: dict[int, int] = {}
-        self._workers = [Worker(plan, post, self._places) for plan in plans]
+        self._columns: dict[int, int] = {}
+        self._workers = [Worker(plan, post, self._columns) for plan in plans]
         self._by_uuid = {uuid: one for one in self._workers for uuid in one.plan.uuids}
         self._retired = Counters()
         self._round = 0
@@ -227,8 +227,8 @@ class Fleet:
         for timer in self._restarts.values():
             timer.cancel()
         for worker in self._workers:
-            if worker.line is not None:
-                worker.line.send("stop")
+            if worker.channel is not None:
+                worker.channel.send("stop")
 
     async def close(self, deadline: float) -> None:
         """Wait for all workers to end, and kill those that miss the deadline. Twice is fine.
@@ -252,8 +252,8 @@ class Fleet:
             if timer is not None:
                 timer.cancel()
         for worker in self._workers:
-            if worker.line is not None:
-                worker.line.close()
+            if worker.channel is not None:
+                worker.channel.close()
             if worker.process is not None:
                 worker.process.kill()
                 worker.process.wait()
@@ -267,8 +267,8 @@ class Fleet:
         """Make all workers apply the reloadable settings of `config`."""
         self._config = config
         for worker in self._workers:
-            if worker.line is not None:
-                worker.line.send("reload", fields_of(self._settings(worker)))
+            if worker.channel is not None:
+                worker.channel.send("reload", fields_of(self._settings(worker)))
 
     # --- sessions ---------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Fleet:
         Raises:
             LaneUnavailable: no worker serves its device, now or ever.
         """
-        if len(self._places) >= MAX_USERS and hello.uid not in self._places:
+        if len(self._columns) >= MAX_USERS and hello.uid not in self._columns:
             raise LaneUnavailable(f"{MAX_USERS} users have had sessions: restart the daemon")
         if hello.device == "cuda":
             worker = self._by_uuid.get(hello.device_uuid)
@@ -293,9 +293,9 @@ class Fleet:
                     f"only {', '.join(self._by_uuid)}: check CUDA_VISIBLE_DEVICES on both sides"
                 )
         else:
-            there = self._serving() or [one for one in self._workers if one.line is not None]
+            there = self._serving() or [one for one in self._workers if one.channel is not None]
             worker = min(there or self._workers, key=lambda one: len(one.sessions))
-        if worker.line is None:
+        if worker.channel is None:
             raise LaneUnavailable(
                 f"the worker for {worker.plan.name} has ended and is started again"
                 f"{worker.trouble and ': ' + worker.trouble}; connect again in some seconds"
@@ -313,7 +313,7 @@ class Fleet:
         """Call `then` once all earlier work of the workers is known, or after a second."""
         self._waiting.append(then)
         if self._round_ends is None:
-            self._ask()
+            self._begin_round()
 
     def tick(self) -> None:
         """Ask workers for their state, and kill those that are of no use; call it twice a second.
@@ -325,11 +325,11 @@ class Fleet:
             worker.silent_ticks += 1
             stuck = (worker.state or {}).get("stuck", [])
             if stuck or worker.silent_ticks > SILENT_TICKS:
-                reason = "; ".join(stuck) or "it says nothing"
-                log.error("a worker is of no use and is killed: %s", reason, extra=_fields(worker))
+                reason = "; ".join(stuck) or f"no message for {SILENT_TICKS // 2} s"
+                log.error("killing an unresponsive worker: %s", reason, extra=_fields(worker))
                 worker.process.kill()
         if self._round_ends is None:
-            self._ask()
+            self._begin_round()
 
     def states(self) -> list[dict[str, Any]]:
         """Return the last known state of each worker."""
@@ -347,19 +347,19 @@ class Fleet:
                 merged.add_work(counters)
         return merged
 
-    def _ask(self) -> None:
+    def _begin_round(self) -> None:
         """Begin a round: ask all workers, and end the round once they have answered."""
         self._round += 1
         self._asking, self._waiting = self._waiting, []
         self._round_ends = self._loop.call_later(REFRESH_SECONDS, self._end_round)
         for worker in self._serving():
-            assert worker.line is not None
+            assert worker.channel is not None
             if worker.asked == worker.answered:  # else a question is pending already
                 worker.asked = self._round
-                worker.line.send("report", self._round)
-        self._look_at_round()
+                worker.channel.send("report", self._round)
+        self._end_round_if_answered()
 
-    def _look_at_round(self) -> None:
+    def _end_round_if_answered(self) -> None:
         if all(worker.answered >= self._round for worker in self._serving()):
             self._end_round()
 
@@ -372,7 +372,7 @@ class Fleet:
         for then in asking:
             then()
         if self._waiting:
-            self._ask()
+            self._begin_round()
 
     def _serving(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.phase is Phase.SERVING]
@@ -408,24 +408,24 @@ class Fleet:
             "shared": self._shared,
         }
         send_first(ours, "order", order)
-        worker.line = Line(
+        worker.channel = WorkerChannel(
             self._loop,
             ours,
-            lambda kind, values, _descriptor: self._hear(worker, kind, values),
+            lambda kind, values, _descriptor: self._handle_message(worker, kind, values),
             lambda: self._lost(worker),
         )
 
     def _settings(self, worker: Worker) -> Config:
         return worker_config(self._config, worker.plan, len(self._workers))
 
-    def _hear(self, worker: Worker, kind: str, values: list[Any]) -> None:
+    def _handle_message(self, worker: Worker, kind: str, values: list[Any]) -> None:
         worker.silent_ticks = 0
         if kind == "report":
             worker.answered = values[0]
             worker.take_state(values[1])
-            self._look_at_round()
+            self._end_round_if_answered()
         elif kind == "ask":
-            self._tell_status(lambda state: self._answer(worker, state))
+            self._provide_status(lambda state: self._answer(worker, state))
         elif kind == "attached":
             self._on_session(values[0], kind)
         elif kind == "ended":
@@ -449,13 +449,13 @@ class Fleet:
             worker.trouble = values[0]
 
     def _answer(self, worker: Worker, state: dict[str, Any]) -> None:
-        if worker.line is not None:  # else the client learns of its end
-            worker.line.send("state", state)
+        if worker.channel is not None:  # else the client learns of its end
+            worker.channel.send("state", state)
 
     def _lost(self, worker: Worker) -> None:
         """End the sessions of a worker that is gone, and start another in its place."""
         served = worker.phase is Phase.SERVING
-        worker.phase, worker.line = Phase.ENDED, None
+        worker.phase, worker.channel = Phase.ENDED, None
         assert worker.process is not None
         worker.process.kill()  # without its line it is of no use
         reap = self._loop.create_task(self._reap(worker, worker.process, served=served))
@@ -467,7 +467,7 @@ class Fleet:
         if worker.counters is not None:
             self._retired.add_work(worker.counters)
         worker.counters = worker.state = None
-        self._look_at_round()
+        self._end_round_if_answered()
         self._on_change()
 
     async def _reap(

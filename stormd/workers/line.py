@@ -1,8 +1,8 @@
-"""The line between the front and a worker: messages both ways, some with a descriptor.
+"""The channel between the front and a worker: messages both ways, some with a descriptor.
 
-The line is a socket pair that both have from the worker's start; when one side ends, the other
-learns it by the line. Neither side waits for the other: messages that cannot be sent now are kept.
-Their number is bounded by the number of possible sessions.
+The channel is a socket pair that both have from the worker's start; when one side ends, the other
+notices by it. Neither side waits for the other: messages that cannot be sent now are kept. Their
+number is bounded by the number of possible sessions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgpack
 
-__all__ = ["Line", "receive_first", "send_first"]
+__all__ = ["WorkerChannel", "receive_first", "send_first"]
 
 HEADER: Final = struct.Struct("<I?")
 """The size in bytes of the message that follows, and whether a descriptor came with it."""
@@ -36,7 +36,7 @@ def _packed(kind: str, values: tuple[Any, ...], *, has_descriptor: bool = False)
 
 
 def send_first(end: socket.socket, kind: str, *values: Any) -> None:
-    """Send a message over a line that nobody serves yet; block until it is sent."""
+    """Send a message over a channel that nobody serves yet; block until it is sent."""
     end.sendall(_packed(kind, values))
 
 
@@ -61,7 +61,7 @@ def _exactly(end: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-class Line:
+class WorkerChannel:
     """One end, on the loop; it owns the socket. `on_end` is called once if the other end closes."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Line:
         self._descriptors.clear()
 
     def _write(self) -> None:
-        """Send as much as the kernel takes; the reader reports a broken line."""
+        """Send as much as the kernel takes; the reader reports a broken channel."""
         try:
             while self._unsent:
                 data, descriptor = self._unsent[0]

@@ -24,8 +24,8 @@ __all__ = [
     "config_of",
     "fields_of",
     "front_config",
-    "is_lent",
     "plan_workers",
+    "shares_pool",
     "worker_config",
 ]
 
@@ -58,8 +58,8 @@ class WorkerPlace:
     `lifeline` is where its clients' lifelines connect, `ordinals` are its devices, `totals` the
     bytes that users hold in all workers. `budget` is its part of a pool that all workers share,
     None if it has a pool of its own. `on_session(session, cause)` is called for each session that
-    has its lifeline, with "attached", and for each that has ended. `tell_status` passes the state
-    of all processes to its argument.
+    has its lifeline, with "attached", and for each that has ended. `provide_status` passes the
+    state of all processes to its argument.
     """
 
     lifeline: Path
@@ -67,7 +67,7 @@ class WorkerPlace:
     totals: UserTotals
     budget: PoolBudget | None
     on_session: Callable[[int, str], None]
-    tell_status: Callable[[Callable[[dict[str, Any]], None]], None]
+    provide_status: Callable[[Callable[[dict[str, Any]], None]], None]
 
 
 def plan_workers(config: Config) -> list[Plan]:
@@ -89,7 +89,7 @@ def plan_workers(config: Config) -> list[Plan]:
     count = len(uuids) if config.workers == "auto" else int(config.workers)
     if count < 2:
         return []
-    return [_dealt(index, count, uuids) for index in range(count)]
+    return [_plan_of(index, count, uuids) for index in range(count)]
 
 
 def front_config(config: Config) -> Config:
@@ -123,7 +123,7 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
         metrics_address="",
         resumable=False,
         exit_with_last_client=False,
-        pool_bytes=config.pool_bytes // (1 if is_lent(config) else count),
+        pool_bytes=config.pool_bytes // (1 if shares_pool(config) else count),
         cache_bytes=0,
         spill_bytes=config.spill_bytes // count,
         message_bytes=max(MIN_MESSAGE_BYTES, config.message_bytes // count),
@@ -135,7 +135,7 @@ def worker_config(config: Config, plan: Plan, count: int) -> Config:
     )
 
 
-def is_lent(config: Config) -> bool:
+def shares_pool(config: Config) -> bool:
     """Return whether workers lend each other memory of the pool.
 
     They do if memory is taken as it is used. But shares kept for sessions, and blobs in flight from
@@ -168,7 +168,7 @@ def served_uuids(config: Config) -> list[str]:
         return []
 
 
-def _dealt(index: int, count: int, uuids: list[str]) -> Plan:
+def _plan_of(index: int, count: int, uuids: list[str]) -> Plan:
     """Return the plan of every `count`-th device, from the `index`-th on."""
     ordinals = tuple(range(index, len(uuids), count))
     return Plan(index, ordinals, tuple(uuids[one] for one in ordinals))

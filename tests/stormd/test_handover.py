@@ -159,7 +159,7 @@ def handed_over(config: Config, **changes: Any) -> dict[str, int]:
     handover = Handover(Notifier(), {})
     pool = os.dup(handover.pool_file(config.host_bytes))
     handover.records()
-    handover.note_layout(config, [Space(1 << 20), Space(1 << 20)])
+    handover.record_layout(config, [Space(1 << 20), Space(1 << 20)])
     journal = handover._journal
     assert journal is not None
     for kind, payload in changes.items():
@@ -216,7 +216,7 @@ def test_settings_of_the_memory_stay_while_it_is_used(
     wanted = replace(config, pool_bytes=2 << 20, encode_threads=3)
     assert handover.take(wanted) == replace(config, encode_threads=3)
     assert handover.state is not None
-    assert "pool_bytes stay as they were" in caplog.text
+    assert "pool_bytes keep their earlier values" in caplog.text
     handover.close()
 
 

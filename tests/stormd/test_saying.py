@@ -10,19 +10,19 @@ import sys
 
 import pytest
 
-from stormd.saying import say
+from stormd.saying import print_to_stderr
 
 SCRIPT = """
 import signal, sys
-from stormd.saying import say
-say("x" * 100_000, 0.01)
+from stormd.saying import print_to_stderr
+print_to_stderr("x" * 100_000, 0.01)
 assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 """
 
 
 def test_it_is_one_line_with_the_programs_name(capfd: pytest.CaptureFixture[str]) -> None:
-    say("no daemon")
+    print_to_stderr("no daemon")
     assert capfd.readouterr().err == "stormd: no daemon\n"
 
 

@@ -44,7 +44,7 @@ def main() -> None:
             sys.stdout.flush()
             if not sys.stdin.readline():
                 return
-        model.let_go()
+        model.free_memory()
 
 
 if __name__ == "__main__":

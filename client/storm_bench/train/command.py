@@ -220,7 +220,7 @@ class _Bench:
                     yield figures
                     if process.poll() is not None:
                         return
-                    _go_on(process, is_last=number + 1 == len(methods))
+                    _continue_child(process, is_last=number + 1 == len(methods))
             except BaseException:
                 process.kill()
                 raise
@@ -287,7 +287,7 @@ def _answer(process: subprocess.Popen[str], complaints: IO[str]) -> dict[str, An
     return {"skipped": complaint}
 
 
-def _go_on(process: subprocess.Popen[str], *, is_last: bool) -> None:
+def _continue_child(process: subprocess.Popen[str], *, is_last: bool) -> None:
     """Tell a child that has answered to measure the next method, or to end; its row is kept."""
     assert process.stdin is not None
     try:
@@ -318,7 +318,7 @@ _COLUMNS: Final[list[tuple[str, Callable[[dict[str, Any]], Any], float]]] = [
     ("process GiB", lambda row: row["process_device_bytes"], 1 / _GIB),
     ("daemon GiB", lambda row: row["daemon_device_bytes"], 1 / _GIB),
     ("total GiB", total_bytes, 1 / _GIB),
-    ("away GiB", lambda row: row["offload"]["offloaded_bytes"], 1 / _GIB),
+    ("offload GiB", lambda row: row["offload"]["offloaded_bytes"], 1 / _GIB),
     ("ratio", lambda row: row["offload"]["ratio"], 1.0),
     ("daemon us", lambda row: row["daemon_seconds_per_operation"], 1e6),
 ]
@@ -340,9 +340,9 @@ def print_train(figures: dict[str, Any]) -> None:
         write_line()
     peak = "PyTorch's" if figures["device"] == "cuda" else "the process's resident"
     write_line(
-        f"peak: {peak} most bytes in the counted steps; process and daemon: all they hold on the "
-        "GPU after them; total: what the method takes of it, without a daemon that it has no use "
-        "for; away: what left, before encoding; daemon us: its processor time a part"
+        f"peak: {peak} most bytes in the measured steps; process and daemon: GPU memory that they "
+        "hold after them; total: what the method takes of it, without a daemon that it does not "
+        "use; offload: what was offloaded, before encoding; daemon us: its processor time per chunk"
     )
 
 

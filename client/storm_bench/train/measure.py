@@ -62,7 +62,7 @@ class Model:
             self._made = make(WORKLOADS[self._workload], self._device)
         return self._made
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory that remains after a trial: gradients, and the allocator's cache."""
         if self._made is not None:
             self._made.module.zero_grad(set_to_none=True)

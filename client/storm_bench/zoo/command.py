@@ -239,11 +239,11 @@ def print_zoo(figures: dict[str, Any]) -> None:
             write_line(f"{name_of(row):14}{_cells(row | ratio)}")
         write_line()
     write_line(
-        "ms: the median of the counted steps, AdamW included; peak: the most in them that PyTorch "
-        "has allocated, on a CPU what is resident; reserved beyond: GiB that its allocator held "
-        "above that; held: what all processes hold on the GPU after the last step, the daemon too; "
-        "offloaded, recomputed: in a step; settled after: steps that followed plans until one was "
-        "found best"
+        "ms: median of the measured steps, AdamW included; peak: most bytes in them that PyTorch "
+        "allocated, on a CPU resident bytes; reserved beyond: GiB that its allocator held above "
+        "that; held: GPU memory of all processes after the last step, the daemon's included; "
+        "offloaded, recomputed: in a step; settled after: steps that ran plans until the best was "
+        "found"
     )
 
 

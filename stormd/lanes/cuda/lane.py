@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 
 from storm_kernels.errors import KernelsError
 
-from stormd.errors import LaneUnavailable, remedy
+from stormd.errors import LaneUnavailable, error_with_remedy
 from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
@@ -127,7 +127,7 @@ class CudaLane(Lane):
             page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES, given)
         except OSError as error:
             raise LaneUnavailable(
-                f"no shared page for a session: {remedy(error, SEE_LOG)}"
+                f"no shared page for a session: {error_with_remedy(error, SEE_LOG)}"
             ) from error
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
         chunk_bytes = max(1, min(self._chunk_bytes, staging // 2))

@@ -99,7 +99,7 @@ PROGRAMS = {
     [
         ("warns", {"ms": 1}),
         ("fails", {"skipped": "its process ended with 1: RuntimeError: for a reason"}),
-        ("dies", {"skipped": "its process ended with -9: (it said nothing)"}),
+        ("dies", {"skipped": "its process ended with -9: (no output)"}),
         ("hangs", {"skipped": "not done after 0.1 s"}),
     ],
 )

@@ -17,7 +17,7 @@ from support.cgroup import limited_memory
 from support.raw_client import RawClient
 
 from stormd import cli
-from stormd.commands.serve import check_pool, fitted
+from stormd.commands.serve import check_pool, fit_pool
 from stormd.config import Config
 from stormd.errors import ConfigError
 from stormd.protocol import Refused, Welcome
@@ -72,15 +72,15 @@ def test_it_answers_once_ready_alone_at_its_address_and_ends_in_order(tmp_path: 
 
 def test_a_pool_that_grows_is_of_a_size_that_fits_where_nobody_has_chosen_one() -> None:
     grows = Config(pool_commit="use")
-    assert fitted(grows, 16 << 30) == grows
-    fit = fitted(grows, 3 << 30)
+    assert fit_pool(grows, 16 << 30) == grows
+    fit = fit_pool(grows, 3 << 30)
     assert 1 << 30 < fit.host_bytes <= 9 << 28
     with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
-        fitted(Config(pool_commit="start"), 3 << 30)
+        fit_pool(Config(pool_commit="start"), 3 << 30)
     with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
-        fitted(Config(pool_commit="use", pool_bytes=5 << 30), 3 << 30)
+        fit_pool(Config(pool_commit="use", pool_bytes=5 << 30), 3 << 30)
     with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
-        fitted(grows, 128 << 20)
+        fit_pool(grows, 128 << 20)
 
 
 def test_a_pool_beyond_the_memory_is_refused() -> None:

@@ -38,7 +38,7 @@ def test_a_daemon_is_replaced_and_what_was_stored_is_there(
     after = resumable.status()["pid"]
     assert f"(process {before}) was replaced by" in said
     assert f"(process {after}) within" in said
-    assert "1 of 1 sessions went on" in said
+    assert "1 of 1 sessions resumed" in said
 
 
 def test_a_daemon_that_would_take_all_with_it_is_left_alone(

@@ -35,7 +35,7 @@ LAYOUT = Layout(
 
 def bench(journal: Journal, **options: object) -> LedgerBench:
     records = JournalRecords(journal)
-    records.laid_out(LAYOUT)
+    records.record_layout(LAYOUT)
     return LedgerBench(records=records, **options)  # type: ignore[arg-type]
 
 
@@ -378,7 +378,7 @@ def test_nothing_new_is_begun_where_the_journal_is_full(
 
 def test_what_is_in_the_cache_is_there_for_the_next(journal: Journal) -> None:
     records = JournalRecords(journal)
-    records.laid_out(LAYOUT)
+    records.record_layout(LAYOUT)
     space = Space(CAPACITY)
     cache = Cache(space, CacheCounts(), records)
     owner, label = Caller(1, 2), Label("a", "float32", (2, 3), 24, 16)
@@ -418,7 +418,7 @@ def test_of_two_records_of_one_thing_the_later_counts(journal: Journal) -> None:
 def test_what_cannot_be_read_is_no_journal_of_ours(journal: Journal) -> None:
     with pytest.raises(JournalUnusable, match="no record of how the memory is laid out"):
         left(journal)
-    JournalRecords(journal).laid_out(LAYOUT)
+    JournalRecords(journal).record_layout(LAYOUT)
     cell = journal.write(3, b"short")
     with pytest.raises(JournalUnusable, match="cannot be read"):
         left(journal)

@@ -119,21 +119,21 @@ TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 def test_who_waits_for_more_is_known_until_it_has_come_or_cannot_be_had() -> None:
     space = Space(8 * GRANULE, committed=2 * GRANULE)
-    space.want(5 * GRANULE)
-    space.want(3 * GRANULE)
+    space.request_growth(5 * GRANULE)
+    space.request_growth(3 * GRANULE)
     assert space.wanted == 5 * GRANULE
     space.grow(2 * GRANULE)
     assert space.wanted == 5 * GRANULE
     space.grow(2 * GRANULE)
     assert space.wanted == 0
-    space.want(1 << 40)
+    space.request_growth(1 << 40)
     assert space.wanted == 8 * GRANULE
     space.allow_growth(allowed=False)
     assert space.wanted == 0
-    assert not space.lacks(8 * GRANULE)
+    assert not space.must_grow_for(8 * GRANULE)
     assert space.use().capacity == space.use().ready == 6 * GRANULE
     space.allow_growth(allowed=True)
-    assert space.lacks(8 * GRANULE)
+    assert space.must_grow_for(8 * GRANULE)
     space.assert_invariants()
 
 

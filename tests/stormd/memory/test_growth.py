@@ -46,7 +46,7 @@ def test_the_next_step(committed: int, used: int, step: int) -> None:
 
 def test_who_waits_gets_a_step_for_it_also_in_an_empty_space() -> None:
     space = space_of(2 * GIB, 0)
-    space.want(100 * MIB + 1)
+    space.request_growth(100 * MIB + 1)
     assert next_step(space) == 100 * MIB + 4096
     space.allow_growth(allowed=False)
     assert next_step(space) == 0
@@ -106,19 +106,19 @@ def growing() -> Iterator[Growing]:
 def test_a_step_is_resident_and_known_to_the_lanes_before_it_may_be_promised() -> None:
     async def scenario() -> None:
         with growing() as made:
-            made.growth.look()
+            made.growth.grow_if_due()
             assert made.growth._step is None, "nobody uses the pool"
             assert made.space.promise(FIRST_BYTES)
-            made.growth.look()
-            made.growth.look()  # one step at a time
+            made.growth.grow_if_due()
+            made.growth.grow_if_due()  # one step at a time
             assert made.space.committed == FIRST_BYTES
             await made.step()
             assert made.extended == [(FIRST_BYTES, FIRST_BYTES)]
             assert made.threads.isdisjoint({threading.get_ident()})
             assert made.pool.ranges[-1] == (FIRST_BYTES, FIRST_BYTES)
             assert made.space.promise(FIRST_BYTES)
-            made.other.want(GRANULE)
-            made.growth.look()
+            made.other.request_growth(GRANULE)
+            made.growth.grow_if_due()
             await made.step()
             assert made.extended[1:] == [(2 * FIRST_BYTES, FIRST_BYTES)]
 
@@ -136,21 +136,21 @@ def test_a_step_that_fails_leaves_the_pool_as_it_is_and_is_tried_again(
             made.refused = cause == "lane"
             monkeypatch.setattr(growth, "RETRY_SECONDS", 0.02)
             assert made.space.promise(FIRST_BYTES)
-            made.space.want(GRANULE)
-            made.growth.look()
+            made.space.request_growth(GRANULE)
+            made.growth.grow_if_due()
             await made.step()
             assert not made.space.is_growing
             assert made.space.wanted == 0
             assert made.pool.ranges == ((0, FIRST_BYTES),)
             for step in range(2, 4):  # as often as there is time for it, told of once
                 while made.steps < step:
-                    made.growth.look()
+                    made.growth.grow_if_due()
                     await asyncio.sleep(0.005)
             assert caplog.text.count("the pool stays at 64.0 MiB") == 1
             monkeypatch.undo()
             made.refused = False
             while made.space.committed == FIRST_BYTES:
-                made.growth.look()
+                made.growth.grow_if_due()
                 await asyncio.sleep(0.005)
             assert made.space.promise(FIRST_BYTES)
 
@@ -161,11 +161,11 @@ def test_an_end_waits_for_the_step_under_way_and_takes_nothing_in() -> None:
     async def scenario() -> None:
         with growing() as made:
             assert made.space.promise(FIRST_BYTES)
-            made.growth.look()
+            made.growth.grow_if_due()
             made.growth.close()
             assert made.extended == [(FIRST_BYTES, FIRST_BYTES)]
             await asyncio.sleep(0.05)
-            made.growth.look()
+            made.growth.grow_if_due()
             assert (made.steps, made.space.committed) == (0, FIRST_BYTES)
 
     asyncio.run(scenario())
@@ -209,24 +209,24 @@ def test_what_others_want_goes_back_once_it_is_free() -> None:
     async def scenario() -> None:
         made = Lending()
         assert made.space.promise(FIRST_BYTES)
-        made.growth.look()
+        made.growth.grow_if_due()
         await made.step()
         assert made.space.committed == 2 * FIRST_BYTES
         assert made.space.promise(GRANULE)
         made.budget.surplus = FIRST_BYTES
-        made.growth.look()
+        made.growth.grow_if_due()
         assert made.growth._step is None, "it is promised"
         made.space.withdraw(FIRST_BYTES)
-        made.growth.look()
+        made.growth.grow_if_due()
         await made.step()
         assert made.retracted == made.extended == [(FIRST_BYTES, FIRST_BYTES)]
         assert (made.budget.given_back, made.space.committed) == (FIRST_BYTES, FIRST_BYTES)
         assert made.pool.ranges == ((0, FIRST_BYTES),)
-        made.growth.look()
+        made.growth.grow_if_due()
         assert made.growth._step is None, "the first range stays"
         made.budget.surplus = 0
-        made.space.want(FIRST_BYTES)
-        made.growth.look()
+        made.space.request_growth(FIRST_BYTES)
+        made.growth.grow_if_due()
         await made.step()
         assert made.space.committed == 2 * FIRST_BYTES
         made.growth.close()
@@ -237,22 +237,22 @@ def test_what_others_want_goes_back_once_it_is_free() -> None:
 
 def test_where_others_have_the_rest_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(growth, "ASKED_SECONDS", 0.01)
+        monkeypatch.setattr(growth, "RETRY_CLAIM_SECONDS", 0.01)
         made = Lending()
         made.budget.room = MIB
         assert made.space.promise(FIRST_BYTES)
-        made.growth.look()
+        made.growth.grow_if_due()
         await made.step()
         assert made.space.committed == FIRST_BYTES + MIB
-        made.space.want(GIB)
-        made.growth.look()
+        made.space.request_growth(GIB)
+        made.growth.grow_if_due()
         await made.step()  # in vain
         assert not made.space.is_growing
         made.budget.room = GIB
         await asyncio.sleep(0.02)
-        made.growth.look()
-        made.space.want(GIB)
-        made.growth.look()
+        made.growth.grow_if_due()
+        made.space.request_growth(GIB)
+        made.growth.grow_if_due()
         await made.step()
         assert made.space.committed > FIRST_BYTES + MIB
         made.growth.close()
@@ -266,7 +266,7 @@ def test_memory_that_cannot_be_used_is_claimed_no_longer() -> None:
         made = Lending()
         made.refused = True
         assert made.space.promise(FIRST_BYTES)
-        made.growth.look()
+        made.growth.grow_if_due()
         await made.step()
         assert made.budget.given_back == FIRST_BYTES
         assert made.space.committed == FIRST_BYTES

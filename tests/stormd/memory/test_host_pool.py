@@ -166,7 +166,7 @@ def test_an_unlocked_pool_is_told_of(
 
 def test_a_pool_that_may_be_in_use_stays_mapped() -> None:
     pool = HostPool(4 * MIB)
-    pool.keep()
+    pool.keep_mapped()
     pool.close()
     ctypes.memset(pool.address, 1, 4 * MIB)
     pool._mapping.close()

@@ -31,8 +31,8 @@ def rows() -> Iterator[list[Rows]]:
 def totals(rows: list[Rows]) -> list[UserTotals]:
     made = [UserTotals(one) for one in rows]
     for one in made:
-        one.know(7, 0)
-        one.know(8, 1)
+        one.set_column(7, 0)
+        one.set_column(8, 1)
     return made
 
 
@@ -96,36 +96,36 @@ def budgets(rows: list[Rows]) -> list[PoolBudget]:
 
 def test_what_was_lent_is_asked_for_and_comes_back(rows: list[Rows]) -> None:
     first, second, _ = budgets(rows)
-    first.be_busy(is_busy=True)
+    first.set_has_session(is_busy=True)
     assert first.claim(24 * PAGE) == 24 * PAGE
     assert first.surplus == 0  # nobody wants it
-    second.be_busy(is_busy=True)
+    second.set_has_session(is_busy=True)
     assert second.claim(4 * PAGE) == 0
     assert (first.surplus, second.surplus) == (16 * PAGE, 0)
     first.give_back(5 * PAGE)
     assert second.claim(4 * PAGE) == 4 * PAGE
     assert first.surplus == 0
-    first.be_busy(is_busy=False)
+    first.set_has_session(is_busy=False)
     assert second.claim(20 * PAGE) == PAGE
     assert first.surplus == (26 - 5 - 2) * PAGE
 
 
 def test_who_leaves_wants_nothing(rows: list[Rows]) -> None:
     first, second, _ = budgets(rows)
-    first.be_busy(is_busy=True)
+    first.set_has_session(is_busy=True)
     first.claim(30 * PAGE)
-    second.be_busy(is_busy=True)
+    second.set_has_session(is_busy=True)
     second.claim(PAGE)
     assert first.surplus
-    second.be_busy(is_busy=False)
+    second.set_has_session(is_busy=False)
     assert not first.surplus
 
 
 def test_what_a_dead_worker_had_is_there_for_others_but_its_first_bytes(rows: list[Rows]) -> None:
     first, second, third = budgets(rows)
-    second.be_busy(is_busy=True)
+    second.set_has_session(is_busy=True)
     second.claim(8 * PAGE)
-    first.be_busy(is_busy=True)
+    first.set_has_session(is_busy=True)
     assert first.claim(30 * PAGE) == 16 * PAGE
     rows[2].clear(1)
     assert first.claim(30 * PAGE) == 8 * PAGE

@@ -121,7 +121,7 @@ def test_what_a_killed_command_leaves_is_ended(
     os.kill(recorder.pid, signal.SIGKILL)
     status, _, err = run.end()
     assert status == 128 + signal.SIGKILL
-    assert "stormd: ending what the command has left: " in err
+    assert "stormd: ending processes left by the command: " in err
     assert not run.living()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stormd.workers.line import Line, receive_first, send_first
+from stormd.workers.line import WorkerChannel, receive_first, send_first
 
 
 class End:
@@ -17,7 +17,7 @@ class End:
         self.heard: list[tuple[str, list[Any], int]] = []
         self.ended = asyncio.Event()
         self._hears = asyncio.Event()
-        self.line = Line(asyncio.get_running_loop(), end, self._hear, self.ended.set)
+        self.line = WorkerChannel(asyncio.get_running_loop(), end, self._hear, self.ended.set)
 
     def _hear(self, kind: str, values: list[Any], descriptor: int) -> None:
         self.heard.append((kind, values, descriptor))
