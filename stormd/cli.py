@@ -37,7 +37,7 @@ from stormd.output import (
     EXIT_USAGE,
 )
 from stormd.protocol import ProtocolError
-from stormd.saying import print_to_stderr
+from stormd.stderr import print_to_stderr
 
 __all__ = ["main", "parser"]
 

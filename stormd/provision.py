@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 from stormd.config import Config
 from stormd.handover import Handover
-from stormd.ledger.parts import blob_bound
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import Space, slack_of
 from stormd.memory.numa import near_gpus, prefer_node

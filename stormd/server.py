@@ -23,7 +23,6 @@ from stormd import open_files
 from stormd.address import Address
 from stormd.cache.items import Cache
 from stormd.config import Config
-from stormd.ending import DETACH_SECONDS, SessionEnder
 from stormd.errors import LaneUnavailable
 from stormd.gateway import ATTACHED, Gateway, Terms
 from stormd.handover import Handover
@@ -48,6 +47,7 @@ from stormd.provision import (
     limits_of,
     near_gpu,
 )
+from stormd.session_ender import DETACH_SECONDS, SessionEnder
 from stormd.settings import reloaded
 from stormd.spill.opening import OpenTier, open_tier
 from stormd.state import merged_status, state

@@ -36,7 +36,7 @@ from stormd.monitoring.logs import logging_process, set_level
 from stormd.output import EXIT_FAILED, EXIT_OK
 from stormd.server import Server
 from stormd.supervise.processes import die_with_parent
-from stormd.workers.line import WorkerChannel, receive_first
+from stormd.workers.channel import WorkerChannel, receive_first
 from stormd.workers.plan import WorkerPlace, config_of, shares_pool
 
 __all__ = ["main"]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from storm_bench.ways import seconds_of
+from storm_bench.contenders import seconds_of
 from stormd.errors import ChildFailed
 from stormd.output import write_line
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from storm_bench.contenders import Contender, cells, seconds_of, skipped
 from storm_bench.devices import device_here
-from storm_bench.ways import Contender, cells, seconds_of, skipped
 from stormd.commands.arguments import positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from storm_bench.contenders import Contender, cells, seconds_of, skipped
 from storm_bench.devices import device_here
 from storm_bench.pictures import draw_scan
-from storm_bench.ways import Contender, cells, seconds_of, skipped
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
+from storm_bench.contenders import seconds_of
 from storm_bench.pictures import draw_ternary
-from storm_bench.ways import seconds_of
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.output import write_line
 

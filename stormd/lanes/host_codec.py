@@ -13,8 +13,8 @@ from typing import Final
 
 from storm_kernels import ancf
 
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import StoreJob
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import Block
 from stormd.memory.host_pool import HostPool, gather, scatter
 from stormd.memory.shared_memory import advise_huge_pages

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from stormd.cache.items import Cache, CacheChunk, Label
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.holdings import State, assert_space
-from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
 from stormd.memory.arena import Space, granules
 from stormd.protocol import (

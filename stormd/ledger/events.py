@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stormd.ledger.parts import Chunk
+from stormd.ledger.chunks import Chunk
 from stormd.memory.arena import Block, Space
 from stormd.protocol import MapPiece, MapSegment, Message, ReserveRange
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from stormd.cache.items import Cache
 from stormd.ledger.cache_requests import CACHE_REQUESTS, CacheRequests
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Detached,
     Instruction,
@@ -38,7 +39,6 @@ from stormd.ledger.events import (
 from stormd.ledger.holdings import Holdings, State, assert_session, assert_space
 from stormd.ledger.leases import Leases
 from stormd.ledger.on_disk import Disk
-from stormd.ledger.parts import blob_bound
 from stormd.ledger.records import Records
 from stormd.ledger.restores import Restores
 from stormd.ledger.segments import Segments

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from stormd.ledger.cache_requests import CacheRequests
+from stormd.ledger.chunks import Chunk, blob_bound
 from stormd.ledger.events import (
     Instruction,
     Jobs,
@@ -23,7 +24,6 @@ from stormd.ledger.events import (
     Wait,
 )
 from stormd.ledger.holdings import Shares, State
-from stormd.ledger.parts import Chunk, blob_bound
 from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Entry, Limits, Phase, Session
 from stormd.ledger.spills import Spills

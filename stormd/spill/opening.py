@@ -13,8 +13,8 @@ from typing import Final
 
 from stormd.config import Config
 from stormd.errors import ConfigError
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.on_disk import Disk
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import Space, granules
 from stormd.memory.extents import PAGE
 from stormd.memory.host_pool import HostPool

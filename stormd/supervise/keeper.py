@@ -28,7 +28,7 @@ from stormd.protocol import (
     private_pool_commit,
 )
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
-from stormd.saying import print_to_stderr
+from stormd.stderr import print_to_stderr
 from stormd.supervise import mps
 from stormd.supervise.processes import Family, end_by, exit_status, send
 from stormd.supervise.request import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, Request

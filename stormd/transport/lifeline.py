@@ -18,7 +18,7 @@ from typing import Final
 
 from stormd.protocol.limits import PIECE_NUMBER_BYTES, TOKEN_BYTES
 from stormd.transport.listener import Credentials, Listener, peer_credentials
-from stormd.transport.strangers import Sessionless
+from stormd.transport.sessionless import Sessionless
 
 __all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]
 

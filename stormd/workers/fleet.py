@@ -28,7 +28,7 @@ from stormd.lanes import Lane, Post
 from stormd.memory.shared_rows import MAX_USERS, Rows
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Hello
-from stormd.workers.line import WorkerChannel, send_first
+from stormd.workers.channel import WorkerChannel, send_first
 from stormd.workers.plan import Plan, fields_of, worker_config
 
 __all__ = ["Fleet", "Worker"]

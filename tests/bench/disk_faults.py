@@ -22,6 +22,7 @@ from typing import Any
 from support.failing_file import FAULTS, FailingFile
 from support.spilling import ENCRYPT
 
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Instruction,
     Jobs,
@@ -37,7 +38,6 @@ from stormd.ledger.events import (
 )
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.on_disk import Disk
-from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import Limits, SessionInfo
 from stormd.machine import describe
 from stormd.memory.arena import Block, Space, slack_of

@@ -90,7 +90,7 @@ def test_waits_for_a_stopped_daemon_end_by_their_deadlines(monkeypatch: pytest.M
             lost = x.exp().square().sum()
         assert offload.stats().offloaded_bytes > 0
         os.kill(daemon.pid, signal.SIGSTOP)
-        monkeypatch.setattr("storm_client.transport.patience.STALL_SECONDS", 0.5)
+        monkeypatch.setattr("storm_client.transport.timeouts.STALL_SECONDS", 0.5)
         monkeypatch.setattr("storm_client.transport.store.PATIENCE_SECONDS", 0.2)
         monkeypatch.setattr("storm_client.offloading.SETTLE_SECONDS", 0.2)
         monkeypatch.setattr(client, "_timeout", 0.5)

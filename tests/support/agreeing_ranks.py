@@ -36,7 +36,7 @@ from storm_client.planner.agreement import Limits
 from storm_client.planner.machine import CPU, LinkFigures
 from storm_client.planner.problem import Value
 from storm_client.planner.search import OFFLOAD_ALONE, Alternative
-from storm_client.transport.supply import Supply
+from storm_client.transport.daemon_loss import Supply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

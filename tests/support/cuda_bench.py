@@ -15,8 +15,8 @@ from storm_kernels import ancf
 from support import fake_cuda
 from support.waiting import wait_until
 
+from stormd.ledger.chunks import Chunk
 from stormd.ledger.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
-from stormd.ledger.parts import Chunk
 from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import Hello, MapSegment

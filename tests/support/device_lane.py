@@ -22,7 +22,7 @@ from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes import Attachment
 from stormd.lanes.cpu import CpuLane
-from stormd.lanes.cuda.turns import ReusableThrough
+from stormd.lanes.cuda.reusable_through import ReusableThrough
 from stormd.lanes.host_codec import HostCodec
 from stormd.ledger.events import RestoreDone, RestoreJob, Result, StoreDone, StoreJob
 from stormd.memory.host_pool import HostPool

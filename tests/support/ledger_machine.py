@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.ledger_bench import CAPACITY, KIB, LIMITS, LedgerBench
 
 from stormd.ledger import leases
-from stormd.ledger.parts import blob_bound
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import granules
 from stormd.protocol import Admitted, MapPiece, Rejected, ReserveRange

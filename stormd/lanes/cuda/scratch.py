@@ -22,8 +22,8 @@ from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.direct import StoreState, should_copy_unencoded
 from stormd.lanes.cuda.ring import RingPair, Side
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import RestoreJob, StoreJob
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import GRANULE, Block, granules
 
 __all__ = [

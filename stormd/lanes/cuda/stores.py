@@ -28,8 +28,8 @@ from storm_kernels.cuda_driver import write_value
 from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.guesses import Guesses
+from stormd.lanes.cuda.reusable_through import ReusableThrough
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch, UnencodedCopy
-from stormd.lanes.cuda.turns import ReusableThrough
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
 from stormd.memory.arena import Block
 from stormd.monitoring.nvtx import nvtx_range

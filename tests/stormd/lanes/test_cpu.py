@@ -15,6 +15,7 @@ from stormd.errors import LaneUnavailable
 from stormd.lanes import Attachment, cpu
 from stormd.lanes.cpu import AT_ONCE_BYTES, CpuLane
 from stormd.lanes.host_codec import HostCodec
+from stormd.ledger.chunks import Chunk
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -26,7 +27,6 @@ from stormd.ledger.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.ledger.parts import Chunk
 from stormd.memory.arena import Block, Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment

@@ -12,8 +12,8 @@ from storm_kernels.ancf import DType, Mode, read_header
 from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes.host_codec import Buffer, HostCodec
+from stormd.ledger.chunks import Chunk, blob_bound
 from stormd.ledger.events import StoreJob
-from stormd.ledger.parts import Chunk, blob_bound
 from stormd.memory.arena import GRANULE, Block, Space
 from stormd.memory.host_pool import HostPool
 

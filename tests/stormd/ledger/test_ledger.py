@@ -8,9 +8,9 @@ import pytest
 from support.ledger_bench import KIB, LIMITS, SHARE, LedgerBench
 
 from stormd.ledger import restores
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import Detach, Probe, Skip, Unmap, Wait
 from stormd.ledger.leases import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import granules
 from stormd.protocol import (
     NO_LANE,

@@ -8,9 +8,9 @@ import pytest
 from support.ledger_bench import KIB, LIMITS, LedgerBench
 
 from stormd.ledger import spill_order, spills
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import ReadJob, Reply, SpillDone, Wait, WriteJob
 from stormd.ledger.on_disk import DiskPhase
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 from stormd.protocol import Admitted, Failed, Rejected, Restored, Store

@@ -13,8 +13,8 @@ from support.ledger_bench import KIB, LIMITS, LedgerBench
 from support.ledger_machine import LedgerMachine, SharingMachine
 
 from stormd.ledger import spill_moves, spill_order
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import ReadJob, WriteJob
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 

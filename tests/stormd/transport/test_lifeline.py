@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from stormd.transport import lifeline
 from stormd.transport.lifeline import LifelineListener
-from stormd.transport.strangers import Sessionless
+from stormd.transport.sessionless import Sessionless
 
 TOKEN = b"0123456789abcdef"
 SECONDS = 60.0

@@ -17,6 +17,7 @@ from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offe
 from support.waiting import wait_until
 
 from stormd.lanes.cuda.direct import LATE_SECONDS, MAX_COPIES, StoreState, should_copy_unencoded
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -25,7 +26,6 @@ from stormd.ledger.events import (
     StoreDone,
     StoreFailed,
 )
-from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import GRANULE, Block
 from stormd.protocol.timeline import STORED
 

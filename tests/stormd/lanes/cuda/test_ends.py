@@ -10,6 +10,7 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, offer
 from support.waiting import wait_until
 
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -19,7 +20,6 @@ from stormd.ledger.events import (
     StoreDone,
     StoreFailed,
 )
-from stormd.ledger.parts import blob_bound
 from stormd.monitoring.health import stuck_workers
 from stormd.protocol import MapSegment
 

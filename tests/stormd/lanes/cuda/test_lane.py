@@ -30,6 +30,7 @@ from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
 from stormd.lanes import LinkSpeed
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     RestoreDone,
     RestoreFailed,
@@ -39,7 +40,6 @@ from stormd.ledger.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.ledger.parts import blob_bound
 from stormd.monitoring.link_meter import LinkLimit
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import STORED

@@ -22,8 +22,8 @@ from support.cuda_bench import (
 )
 from support.waiting import wait_until
 
+from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import RestoreDone, RestoreFailed, StoreDone, StoreFailed
-from stormd.ledger.parts import blob_bound
 from stormd.protocol.timeline import PUBLISHED, STORED, restored_slot, status_slot
 
 Lanes = Callable[..., Bench]

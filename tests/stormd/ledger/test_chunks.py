@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from storm_kernels.ancf import DType
 
-from stormd.ledger.parts import blob_bound, parse_dtype
+from stormd.ledger.chunks import blob_bound, parse_dtype
 
 
 @pytest.mark.parametrize("dtype", list(DType))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormd.lanes.cuda.turns import ReusableThrough
+from stormd.lanes.cuda.reusable_through import ReusableThrough
 
 
 @given(st.sets(st.integers(1, 1000), max_size=30), st.randoms(use_true_random=False))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stormd.workers.line import WorkerChannel, receive_first, send_first
+from stormd.workers.channel import WorkerChannel, receive_first, send_first
 
 
 class End:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormd.transport.strangers import Sessionless
+from stormd.transport.sessionless import Sessionless
 
 
 def test_each_user_has_so_many() -> None:
