@@ -36,6 +36,7 @@ from storm_client.planner.agreement import Limits
 from storm_client.planner.machine import CPU, LinkFigures
 from storm_client.planner.problem import Value
 from storm_client.planner.search import OFFLOAD_ALONE, Alternative
+from storm_client.planner.slowest import Agreed
 from storm_client.transport.daemon_loss import Supply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,6 +67,9 @@ DIES: Final = 3
 
 COMPARED: Final[list[str]] = []
 """How far the comparison of plans has come in each step of a case."""
+
+IN_TURN: Final[list[int]] = []
+"""How many plans each decision of this rank makes all ranks follow, one after another."""
 
 LIMITS: Final = Limits(seconds=0.2, steps=4, forming_steps=2)
 """Where a rank is late or killed."""
@@ -133,7 +137,12 @@ def costs_of(rank: int) -> Iterator[None]:
 def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
     """Have plans be compared, and each rank be faster by another one: together one of them is."""
     machine = replace(CPU, link=1e-7, codec=1e-9, thread_store=1e-9, thread_recompute=1e-6)
-    known = StepTimes.record_step
+    known, decide = StepTimes.record_step, plan_maker.PlanMaker.decide
+
+    def deciding(*given: Any) -> Agreed:
+        found = decide(*given)
+        IN_TURN.append(len(found.turns))
+        return found
 
     def record_step(self: StepTimes, alternative: Alternative, _: Duration) -> None:
         slow = 0.3 if rank else 0.1
@@ -145,6 +154,7 @@ def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
         patch.object(plan_maker, "machine_of", lambda _: machine),
         patch.object(StepTimes, "wants_full_queue", property(lambda _: False)),
         patch.object(StepTimes, "record_step", record_step),
+        patch.object(plan_maker.PlanMaker, "decide", deciding),
     ):
         yield
 
@@ -245,6 +255,7 @@ def compared(case: str, rank: int, address: str) -> dict[str, Any]:
         ranks.LIMITS = LIMITS
     messages = Messages()
     COMPARED.clear()
+    IN_TURN.clear()
     plain, _ = train(model_of(case, rank), rank, case)
     costs = compared_as_on_a_gpu if case == "compared" else costs_of
     with (
@@ -258,7 +269,7 @@ def compared(case: str, rank: int, address: str) -> dict[str, Any]:
             "same": all(map(torch.equal, plain, planned)),
             "followed": followed,
             "compared": offload.plan.compared if offload.plan else "",
-            "compares": ["not settled" in one for one in COMPARED],
+            "in_turn": IN_TURN,
             "settled": ["settled after" in one for one in COMPARED],
             "offloaded_bytes": (stats := offload.stats()).offloaded_bytes,
             "skipped": dict(stats.skipped),

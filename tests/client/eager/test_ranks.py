@@ -116,8 +116,8 @@ def test_ranks_compare_plans_by_the_slowest_of_them(two: dict[str, list[Any]]) -
     for rank in (first, second):
         turns = [now for before, now in pairwise([False, *rank["settled"]]) if now != before]
         assert turns == [True, False, True]
-        # Three plans differ. With a decision between each two and the next it takes 55 steps.
-        assert sum(rank["compares"]) <= 50, "plans are followed in turn"
+    in_turn = first["in_turn"] or second["in_turn"]
+    assert max(in_turn) > 1, "plans are followed in turn, without a decision between two of them"
 
 
 @pytest.mark.parametrize("case", ["sharded", "flat", "tensor_parallel"])
