@@ -11,7 +11,7 @@ import pytest
 import storm_client as storm
 from storm_client.planner import DeviceWindow
 from storm_client.planner import in_flight as window
-from storm_client.planner.order import StepPlan
+from storm_client.planner.prefetch_order import StepPlan
 from storm_client.transport.store import Outbound
 from support.cuda_only import cuda_only
 from support.random_programs import run

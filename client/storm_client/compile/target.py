@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from storm_client.compile.prefetch_order import Announced
+from storm_client.compile.announced_records import Announced
 from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
 from storm_client.connect import shared_supply
 from storm_client.monitoring.stats import StatsRecorder

@@ -9,7 +9,7 @@ from storm_client.planner.decisions import (
     Replay,
 )
 from storm_client.planner.in_flight import DeviceWindow
-from storm_client.planner.order import OrderHistory, Step
+from storm_client.planner.prefetch_order import OrderHistory, Step
 
 __all__ = [
     "OFFLOAD",

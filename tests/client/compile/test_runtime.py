@@ -11,7 +11,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import operators, runtime, tokens
-from storm_client.compile.prefetch_order import FEW_RECORDS, Announced
+from storm_client.compile.announced_records import FEW_RECORDS, Announced
 from storm_client.compile.runtime import running
 from storm_client.compile.schedule import Schedule
 from storm_client.compile.stored import Trail

@@ -17,7 +17,7 @@ from storm_client.planner.in_flight import (
     TURN_BYTES,
     in_flight_bytes,
 )
-from storm_client.planner.order import (
+from storm_client.planner.prefetch_order import (
     KNOWN_STEPS,
     PASS_HANDLES,
     RECHECK_AFTER,
