@@ -67,7 +67,7 @@ def _as_full(solver: Solver, problem: Problem, best: Choice, most: Timeline) -> 
         if budget <= best.kept_bytes:
             break
         tried = solver.choose(budget)
-        lacking = max(map(sub, allowed, _room(problem, tried, most)))
+        lacking = _lacking(allowed, _room(problem, tried, most))
         if lacking <= 0:
             best = tried
             break
@@ -82,6 +82,11 @@ def _min_room(room: Sequence[int]) -> list[int]:
     at other moments can still be kept.
     """
     return [min(0, nbytes) for nbytes in room]
+
+
+def _lacking(allowed: Sequence[int], room: Sequence[int]) -> int:
+    """Return how many bytes a choice is short of the room that it must leave; negative if none."""
+    return max(least - nbytes for least, nbytes in zip(allowed, room, strict=True))
 
 
 def is_below_checkpointing(problem: Problem, choice: Choice) -> bool:
@@ -144,36 +149,41 @@ def _keeping_what_fits(solver: Solver, problem: Problem, choice: Choice, most: T
     Then less is recomputed or in flight. So the other decisions are made anew, as long as that
     saves time.
     """
-    allowed = _min_room(_room(problem, choice, most))
+    room = _room(problem, choice, most)
+    allowed = _min_room(room)
     while True:
-        choice = _filled(solver, problem, choice, most, allowed)
+        choice = _filled(solver, problem, choice, most, room=room, allowed=allowed)
         kept = {n for n, one in enumerate(choice.decisions) if isinstance(one, Keep)}
         again = solver.choose(0, kept=kept)
-        lacking = max(map(sub, allowed, _room(problem, again, most)))
-        if lacking > 0 or again.seconds >= choice.seconds:
+        room = _room(problem, again, most)
+        if _lacking(allowed, room) > 0 or again.seconds >= choice.seconds:
             return choice
         choice = again
 
 
 def _filled(
-    solver: Solver, problem: Problem, choice: Choice, most: Timeline, allowed: Sequence[int]
+    solver: Solver,
+    problem: Problem,
+    choice: Choice,
+    most: Timeline,
+    *,
+    room: Sequence[int],
+    allowed: Sequence[int],
 ) -> Choice:
-    """Return a choice that also keeps values that fit, with all other decisions unchanged.
+    """Return a choice that also keeps values that fit into `room`, the room that `choice` leaves.
 
-    It leaves at least the `allowed` room.
+    All other decisions are unchanged. The result leaves at least the `allowed` room.
     """
-    room = _room(problem, choice, most)
     more = _fitting(problem, choice, room)
     while more or (more := _in_flight_anyway(problem, choice)):
         found = solver.with_kept(choice, more)
         left = _room(problem, found, most)
-        if max(map(sub, allowed, left)) > 0:
+        if _lacking(allowed, left) <= 0:
+            choice, more = found, _fitting(problem, found, left)
+        elif len(more) > 1:
             more = more[: len(more) // 2]
-            if not more:
-                break
-            continue
-        choice, room = found, left
-        more = _fitting(problem, choice, room)
+        else:
+            break
     return choice
 
 

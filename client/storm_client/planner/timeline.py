@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from operator import add
@@ -87,22 +87,24 @@ class Timeline:
         return list(map(add, self.backward, gradients))
 
 
-def planned(problem: Problem, decisions: Iterable[Decision]) -> Timeline:
+def planned(problem: Problem, decisions: Sequence[Decision]) -> Timeline:
     """Return the timeline of a step that follows these decisions."""
-    decided = list(zip(problem.values, decisions, strict=True))
+    decided = zip(problem.values, decisions, strict=True)
     kept = {value.number for value, one in decided if isinstance(one, Keep) and value.is_saved}
-    recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
-    return _timeline(problem, kept, recomputed, _when_needed)
+    return _timeline(problem, kept, _recomputed(decisions), _when_needed)
 
 
-def needed_between(problem: Problem, decisions: Iterable[Decision]) -> dict[int, tuple[int, int]]:
+def needed_between(problem: Problem, decisions: Sequence[Decision]) -> dict[int, tuple[int, int]]:
     """Return the first and last backward moment at which a plan needs each value.
 
     Autograd needs the values that it saved, and recomputed values need their inputs.
     """
-    decided = zip(problem.values, decisions, strict=True)
-    recomputed = {value.number for value, one in decided if isinstance(one, Replay)}
-    return _spans(problem, recomputed, _when_needed)
+    return _spans(problem, _recomputed(decisions), _when_needed)
+
+
+def _recomputed(decisions: Sequence[Decision]) -> set[int]:
+    """Return the numbers of the values that a plan recomputes."""
+    return {number for number, one in enumerate(decisions) if isinstance(one, Replay)}
 
 
 def _when_needed(number: int) -> int:
