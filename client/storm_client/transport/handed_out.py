@@ -35,7 +35,7 @@ class HandedOut:
         self.counters: dict[int, int] = {}
         """By counter: the number of the latest restore that uses it."""
         self._transfers: dict[int, Transfer] = {}
-        """By ticket, the oldest first."""
+        """By ticket, in the order in which they were handed out."""
         self._shares_counters = False
         """Whether more restores were in flight than there are counters: then none can be
         trusted."""
@@ -136,8 +136,8 @@ class HandedOut:
 
     def assert_invariants(self, pending: dict[int, Transfer]) -> None:
         """Check the chunks in use against the requests, the counts and the counters."""
-        handed = [one for one in pending.values() if one.phase is Phase.HANDED_OUT]
-        assert handed == list(self._transfers.values())
-        assert self.nbytes == sum(one.nbytes for one in handed)
+        handed = {ticket: one for ticket, one in pending.items() if one.phase is Phase.HANDED_OUT}
+        assert handed == self._transfers
+        assert self.nbytes == sum(one.nbytes for one in handed.values())
         for ticket in self._transfers:
             assert self.counters[ticket % RESTORED_SLOTS] == ticket

@@ -540,3 +540,16 @@ class TransfersMachine(RuleBasedStateMachine):
 
 TestTransfersMachine = TransfersMachine.TestCase
 TestTransfersMachine.settings = settings(max_examples=80, stateful_step_count=50)
+
+
+def test_chunks_are_handed_out_in_another_order_than_they_were_requested() -> None:
+    """A backward pass uses what it needs first, whatever was prefetched first."""
+    machine = TransfersMachine()
+    machine.begins(keeps_stored=False)
+    first, second = (machine.sends_and_is_answered(parts=1) for _ in range(2))
+    for one in (first, second):
+        machine.fetches_into_memory(one, is_demanded=False)
+    for one in (second, first):
+        machine.hands_out(one)
+        machine.holds()
+    machine.teardown()
