@@ -240,9 +240,15 @@ class _Bench:
 
     def _effort(self) -> tuple[float, int]:
         """Return the daemon's processor time in seconds, and the count of its operations."""
-        times = psutil.Process(self.daemon.pid).cpu_times()
+        times = [psutil.Process(pid).cpu_times() for pid in self._daemon_pids()]
         flows = self.daemon.status()["throughput"]
-        return times.user + times.system, sum(flow["operations"] for flow in flows.values())
+        seconds = sum(one.user + one.system for one in times)
+        return seconds, sum(flow["operations"] for flow in flows.values())
+
+    def _daemon_pids(self) -> list[int]:
+        """Return the daemon's processes: itself, and its workers where it has one a GPU."""
+        workers = self.daemon.status()["workers"]
+        return [self.daemon.pid, *(one["pid"] for one in workers if one["pid"])]
 
     def _seen_from_outside(
         self, pid: int, figures: dict[str, Any], before: tuple[float, int]
@@ -257,7 +263,9 @@ class _Bench:
         by_pid = self.nvml.process_bytes(uuid) if self.nvml and uuid else None
         return {
             "process_device_bytes": by_pid.get(pid) if by_pid else None,
-            "daemon_device_bytes": by_pid.get(self.daemon.pid) if by_pid else None,
+            "daemon_device_bytes": sum(by_pid.get(one, 0) for one in self._daemon_pids())
+            if by_pid
+            else None,
             "daemon_operations": done,
             "daemon_seconds_per_operation": (seconds - before[0]) / done if done else None,
         }
