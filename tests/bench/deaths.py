@@ -179,7 +179,8 @@ def _is_settled(now: dict[str, int], settled: dict[str, int]) -> bool:
 def reclaimed(daemon: ChildDaemon, sessions: int) -> float:
     """Wait until so many sessions are left; return the seconds that took.
 
-    A session leaves the list when all that it held is free; without any, the pool must be empty.
+    A session leaves the list when all that it held is free. Without any, the pool must be empty,
+    each worker's where there are workers.
     """
     began = time.monotonic()
     wait_until(lambda: len(daemon.status()["sessions"]) == sessions, NOTICED_SECONDS, daemon.status)
@@ -187,9 +188,9 @@ def reclaimed(daemon: ChildDaemon, sessions: int) -> float:
         state = daemon.status()
         assert state["entries"] == 0
         assert state["pool"]["used_bytes"] == state["pool"]["promised_bytes"] == 0
-        if not state["workers"]:  # a worker a GPU has but what the front leased to it
-            capacity = state["pool"]["capacity_bytes"]
-            assert state["pool"]["largest_free_bytes"] == capacity + slack_of(capacity)
+        for pool in [one["pool"] for one in state["workers"]] or [state["pool"]]:
+            capacity = pool["capacity_bytes"]
+            assert pool["largest_free_bytes"] == capacity + slack_of(capacity)
     return time.monotonic() - began
 
 

@@ -240,15 +240,14 @@ class _Bench:
 
     def _effort(self) -> tuple[float, int]:
         """Return the daemon's processor time in seconds, and the count of its operations."""
-        times = [psutil.Process(pid).cpu_times() for pid in self._daemon_pids()]
-        flows = self.daemon.status()["throughput"]
+        status = self.daemon.status()
+        times = [psutil.Process(pid).cpu_times() for pid in self._daemon_pids(status)]
         seconds = sum(one.user + one.system for one in times)
-        return seconds, sum(flow["operations"] for flow in flows.values())
+        return seconds, sum(flow["operations"] for flow in status["throughput"].values())
 
-    def _daemon_pids(self) -> list[int]:
+    def _daemon_pids(self, status: dict[str, Any]) -> list[int]:
         """Return the daemon's processes: itself, and its workers where it has one a GPU."""
-        workers = self.daemon.status()["workers"]
-        return [self.daemon.pid, *(one["pid"] for one in workers if one["pid"])]
+        return [self.daemon.pid, *(one["pid"] for one in status["workers"] if one["pid"])]
 
     def _seen_from_outside(
         self, pid: int, figures: dict[str, Any], before: tuple[float, int]
@@ -260,12 +259,11 @@ class _Bench:
         seconds, operations = self._effort()
         done = operations - before[1]
         uuid = figures.get("device_uuid")
-        by_pid = self.nvml.process_bytes(uuid) if self.nvml and uuid else None
+        by_pid = (self.nvml.process_bytes(uuid) if self.nvml and uuid else None) or {}
+        daemon = [by_pid[one] for one in self._daemon_pids(self.daemon.status()) if one in by_pid]
         return {
-            "process_device_bytes": by_pid.get(pid) if by_pid else None,
-            "daemon_device_bytes": sum(by_pid.get(one, 0) for one in self._daemon_pids())
-            if by_pid
-            else None,
+            "process_device_bytes": by_pid.get(pid),
+            "daemon_device_bytes": sum(daemon) if daemon else None,
             "daemon_operations": done,
             "daemon_seconds_per_operation": (seconds - before[0]) / done if done else None,
         }
