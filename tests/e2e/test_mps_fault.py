@@ -29,9 +29,9 @@ def test_new_processes_can_use_the_gpu_after_one_was_killed_in_a_kernel(
 ) -> None:
     """Where there are several GPUs, they are served again, too."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))  # not that of other tests
-    monkeypatch.delenv("STORMD_DEVICE", raising=False)
     script = [sys.executable, killed_in_kernel.__file__, str(SECONDS)]
-    run = start_run(tmp_path, "--mps=on", "--pool-bytes=1GiB", "--", *script)
+    on_gpus = {"STORMD_DEVICE": "auto"}
+    run = start_run(tmp_path, "--mps=on", "--pool-bytes=1GiB", "--", *script, variables=on_gpus)
     status, out, err = run.end()
     assert status == 0, err
     served = ["served"] if torch.cuda.device_count() > 1 else []
