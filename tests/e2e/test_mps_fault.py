@@ -24,14 +24,11 @@ SECONDS = 120
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.skipif(shutil.which(CONTROL) is None, reason="no MPS here")
-def test_new_processes_can_use_the_gpu_after_one_was_killed_in_a_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_processes_can_use_the_gpu_after_one_was_killed_in_a_kernel(tmp_path: Path) -> None:
     """Where there are several GPUs, they are served again, too."""
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))  # not that of other tests
+    own_mps = {"STORMD_DEVICE": "auto", "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     script = [sys.executable, killed_in_kernel.__file__, str(SECONDS)]
-    on_gpus = {"STORMD_DEVICE": "auto"}
-    run = start_run(tmp_path, "--mps=on", "--pool-bytes=1GiB", "--", *script, variables=on_gpus)
+    run = start_run(tmp_path, "--mps=on", "--pool-bytes=1GiB", "--", *script, variables=own_mps)
     status, out, err = run.end()
     assert status == 0, err
     served = ["served"] if torch.cuda.device_count() > 1 else []

@@ -110,7 +110,10 @@ def start_run(
     variables: dict[str, str] | None = None,
     **options: Any,
 ) -> Run:
-    """Start `stormd run` where it finds no daemon, and hides no GPU, but as `variables` say."""
+    """Start `stormd run` where it finds no daemon and all GPUs are visible.
+
+    Its daemon has a small pool and serves the CPU, unless `variables` say otherwise.
+    """
     mark = uuid.uuid4().hex
     environ = {
         **{name: one for name, one in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"},
