@@ -234,7 +234,7 @@ def _named(identifier: str) -> Any:
 
 
 def test_the_api_begins_with_what_scripts_call() -> None:
-    """By their modules: mkdocstrings takes `storm_client.connect` for the module of that name."""
+    """`compile` by its module: mkdocstrings takes `storm_client.compile` for the package."""
     found = [_named(name) for name in re.findall(r"^::: (\S+)$", API, re.MULTILINE)[:3]]
     assert found == [storm_client.connect, storm_client.offload, storm_client.compile]
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from textwrap import dedent
 
+import pytest
 import storm_client
 import storm_kernels
 import torch
@@ -14,6 +19,9 @@ from storm_kernels.ternary import nn as ternary_nn
 
 import stormd
 import stormd.protocol
+
+EAGER = {"compile", "errors"}
+"""Modules of the client with the names of what `import storm_client` has bound."""
 
 ERRORS = {
     "ActivationLost",
@@ -39,6 +47,31 @@ def test_the_client_offers_what_is_promised() -> None:
     )
     for name in storm_client.__all__:
         assert hasattr(storm_client, name)
+
+
+def test_importing_the_client_loads_little() -> None:
+    script = """
+        import sys, torch
+        before = set(sys.modules)
+        import storm_client
+        print(*sorted(name for name in set(sys.modules) - before if name != "storm_client"))
+    """
+    loaded = subprocess.run(
+        [sys.executable, "-c", dedent(script)], capture_output=True, check=True, text=True
+    ).stdout.split()
+    assert loaded == ["storm_client.compile", "storm_client.errors"]
+
+
+def test_no_module_takes_the_place_of_a_name_that_is_loaded_at_its_first_use() -> None:
+    """Importing a submodule binds its name in the package, where the function is expected."""
+    for name in set(storm_client.__all__) - EAGER:
+        assert find_spec(f"storm_client.{name}") is None, name
+
+
+def test_a_name_that_the_client_lacks_is_told() -> None:
+    with pytest.raises(AttributeError, match="'storm_client' has no attribute 'conect'"):
+        storm_client.conect  # noqa: B018
+    assert set(storm_client.__all__) <= set(dir(storm_client))
 
 
 def test_connect_takes_what_is_promised() -> None:

@@ -1,7 +1,7 @@
 """The client object of a script: a connection to a daemon and its operations.
 
 Closing the client ends its sessions. If the client started a daemon, closing ends the daemon too.
-`connect.py` finds the daemon.
+`connecting.py` finds the daemon.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storm_client.arguments import (
     size_of,
 )
 from storm_client.cache.names import Cache
-from storm_client.connect import TIMEOUT, Embedded, OnDaemonLoss, connected, shared_supply
+from storm_client.connecting import TIMEOUT, Embedded, OnDaemonLoss, connected, shared_supply
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.monitoring.status import DaemonStatus
 from storm_client.offloading import Offload

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from storm_client.checkpointing import CheckpointedLayers
-from storm_client.connect import shared_supply
+from storm_client.connecting import shared_supply
 from storm_client.eager.controller import Planning
 from storm_client.eager.plan_maker import PlanOptions
 from storm_client.errors import UsageError

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client import connecting
 from support.daemon_process import DaemonProcess
-
-CONNECT = sys.modules["storm_client.connect"]
 
 
 def network() -> torch.nn.Sequential:
@@ -63,12 +61,12 @@ COPIES: dict[str, Callable[[torch.nn.Sequential], torch.nn.Sequential]] = {
 @pytest.fixture(autouse=True)
 def shared(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> object:
     """Have the shared client, which copies may find, connect here, and close it."""
-    shared = CONNECT._Shared()
-    monkeypatch.setattr(CONNECT, "_SHARED", shared)
+    shared = connecting._Shared()
+    monkeypatch.setattr(connecting, "_SHARED", shared)
     monkeypatch.setenv("STORMD_ADDRESS", daemon.address)
     yield shared
     if shared._connected is not None:
-        CONNECT.atexit.unregister(shared._connected.close)
+        connecting.atexit.unregister(shared._connected.close)
         shared._connected.close()
 
 

@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_client import connecting
 from support.waiting import wait_until
 
 from stormd.query import StatusQuery
-
-CONNECT = sys.modules["storm_client.connect"]
-"""The module; as an attribute of the package, the name is the function's."""
 
 
 @pytest.fixture(autouse=True)
 def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep the tests from any daemon that this machine may run."""
     monkeypatch.delenv("STORMD_ADDRESS", raising=False)
-    monkeypatch.setattr(CONNECT, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
+    monkeypatch.setattr(connecting, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
 
 
 @pytest.mark.parametrize("embedded", ["auto", "always"])

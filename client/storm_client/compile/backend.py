@@ -26,7 +26,7 @@ from storm_client.compile.runtime import running
 from storm_client.compile.saved_values import Rules
 from storm_client.compile.shared_budget import BudgetShare, shared_budget_for
 from storm_client.compile.target import Graph, Target, shared_target
-from storm_client.connect import shared_supply
+from storm_client.connecting import shared_supply
 from storm_client.errors import UsageError
 from storm_client.monitoring.compiled_models import backend_of
 from storm_client.monitoring.stats import OffloadStats

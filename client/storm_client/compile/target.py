@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from storm_client.compile.announced_records import Announced
 from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
-from storm_client.connect import shared_supply
+from storm_client.connecting import shared_supply
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.policy import Policy
 from stormd.protocol import Budget

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client.connect import _SHARED, Connected
+from storm_client.connecting import _SHARED, Connected
 
 EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import storm_client as storm
 import torch
-from storm_client.connect import _SHARED, Connected
+from storm_client.connecting import _SHARED, Connected
 from storm_client.integrations import torchtitan as integration
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.connect import _SHARED, Connected
+from storm_client.connecting import _SHARED, Connected
 from storm_client.integrations.torchtitan_graph import register
 from support.training import assert_identical, gradients
 from torch import Tensor, nn

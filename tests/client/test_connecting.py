@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
+from storm_client import connecting
 from support.daemon_process import DaemonProcess, start_daemon
-
-CONNECT = sys.modules["storm_client.connect"]
-"""The module; as an attribute of the package, the name is the function's."""
 
 
 @pytest.fixture(autouse=True)
 def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep the tests from any daemon that this machine may run."""
     monkeypatch.delenv("STORMD_ADDRESS", raising=False)
-    monkeypatch.setattr(CONNECT, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
+    monkeypatch.setattr(connecting, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
 
 
 # --- what connect is told -------------------------------------------------------------------
@@ -96,7 +94,7 @@ def test_an_unknown_variable_is_warned_of(
 
 
 def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONNECT, "_defaults", lambda: ["ipc:///n", daemon.address])
+    monkeypatch.setattr(connecting, "_defaults", lambda: ["ipc:///n", daemon.address])
     with storm.connect(embedded="never", timeout=30) as client:
         assert client.address == daemon.address
 
@@ -104,7 +102,7 @@ def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.Mo
 # --- who may --------------------------------------------------------------------------------
 
 AS_ANOTHER_USER = """
-    import os, pathlib, sys, storm_client as storm, stormd.query
+    import os, pathlib, sys, storm_client as storm, storm_client.client, stormd.query
     from stormd.protocol import addresses
     addresses.SYSTEM_DIRECTORY = pathlib.Path(sys.argv[2])
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -203,17 +201,17 @@ def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
 def test_misuse_is_told_before_anything_is_started(script: str, words: str) -> None:
     with pytest.raises(storm.UsageError, match=re.escape(words)):
         eval(script, {"storm": storm, "torch": torch})
-    assert CONNECT._SHARED._connected is None
+    assert connecting._SHARED._connected is None
 
 
 def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProcess) -> None:
     script = """
-        import os, signal, sys, threading, torch, storm_client as storm
-        connect = sys.modules["storm_client.connect"]
+        import os, signal, threading, torch, storm_client as storm
+        from storm_client import connecting
         held, forked = threading.Event(), threading.Event()
 
         def hold():
-            with connect._SHARED._lock:
+            with connecting._SHARED._lock:
                 held.set()
                 forked.wait(30)
 
