@@ -24,7 +24,7 @@ _FORKS = get_context("forkserver")
 @contextmanager
 def cache_nursery() -> Iterator[None]:
     """Have what the processes are forked from run meanwhile, and gone afterwards."""
-    _FORKS.set_forkserver_preload(["storm_client"])
+    _FORKS.set_forkserver_preload(["storm_client.client"])
     forkserver.ensure_running()
     try:
         yield

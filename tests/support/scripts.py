@@ -67,7 +67,8 @@ def _run(command: list[str], environ: dict[str, str], out: str, err: str) -> Non
 
 
 def _main() -> None:
-    import storm_client  # noqa: F401 - and PyTorch with it
+    import storm_client.client
+    import storm_client.offloading  # noqa: F401 - and PyTorch with it
     import torch._dynamo  # noqa: F401 - which every optimizer loads
 
     for line in iter(sys.stdin.readline, ""):
