@@ -34,7 +34,7 @@ test: $(call ready,-dev)
 	$(RUN) pytest -m "not gpu and not slow" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
 
 test-slow: $(call ready,-dev)
-	$(RUN) pytest -m "slow and not gpu" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
+	$(RUN) pytest -m "(slow or hypothesis) and not gpu" --hypothesis-profile=thorough $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
 
 lint: $(call ready,-dev)
 	$(RUN) ruff check .

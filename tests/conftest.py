@@ -48,9 +48,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.waiting import wait_until
 
-# How long an example takes says how busy the machine is, not whether the code is right.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# How long an example takes says how busy the machine is, not whether the code is right. `make test`
+# tries few, `make test-slow` many: --hypothesis-profile=thorough.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", UNTIMED, max_examples=25)
+settings.register_profile("thorough", UNTIMED, max_examples=300)
+settings.load_profile("few")
 
 with suppress(ImportError):  # frameworks and torch.compile have bars, which a thread would watch
     from tqdm import tqdm

@@ -299,5 +299,5 @@ def _import() -> None:
 
     for module in (common_utils, core):
         module.extract_test_fn = lambda: None
-    settings.load_profile("untimed")
+    settings.load_profile("few")
     setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)

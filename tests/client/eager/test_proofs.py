@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import storm_client as storm
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Ways
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
@@ -18,7 +18,6 @@ from torch import Tensor
 Step = Callable[[AbstractContextManager[object], Tensor], Tensor]
 
 
-@settings(max_examples=50)
 @given(st.lists(st.integers(1, 9), max_size=6), st.integers(0, 10))
 def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None:
     proofs = Proofs()

@@ -15,7 +15,7 @@ import storm_client as storm
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.errors import UsageError
 from support.peak_memory import peak_bytes
@@ -121,7 +121,6 @@ def test_means_of_many_rows_are_pytorchs(device: str) -> None:
         compare(logits, target, reduction="sum")
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.data(),
     st.integers(1, 60),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.agreement import (
     MAX_MARGIN,
@@ -117,7 +117,6 @@ def come_to_rest(ranks: Sequence[Rank], seconds: float) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
 def test_all_follow_the_same_from_the_same_step_on_or_each_is_alone(data: st.DataObject) -> None:
     """Ranks begin steps in any order, however far apart; some join late, call or die."""
     count = data.draw(st.integers(2, 4), "ranks")

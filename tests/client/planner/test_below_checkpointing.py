@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.below_checkpointing import (
     choose_below_checkpointing,
@@ -67,7 +67,6 @@ def test_room_is_left_for_parameters_that_are_gathered() -> None:
     assert kept_bytes(gathered, found) > gathered.checkpointed_bytes
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     st.integers(2, 8),
     st.integers(1, 4),
@@ -115,7 +114,6 @@ def test_what_is_fuller_at_one_moment_keeps_nothing_from_staying_at_others(
     assert all(one >= min(0, two) for one, two in zip(after, room, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(10, 900))
 def test_what_is_chosen_takes_no_longer_than_checkpointing_does(
     count: int, wide: int, loss: int

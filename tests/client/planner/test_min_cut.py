@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.min_cut import Held, Node, cheapest
 
@@ -32,7 +32,6 @@ def cost(nodes: list[Node], prices: list[float], recomputed: set[int]) -> float:
     return total
 
 
-@settings(max_examples=200)
 @given(problems())
 def test_no_choice_is_cheaper(problem: tuple[list[Node], list[float]]) -> None:
     nodes, prices = problem

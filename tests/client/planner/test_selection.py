@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.groups import GroupChoice, identical_groups
 from storm_client.planner.machine import CPU
@@ -59,7 +59,6 @@ def test_what_is_made_from_a_later_value_is_behind_it_and_nothing_is_made_from_i
     assert second.choices.nodes[0].seconds == math.inf
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(0, 900), st.floats(0.0, 900.0))
 def test_each_saved_value_is_had_and_no_more_kept_than_may_be(
     count: int, room: int, window: float

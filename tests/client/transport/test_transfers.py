@@ -6,7 +6,6 @@ from itertools import count
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -539,7 +538,6 @@ class TransfersMachine(RuleBasedStateMachine):
 
 
 TestTransfersMachine = TransfersMachine.TestCase
-TestTransfersMachine.settings = settings(max_examples=80, stateful_step_count=50)
 
 
 def test_chunks_are_handed_out_in_another_order_than_they_were_requested() -> None:

@@ -192,7 +192,6 @@ def test_without_checksum(round_trip, mode):
 
 
 @settings(
-    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fake_lane import FakeLane
@@ -465,4 +464,3 @@ class RequestsMachine(RuleBasedStateMachine):
 
 
 TestRequestsMachine = RequestsMachine.TestCase
-TestRequestsMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE
 from support.ledger_machine import LedgerMachine, SharingMachine
@@ -55,10 +54,6 @@ class GrowingShareMachine(ShareMachine):
 
 
 TestGrowingMachine = GrowingMachine.TestCase
-TestGrowingMachine.settings = settings(max_examples=60, stateful_step_count=60)
 TestGrowingShareMachine = GrowingShareMachine.TestCase
-TestGrowingShareMachine.settings = settings(max_examples=30, stateful_step_count=60)
 TestShareMachine = ShareMachine.TestCase
-TestShareMachine.settings = settings(max_examples=40, stateful_step_count=60)
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=60)

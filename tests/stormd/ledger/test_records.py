@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from support.fake_lane import FakeLane
@@ -231,7 +230,6 @@ def test_whatever_record_was_the_last_all_that_was_answered_is_there(
 
 
 TestCrashingMachine = CrashingMachine.TestCase
-TestCrashingMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 def test_a_store_that_was_done_is_answered_as_it_was(journal: Journal) -> None:

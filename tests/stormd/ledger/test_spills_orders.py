@@ -6,7 +6,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from support.ledger_bench import KIB, LIMITS, LedgerBench
@@ -166,13 +165,9 @@ class SpillShareMachine(SharingMachine, SpillMachine):
 
 
 TestSpillMachine = SpillMachine.TestCase
-TestSpillMachine.settings = settings(max_examples=80, stateful_step_count=60)
 TestFullDiskMachine = FullDiskMachine.TestCase
-TestFullDiskMachine.settings = settings(max_examples=50, stateful_step_count=60)
 TestGrowingSpillMachine = GrowingSpillMachine.TestCase
-TestGrowingSpillMachine.settings = settings(max_examples=40, stateful_step_count=60)
 TestSpillShareMachine = SpillShareMachine.TestCase
-TestSpillShareMachine.settings = settings(max_examples=40, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("kind", [SpillMachine, FullDiskMachine, SpillShareMachine])

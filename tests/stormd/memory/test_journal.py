@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -237,7 +236,6 @@ def found_in(memory: bytes) -> list[tuple[int, bytes]]:
 
 
 TestCrashes = Crashes.TestCase
-TestCrashes.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def test_the_file_takes_memory_only_as_it_is_used(journal: Journal) -> None:
