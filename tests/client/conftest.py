@@ -19,6 +19,7 @@ from support.in_place_lane import InPlaceCpuLane, freed_memory_is_overwritten
 from support.late_lane import LateCpuLane
 from support.patience import patient_clients
 from support.planning import replay_all
+from support.scripts import Scripts
 from support.waiting import wait_until
 
 from stormd.config import Config
@@ -62,6 +63,13 @@ def daemon() -> Iterator[DaemonProcess]:
     """The daemon that most tests share."""
     with daemons() as make:
         yield make("--pool-bytes", "256MiB", *SMALL_STAGING)
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Iterator[Scripts]:
+    """Run scripts in processes of their own, for which PyTorch is loaded once."""
+    with Scripts() as made:
+        yield made
 
 
 @pytest.fixture

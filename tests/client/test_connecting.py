@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client import connecting
 from support.daemon_process import DaemonProcess, start_daemon
+from support.scripts import Scripts
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +34,12 @@ def test_a_malformed_address(address: str) -> None:
         storm.connect(address, embedded="never")
 
 
-def test_nobody_at_the_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedded", ["never", "auto"])
+def test_a_named_address_is_never_replaced_by_another_daemon(embedded: Any, tmp_path: Path) -> None:
     with pytest.raises(
         storm.DaemonUnavailable, match=r"stormd\.sock.*does not exist.*stormd serve"
     ):
-        storm.connect(f"ipc://{tmp_path}/stormd.sock", embedded="never")
-
-
-def test_a_named_address_is_never_replaced_by_another_daemon(tmp_path: Path) -> None:
-    with pytest.raises(storm.DaemonUnavailable):
-        storm.connect(f"ipc://{tmp_path}/stormd.sock", embedded="auto")
+        storm.connect(f"ipc://{tmp_path}/stormd.sock", embedded=embedded)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +54,7 @@ def test_a_named_address_is_never_replaced_by_another_daemon(tmp_path: Path) -> 
         ({"pool_bytes": True}, "pool_bytes is True"),
         ({"timeout": 0}, "timeout is 0.*above 0"),
         ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"on_daemon_loss": "ignore"}, "on_daemon_loss is 'ignore'.*raise, keep"),
     ],
 )
 def test_bad_values(options: dict[str, object], message: str) -> None:
@@ -123,22 +120,28 @@ CALLS = (
 """Of a daemon by its address, and by convention as the system's."""
 
 
+PLACES = {
+    0o755: r"the socket \S+/stormd\.sock belongs to user 0 \(root\) and has mode 0600",
+    0o700: r"the directory \S+ belongs to user 0 \(root\) and has mode 0700",
+}
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-@pytest.mark.parametrize(
-    ("mode", "place"),
-    [(0o755, r"the socket \S+/stormd\.sock belongs to user 0 \(root\) and has mode 0600"),
-     (0o700, r"the directory \S+ belongs to user 0 \(root\) and has mode 0700")],
-)  # fmt: skip
 def test_another_user_is_told_that_permission_is_denied_and_by_whom(
-    place_for_all: Path, mode: int, place: str
+    place_for_all: Path, scripts: Scripts, tmp_path: Path
 ) -> None:
     daemon = start_daemon(place_for_all, "--pool-bytes=8MiB", "--cache-bytes=0", "--device=cpu")
+    script = written(tmp_path, AS_ANOTHER_USER)
     try:
-        place_for_all.chmod(mode)
-        arguments = [daemon.address, str(place_for_all), *CALLS]
-        said = " ".join(words_of(AS_ANOTHER_USER, arguments=arguments)).split("@@ ")[1:]
+        for mode, place in PLACES.items():
+            place_for_all.chmod(mode)
+            said = scripts.lines(script, daemon.address, str(place_for_all), *CALLS)
+            assert_denied(" ".join(said).split("@@ ")[1:], place)
     finally:
         daemon.stop()
+
+
+def assert_denied(said: list[str], place: str) -> None:
     for call, answer in zip(CALLS, said, strict=True):
         assert answer.startswith(("DaemonUnavailable", "NoDaemon")), answer
         assert re.search(rf"permission denied for user 65534 \(nobody\): {place}", answer), answer
@@ -158,20 +161,16 @@ def place_for_all() -> Iterator[Path]:
 # --- in other processes ---------------------------------------------------------------------
 
 
-def words_of(script: str, *, arguments: Sequence[str] = (), **environ: str) -> list[str]:
-    """Return what a Python process of its own prints that runs the script."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return done.stdout.split()
+def written(folder: Path, text: str) -> Path:
+    """Return a file with a script."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return path
 
 
-def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
+def test_the_process_shares_one_client(
+    daemon: DaemonProcess, scripts: Scripts, tmp_path: Path
+) -> None:
     script = """
         import os, threading, torch, storm_client as storm
         from storm_client import offloading
@@ -185,8 +184,8 @@ def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
         loss.backward()
         print(one.stats().offloaded_bytes, sum(t.name == "storm-io" for t in threading.enumerate()))
     """
-    printed = words_of(script, STORMD_ADDRESS=daemon.address)
-    assert printed == [str(64 * 64 * 4), "1"]
+    printed = scripts.lines(written(tmp_path, script), STORMD_ADDRESS=daemon.address)
+    assert printed == [f"{64 * 64 * 4} 1"]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,9 @@ def test_misuse_is_told_before_anything_is_started(script: str, words: str) -> N
     assert connecting._SHARED._connected is None
 
 
-def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProcess) -> None:
+def test_a_child_that_was_forked_while_the_process_connected(
+    daemon: DaemonProcess, scripts: Scripts, tmp_path: Path
+) -> None:
     script = """
         import os, signal, threading, torch, storm_client as storm
         from storm_client import connecting
@@ -227,4 +228,5 @@ def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProce
             torch.ones(64, 64, requires_grad=True).exp().sum().backward()
         print(offload.stats().saved_bytes > 0)
     """
-    assert words_of(script, STORMD_ADDRESS=daemon.address) == ["True", "0", "True"]
+    printed = scripts.lines(written(tmp_path, script), STORMD_ADDRESS=daemon.address)
+    assert printed == ["True", "0", "True"]

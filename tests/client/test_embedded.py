@@ -3,10 +3,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import connecting
+from support.scripts import Scripts
 from support.waiting import wait_until
 
 from stormd.query import StatusQuery
@@ -26,13 +26,47 @@ def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(connecting, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
 
 
+NOTHING_IS_SET = """
+import os
+for name in [name for name in os.environ if name.startswith("STORMD_")]:
+    del os.environ[name]
+"""
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(scripts: Scripts, tmp_path: Path) -> Iterator[Run]:
+    """Run a script as a user would who has set nothing up; return the lines that it prints."""
+    path = tmp_path / "script.py"
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+
+        def lines(script: str, **environ: str) -> list[str]:
+            path.write_text(NOTHING_IS_SET + textwrap.dedent(script))
+            return scripts.lines(path, **{"XDG_RUNTIME_DIR": runtime, **environ})
+
+        yield lines
+
+
+@pytest.mark.filterwarnings("ignore:variable STORMD_POOL_BYTE is no setting")
 @pytest.mark.parametrize("embedded", ["auto", "always"])
-def test_an_embedded_daemon_ends_with_its_client(embedded: Any) -> None:
+def test_an_embedded_daemon_ends_with_its_client(
+    embedded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has no variables that it would refuse, or would not start with where there is a GPU."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("STORMD_POOL_BYTE", "16MiB")
+    monkeypatch.setenv("STORMD_MAX_SESSIONS", "3")
     with storm.connect(embedded=embedded, pool_bytes=16 << 20, timeout=30) as client:
         status = client.status()
         assert status.pool.capacity_bytes == 16 << 20
         assert [session.pid for session in status.sessions] == [os.getpid()]
         pid = status.details["pid"]
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert {b"CUDA_VISIBLE_DEVICES=", b"STORMD_MAX_SESSIONS=3"} <= set(environment)
+        refused = {b"CUDA_DEVICE_MAX_CONNECTIONS=1", b"STORMD_POOL_BYTE=16MiB"}
+        assert not refused & set(environment)
         socket = Path(client.address.removeprefix("ipc://"))
         assert socket.parent.stat().st_mode & 0o777 == 0o700
         assert list(socket.parent.glob(f"{socket.stem}*"))
@@ -40,36 +74,20 @@ def test_an_embedded_daemon_ends_with_its_client(embedded: Any) -> None:
     assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
-def test_an_embedded_daemon_ends_with_a_killed_client() -> None:
-    script = """
+def test_an_embedded_daemon_ends_with_a_killed_client(run: Run) -> None:
+    [line] = run("""
         import os, signal, storm_client
-        client = storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30)
-        print(client.status().details["pid"], client.address, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=False
-    )
-    pid, address = done.stdout.decode().split()
+        child = os.fork()
+        if child == 0:
+            client = storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30)
+            print(client.status().details["pid"], client.address, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+    """)
+    pid, address = line.split()
     socket = Path(address.removeprefix("ipc://"))
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
     assert not list(socket.parent.glob(f"{socket.stem}*"))
-
-
-@pytest.mark.filterwarnings("ignore:variable STORMD_POOL_BYTE is no setting")
-def test_variables_that_a_daemon_would_refuse_or_not_start_with_do_not_reach_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a script's limit of streams it would not start where there is a GPU."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("STORMD_POOL_BYTE", "16MiB")
-    monkeypatch.setenv("STORMD_MAX_SESSIONS", "3")
-    with storm.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
-        pid = client.status().details["pid"]
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    assert {b"CUDA_VISIBLE_DEVICES=", b"STORMD_MAX_SESSIONS=3"} <= set(environment)
-    assert not {b"CUDA_DEVICE_MAX_CONNECTIONS=1", b"STORMD_POOL_BYTE=16MiB"} & set(environment)
 
 
 def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
@@ -78,8 +96,8 @@ def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
         storm.connect(pool_bytes="100TiB")
 
 
-def test_a_forked_child_that_ends_harms_nobody() -> None:
-    script = """
+def test_a_forked_child_that_ends_harms_nobody(run: Run) -> None:
+    printed = run("""
         import os, sys, storm_client
         with storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
             child = os.fork()
@@ -88,15 +106,14 @@ def test_a_forked_child_that_ends_harms_nobody() -> None:
                 sys.exit()
             assert os.waitpid(child, 0)[1] == 0
             print(len(client.status().sessions))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=True
-    )
-    assert done.stdout == b"1\n"
+    """)
+    assert printed == ["1"]
 
 
-def test_directories_into_which_no_socket_fits_are_passed_over(tmp_path: Path) -> None:
+def test_directories_into_which_no_socket_fits_are_passed_over(run: Run, tmp_path: Path) -> None:
     """Also where a daemon is only looked for."""
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
     script = """
         import storm_client
         try:
@@ -106,18 +123,7 @@ def test_directories_into_which_no_socket_fits_are_passed_over(tmp_path: Path) -
         with storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
             print(client.address)
     """
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "STORMD_ADDRESS": "", "TMPDIR": str(long), "XDG_RUNTIME_DIR": str(long)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    looked, address = done.stdout.split()
+    looked, address = run(script, TMPDIR=str(long), XDG_RUNTIME_DIR=str(long))
     assert looked == "looked"
     assert address.startswith("ipc:///tmp/")
     assert not list(long.iterdir())
@@ -126,23 +132,10 @@ def test_directories_into_which_no_socket_fits_are_passed_over(tmp_path: Path) -
 # --- what it takes --------------------------------------------------------------------------
 
 
-def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user would who has set nothing up, on a machine without a daemon."""
-    plain = {name: text for name, text in os.environ.items() if not name.startswith("STORMD_")}
-    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script)],
-            env={**plain, "XDG_RUNTIME_DIR": runtime, **environ},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-
-
-def test_a_script_of_two_lines_takes_little_and_is_told_of_it_once() -> None:
-    done = run("""
-        import torch, storm_client as storm
+def test_a_script_of_two_lines_takes_little_and_is_told_of_it_once(run: Run) -> None:
+    *said, last = run("""
+        import os, torch, storm_client as storm
+        os.dup2(1, 2)
         offload = storm.offload(torch.nn.Linear(4, 4))
         storm.offload(torch.nn.Linear(4, 4))
         with storm.connect() as client:
@@ -151,20 +144,19 @@ def test_a_script_of_two_lines_takes_little_and_is_told_of_it_once() -> None:
             committed = status.details["pool"]["committed_bytes"]
             print(int(pages) * 4096, committed, len(status.sessions))
     """)
-    assert done.returncode == 0, done.stderr
-    resident, committed, sessions = map(int, done.stdout.split())
+    resident, committed, sessions = map(int, last.split())
     assert committed == 64 << 20
     assert resident < 400 << 20
     assert sessions == 2, "the second client has another daemon"
-    [line] = [line for line in done.stderr.splitlines() if "private daemon" in line]
+    [line] = [line for line in said if "private daemon" in line]
     assert re.search(r"takes \d+\.\d MiB of host memory now, and up to \d\.\d GiB more", line)
     assert "connect(pool_bytes=) or STORMD_POOL_BYTES" in line
 
 
 @pytest.mark.slow
-def test_the_pool_holds_whatever_is_stored_however_small_it_began() -> None:
+def test_the_pool_holds_whatever_is_stored_however_small_it_began(run: Run) -> None:
     """More than it begins with, in one step that nothing holds back, bit for bit."""
-    done = run("""
+    [line] = run("""
         import torch, storm_client as storm
         from storm_client.transport import store
         store.PATIENCE_SECONDS = 60.0  # for a daemon that a busy machine gives no time to
@@ -182,14 +174,13 @@ def test_the_pool_holds_whatever_is_stored_however_small_it_began() -> None:
         assert all(torch.equal(one.grad, grad) for one, grad in zip(x, wanted))
         print(offload.stats().offloaded_bytes >> 20, offload.stats().kept_bytes)
     """)
-    assert done.returncode == 0, done.stderr
-    offloaded, kept = map(int, done.stdout.split())
+    offloaded, kept = map(int, line.split())
     assert offloaded >= 12 * 32
     assert kept == 0, "a tensor was kept while the pool grew"
 
 
-def test_clients_share_one_unless_they_ask_for_another() -> None:
-    done = run("""
+def test_clients_share_one_unless_they_ask_for_another(run: Run) -> None:
+    printed = run("""
         import storm_client as storm
         one, two = storm.connect(pool_bytes="16MiB"), storm.connect()
         other, own = storm.connect(pool_bytes=17 << 20), storm.connect(embedded="always")
@@ -200,13 +191,12 @@ def test_clients_share_one_unless_they_ask_for_another() -> None:
         three = storm.connect()
         print(three.address in (one.address, two.address), three.address == other.address)
     """)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "3", "1", "False", "True"]
+    assert " ".join(printed) == "True 3 1 False True"
 
 
-def test_a_little_memory_is_enough_for_a_pool_of_its_default_size() -> None:
+def test_a_little_memory_is_enough_for_a_pool_of_its_default_size(run: Run) -> None:
     """As in a small container: less than the default size may be had in all."""
-    done = run("""
+    [capacity] = run("""
         import resource, storm_client as storm
         from storm_client import embedded
         start = embedded.subprocess.Popen
@@ -217,8 +207,7 @@ def test_a_little_memory_is_enough_for_a_pool_of_its_default_size() -> None:
         with storm.connect() as client:
             print(client.status().pool.capacity_bytes)
     """)
-    assert done.returncode == 0, done.stderr
-    assert 1 << 30 < int(done.stdout) < 3 << 30
+    assert 1 << 30 < int(capacity) < 3 << 30
 
 
 def test_a_private_daemon_that_is_killed_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
