@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
@@ -37,6 +36,12 @@ Connect = Callable[..., RawClient]
 MakeDaemon = Callable[..., DaemonThread]
 
 
+@pytest.fixture
+def ticks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have daemons look after their files, devices and clients more often than twice a second."""
+    monkeypatch.setattr("stormd.server.TICK_SECONDS", 0.02)
+
+
 def test_status_says_who_holds_what(daemon: DaemonThread, client: RawClient) -> None:
     client.stored(bytes(1000))
     state = client.ask(StatusRequest()).state
@@ -60,25 +65,26 @@ def test_status_says_who_holds_what(daemon: DaemonThread, client: RawClient) -> 
 def test_memory_is_taken_at_start_or_as_it_is_used(
     make_daemon: MakeDaemon, connect: Connect, pool_commit: str
 ) -> None:
-    daemon = make_daemon(pool_bytes=160 * MIB, pool_commit=pool_commit)
+    daemon = make_daemon(pool_bytes=96 * MIB, pool_commit=pool_commit)
     pool = daemon.status()["pool"]
-    assert pool["capacity_bytes"] == 160 * MIB
-    assert pool["committed_bytes"] == (165 * MIB if pool_commit == "start" else 64 * MIB)
+    assert pool["capacity_bytes"] == 96 * MIB
+    whole = pool["committed_bytes"]
+    assert whole == 64 * MIB if pool_commit == "use" else whole > 96 * MIB
     client = connect(daemon).open()
-    stored = [os.urandom(MIB) for _ in range(150)]
-    entries = [client.stored(data) for data in stored]
-    assert daemon.status()["pool"]["committed_bytes"] > 150 * MIB
-    for entry, data in zip(entries, stored, strict=True):
+    data = os.urandom(MIB)
+    entries = [client.stored(data) for _ in range(90)]
+    assert daemon.status()["pool"]["committed_bytes"] > 90 * MIB
+    for entry in entries:
         assert client.restored(entry, MIB) == data
     assert daemon.status()["counters"]["rejected"]["pool_full"] == 0
     daemon.check()
-    wait_until(lambda: daemon.status()["pool"]["committed_bytes"] == 165 * MIB)
 
 
 def test_nothing_is_lost_where_the_machine_has_no_more_memory(
-    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch, ticks_often: None
 ) -> None:
     """Stores are refused, with the tensor kept by the client, until there is some again."""
+    monkeypatch.setattr("stormd.memory.growth.RETRY_SECONDS", 0.1)
     daemon = make_daemon(pool_bytes=160 * MIB, pool_commit="use")
     client = connect(daemon).open()
     monkeypatch.setattr(host_pool, "memory_available", lambda: 0)
@@ -112,13 +118,6 @@ def test_the_cache_takes_its_memory_with_the_first_put(
         assert torch.equal(client.cache.get("a"), tensor)
 
 
-def test_a_living_daemon_keeps_its_address(
-    daemon: DaemonThread, make_config: Callable[..., Config]
-) -> None:
-    with pytest.raises(AddressInUse, match="running"):
-        DaemonThread(make_config())
-
-
 def test_a_dead_daemons_sockets_are_replaced(
     make_config: Callable[..., Config], make_daemon: MakeDaemon, connect: Connect
 ) -> None:
@@ -143,35 +142,33 @@ def test_the_sockets_are_private_and_removed(
     assert list(directory.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "removed", [["s"], ["s.lifeline"], ["s.lock"], ["s", "s.lifeline", "s.lock"], []]
-)
 def test_files_of_the_address_that_were_removed_are_made_again(
-    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect, removed: list[str]
+    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect, ticks_often: None
 ) -> None:
-    """And so is the directory, which is what is removed where no file is named."""
+    """And so is the directory."""
     directory = tmp_path / "d"
     daemon = make_daemon(address=f"ipc://{directory}/s", socket_mode=0o660)
     old = connect(daemon).open()
     entry = old.stored(b"held")
-    before = {path.name: path.stat() for path in directory.iterdir()}
-    for name in removed:
-        (directory / name).unlink()
-    if not removed:
-        shutil.rmtree(directory)
-    wait_until(lambda: {path.name for path in directory.glob("*")} == set(before))
-    for name in ("s", "s.lifeline"):
-        wait_until(lambda name=name: mode_of(directory / name) == 0o660)  # type: ignore[misc]
-    connect(daemon).open().stored(b"served")
-    assert old.restored(entry, 4) == b"held"
-    with pytest.raises(AddressInUse):
-        DaemonThread(daemon.config)
+    files = {"s", "s.lifeline", "s.lock"}
+    for removed in ({"s"}, {"s.lifeline"}, {"s.lock"}, files, None):
+        for name in removed or ():
+            (directory / name).unlink()
+        if removed is None:
+            shutil.rmtree(directory)
+        wait_until(lambda: {path.name for path in directory.glob("*")} == files)
+        for name in ("s", "s.lifeline"):
+            wait_until(lambda name=name: mode_of(directory / name) == 0o660)  # type: ignore[misc]
+        connect(daemon).open().stored(b"served")
+        assert old.restored(entry, 4) == b"held"
+        with pytest.raises(AddressInUse):
+            DaemonThread(daemon.config)
     daemon.stop()
     assert list(directory.iterdir()) == []
 
 
 def test_a_daemon_whose_address_another_has_taken_ends_in_order_and_leaves_it(
-    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect
+    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect, ticks_often: None
 ) -> None:
     first = make_daemon()
     client = connect(first).open()
@@ -255,38 +252,6 @@ def test_an_end_by_the_deadline_cuts_off_who_still_holds(
     daemon.stop()
 
 
-def test_sessions_that_die_while_all_are_ended_end_once(
-    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stormd.ledger.leases.FREED_A_TURN", 1)
-    daemon = make_daemon(shutdown_seconds=0.2)
-    first, dying = connect(daemon).open(), connect(daemon).open()
-    others = [connect(daemon).open() for _ in range(8)]
-    for _ in range(8):
-        dying.stored(b"held")
-    gateway, ledger = daemon.server._gateway, daemon.server._ledger
-
-    def end_all() -> None:
-        """Have the first of the ends that follow give back the last of what the dead one held."""
-        gateway._dispatch._free_timer = None
-        gateway.end_all("shutdown")
-        daemon.server.stop()
-
-    # It waits for its turn to give back.
-    timer = asyncio.TimerHandle(0.0, print, (), daemon._loop)
-    monkeypatch.setattr(gateway._dispatch, "_free_timer", timer)
-    dying.close()
-    assert dying.welcome is not None
-    record = ledger.sessions[dying.welcome.session]
-    wait_until(lambda: record.detached)
-    daemon.on_loop(lambda: [ledger.leases.free_some() for _ in range(6)])
-    assert len(record.to_free) == 1
-    daemon.on_loop(end_all)
-    daemon.stop()
-    assert all(one.is_cut_off() for one in (first, *others))
-    assert daemon.server.counters.ended["shutdown"] == 9
-
-
 def test_an_end_that_fails_leaves_no_socket_and_no_lock(
     tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +267,7 @@ def test_an_end_that_fails_leaves_no_socket_and_no_lock(
 
 
 def test_a_daemon_of_its_clients_ends_with_the_last(
-    make_daemon: MakeDaemon, connect: Connect
+    make_daemon: MakeDaemon, connect: Connect, ticks_often: None
 ) -> None:
     daemon = make_daemon(exit_with_last_client=True)
     first, second = connect(daemon).open(), connect(daemon).open()
@@ -313,7 +278,7 @@ def test_a_daemon_of_its_clients_ends_with_the_last(
 
 
 def test_a_daemon_whose_device_is_broken_ends(
-    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch, ticks_often: None
 ) -> None:
     """Under MPS no process could use the GPU as long as it lived."""
     daemon = make_daemon()
