@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stormd.commands.advise import _print
+from stormd import cli
+from stormd.commands import advise as module
 
 SCRIPT = """
 import torch, storm_client as storm
@@ -23,20 +23,27 @@ for _ in range(10**9):
 """
 
 
-def _advise(*command: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "stormd", "advise", "--json", "--", *command]
-    environ = {name: value for name, value in os.environ.items() if name != "STORMD_ADDRESS"}
-    return subprocess.run(
-        line, env=environ, capture_output=True, text=True, timeout=300, check=False
-    )
+Advise = Callable[..., tuple[int, str, str]]
 
 
-def test_a_script_is_run_until_its_budgets_are_known(tmp_path: Path) -> None:
+@pytest.fixture
+def advise(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Advise:
+    """Run the command; return its status and what it and the script wrote."""
+    monkeypatch.delenv("STORMD_ADDRESS", raising=False)
+    monkeypatch.setattr(module, "_GATHER_SECONDS", 0.1)  # there is one trainer
+
+    def run(*command: str) -> tuple[int, str, str]:
+        return cli.main(["advise", "--json", "--", *command]), *capfd.readouterr()
+
+    return run
+
+
+def test_a_script_is_run_until_its_budgets_are_known(advise: Advise, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = _advise(sys.executable, str(script))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    status, out, err = advise(sys.executable, str(script))
+    assert status == 0, err
+    told = json.loads(out)
     (trainer,) = told["trainers"]
     assert trainer["saved_bytes"] == 9 << 20
     assert trainer["step_seconds"] >= trainer["forward_seconds"] > 0
@@ -50,26 +57,19 @@ def test_a_script_is_run_until_its_budgets_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("command", "status", "said"),
     [
-        (
-            "print('trained')",
-            "with status 0 before eight steps were seen: it has to train that many",
-        ),
-        ("raise SystemExit(7)", "with status 7 before eight steps were seen\n"),
+        (["true"], 1, "with status 0 before eight steps were seen: it has to train that many"),
+        (["sh", "-c", "exit 7"], 1, "with status 7 before eight steps were seen\n"),
+        ([], 2, "no command to run"),
     ],
 )
-def test_a_script_that_ends_before_is_told_why(script: str, said: str) -> None:
-    done = _advise(sys.executable, "-c", script)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert said in done.stderr
-
-
-def test_without_a_command_nothing_is_run() -> None:
-    done = _advise()
-    assert done.returncode == 2
-    assert "no command to run" in done.stderr
+def test_what_ends_before_is_told_why(
+    advise: Advise, command: list[str], status: int, said: str
+) -> None:
+    ended, out, err = advise(*command)
+    assert (ended, out) == (status, "")
+    assert said in err
 
 
 def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[
         "link_bytes_per_second": 55e9,
         "budgets": [budget],
     }
-    _print(["python", "train.py"], [trainer, trainer])
+    module._print(["python", "train.py"], [trainer, trainer])
     printed = " ".join(capsys.readouterr().out.split())
     for part in (
         "trainer 1 of 2, on cuda:0: a step takes 2000.0 ms and saves 14.0 GiB",
@@ -100,7 +100,7 @@ def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[
         "stormd run --pool-bytes 25GiB --budget least -- python train.py",
     ):
         assert part in printed
-    _print(["python", "train.py"], [{**trainer, "device": "cpu"}])
+    module._print(["python", "train.py"], [{**trainer, "device": "cpu"}])
     assert "what the link needs both ways" in " ".join(capsys.readouterr().out.split())
-    _print(["python", "train.py"], [{**trainer, "saved_bytes": 0, "budgets": []}])
+    module._print(["python", "train.py"], [{**trainer, "saved_bytes": 0, "budgets": []}])
     assert "no saved tensor is large enough" in capsys.readouterr().out

@@ -18,21 +18,16 @@ def test_all_commands_are_there_with_those_below_them() -> None:
     assert len(set(programs)) == len(programs)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.prog)
-def test_every_value_has_a_default_in_the_help(command: argparse.ArgumentParser) -> None:
-    formatter = command._get_formatter()
-    for action in command._actions:
-        takes_value = action.option_strings and action.nargs != 0
-        if takes_value and not action.required:
-            assert "default: " in formatter._expand_help(action), action.option_strings
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.prog)
-def test_every_argument_says_what_it_is_for(command: argparse.ArgumentParser) -> None:
-    assert command.description
-    for action in command._actions:
-        if not isinstance(action, argparse._SubParsersAction):
-            assert action.help, action
+def test_every_argument_says_what_it_is_for_and_its_default() -> None:
+    for command in COMMANDS:
+        assert command.description, command.prog
+        formatter = command._get_formatter()
+        for action in command._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            assert action.help, (command.prog, action)
+            if action.option_strings and action.nargs != 0 and not action.required:
+                assert "default: " in formatter._expand_help(action), (command.prog, action)
 
 
 def test_the_default_that_is_said_is_the_one_that_is_taken() -> None:

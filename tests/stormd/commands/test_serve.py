@@ -75,15 +75,13 @@ def test_a_pool_that_grows_is_of_a_size_that_fits_where_nobody_has_chosen_one() 
     assert fit_pool(grows, 16 << 30) == grows
     fit = fit_pool(grows, 3 << 30)
     assert 1 << 30 < fit.host_bytes <= 9 << 28
-    with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
-        fit_pool(Config(pool_commit="start"), 3 << 30)
-    with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
-        fit_pool(Config(pool_commit="use", pool_bytes=5 << 30), 3 << 30)
-    with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
-        fit_pool(grows, 128 << 20)
-
-
-def test_a_pool_beyond_the_memory_is_refused() -> None:
+    for config, memory in (
+        (Config(pool_commit="start"), 3 << 30),
+        (Config(pool_commit="use", pool_bytes=5 << 30), 3 << 30),
+        (grows, 128 << 20),
+    ):
+        with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
+            fit_pool(config, memory)
     check_pool(Config(pool_bytes=1 << 30, cache_bytes=0), 33 << 25)
     with pytest.raises(ConfigError, match=r"1\.0 GiB.*512\.0 MiB.*--pool-bytes"):
         check_pool(Config(pool_bytes=1 << 30), 1 << 29)

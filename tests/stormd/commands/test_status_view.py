@@ -111,28 +111,13 @@ def _disk(written: int = 10**9, ended: str = "") -> dict[str, Any]:
     }
 
 
-def test_shows_the_tier_on_disk() -> None:
+def test_shows_the_tier_on_disk_and_its_end() -> None:
     shown = _shown({**_state(), "spill": _disk()})
     for part in ("3.0 GiB of 8.0 GiB", "write 2.0 GB/s", "read 0.0 GB/s", "oldest 12 s"):
         assert part in shown
     assert "write" not in _shown({**_state(), "spill": None})
-
-
-def test_a_tier_on_disk_that_has_ended_says_so() -> None:
     shown = " ".join(_shown({**_state(), "spill": _disk(ended="a write failed: EIO")}).split())
     assert "/var/lib/stormd has ended: a write failed: EIO; 7 entries are lost" in shown
-
-
-def test_between_two_states_the_disks_speed_is_that_of_the_time_between() -> None:
-    before = {**_state(100.0), "spill": _disk(10**9)}
-    after = {**_state(102.0), "spill": _disk(4 * 10**9)}
-    rates = rates_between(before, after)
-    assert rates is not None
-    assert rates.disk["write"] == LinkRate(2e9, 0.75)
-    assert "write 2.0 GB/s" in _shown(after, rates)
-    appeared = rates_between({**_state(100.0), "spill": None}, after)
-    assert appeared is not None
-    assert "write 2.0 GB/s" in _shown(after, appeared)
 
 
 def test_shows_what_the_daemon_says_of_its_gpus() -> None:
@@ -143,17 +128,22 @@ def test_shows_what_the_daemon_says_of_its_gpus() -> None:
     assert "kernels" not in _shown(_state())
 
 
-def test_between_two_states_the_links_rates_are_those_of_the_time_between() -> None:
-    before = {**_state(100.0), "gpus": [_gpu(10**9, 1.0)]}
-    after = {**_state(102.0), "gpus": [_gpu(21 * 10**9, 1.5)]}
+def test_between_two_states_rates_are_those_of_the_time_between() -> None:
+    before = {**_state(100.0), "gpus": [_gpu(10**9, 1.0)], "spill": _disk(10**9)}
+    after = {**_state(102.0), "gpus": [_gpu(21 * 10**9, 1.5)], "spill": _disk(4 * 10**9)}
     rates = rates_between(before, after)
     assert rates is not None
     assert rates.links["cuda:0"]["store"] == LinkRate(40e9, 0.25)
-    row = next(line for line in _shown(after, rates).splitlines() if "cuda:0" in line)
+    assert rates.disk["write"] == LinkRate(2e9, 0.75)
+    shown = _shown(after, rates)
+    row = next(line for line in shown.splitlines() if "cuda:0" in line)
     assert row.split()[2:5] == ["40.0", "GB/s", "25%"]
-    appeared = rates_between(_state(100.0), after)
+    assert "write 2.0 GB/s" in shown
+    appeared = rates_between(_state(100.0) | {"spill": None}, after)
     assert appeared is not None
     assert appeared.links == {}
+    assert "write 2.0 GB/s" in _shown(after, appeared)
+    assert rates_between(after, _state(1.0)) is None, "another daemon"
 
 
 def test_shows_a_cache_that_is_used() -> None:
@@ -173,10 +163,6 @@ def test_a_terminal_of_80_columns_shows_a_large_node_without_a_break() -> None:
     (pool,) = (line for line in shown if line.startswith("pool"))
     for part in ("1023.0 GiB of 1023.0 GiB", "peak 1023.0 GiB", "1234567 entries", "ratio 1.50"):
         assert part in pool
-
-
-def test_a_restarted_daemon_has_no_rates() -> None:
-    assert rates_between(_state(100.0), _state(1.0)) is None
 
 
 def test_shows_the_plan_of_each_trainer_that_has_one() -> None:
