@@ -93,13 +93,13 @@ def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> st
     stayed = (_kept_activations(now) - _kept_activations(before)) // steps - min(small, small_owned)
     offloaded = (now.stats.offloaded_bytes - before.stats.offloaded_bytes) // steps
     replayed = (now.stats.replayed_bytes - before.stats.replayed_bytes) // steps
-    stored = (now.stats.stored_bytes - before.stats.stored_bytes) // steps
     if offloaded + replayed + stayed < MIN_BYTES:
         return None
     held, pool = "", ""
-    if stored:
-        ratio = offloaded / stored
-        held = f" ({format_size(stored)} of host memory, ratio {ratio:.2f})"
+    if offloaded:
+        # Of all steps: a store may be answered in a later step than it was sent.
+        ratio = now.stats.ratio
+        held = f" ({format_size(int(offloaded / ratio))} of host memory, ratio {ratio:.2f})"
         # The first steps offload what later ones recompute.
         enough = exact_size(suggested_pool(int((offloaded + replayed) / ratio)))
         pool = f'; a pool of {enough} is enough: connect(pool_bytes="{enough}")'

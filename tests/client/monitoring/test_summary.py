@@ -78,6 +78,17 @@ def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
     )
 
 
+def test_a_store_of_the_first_steps_may_be_answered_while_nothing_is_offloaded() -> None:
+    steps = Steps()
+    for _ in range(2):
+        steps.step(offloaded=100 * MIB)
+    for _ in range(6):
+        steps.recorder.stored(10 * MIB, "window")
+        steps.step(replayed=60 * MIB)
+    (line,) = steps.lines
+    assert "saves 60.0 MiB of activations: 0 B offloaded, 60.0 MiB recomputed" in line
+
+
 def test_it_is_told_that_plans_are_compared() -> None:
     steps = Steps()
     steps.is_comparing = True
