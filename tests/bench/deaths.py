@@ -10,28 +10,22 @@ with clients of their own, all at once on one machine: many kills in the time of
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import psutil
 import torch
+from bench.recording import parser_of, show, spread
 from storm_bench.child_daemon import ChildDaemon
 from support.trainers import Trainers
 from support.waiting import wait_until
 
-from stormd.machine import describe
 from stormd.memory.arena import slack_of
 from stormd.monitoring.nvml import open_nvml
 
@@ -57,105 +51,76 @@ DEVICE_SLACK_BYTES = 64 << 20
 """How much more device memory the driver may hold for the daemon, of what was freed."""
 
 
-@dataclass
-class ClientDeaths:
-    """What killing one client after another has shown; both belongings are the daemon's."""
-
-    seconds: list[float] = field(default_factory=list)
-    survivors_steps: int = 0
-    settled: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
+Figures = dict[str, Any]
 
 
-@dataclass
-class DaemonDeaths:
-    """What killing one daemon after another has shown: when its clients knew, and what."""
+class Kill(Protocol):
+    """Kills somebody so many times, and returns what that has shown."""
 
-    seconds: list[float] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
+    def __call__(self, trainers: Trainers, rounds: int, seed: int, device: str) -> Figures: ...
 
 
-def kill_clients(
-    rounds: int, seed: int = 0, *, device: str = "cpu", groups: int = 1
-) -> dict[str, Any]:
-    """Kill one of three clients, `rounds` times; the others go on with the right gradients."""
-    found = _in_groups(_client_deaths, rounds, seed, device, groups)
-    return {
-        "kills": sum(len(one.seconds) for one in found),
-        "reclaim_seconds": spread([seconds for one in found for seconds in one.seconds]),
-        "survivors_right_steps": sum(one.survivors_steps for one in found),
-        "daemon_settled": found[0].settled,
-        "daemon_at_the_end": found[0].held,
-    }
-
-
-def kill_daemons(
-    rounds: int, seed: int = 0, *, device: str = "cpu", groups: int = 1
-) -> dict[str, Any]:
-    """Kill the daemon of three clients, `rounds` times; each is told, in whatever it is doing."""
-    found = _in_groups(_daemon_deaths, rounds, seed, device, groups)
-    seconds = [seconds for one in found for seconds in one.seconds]
-    assert max(seconds) < NOTICED_SECONDS, f"a client was told after {max(seconds)} s"
-    return {
-        "kills": len(seconds) // CLIENTS,
-        "clients": CLIENTS,
-        "told_seconds": spread(seconds),
-        "errors": dict(sum((one.errors for one in found), Counter[str]())),
-    }
-
-
-Deaths = TypeVar("Deaths")
-
-
-def _in_groups(
-    work: Callable[[int, int, str], Deaths], rounds: int, seed: int, device: str, groups: int
-) -> list[Deaths]:
-    """Return what each group has found; the rounds are shared out among them."""
+def in_groups(kill: Kill, rounds: int, seed: int, device: str, groups: int) -> list[Figures]:
+    """Share the rounds out among groups that run at once; return what each has found."""
     shares = [rounds // groups + (number < rounds % groups) for number in range(groups)]
+
+    def group(number: int) -> Figures:
+        with Trainers() as trainers:
+            return kill(trainers, shares[number], seed + number, device)
+
     with ThreadPoolExecutor(groups) as pool:
-        running = [
-            pool.submit(work, share, seed + number, device) for number, share in enumerate(shares)
-        ]
-        return [one.result() for one in running]
+        return list(pool.map(group, range(groups)))
 
 
-def _client_deaths(rounds: int, seed: int, device: str) -> ClientDeaths:
-    moments, found = random.Random(seed), ClientDeaths()
+def kill_clients(trainers: Trainers, rounds: int, seed: int = 0, device: str = "cpu") -> Figures:
+    """Kill one of three clients, `rounds` times; the others go on with the right gradients."""
+    moments, seconds, steps = random.Random(seed), [], 0
     sessions = SESSIONS[device]
-    with _daemon(device) as daemon, Trainers() as trainers:
+    with _daemon(device) as daemon:
         survivors = start_trainers(trainers, daemon, SURVIVORS, device)
-        found.settled = _belongings(daemon)
+        settled = _belongings(daemon)
         for number in range(rounds):
             (victim,) = start_trainers(trainers, daemon, 1, device)
             time.sleep(moments.random() * STEP_SECONDS)
             trainers.kill(victim)
-            found.seconds.append(reclaimed(daemon, SURVIVORS * sessions))
-            found.survivors_steps += sum(_right_steps(trainers, pid) for pid in survivors)
+            seconds.append(reclaimed(daemon, SURVIVORS * sessions))
+            steps += sum(_right_steps(trainers, pid) for pid in survivors)
             if number == SETTLED_ROUND:
-                found.settled = _belongings(daemon)
-        wait_until(lambda: _is_settled(_belongings(daemon), found.settled))
-        found.held = _belongings(daemon)
+                settled = _belongings(daemon)
+        wait_until(lambda: _is_settled(_belongings(daemon), settled))
+        held = _belongings(daemon)
         for pid in survivors:
             trainers.kill(pid)
         reclaimed(daemon, 0)
         assert not daemon.status()["counters"]["ended"]["failed"]
-    return found
+    return {
+        "kills": len(seconds),
+        "reclaim_seconds": spread(seconds),
+        "survivors_right_steps": steps,
+        "daemon_settled": settled,
+        "daemon_at_the_end": held,
+    }
 
 
-def _daemon_deaths(rounds: int, seed: int, device: str) -> DaemonDeaths:
-    moments, found = random.Random(seed), DaemonDeaths()
-    with Trainers() as trainers:
-        for _ in range(rounds):
-            with _daemon(device) as daemon:
-                clients = start_trainers(trainers, daemon, CLIENTS, device)
-                time.sleep(moments.random() * STEP_SECONDS)
-                killed = time.monotonic()
-                os.kill(daemon.pid, signal.SIGKILL)
-                for pid in clients:
-                    at, words = _last_report(trainers, pid)
-                    found.seconds.append(max(0.0, at - killed))
-                    found.errors[words] += 1
-    return found
+def kill_daemons(trainers: Trainers, rounds: int, seed: int = 0, device: str = "cpu") -> Figures:
+    """Kill the daemon of three clients, `rounds` times; each is told, in whatever it is doing."""
+    moments, seconds, errors = random.Random(seed), [], Counter[str]()
+    for _ in range(rounds):
+        with _daemon(device) as daemon:
+            clients = start_trainers(trainers, daemon, CLIENTS, device)
+            time.sleep(moments.random() * STEP_SECONDS)
+            killed = time.monotonic()
+            os.kill(daemon.pid, signal.SIGKILL)
+            for pid in clients:
+                at, words = last_report(trainers, pid)
+                seconds.append(max(0.0, at - killed))
+                errors[words] += 1
+    return {
+        "kills": rounds,
+        "clients": CLIENTS,
+        "told_seconds": spread(seconds),
+        "errors": dict(errors),
+    }
 
 
 def _daemon(device: str) -> ChildDaemon:
@@ -201,7 +166,7 @@ def _right_steps(trainers: Trainers, pid: int) -> int:
     return len(words)
 
 
-def _last_report(trainers: Trainers, pid: int) -> tuple[float, str]:
+def last_report(trainers: Trainers, pid: int) -> tuple[float, str]:
     """Return the report of the error that a trainer ended with; steps before it were right."""
     while True:
         at, words = trainers.next(pid, NOTICED_SECONDS)
@@ -230,33 +195,18 @@ def _device_bytes(pid: int) -> int | None:
     return by_pid.get(pid)
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    return {
-        "median": statistics.median(ordered),
-        "p99": ordered[int(0.99 * (len(ordered) - 1))],
-        "worst": ordered[-1],
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.deaths")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--device", choices=tuple(FLAGS), default="cpu")
     parser.add_argument("--groups", type=int, default=1, help="daemons at a time")
-    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    how = f"--device {args.device} --rounds {args.rounds} --groups {args.groups}"
-    options: dict[str, Any] = {"device": args.device, "groups": args.groups}
-    result: dict[str, Any] = {
-        "machine": describe() | {"command": f"python -m bench.deaths {how}"},
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "killed_clients": kill_clients(args.rounds, **options),
-        "killed_daemons": kill_daemons(args.rounds, **options),
+    kinds: dict[str, Kill] = {"killed_clients": kill_clients, "killed_daemons": kill_daemons}
+    figures = {
+        name: in_groups(kill, args.rounds, 0, args.device, args.groups)
+        for name, kill in kinds.items()
     }
-    text = json.dumps(result, indent=2)
-    args.json.write_text(text + "\n")
-    print(text)
+    show(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -9,38 +9,35 @@ The pauses are random by purpose: they are no wait for anything.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from bench.deaths import FLAGS, NOTICED_SECONDS, reclaimed, spread, start_trainers
+from bench.deaths import FLAGS, NOTICED_SECONDS, reclaimed, start_trainers
+from bench.recording import parser_of, show, spread
 from storm_bench.child_daemon import ChildDaemon
 from support.trainers import Trainers
 from support.waiting import wait_until
 
 from stormd.errors import NoDaemon
-from stormd.machine import describe
 
 TRAINERS = 2
 LONGEST_PAUSE = 1.0
 """Seconds that a daemon has served when it is ended: within the first tenth its clients come."""
 
 
-def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu") -> dict[str, Any]:
+def end_daemons(
+    trainers: Trainers, kills: int, restarts: int, seed: int = 0, device: str = "cpu"
+) -> dict[str, Any]:
     """End the daemon of two trainers, so many times by SIGKILL and in order; return figures."""
     moments = random.Random(seed)
     ends = [signal.SIGKILL] * kills + [signal.SIGUSR2] * restarts
     moments.shuffle(ends)
     seconds, starts, steps = [], [], 0
-    with _daemon(device) as daemon, Trainers() as trainers:
+    with _daemon(device) as daemon:
         pids = start_trainers(trainers, daemon, TRAINERS, device)
         for number in ends:
             served_by = _served_by(daemon)
@@ -51,7 +48,7 @@ def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu"
             for pid in pids:
                 steps += _steps_so_far(trainers, pid)
                 seconds.append(_first_step_since(trainers, pid, ended))
-        assert _counters(daemon)["failed"] == 0
+        assert daemon.status()["counters"]["ended"]["failed"] == 0
         for pid in pids:
             trainers.kill(pid)
         reclaimed(daemon, 0)
@@ -66,10 +63,10 @@ def end_daemons(kills: int, restarts: int, seed: int = 0, *, device: str = "cpu"
     }
 
 
-def end_all(rounds: int, seed: int = 0, *, device: str = "cpu") -> None:
+def end_all(trainers: Trainers, rounds: int, seed: int = 0, device: str = "cpu") -> None:
     """Kill the daemon and its trainers together, so many times: nothing is left of them."""
     moments = random.Random(seed)
-    with _daemon(device) as daemon, Trainers() as trainers:
+    with _daemon(device) as daemon:
         for _ in range(rounds):
             pids = start_trainers(trainers, daemon, TRAINERS, device)
             time.sleep(moments.random() * 0.1)
@@ -79,11 +76,9 @@ def end_all(rounds: int, seed: int = 0, *, device: str = "cpu") -> None:
             reclaimed(daemon, 0)
 
 
-@contextmanager
-def _daemon(device: str) -> Iterator[ChildDaemon]:
+def _daemon(device: str) -> ChildDaemon:
     flags = [*FLAGS[device], "--cache-bytes=1MiB", f"--device={device}", "--resumable"]
-    with ChildDaemon(flags=flags) as daemon:
-        yield daemon
+    return ChildDaemon(flags=flags)
 
 
 def _end(daemon: ChildDaemon, pid: int, number: int) -> None:
@@ -123,11 +118,6 @@ def _served_by(daemon: ChildDaemon) -> int:
     return found[-1]
 
 
-def _counters(daemon: ChildDaemon) -> dict[str, int]:
-    ended: dict[str, int] = daemon.status()["counters"]["ended"]
-    return ended
-
-
 def _steps_so_far(trainers: Trainers, pid: int) -> int:
     words = trainers.heard(pid)
     assert set(words) <= {"same"}, words
@@ -154,23 +144,17 @@ def _processor_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.restarts")
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--restarts", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=tuple(FLAGS), default="cpu")
-    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    how = f"--device {args.device} --kills {args.kills} --restarts {args.restarts}"
-    result: dict[str, Any] = {
-        "machine": describe() | {"command": f"python -m bench.restarts {how} --seed {args.seed}"},
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "ended_daemons": end_daemons(args.kills, args.restarts, args.seed, device=args.device),
-    }
-    end_all(10, args.seed, device=args.device)
-    text = json.dumps(result, indent=2)
-    args.json.write_text(text + "\n")
-    print(text)
+    with Trainers() as trainers:
+        given = trainers, args.kills, args.restarts, args.seed, args.device
+        figures = {"ended_daemons": end_daemons(*given)}
+        end_all(trainers, 10, args.seed, args.device)
+    show(args.json, figures)
 
 
 if __name__ == "__main__":

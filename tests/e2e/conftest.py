@@ -23,7 +23,14 @@ def daemon() -> Iterator[ChildDaemon]:
         yield daemon
 
 
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Trainers]:
+    """The process that trainers are forked from: it takes seconds to start."""
     with Trainers() as trainers:
         yield trainers
+
+
+@pytest.fixture
+def trainers(nursery: Trainers) -> Iterator[Trainers]:
+    yield nursery
+    nursery.kill_all()

@@ -16,35 +16,35 @@ from pathlib import Path
 import pytest
 import torch
 from bench.restarts import end_all, end_daemons
+from support.trainers import Trainers
 
 from stormd.supervise.mps import CONTROL
 
-KILLS = 6
-RESTARTS = 2
+KILLS = 2
+RESTARTS = 1
 GPU_KILLS = 25
 GPU_RESTARTS = 5
 
 
-def test_trainers_go_on_though_their_daemon_is_killed_and_restarted() -> None:
-    figures = end_daemons(KILLS, RESTARTS, seed=1)
+def test_trainers_go_on_and_nothing_is_left_where_they_are_killed_with_it(
+    trainers: Trainers,
+) -> None:
+    figures = end_daemons(trainers, KILLS, RESTARTS, seed=1)
     assert figures["right_steps"] >= 2 * (KILLS + RESTARTS)
-
-
-def test_nothing_is_left_where_all_are_killed_together() -> None:
-    end_all(2, seed=1)
+    end_all(trainers, 1, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_trainers_go_on_for_long() -> None:
-    end_daemons(200, 50, seed=2)
+def test_trainers_go_on_for_long(trainers: Trainers) -> None:
+    end_daemons(trainers, 200, 50, seed=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.timeout(600)
-def test_trainers_on_a_gpu_go_on() -> None:
-    figures = end_daemons(GPU_KILLS, GPU_RESTARTS, seed=3, device="cuda")
+def test_trainers_on_a_gpu_go_on(trainers: Trainers) -> None:
+    figures = end_daemons(trainers, GPU_KILLS, GPU_RESTARTS, seed=3, device="cuda")
     assert figures["right_steps"] >= 2 * (GPU_KILLS + GPU_RESTARTS)
 
 

@@ -15,10 +15,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import psutil
 from storm_bench.child_daemon import ChildDaemon
+from support.waiting import wait_until
 
 __all__ = ["Report", "Trainers", "workers_of"]
 
@@ -46,6 +49,7 @@ class Trainers:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._started: list[int] = []
         self._reports: dict[int, deque[Report]] = defaultdict(deque)
         self._unfinished = b""
 
@@ -55,7 +59,8 @@ class Trainers:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([address, steps, device]).encode() + b"\n")
         self._process.stdin.flush()
-        return int(self.next(NURSERY, START_SECONDS).words)
+        self._started.append(int(self.next(NURSERY, START_SECONDS).words))
+        return self._started[-1]
 
     def next(self, pid: int, seconds: float) -> Report:
         """Return a trainer's next report.
@@ -86,6 +91,15 @@ class Trainers:
     def kill(self, pid: int) -> None:
         """End a trainer as a crash would."""
         os.kill(pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """End those that live, and wait until none is left: the nursery serves the next test."""
+        for pid in self._started:
+            with suppress(ProcessLookupError):
+                self.kill(pid)
+        wait_until(lambda: not any(map(psutil.pid_exists, self._started)))
+        self._started.clear()
+        self._reports.clear()
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "support.trainers"]
