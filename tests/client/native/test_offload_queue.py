@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
-from storm_client import hooks
 from storm_client.planner.machine import CPU
 from storm_client.results import Results
-from support.following import PATHS, Followed, follow_by
+from support.following import Followed, follow_by
 from support.in_place_lane import InPlaceCpuLane
 from support.interrupted_sends import interrupt_second
-from support.planning import replay_all
 from support.training import assert_identical, seeded
 from support.waiting import wait_until
 from torch import Tensor
 
 LENGTH = 40
-STEPS = 6
-
 LEARNED = 2
 """Steps before one that compiled code follows."""
+
+STEPS = LEARNED + 2
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def any_client(request: pytest.FixtureRequest) -> Iterator[storm.Client]:
 
 
 def offload(client: storm.Client) -> storm.Offload:
-    return client.offload(min_bytes=256, budget=0.0, replay=False)
+    return client.offload(min_bytes=256, budget=0.0, replay=False, codec="raw")
 
 
 def chain(x: Tensor, length: int = LENGTH) -> Tensor:
@@ -209,7 +208,7 @@ def compare_cases(client: storm.Client, device: str, compiled: Followed) -> None
     for name, function in CASES.items():
         x, block = leaf(device), offload(client)
         expected = gradient(x, None, function)
-        for _ in range(LEARNED + 2):
+        for _ in range(STEPS):
             assert torch.equal(gradient(x, block, function), expected), name
         assert compiled[-1], name
 
@@ -227,36 +226,6 @@ def test_each_case_on_a_gpu(client: storm.Client, compiled: Followed, left: Left
     assert max(left) == 16
 
 
-def test_what_others_are_recomputed_from_leaves_with_the_rest(
-    any_client: storm.Client, compiled: Followed, left: Left, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay_all(monkeypatch)
-    asked: list[Tensor] = []
-    pack_input = hooks.StepHooks._pack_input
-
-    def noted(self: Any, tensor: Tensor, *arguments: Any) -> Any:
-        asked.append(tensor)
-        return pack_input(self, tensor, *arguments)
-
-    monkeypatch.setattr(hooks.StepHooks, "_pack_input", noted)
-    x, block = leaf("cpu"), any_client.offload(min_bytes=256, budget=0.0)
-
-    def layers(x: Tensor) -> Tensor:
-        w = torch.eye(x.shape[1])
-        for _ in range(12):
-            x = (x @ w).tanh().exp().sin()
-        return x.sum()
-
-    expected = gradient(x, None, layers)
-    for _ in range(STEPS):
-        asked.clear()
-        assert torch.equal(gradient(x, block, layers), expected)
-    assert compiled[-1]
-    assert len(asked) <= 2, "the first of the step, and what no operation made"
-    assert block.stats().replayed_bytes > 0
-    assert left
-
-
 def test_a_graph_that_is_gone_through_in_parts_and_again(
     any_client: storm.Client, compiled: Followed
 ) -> None:
@@ -270,7 +239,7 @@ def test_a_graph_that_is_gone_through_in_parts_and_again(
         return grads
 
     expected, block = ways(nullcontext()), offload(any_client)
-    for _ in range(LEARNED + 2):
+    for _ in range(STEPS):
         assert_identical(ways(block), expected)
     assert compiled[-1]
 
@@ -304,39 +273,6 @@ def test_what_dies_is_not_brought_back(
     wait_until(lambda: client.status().entries == 0, 30, client.status)
 
 
-def unsettled(found: storm.OffloadStats) -> int:
-    """Return of how many bytes it is not known yet whether the daemon has taken them."""
-    apart = found.skipped_bytes + found.deduplicated_bytes + found.replayed_bytes
-    return found.saved_bytes - apart - found.offloaded_bytes - found.kept_bytes
-
-
-def test_both_paths_count_the_same(
-    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def doubled(x: Tensor) -> Tensor:
-        y = x.sin()
-        return (y * y * y.t().contiguous().t()).exp().sum() + chain(y, 5)
-
-    def counted(path: str) -> list[object]:
-        with monkeypatch.context() as patched:
-            followed = follow_by(path, patched)
-            x, block = leaf(device), offload(client)
-            for _ in range(STEPS):
-                gradient(x, block, doubled)
-            assert followed[-1] == (path == "compiled")
-            wait_until(lambda: unsettled(block.stats()) == 0, 30, block.stats)
-            found = block.stats()
-            return [
-                found.saved_bytes,
-                found.deduplicated_bytes,
-                found.offloaded_bytes + found.kept_bytes,  # of a GPU, as the link has time
-                dict(found.skipped),
-            ]
-
-    first, second = map(counted, PATHS)
-    assert first == second
-
-
 def test_what_is_dropped_before_it_leaves_is_not_sent(
     device: str, client: storm.Client, compiled: Followed, left: Left
 ) -> None:
@@ -357,27 +293,13 @@ def test_what_is_dropped_before_it_leaves_is_not_sent(
     assert block.stats().offloaded_bytes - stored < STEPS * 3 * x.nbytes
 
 
-def test_what_is_asked_for_in_its_block_is_there(
+def test_a_result_that_is_changed_is_refused(
     device: str, client: storm.Client, compiled: Followed
 ) -> None:
-    x, block = leaf(device), offload(client)
-    expected = gradient(x)
-    for _ in range(STEPS):
-        x.grad = None
-        with block:
-            chain(x).backward()
-        assert torch.equal(x.grad, expected)
-    assert compiled[-1]
-
-
-@pytest.mark.parametrize("behind", [0, 30])
-def test_a_result_that_is_changed_is_refused(
-    behind: int, device: str, client: storm.Client, compiled: Followed
-) -> None:
     """Before it has left, and after that."""
-    x, block = leaf(device), offload(client)
+    x = leaf(device)
 
-    def changed(x: Tensor, *, changes: bool) -> Tensor:
+    def changed(x: Tensor, behind: int, *, changes: bool) -> Tensor:
         y = (x * 2).exp()
         z = y.sin()
         more = chain(x, behind) if behind else 0.0
@@ -385,36 +307,19 @@ def test_a_result_that_is_changed_is_refused(
             y.mul_(2)
         return z.sum() + more
 
-    expected = gradient(x, None, lambda x: changed(x, changes=False))
-    for _ in range(STEPS):
-        found = gradient(x, block, lambda x: changed(x, changes=False))
-        assert torch.equal(found, expected)
-    with block:
-        loss = changed(x, changes=True)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1"):
-        loss.backward()
+    for behind in (0, 30):
+        block = offload(client)
+        unchanged = partial(changed, behind=behind, changes=False)
+        expected = gradient(x, None, unchanged)
+        for _ in range(STEPS):
+            assert torch.equal(gradient(x, block, unchanged), expected)
+        with block:
+            loss = changed(x, behind, changes=True)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* version 1"):
+            loss.backward()
 
 
-def test_given_other_data_is_found_with_that(
-    device: str, client: storm.Client, compiled: Followed
-) -> None:
-    x, block = leaf(device), offload(client)
-
-    held: list[Tensor] = []
-
-    def replaced(x: Tensor) -> Tensor:
-        y = (x * 2).exp()
-        held[:] = [y]
-        z = (y * y).sum()
-        y.data = torch.ones_like(y)
-        return z
-
-    expected = gradient(x, None, replaced)
-    for _ in range(STEPS):
-        assert torch.equal(gradient(x, block, replaced), expected)
-
-
-@pytest.mark.parametrize("strikes", range(1, 20, 3))
+@pytest.mark.parametrize("strikes", [1, 8, 19])
 def test_what_an_interrupt_leaves_behind_is_kept(
     strikes: int,
     device: str,
@@ -497,7 +402,7 @@ def test_what_the_daemon_does_not_take_is_kept(
             gradient(x),
             client.offload(min_bytes=256, codec="raw", budget=0.0, replay=False),
         )
-        for _ in range(LEARNED + 2):
+        for _ in range(STEPS):
             assert torch.equal(gradient(x, block), expected)
         assert compiled[-1]
         assert left
@@ -547,34 +452,24 @@ def test_a_daemon_that_ends(
                 gradient(x, block, ending)
 
 
-@pytest.mark.parametrize("kind", ["staged", "in place"])
 def test_plans_are_made_from_what_offloading_has_cost_the_thread(
-    kind: str,
-    request: pytest.FixtureRequest,
+    make_late_daemon: Callable[..., Any],
+    lanes: list[InPlaceCpuLane],
     compiled: Followed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where it copies nothing itself: bytes have figures of their own."""
     monkeypatch.setattr(InPlaceCpuLane, "budget_bytes", 16 << 10)  # so that all leaves
-    if kind == "staged":
-        client = request.getfixturevalue("client")
-        _train_and_look_at_costs(client, is_measured=False)
-        return
-    daemon = request.getfixturevalue("make_late_daemon")()
-    request.getfixturevalue("lanes").clear()
+    daemon = make_late_daemon()
+    lanes.clear()
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
-        _train_and_look_at_costs(client, is_measured=True)
-        request.getfixturevalue("lanes")[0].unread.read_all()
+        x, block = leaf("cpu"), offload(client)
+        for _ in range(20):
+            gradient(x, block)
+        (known,) = block._planning._signatures._known.values()
+        machine = block._planning.maker.measured(known)
+        assert "thread" in machine.measured
+        assert machine.thread_store != CPU.thread_store
+        lanes[0].unread.read_all()
         wait_until(lambda: client.status().entries == 0, 30, client.status)
     assert compiled[-1]
-
-
-def _train_and_look_at_costs(client: storm.Client, *, is_measured: bool) -> None:
-    x, block = leaf("cpu"), offload(client)
-    maker = block._planning.maker
-    for _ in range(20):
-        gradient(x, block)
-    (known,) = block._planning._signatures._known.values()
-    machine = maker.measured(known)
-    assert ("thread" in machine.measured) == is_measured
-    assert (machine.thread_store == CPU.thread_store) != is_measured
