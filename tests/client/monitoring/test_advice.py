@@ -1,3 +1,5 @@
+"""What is warned of after the first steps: a setting that would have more offloaded."""
+
 from __future__ import annotations
 
 import warnings
@@ -6,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import storm_client as storm
 import torch
-from storm_client.monitoring.advice import FirstSteps, advice
+from storm_client.monitoring.advice import advice
 from storm_client.monitoring.stats import StatsRecorder
 from support.daemon_process import DaemonProcess
 from torch.utils.checkpoint import checkpoint
@@ -76,24 +78,14 @@ def test_tensors_below_min_bytes() -> None:
 @pytest.mark.parametrize(
     "count",
     [
-        saves(200 * MIB, 0, "pool_full"),
-        saves(110 * MIB, 100 * MIB, "pool_full"),
-        saves(0, 200 * MIB, "needed_at_once"),
-        saves(0, 200 * MIB, "daemon_lost"),
-        skips(64, 4 << 20, "subclass"),
-        skips(64, 4 << 20, "parameter"),
-        skips(10_000, 1 << 10),
-        skips(8, 128 << 10),
-    ],
-    ids=[
-        "all left",
-        "most left",
-        "needed at once",
-        "told of already",
-        "cannot leave",
-        "parameters",
-        "too small to be worth it",
-        "little in all",
+        pytest.param(saves(200 * MIB, 0, "pool_full"), id="all left"),
+        pytest.param(saves(110 * MIB, 100 * MIB, "pool_full"), id="most left"),
+        pytest.param(saves(0, 200 * MIB, "needed_at_once"), id="needed at once"),
+        pytest.param(saves(0, 200 * MIB, "daemon_lost"), id="told of already"),
+        pytest.param(skips(64, 4 << 20, "subclass"), id="cannot leave"),
+        pytest.param(skips(64, 4 << 20, "parameter"), id="parameters"),
+        pytest.param(skips(10_000, 1 << 10), id="too small to be worth it"),
+        pytest.param(skips(8, 128 << 10), id="little in all"),
     ],
 )
 def test_no_advice_where_no_setting_helps(count: Callable[[StatsRecorder], None]) -> None:
@@ -117,13 +109,6 @@ def test_a_model_that_ran_unseen() -> None:
     for parameter in model:
         parameter.requires_grad_(False)
     assert advised(skips(1, MIB, "in_use"), *model) is None
-
-
-def test_a_look_that_found_nothing_is_repeated_later() -> None:
-    steps = FirstSteps()
-    assert [steps.is_due() for _ in range(3)][-1]
-    steps.postpone()
-    assert [steps.is_due() for _ in range(5)] == [False, False, True, False, False]
 
 
 # --- with a daemon --------------------------------------------------------------------------

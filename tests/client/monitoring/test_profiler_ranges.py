@@ -13,26 +13,6 @@ from storm_client.monitoring.profiler_ranges import span
 from torch.profiler import ProfilerActivity, profile
 
 
-def test_torchs_profiler_shows_it_in_every_thread_of_a_backward() -> None:
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            with span("unpack", 8, 3):
-                return gradient
-
-    x = torch.ones(4, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        with span("pack", 4096, 3):
-            y = Save.apply(x).sum()
-        y.backward()
-    names = {event.key for event in profiled.key_averages()}
-    assert {"storm pack #3, 4096 B", "storm unpack #3, 8 B"} <= names
-
-
 def test_a_step_shows_what_the_client_does(client: storm.Client) -> None:
     offload = client.offload(min_bytes=1)
     x = torch.ones(1 << 12, requires_grad=True)

@@ -1,3 +1,5 @@
+"""What a report shows of each layer, in a table, a notebook and a picture."""
+
 from __future__ import annotations
 
 import contextlib
@@ -42,12 +44,26 @@ def test_each_layer_has_its_share(client: storm.Client) -> None:
         parts = sum(getattr(stats, name) for stats in report.layers.values())
         assert 0 <= parts <= getattr(report.stats, name)
     assert report.stats.offloaded_bytes > 0
+    lines = str(report).splitlines()
+    assert lines[0] == "3 steps together"
+    assert lines[1].split() == [
+        *("layer", "saved", "duplicates", "offloaded", "recomputed", "kept", "ratio")
+    ]
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "everything"]
+    assert len({len(line) for line in lines[1:5]}) == 1
+    assert lines[-1].startswith("the plan of a step: keep 0 B, offload ")
 
 
-def test_what_the_budget_keeps_is_the_layers_too(client: storm.Client) -> None:
-    report = trained(client, budget=1.0).report()
-    for stats in report.layers.values():
-        assert stats.skipped["budget"] > 0
+def test_each_of_several_models_has_its_own_names(client: storm.Client) -> None:
+    nets = [network(), network()]
+    offload = client.offload(nets, min_bytes=4096, budget=1.0)
+    for _ in range(STEPS):
+        with offload:
+            loss = nets[1](nets[0](torch.ones(256, 64))).square().mean()
+        loss.backward()
+    layers = offload.report().layers
+    assert list(layers) == ["0:0", "0:1", "1:0", "1:1"]
+    assert all(stats.skipped["budget"] > 0 for stats in layers.values())
 
 
 def test_without_a_model_there_are_no_layers(client: storm.Client) -> None:
@@ -58,17 +74,6 @@ def test_without_a_model_there_are_no_layers(client: storm.Client) -> None:
     report = offload.report()
     assert report.layers == {}
     assert "everything" in str(report)
-
-
-def test_printed_it_is_a_table_of_layers(client: storm.Client) -> None:
-    lines = str(trained(client).report()).splitlines()
-    assert lines[0] == "3 steps together"
-    assert lines[1].split() == [
-        *("layer", "saved", "duplicates", "offloaded", "recomputed", "kept", "ratio")
-    ]
-    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "everything"]
-    assert len({len(line) for line in lines[1:5]}) == 1
-    assert lines[-1].startswith("the plan of a step: keep 0 B, offload ")
 
 
 def test_notebooks_show_tables_of_offload_statistics_and_plan(client: storm.Client) -> None:
@@ -106,24 +111,17 @@ def test_before_the_first_step_there_is_nothing_to_draw(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
-def test_a_step_is_drawn(client: storm.Client, tmp_path: Path, name: str, begins: bytes) -> None:
-    trained(client).report().draw(tmp_path / name)
-    picture = (tmp_path / name).read_bytes()
-    assert picture.startswith(begins)
-    assert b'href="http' not in picture  # all of it is in the file
-
-
-def test_what_cannot_be_drawn_says_so(client: storm.Client, tmp_path: Path) -> None:
-    report = trained(client).report()
-    with pytest.raises(storm.UsageError, match=r"cannot draw to .*step.nothing"):
-        report.draw(tmp_path / "step.nothing")
-
-
-def test_without_matplotlib_a_notebook_shows_the_table(
+def test_a_step_is_drawn_where_matplotlib_is_there(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     report = trained(client).report()
+    for name, begins in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
+        report.draw(tmp_path / name)
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(begins)
+        assert b'href="http' not in picture  # all of it is in the file
+    with pytest.raises(storm.UsageError, match=r"cannot draw to .*step.nothing"):
+        report.draw(tmp_path / "step.nothing")
     assert "<svg" in report._repr_html_()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     html = report._repr_html_()

@@ -1,3 +1,5 @@
+"""The line that says what training saves, once its steps follow their plan."""
+
 from __future__ import annotations
 
 import logging
@@ -25,9 +27,7 @@ def logger() -> Iterator[logging.Logger]:
 class Steps:
     """Steps that last as long each, of which so much becomes of what they save."""
 
-    def __init__(
-        self, *, device_peak: int | None = None, small_owned: int = 0, seconds: float = 2.0
-    ) -> None:
+    def __init__(self, *, device_peak: int | None = None, small_owned: int = 0) -> None:
         self.recorder = StatsRecorder()
         self.is_comparing = False
         self.lines: list[str] = []
@@ -35,7 +35,6 @@ class Steps:
         self._clock = 100.0
         self._device_peak = device_peak
         self._small_owned = small_owned
-        self._seconds = seconds
 
     def step(
         self, *, offloaded: int = 0, replayed: int = 0, small: int = 0, budget: int = 0
@@ -48,7 +47,7 @@ class Steps:
             lambda: self.is_comparing,
         )
         self.lines += [] if line is None else [line]
-        self._clock += self._seconds
+        self._clock += 2.0
         self.recorder.skipped(7 * MIB, "parameter")
         self.recorder.skipped(small, "small")
         self.recorder.skipped(budget, "budget")
@@ -96,14 +95,6 @@ def test_it_is_told_that_plans_are_compared() -> None:
         steps.step(offloaded=100 * MIB)
     (line,) = steps.lines
     assert line.endswith("; later steps may follow other plans, and a line will tell of the best")
-
-
-def test_steps_of_minutes_last_whole_seconds() -> None:
-    steps = Steps(seconds=128.0)
-    for _ in range(7):
-        steps.step(offloaded=100 * MIB)
-    (line,) = steps.lines
-    assert "spent 0.38 s of a step's 128 s (0%)" in line
 
 
 def test_small_parameters_are_no_activations() -> None:
