@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
 
 import pytest
 
@@ -28,97 +30,121 @@ LOADS_PROGRAMS = [ROOT / "stormd" / "commands" / f"{name}.py" for name in ("benc
 """What may import storm_bench, and only inside the functions that need it."""
 
 
+class Import(NamedTuple):
+    """What a file imports, by its full name."""
+
+    name: str
+    is_at_once: bool
+    is_to_run: bool
+    """And not for its types alone."""
+
+
 def _modules() -> Iterator[tuple[str, Path]]:
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             yield package, path
 
 
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from (f"{node.module}.{name.name}" for name in node.names)
-
-
-def _imported_at_once(path: Path) -> Iterator[str]:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @cache
-def _loaded_by(code: str) -> set[str]:
-    """Return what a new interpreter has loaded behind that, by the first parts of their names."""
-    code += "; import sys; print(*{n.split('.')[0] for n in sys.modules})"
+def _imports(path: Path) -> tuple[Import, ...]:
+    return tuple(_imports_among(_tree(path).body, is_at_once=True, is_to_run=True))
+
+
+def _imports_among(
+    nodes: Iterable[ast.AST], *, is_at_once: bool, is_to_run: bool
+) -> Iterator[Import]:
+    """Look through statements alone: files have many more expressions."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names = [f"{module}.{name.name}" for name in node.names]
+        else:
+            is_of_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+                yield from _imports_among(
+                    getattr(node, field, ()),
+                    is_at_once=False,
+                    is_to_run=is_to_run and not is_of_types,
+                )
+            continue
+        yield from (Import(name, is_at_once, is_to_run) for name in names)
+
+
+def _printed_by(code: str, *arguments: str) -> list[list[str]]:
+    """Return the words of each line that a new interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
-    return set(done.stdout.split())
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def test_imports_point_one_way() -> None:
     for package, path in _modules():
         allowed = MAY_IMPORT[package]
         if path in LOADS_PROGRAMS:
-            assert not any(name.startswith("storm_bench") for name in _imported_at_once(path))
+            at_once = [one.name for one in _imports(path) if one.is_at_once]
+            assert not any(name.startswith("storm_bench") for name in at_once)
             allowed = (*allowed, "storm_bench")
-        for name in _imported(path):
+        for name, _, _ in _imports(path):
             if name.split(".")[0] in PACKAGES:
                 assert any(name == one or name.startswith(one + ".") for one in allowed), (
                     f"{path.relative_to(ROOT)} imports {name}"
                 )
 
 
-@pytest.mark.parametrize("package", ["stormd", "storm_client", "storm_kernels", "stormd.cli"])
-def test_importing_loads_nothing_of_cuda_and_starts_none(package: str) -> None:
-    loaded = _loaded_by(
-        f"import sys, {package}; torch = sys.modules.get('torch');"
-        "assert torch is None or not torch.cuda.is_initialized()"
-    )
-    assert package.partition(".")[0] in loaded
-    # of CUDA builds PyTorch itself loads NVIDIA's bindings from 2.14 on
-    ours = loaded - _loaded_by("import torch") if "torch" in loaded else loaded
-    assert not {"cupy", "cuda", "triton"} & ours
-
-
-def test_integrations_load_their_frameworks_when_they_are_used() -> None:
+def test_importing_the_client_loads_little() -> None:
+    """Nothing of CUDA but what PyTorch loads, and frameworks only when they are used."""
     folder = PACKAGES["storm_client"] / "integrations"
     names = [f"storm_client.integrations.{path.stem}" for path in folder.glob("[!_]*.py")]
     assert len(names) > 5
+    script = """
+        import sys, torch
+        before = set(sys.modules)
+        import storm_client
+        print(*sorted(name for name in set(sys.modules) - before if name != "storm_client"))
+        from importlib import import_module
+        for name in sys.argv[1:]:
+            import_module(name)
+        print(*{name.split(".")[0] for name in set(sys.modules) - before})
+        assert not torch.cuda.is_initialized()
+    """
+    loaded, behind_integrations = _printed_by(script, *names)
+    assert loaded == ["storm_client.compile", "storm_client.errors"]
     frameworks = {"accelerate", "lightning", "peft", "pytorch_lightning", "torchtitan"}
-    assert not (frameworks | {"transformers", "trl"}) & _loaded_by(f"import {', '.join(names)}")
+    frameworks |= {"transformers", "trl", "cupy", "cuda", "triton"}
+    assert not frameworks & set(behind_integrations)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["serve", "--pool-bytes=17"], ["status", "--address=ipc:///nowhere/s"]]
-)
-def test_a_command_loads_no_programs_of_others(arguments: list[str]) -> None:
-    """Neither the demo and the benchmarks nor the client: a daemon serves without them."""
-    code = (
-        "import sys; from stormd import cli, running, server; status = cli.main(sys.argv[1:]);"
-        "print(status, *sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    status, *loaded = done.stdout.split()
-    assert status in ("2", "3"), done.stderr
-    roots = {name.split(".")[0] for name in loaded}
-    assert "stormd" in roots
-    assert not {"storm_bench", "storm_client", "torch"} & roots
+def test_commands_load_no_programs_of_others() -> None:
+    """Neither the demo and the benchmarks nor the client, nor CUDA: a daemon serves without."""
+    script = """
+        import sys
+        import storm_kernels
+        from stormd import cli, running, server
+        calls = [["serve", "--pool-bytes=17"], ["status", "--address", sys.argv[1]]]
+        print(*map(cli.main, calls))
+        print(*{name.split(".")[0] for name in sys.modules})
+    """
+    *_, status, loaded = _printed_by(script, "ipc:///nowhere/s")
+    assert status == ["2", "3"]
+    assert "stormd" in loaded
+    assert not {"storm_bench", "storm_client", "torch", "cupy", "cuda", "triton"} & set(loaded)
 
 
 def test_the_protocol_needs_the_standard_library_and_msgpack_alone() -> None:
     for path in sorted((ROOT / "stormd" / "protocol").glob("*.py")):
-        for name in _imported(path):
+        for name, _, _ in _imports(path):
             root = name.split(".")[0]
             known = root in sys.stdlib_module_names or root == "msgpack"
             assert known or name.startswith("stormd.protocol"), f"{path.name} imports {name}"
@@ -138,28 +164,18 @@ def _imports_of_a_package(package: str) -> dict[str, set[str]]:
     return {
         name: {
             target
-            for found in _imported_to_run(ast.parse(path.read_text()))
-            if (target := _module_of(found, package, names)) and target != name
+            for found in _imports(path)
+            if found.is_to_run
+            if (target := _module_of(found.name, package, names)) and target != name
         }
         for name, path in names.items()
         if name != package
     }
 
 
-def _imported_to_run(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    if isinstance(node, ast.Import):
-        yield from (name.name for name in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0
-        yield from (f"{node.module}.{name.name}" for name in node.names)
-    for child in ast.iter_child_nodes(node):
-        yield from _imported_to_run(child)
-
-
 def _module_of(found: str, package: str, names: dict[str, Path]) -> str:
     """Return the module that is meant by \"package.module.name\", empty for none of the package."""
+    assert not found.startswith("."), "name the module in full"
     while found.startswith(f"{package}."):
         if (name := found.removeprefix(f"{package}.")) in names:
             return name
@@ -193,15 +209,12 @@ def test_circles_are_found() -> None:
 
 
 @pytest.mark.parametrize("package", ["storm_client", "stormd"])
-def test_modules_do_not_import_each_other(package: str) -> None:
-    assert not _circles(_imports_of_a_package(package))
-
-
-@pytest.mark.parametrize("package", ["storm_client", "stormd"])
-def test_rooms_do_not_import_each_other(package: str) -> None:
-    """The same of folders, and of the modules beside them."""
+def test_modules_and_rooms_do_not_import_each_other(package: str) -> None:
+    """Rooms are folders, and the modules beside them."""
+    modules = _imports_of_a_package(package)
+    assert not _circles(modules)
     rooms: dict[str, set[str]] = {}
-    for name, imports in _imports_of_a_package(package).items():
+    for name, imports in modules.items():
         room = name.partition(".")[0]
         rooms.setdefault(room, set()).update({one.partition(".")[0] for one in imports} - {room})
     assert not _circles(rooms)
@@ -209,4 +222,4 @@ def test_rooms_do_not_import_each_other(package: str) -> None:
 
 def test_every_file_opens_with_what_it_is_for() -> None:
     for _, path in _modules():
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+        assert ast.get_docstring(_tree(path)), f"{path} has no docstring"

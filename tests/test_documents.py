@@ -15,7 +15,6 @@ import pytest
 import storm_client
 from bench.saved_bytes import line
 from bench.zoo_tables import RESULTS, filled
-from storm_bench.zoo import MODELS
 
 from stormd import cli
 from stormd.config import Option, config_options, default_of
@@ -98,19 +97,6 @@ def words(sentence: str) -> list[str]:
     return [word for word in sentence.split() if re.search(r"\w", word)]
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("One two. Three `a b c` [four five](six/seven.md).", [2, 4]),
-        ("One two\nthree:\n\n- four\n- five\n  six.", [3, 1, 2]),
-        ("One.\n\n| a | b |\n|---|---|\n\n```\ncode\n```\n\n    more code\n\nTwo three.", [1, 2]),
-        ("# Heading\n<!-- a comment -->\nOf 3.5 GiB, e.g. two. `Code` begins.", [5, 2]),
-    ],
-)
-def test_sentences_are_told_apart(text: str, counts: list[int]) -> None:
-    assert [len(words(sentence)) for sentence in sentences(text)] == counts
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_can_be_read_once(path: Path) -> None:
     long = [part for part in sentences(path.read_text("utf-8")) if len(words(part)) > MAX_WORDS]
@@ -153,13 +139,6 @@ def _missing(text: str) -> Iterator[str]:
     for found, cut in QUOTED_TEST.findall(text):
         if not any(name == found or (cut and name.startswith(found)) for name in TESTS):
             yield found
-
-
-def test_missing_files_are_found() -> None:
-    text = (
-        "`no_such.py` `test_documents.py` `stormd/nowhere/` `client/` `test_nothing` `test_miss…`"
-    )
-    assert list(_missing(text)) == ["no_such.py", "stormd/nowhere/", "test_nothing"]
 
 
 def test_named_files_and_tests_exist() -> None:
@@ -262,41 +241,3 @@ def test_what_models_save_is_what_was_recorded_of_each() -> None:
     rows = json.loads((RESULTS / "saved_bytes.json").read_text("utf-8"))["rows"]
     table = "\n".join(line(name, row) for name, row in rows.items())
     assert table in (ROOT / "docs" / "budget.md").read_text("utf-8"), f"it needs\n{table}"
-
-
-def test_a_cell_that_differs_from_the_results_is_seen(tmp_path: Path) -> None:
-    rows = [
-        {"model": "lora", "method": method, "budget": budget, "ms": ms, "peak_gib": 1.26}
-        for method, budget, ms in [
-            ("none", None, 100.4),
-            ("checkpoint", None, 150.0),
-            ("storm", "least", 120.0),
-            ("storm", "least", 121.2),
-            ("storm", "0.5", 50.0),
-        ]
-    ]
-    plain = [{key: value for key, value in row.items() if value is not None} for row in rows]
-    (tmp_path / "zoo_card.json").write_text(json.dumps({"rows": plain}))
-    head = "| Workload | ms without | ms checkpointed | ms stormd | GiB stormd |"
-    table = f"{head}\n|---|---|---|---|---|\n| {MODELS['lora']} |{{}}"
-    page = f"# Rows\nIn tests/bench/results/zoo_card.json:\n\n{table}\n\nEnd"
-    right = page.format(" 100 | 150 | 121 | 1.3 |")
-    assert filled(right, tmp_path) == right
-    for cells in (" 101 | 150 | 121 | 1.3 |", " 100 | 150 | 121 | 1.26 |", ""):
-        assert filled(page.format(cells), tmp_path) == right
-    runs = [
-        {"rows": [{"framework": "trl", "method": "storm", "ms": ms, "same_bits": True}]}
-        for ms in (90.0, 80.4)
-    ]
-    (tmp_path / "frameworks_card.json").write_text(json.dumps({"runs": runs}))
-    text = (
-        "In tests/bench/results/frameworks_card.json:\n\n| Workload | ms without | "
-        "ms checkpointed | ms stormd | Same bits |\n|---|---|---|---|---|\n| TRL's SFTTrainer |{}"
-    )
-    assert filled(text.format(""), tmp_path) == text.format("  |  | 80 | yes |")
-    with pytest.raises(ValueError, match="no rows of 'Llama'"):
-        filled(right.replace(MODELS["lora"], "Llama"), tmp_path)
-    with pytest.raises(ValueError, match="MiB"):
-        filled(right.replace("GiB", "MiB"), tmp_path)
-    with pytest.raises(ValueError, match="of one"):
-        filled(right.replace("End", "See tests/bench/results/zoo_others.json"), tmp_path)

@@ -59,45 +59,9 @@ def test_links_of_the_description_are_absolute_and_lead_to_files(
             assert (ROOT / path.partition("#")[0]).exists(), link
 
 
-@pytest.mark.parametrize(
-    ("written", "published"),
-    [
-        ("[a](b/c.md#d)", "[a](HOME/blob/main/b/c.md#d)"),
-        ("![a](b.png)", "![a](RAW/main/b.png)"),
-        ("[![a](b.png)](c.json)", "[![a](RAW/main/b.png)](HOME/blob/main/c.json)"),
-        ("[a](https://b.org/c) [d](#e)", "[a](https://b.org/c) [d](#e)"),
-    ],
-)
-def test_each_kind_of_link(settings: dict[str, Any], written: str, published: str) -> None:
-    home = settings["project"]["urls"]["Homepage"]
-    text = written
-    for change in settings["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
-        "substitutions"
-    ]:
-        text = re.sub(change["pattern"], change["replacement"], text)
-    raw = home.replace("github.com", "raw.githubusercontent.com")
-    assert text == published.replace("HOME", home).replace("RAW", raw)
-
-
-def test_classifiers_and_extras_are_there(settings: dict[str, Any]) -> None:
-    project = settings["project"]
-    assert project["authors"]
-    assert project["keywords"]
-    assert "Typing :: Typed" in project["classifiers"]
-    assert {"cuda", "transformers", "completion"} <= set(project["optional-dependencies"])
-    for minor in (11, 12, 13):
-        assert f"Programming Language :: Python :: 3.{minor}" in project["classifiers"]
-    assert project["requires-python"] == ">=3.11,<3.14"
-
-
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md"])
 def test_links_of_documents_lead_to_files(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text())
     assert links
     for link in links:
         assert "://" in link or (ROOT / link).exists(), link
-
-
-def test_an_issue_is_asked_for_what_doctor_finds() -> None:
-    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
-    assert "stormd doctor --json" in template

@@ -110,12 +110,6 @@ def test_unpickling_connects_to_nobody(client: storm.Client, shared: object) -> 
     assert pickle.loads(pickle.dumps(net)).offload._supply is None
 
 
-def test_an_offload_without_modules(client: storm.Client) -> None:
-    offload = copy.deepcopy(client.offload(min_bytes=7))
-    assert offload._policy.min_bytes == 7
-    assert offload._policy.modules == ()
-
-
 def test_a_copy_of_a_closed_clients_offload_says_so(daemon: DaemonProcess) -> None:
     with storm.connect(daemon.address, timeout=30) as client:
         net = holding(client)

@@ -25,7 +25,7 @@ from support.training import assert_identical, seeded, trained
 from support.waiting import wait_until
 from torch.overrides import TorchFunctionMode
 
-IN_ONE_TEST = 250
+IN_ONE_TEST = 120
 
 
 def some_and_all(some: int, all_: int) -> list[object]:
@@ -154,10 +154,16 @@ def interrupt_backward_passes(net: torch.nn.Module, x: torch.Tensor, client: sto
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def interrupt_often(seed: int, client: storm.Client) -> None:
+def network() -> tuple[torch.nn.Module, list[torch.nn.Module]]:
+    """Return one, and the blocks among its modules."""
     torch.manual_seed(0)
     blocks = [torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Tanh()) for _ in range(4)]
-    net = torch.nn.Sequential(*[m for block in blocks for m in (block, torch.nn.Linear(96, 48))])
+    modules = [m for block in blocks for m in (block, torch.nn.Linear(96, 48))]
+    return torch.nn.Sequential(*modules), blocks
+
+
+def interrupt_often(seed: int, client: storm.Client) -> None:
+    net, _ = network()
     x = seeded("cpu", 32, 48)
 
     def step() -> list[torch.Tensor]:
@@ -223,11 +229,9 @@ def test_layers_that_are_named_are_right_behind_interrupts(
 
 
 def interrupt_named_layers(seed: int, client: storm.Client) -> None:
-    torch.manual_seed(0)
-    blocks = [torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Tanh()) for _ in range(4)]
-    net = torch.nn.Sequential(*[m for block in blocks for m in (block, torch.nn.Linear(96, 48))])
+    net, blocks = network()
     x = seeded("cpu", 32, 48)
-    offload = client.offload(net, min_bytes=1, layers=[*blocks])
+    offload = client.offload(net, min_bytes=1, layers=blocks)
 
     def step() -> list[torch.Tensor]:
         net.zero_grad()
@@ -260,7 +264,7 @@ def interrupt_named_layers(seed: int, client: storm.Client) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_an_interrupted_close_is_finished_by_the_next(daemon: DaemonProcess) -> None:
     chance, fired = random.Random(3), []
-    for number in range(60):
+    for number in range(40):
         client = storm.connect(daemon.address, embedded="never", timeout=30)
         net = torch.nn.Linear(32, 32)
         with client.offload(net, min_bytes=1):
@@ -275,7 +279,7 @@ def test_an_interrupted_close_is_finished_by_the_next(daemon: DaemonProcess) -> 
         assert client.status().pool.used_bytes == 0
 
 
-@pytest.mark.parametrize("attempt", some_and_all(2, 20))
+@pytest.mark.parametrize("attempt", some_and_all(1, 20))
 def test_a_script_ends_at_the_first_sigint(
     attempt: int, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -349,27 +353,14 @@ def test_a_block_whose_mode_is_not_where_it_was(client: storm.Client, kind: str)
             pop()
 
 
-def test_blocks_may_be_left_by_plain_calls(client: storm.Client) -> None:
-    one, two = client.offload(min_bytes=1), client.offload(min_bytes=1)
-    one.__enter__()
-    leave = two.__exit__
-    two.__enter__()
-    torch.ones(8, requires_grad=True).exp()
-    leave(None, None, None)
-    assert hooks_are_on()
-    one.__exit__(None, None, None)
-    assert not hooks_are_on()
-    assert two.stats().saved_bytes == 32
-
-
 def test_who_waits_has_the_lock_afterwards() -> None:
     from threading import RLock
 
     lock = RLock()
     changes, fired = SafeCondition(lock), []
-    for _ in range(20):
+    for _ in range(10):
         with pytest.raises(KeyboardInterrupt), lock, interrupted_after(0.002, fired):
             until_interrupted(lambda: changes.wait(1e-6), fired)
         assert lock.acquire(blocking=False)
         lock.release()
-    assert len(fired) == 20
+    assert len(fired) == 10

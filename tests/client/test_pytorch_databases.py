@@ -1,12 +1,14 @@
 """Every module and operator of PyTorch's databases: outputs and gradients are identical.
 
-PyTorch's own tests are needed, which import `expecttest`. The default run takes one sample of each
-entry; the slow tests take all of them in all dtypes, on a GPU with cuDNN and without.
+PyTorch's own tests are needed, which import `expecttest`. The default run takes one sample of
+each entry, of every third on the CPU; the slow tests take all in all dtypes, on a GPU with cuDNN
+and without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import pytest
 import storm_client as storm
@@ -27,6 +29,9 @@ DTYPES = {
         torch.complex128,
     )
 }
+
+STRIDE = {"cpu": 3, "cuda": 1}
+"""One in so many entries is compared by the default run: on the CPU they take 7 s in all."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,19 +58,19 @@ def as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_first_samples_of_modules(device: str, client: storm.Client) -> None:
-    tally = compare(module_samples(device), device, client)
+    tally = compare(islice(module_samples(device), 0, None, STRIDE[device]), device, client)
     # on an H100 109 samples of 200 kB leave
-    samples, nbytes = {"cpu": (150, 250_000), "cuda": (90, 160_000)}[device]
+    samples, nbytes = {"cpu": (75, 100_000), "cuda": (90, 160_000)}[device]
     assert tally.counts["offloaded"] > samples, tally.counts
     assert tally.offload.stats().offloaded_bytes > nbytes
 
 
 def test_first_samples_of_operators(device: str, client: storm.Client) -> None:
-    tally = compare(operator_samples(device), device, client)
-    least = {"cpu": 500, "cuda": 220}[device]  # there what is needed at once is held: 260 leave
+    tally = compare(islice(operator_samples(device), 0, None, STRIDE[device]), device, client)
+    least = {"cpu": 160, "cuda": 220}[device]  # there what is needed at once is held: 260 leave
     assert tally.counts["offloaded"] > least, tally.counts
     stats = tally.offload.stats()
-    assert stats.offloaded_bytes + stats.kept_bytes > 800_000, stats
+    assert stats.offloaded_bytes + stats.kept_bytes > 800_000 // STRIDE[device], stats
 
 
 @pytest.fixture(params=["cudnn", "no cudnn"])

@@ -17,10 +17,10 @@ from support.devices import DEVICES
 from support.random_programs import compare_freely, process_group, run
 from support.training import assert_identical
 
-PROGRAMS = 40
+PROGRAMS = 16
 BATCH = 10
 """Free programs that share a test, and the names of those that follow each other."""
-BATCHES = 8
+BATCHES = 3
 SLOW_BATCHES = 200
 PROCESSES = 2
 PROCESSES_SECONDS = 300.0

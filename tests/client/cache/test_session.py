@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,25 +14,19 @@ from storm_client.errors import (
     ActivationLost,
     CorruptBlob,
     ProtocolMismatch,
-    QuotaExceeded,
-    StormError,
     UsageError,
 )
 from storm_client.lanes import Slot
 from storm_client.lanes.cpu import CpuLane
-from storm_client.transport.transfer import Transfer
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
 from stormd.protocol import (
     CacheCancel,
-    CacheFind,
     CacheFound,
     CacheGet,
     CacheTensor,
-    Envelope,
     Failed,
-    Rejected,
     Restored,
 )
 
@@ -89,13 +82,6 @@ def fetch(session: CacheSession, name: str) -> torch.Tensor:
     return session.fetch(found)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, PART, PART + 1, 9 * PART - 1])
-def test_any_size_passes_through_a_small_staging_area(session: CacheSession, nbytes: int) -> None:
-    tensor = data(nbytes)
-    put(session, "a", tensor)
-    assert torch.equal(fetch(session, "a"), tensor)
-
-
 def test_a_name_changes_its_meaning_only_with_a_whole_put(
     session: CacheSession, lane: CpuLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,34 +116,6 @@ def test_a_fetch_that_fails_lets_go_of_what_is_under_way(
         with pytest.raises(MemoryError):
             fetch(session, "a")
     assert fetch(session, "a").numel() == 8 * PART
-
-
-@pytest.mark.parametrize(
-    ("reason", "kind"),
-    [("invalid", UsageError), ("quota", QuotaExceeded), ("draining", StormError)],
-)
-def test_a_part_that_is_rejected_ends_the_put(
-    session: CacheSession,
-    monkeypatch: pytest.MonkeyPatch,
-    reason: str,
-    kind: type[StormError],
-) -> None:
-    stores, connection = session._transfers.stores, session._connection
-    store = stores.store
-
-    def rejects(*told: Any) -> Transfer:
-        """Have the daemon not hear of the store, and answer it itself."""
-        transfer = store(*told)
-        assert connection.outbox.pop().request == transfer.number
-        answer = Rejected(transfer.number, reason, "because")
-        connection._messages._inbox.append(Envelope(transfer.number, answer))
-        return transfer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stores, "store", rejects)
-        with pytest.raises(kind, match="because"):
-            put(session, "rejected", data(PART))
-    assert session.ask(CacheFind("rejected")) == CacheFound(found=False)
 
 
 def test_a_damaged_part_is_raised_and_nothing_returned(
@@ -199,22 +157,6 @@ def test_what_was_released_cannot_be_fetched(session: CacheSession) -> None:
     session.fetch(found)
     with pytest.raises(ActivationLost, match="does not exist or was released"):
         session.fetch(found)
-
-
-def test_a_session_that_is_closed_is_lost(daemon: DaemonProcess) -> None:
-    session = CacheSession(daemon.address, CpuLane(), 10.0)
-    assert not session.lost
-    session.close()
-    session.close()
-    assert session.lost
-
-
-def test_a_daemon_without_a_cache_leaves_nothing_open(
-    make_daemon: Callable[..., DaemonProcess],
-) -> None:
-    daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=0")
-    with pytest.raises(UsageError, match="keeps no cache"):
-        CacheSession(daemon.address, CpuLane(), 10.0)
 
 
 def test_a_daemon_that_knows_no_cache_leaves_nothing_open(

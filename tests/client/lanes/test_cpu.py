@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,10 +8,10 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.lanes import Slot, cpu
-from storm_client.lanes.cpu import HUGE_BYTES, CpuLane
+from storm_client.lanes.cpu import CpuLane
 
 from stormd.protocol import Message, Welcome
-from stormd.protocol.timeline import PAGE_BYTES, POISON, STORED
+from stormd.protocol.timeline import PAGE_BYTES
 
 STAGING_BYTES = 1 << 20
 
@@ -59,36 +58,9 @@ def lane(memory: int, page: int) -> Iterator[CpuLane]:
     lane.close()
 
 
-@pytest.mark.parametrize("nbytes", [1, 4097, HUGE_BYTES, HUGE_BYTES + 4097])
-def test_memory_to_restore_into(lane: CpuLane, nbytes: int) -> None:
-    memory = lane.allocate(nbytes)
-    assert memory.nbytes() == nbytes
-    memory.fill_(1)
-
-
 def test_a_daemon_that_shares_too_little(memory: int) -> None:
     with pytest.raises(storm.DaemonUnavailable, match="1 of 2 memory files"):
         CpuLane().attach(welcome(), [memory], no_request)
-
-
-def test_bytes_that_the_daemon_took_away_while_they_were_copied_are_none(
-    lane: CpuLane, page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says so in the page before it does, at the end of a session that it ends itself."""
-    slot, destination = Slot(0, 64), torch.ones(64, dtype=torch.uint8)
-
-    def ending(target: int, source: int, nbytes: int) -> None:
-        os.pwrite(page, POISON.to_bytes(8, "little"), STORED)
-        ctypes.memset(target, 0, nbytes)
-
-    monkeypatch.setattr(cpu, "memmove", ending)
-    with pytest.raises(storm.DaemonLost, match="ended this session"):
-        lane.unstage(slot, destination.untyped_storage(), 0)
-
-
-def test_closing_twice_is_fine(lane: CpuLane) -> None:
-    lane.close()
-    lane.close()
 
 
 Copy = Callable[[CpuLane, torch.Tensor, Slot], None]

@@ -121,48 +121,6 @@ def assert_seen(
     assert daemon.read(place, nbytes) == data
 
 
-def test_a_piece_that_comes_later_is_mapped_beside_the_others(
-    segment: ExpandableSegment, segments: Segments, daemon: Daemon
-) -> None:
-    segments.find(segment.address, PIECE)
-    daemon.answer()
-    segment.map(4 * PIECE, PIECE)
-    assert segments.find(segment.address, 5 * PIECE) is None
-    assert segments.find(segment.address, PIECE) is not None
-    daemon.answer()
-    place = segments.find(segment.address, 5 * PIECE)
-    assert_seen(daemon, place, segment, 0, 5 * PIECE)
-
-
-def test_another_piece_at_the_same_address_is_another(
-    segment: ExpandableSegment, segments: Segments, daemon: Daemon
-) -> None:
-    """Though its handle could be the one of before, and nobody has looked for dead ones."""
-    segments.find(segment.address, 2 * PIECE)
-    daemon.answer()
-    segment.unmap(0)
-    segment.map(0, PIECE)
-    assert segments.find(segment.address, 2 * PIECE) is None
-    daemon.answer()
-    place = segments.find(segment.address, 2 * PIECE)
-    assert_seen(daemon, place, segment, 0, 2 * PIECE)
-
-
-def test_larger_pieces_take_the_place_of_smaller_ones(
-    segment: ExpandableSegment, segments: Segments, daemon: Daemon
-) -> None:
-    segments.find(segment.address, 4 * PIECE)
-    daemon.answer()
-    for number in range(4):
-        segment.unmap(number * PIECE)
-    segment.map(0, 3 * PIECE)
-    assert segments.find(segment.address + PIECE, PIECE) is None
-    daemon.answer()
-    place = segments.find(segment.address + PIECE, PIECE)
-    assert_seen(daemon, place, segment, PIECE, PIECE)
-    assert len(segments) == 2  # with the fourth of those before
-
-
 def test_what_was_unmapped_is_freed_by_a_sweep(
     segment: ExpandableSegment, segments: Segments, daemon: Daemon
 ) -> None:
@@ -199,17 +157,6 @@ def test_what_is_unmapped_before_the_answer_is_unmapped_after_it(
     assert not segments.sweep()
     daemon.answer()
     assert daemon.posted[3:] == [UnmapSegment(2)]
-
-
-def test_what_is_on_offer_goes_with_its_range(
-    segment: ExpandableSegment, segments: Segments, daemon: Daemon
-) -> None:
-    segments.find(segment.address, PIECE)
-    daemon.answer(at_most=1)
-    segment.unmap(0)
-    segments.sweep()
-    daemon.answer()
-    assert daemon.posted[2:] == [UnmapSegment(1)]
 
 
 def test_memory_that_was_not_made_to_be_shared_stays_unmapped(

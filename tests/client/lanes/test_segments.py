@@ -102,22 +102,6 @@ def test_a_range_is_found_from_the_daemons_answer_on(segments: Segments, daemon:
     assert len(daemon.posted) == 1
 
 
-def test_what_the_daemon_refuses_is_not_offered_again(segments: Segments, daemon: Daemon) -> None:
-    segments.find(MIB, 64)
-    daemon.answer(mapped=False)
-    assert segments.find(MIB, 64) is None
-    assert len(daemon.posted) == 1
-
-
-def test_what_cannot_be_exported_is_never_offered(
-    device: Device, segments: Segments, daemon: Daemon
-) -> None:
-    device.exports = False
-    assert segments.find(MIB, 64) is None
-    assert segments.find(MIB, 64) is None
-    assert not daemon.posted
-
-
 def test_an_address_used_again_is_another_allocation(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
@@ -130,26 +114,6 @@ def test_an_address_used_again_is_another_allocation(
     assert segments.sweep()
     assert daemon.posted[-1] == UnmapSegment(1)
     assert segments.find(MIB, 64) == Mapped(2, 0)
-
-
-def test_what_is_freed_before_the_answer_is_unmapped_after_it(
-    device: Device, segments: Segments, daemon: Daemon
-) -> None:
-    segments.find(MIB, 64)
-    assert daemon.posted
-    del device.allocations[MIB]
-    assert not segments.sweep()
-    daemon.answer()
-    assert daemon.posted[1:] == [UnmapSegment(1)]
-
-
-def test_what_is_freed_before_it_was_offered_is_not_offered(
-    device: Device, segments: Segments, daemon: Daemon
-) -> None:
-    segments.find(MIB, 64)
-    del device.allocations[MIB]
-    assert not segments.sweep()
-    assert not daemon.posted
 
 
 def test_the_one_used_longest_ago_gives_way(
@@ -165,21 +129,6 @@ def test_the_one_used_longest_ago_gives_way(
     assert daemon.posted[-2] == UnmapSegment(2)  # before it is offered more
     assert segments.find(MIB, 64) is not None
     assert len(segments) == 3
-
-
-def test_another_error_of_the_driver_is_not_taken_for_a_freed_allocation(
-    device: Device, segments: Segments, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segments.find(MIB, 64)
-    daemon.answer()
-
-    def broken(address: int) -> int:
-        raise CudaDriverError("cuPointerGetAttribute", "CUDA_ERROR_INVALID_CONTEXT", "")
-
-    monkeypatch.setattr(device, "buffer_id", broken)
-    with pytest.raises(CudaDriverError, match="INVALID_CONTEXT"):
-        segments.sweep()
-    assert len(segments) == 1
 
 
 def test_memory_whose_export_fails_is_left_alone(
@@ -216,16 +165,3 @@ def test_another_daemon_is_offered_what_was_mapped_or_on_offer() -> None:
     assert [type(one) for one in segments.outbox] == [MapSegment]
     daemon.answer()
     assert segments.find(40 * MIB, 64) == Mapped(4, 0)
-
-
-def test_what_was_freed_is_not_offered_to_another_daemon() -> None:
-    device = Device()
-    segments = Segments(device)
-    daemon = Daemon(segments)
-    device.allocate(10 * MIB)
-    segments.find(10 * MIB, 64)
-    daemon.answer()
-    del device.allocations[10 * MIB]
-    assert segments.offers() == []
-    segments.resume((), ())
-    assert not segments.outbox

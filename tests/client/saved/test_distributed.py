@@ -10,9 +10,6 @@ import storm_client as storm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from storm_client.planner import OFFLOAD, Keep
-from storm_client.policy import Policy
-from storm_client.saved.distributed import local_of
 from support.following import PATHS, follow_by
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -91,8 +88,10 @@ def train(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("budget", ["least", 0.4])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("among_distributed", "least"), ("between_plain", 0.4), ("gathered_late", "least")],
+)
 def test_all_but_parameters_leaves_or_is_recomputed(
     name: str,
     budget: str | float,
@@ -117,15 +116,11 @@ def change(whole: Tensor) -> None:
     whole.add_(1)
 
 
-def change_a_view(whole: Tensor) -> None:
-    whole.view(-1).mul_(2)
-
-
 def change_an_alias(whole: Tensor) -> None:
     whole.detach().zero_()
 
 
-@pytest.mark.parametrize("change", [change, change_a_view, change_an_alias])
+@pytest.mark.parametrize("change", [change, change_an_alias])
 def test_a_change_raises_as_in_pytorch(
     change: Callable[[Tensor], None], mesh: DeviceMesh, client: storm.Client
 ) -> None:
@@ -149,19 +144,3 @@ def test_what_was_written_to_is_not_taken_for_what_it_was(
     expected = train(written_to, nullcontext(), mesh)
     assert all(map(torch.equal, train(written_to, offload, mesh), expected))
     assert offload.stats().skipped["subclass"] == STEPS
-
-
-def test_leaves_and_parameters_are_kept_as_they_are(mesh: DeviceMesh) -> None:
-    weight, leaf = parameter(0, mesh), distribute_tensor(values(0), mesh, REPLICATED)
-    assert local_of(leaf) is not None
-    for kept in (weight, weight.t(), leaf.requires_grad_(), leaf.t(), values(0)):
-        assert local_of(kept) is None
-
-
-def test_the_memory_of_a_module_s_parameters_is_known(mesh: DeviceMesh) -> None:
-    """As compiled code saves it, which knows local tensors alone."""
-    module = nn.Linear(SIDE, SIDE, bias=False)
-    module.weight = parameter(0, mesh)
-    local = module.weight.to_local().detach()
-    assert Policy([], min_bytes=1).decide(local) == OFFLOAD
-    assert Policy([module], min_bytes=1).decide(local) == Keep("parameter")

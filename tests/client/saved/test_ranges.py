@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner import OrderHistory, Step
-from storm_client.saved.ranges import Handle, Part, SavedStorages, StoredRange
+from storm_client.saved.ranges import Handle, SavedStorages, StoredRange
 from storm_client.saved.snapshots import SnapshotProof
 from storm_client.saved.versions import View
 from support.records import record_of, version_of
@@ -93,27 +92,6 @@ def test_a_span_is_what_the_elements_touch(data: st.DataObject) -> None:
 # --- records --------------------------------------------------------------------------------
 
 
-def test_a_record_finds_the_original_as_long_as_it_lives() -> None:
-    tensor = torch.ones(64)
-    record = record_of(tensor)
-    record.source = None  # the daemon has it
-    located = record.locate()
-    assert located is not None
-    assert located.storage.data_ptr() == tensor.data_ptr()
-    del located, tensor
-    assert record.locate() is None
-
-
-def test_a_storage_that_lost_its_memory_is_not_the_original() -> None:
-    """FSDP frees parameters by resizing their storages, and gathers them into the same ones."""
-    tensor = torch.ones(64)
-    record = record_of(tensor)
-    record.source = None
-    tensor.untyped_storage().resize_(0)
-    assert record.locate() is None
-    assert not record.is_whole(tensor.untyped_storage())
-
-
 def test_a_storage_that_was_filled_again_is_what_pytorch_would_read() -> None:
     tensor = torch.ones(64)
     record = record_of(tensor)
@@ -158,65 +136,6 @@ def test_a_base_that_died_proves_nothing() -> None:
     assert not proof.holds_for(alias)
 
 
-def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
-    tensor, table = torch.ones(64), SavedStorages()
-    record = record_of(tensor)
-    one, two, three = (handle_of(record, tensor, table) for _ in range(3))
-    record.source = None
-    del tensor
-    record.keep_restored(torch.ones(64).untyped_storage(), one)
-    assert record.locate() is not None
-    record.unpacked(two)
-    assert record.locate() is not None
-    del three  # never unpacked: its death counts as well
-    assert not list(table.dead())
-    assert record.locate() is None
-
-
-def test_what_was_restored_and_is_still_used_is_found_again() -> None:
-    tensor, table = torch.ones(64), SavedStorages()
-    record = record_of(tensor)
-    handle = handle_of(record, tensor, table)
-    record.source = None
-    del tensor
-    restored = torch.ones(64).untyped_storage()
-    record.keep_restored(restored, handle)
-    located = record.locate()
-    assert located is not None
-    assert located.storage.data_ptr() == restored.data_ptr()
-
-
-def test_only_handles_keep_a_record() -> None:
-    """Its death is noticed at once, without the garbage collector, and only once."""
-    table = SavedStorages()
-    tensor = torch.ones(64)
-    record = record_of(tensor)
-    reference = table.add(record)
-    record.parts.append(Part(7, 0, 256))
-    one, two = handle_of(record, tensor, table), handle_of(record, tensor, table)
-    gc.disable()
-    try:
-        del record, one
-        assert not list(table.dead())
-        del two
-    finally:
-        gc.enable()
-    assert len(table) == 1
-    assert list(table.dead()) == [reference]
-    assert [part.entry for part in reference.parts] == [7]
-    assert len(table) == 0
-    assert not list(table.dead())
-
-
-def test_a_death_that_was_interrupted_comes_again() -> None:
-    table = SavedStorages()
-    references = [table.add(record_of(torch.ones(4))) for _ in range(3)]
-    seen = table.dead()
-    assert next(seen) is references[0]
-    seen.close()  # as a signal's exception does in the loop around it
-    assert list(table.dead()) == references
-
-
 def test_deaths_run_no_code_of_ours() -> None:
     """A signal's exception would be swallowed in it."""
     table = SavedStorages()
@@ -234,66 +153,3 @@ def test_deaths_run_no_code_of_ours() -> None:
     sys.setprofile(None)
     assert reference() is None
     assert "call" not in ran
-
-
-# --- the table of storages ------------------------------------------------------------------
-
-
-def add(table: SavedStorages, tensor: Tensor) -> StoredRange:
-    record = record_of(tensor)
-    table.add(record)
-    return record
-
-
-def test_the_record_of_the_storage_is_found() -> None:
-    table = SavedStorages()
-    tensor = torch.ones(64)
-    record = add(table, tensor)
-    assert table.find(tensor[3:].untyped_storage()) is record
-    assert table.find(torch.ones(64).untyped_storage()) is None
-
-
-def test_a_later_record_takes_the_place_and_keeps_it() -> None:
-    table = SavedStorages()
-    tensor = torch.ones(64)
-    first = add(table, tensor)
-    second = add(table, tensor)
-    del first
-    assert len(list(table.dead())) == 1
-    assert table.find(tensor.untyped_storage()) is second
-
-
-def test_dead_records_are_removed() -> None:
-    table = SavedStorages()
-    tensor = torch.ones(64)
-    record = add(table, tensor)
-    del record
-    assert table.find(tensor.untyped_storage()) is None
-    assert len(table) == 1
-    assert len(list(table.dead())) == 1
-    assert len(table) == 0
-
-
-def test_an_address_in_the_table_is_not_used_again() -> None:
-    """The weak reference keeps it, so that another storage is never taken for the old one."""
-    table = SavedStorages()
-    tensor = torch.ones(64)
-    address = tensor.untyped_storage()._cdata
-    record = add(table, tensor)
-    record.source = None
-    del tensor
-    storages = [torch.ones(64).untyped_storage() for _ in range(100)]
-    assert address not in [storage._cdata for storage in storages]
-
-
-def test_a_record_whose_making_was_interrupted_may_be_unknown() -> None:
-    """It is in one of the two tables alone; its death leaves the other's record there."""
-    table = SavedStorages()
-    tensor = torch.ones(64)
-    known = add(table, tensor)
-    latest = dict(table._latest)
-    add(table, tensor)
-    add(table, torch.ones(64))
-    table._latest = latest  # as if neither had come that far
-    assert len(list(table.dead())) == 2
-    assert table.find(tensor.untyped_storage()) is known

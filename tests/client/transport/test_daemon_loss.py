@@ -58,23 +58,21 @@ def test_steps_go_on_without_a_daemon_and_return_to_the_next(
     assert training.is_right(offload)
     offloaded = offload.stats().offloaded_bytes
     assert offloaded > 0
-    for _ in range(2):
-        place.daemon.kill()
-        with pytest.warns(RuntimeWarning, match="stay in memory") as warned:
-            assert all(training.is_right(offload) for _ in range(3))
-        assert len(warned) == 1
-        stats = offload.stats()
-        assert stats.offloaded_bytes == offloaded
-        assert stats.kept["daemon_lost"] > 0
-        assert stats.saved_bytes >= stats.skipped_bytes + stats.kept_bytes
-        place.start()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            wait_until(lambda: _offloads(offload), DEADLINE_SECONDS)
-            assert training.is_right(offload)
-        offloaded = offload.stats().offloaded_bytes
-        assert keeping.status().version
-        assert len(keeping.status().sessions) == 1
+    place.daemon.kill()
+    with pytest.warns(RuntimeWarning, match="stay in memory") as warned:
+        assert all(training.is_right(offload) for _ in range(3))
+    assert len(warned) == 1
+    stats = offload.stats()
+    assert stats.offloaded_bytes == offloaded
+    assert stats.kept["daemon_lost"] > 0
+    assert stats.saved_bytes >= stats.skipped_bytes + stats.kept_bytes
+    place.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wait_until(lambda: _offloads(offload), DEADLINE_SECONDS)
+        assert training.is_right(offload)
+    assert keeping.status().version
+    assert len(keeping.status().sessions) == 1
 
 
 def test_what_was_lost_is_lost_also_when_a_daemon_is_back(
@@ -193,11 +191,6 @@ def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
     assert supply.current() is made[1]
     supply.close()
     assert len(made) == 2
-
-
-def test_only_the_two_ways_are_known() -> None:
-    with pytest.raises(storm.UsageError, match="raise, keep"):
-        storm.connect(on_daemon_loss="ignore")  # type: ignore[arg-type]
 
 
 def _offloads(offload: storm.Offload) -> bool:

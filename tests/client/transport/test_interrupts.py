@@ -5,7 +5,6 @@ That waits keep their locks is shown by `tests/client/test_interrupts.py`.
 
 from __future__ import annotations
 
-import gc
 import select
 import sys
 
@@ -31,16 +30,6 @@ def test_a_signal_is_seen_once() -> None:
 
 class Member:
     pass
-
-
-def test_the_dead_are_not_among_the_living() -> None:
-    members: SafeWeakSet[Member] = SafeWeakSet()
-    one, two = Member(), Member()
-    members.add(one)
-    members.add(two)
-    del one
-    gc.collect()
-    assert list(members) == [two]
 
 
 def test_what_is_left_of_the_dead_does_not_grow() -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -14,38 +12,38 @@ import storm_client as storm
 from storm_client.transport.lifeline import Lifeline
 from support.daemon_process import DaemonProcess
 from support.other_user import impostor_in, root_only
+from support.scripts import Scripts
 from support.waiting import wait_until
 
 
 def test_a_forked_child_does_not_hide_its_parents_death(
-    daemon: DaemonProcess, client: storm.Client
+    client: storm.Client, scripts: Scripts, tmp_path: Path
 ) -> None:
     script = """
         import os, signal, sys, time, storm_client
-        client = storm_client.connect(sys.argv[1], timeout=30)
-        if os.fork() == 0:
-            time.sleep(60)
-        print(flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        parent = os.fork()
+        if parent == 0:
+            client = storm_client.connect(sys.argv[1], timeout=30)
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            print(os.getpid(), child, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(parent, 0)
     """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), daemon.address],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    [line] = scripts.lines(path, client.address)
+    parent, child = map(int, line.split())
     try:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"\n"
-        pid = parent.pid
         wait_until(
-            lambda: all(session.pid != pid for session in client.status().sessions),
+            lambda: all(session.pid != parent for session in client.status().sessions),
             30,
             client.status,
         )
-        parent.wait()
     finally:
-        os.killpg(parent.pid, 9)
-        parent.stdout.close()
+        os.kill(child, 9)
 
 
 def test_a_fork_before_the_daemon_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:

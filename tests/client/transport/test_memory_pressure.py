@@ -38,34 +38,20 @@ def observe() -> Iterator[None]:
     memory_pressure._observe.cache_clear()
 
 
-def test_one_observer_serves_every_owner_that_lives(
+def test_one_observer_serves_every_owner_that_lives_on_its_device(
     observe: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attached: list[Callable[[int, int, int, int], None]] = []
     monkeypatch.setattr(
         torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False
     )
-    one, other, gone = Owner(), Owner(), Owner()
-    for owner in (one, other, gone):
+    one, other, elsewhere, gone = Owner(), Owner(), Owner(1), Owner()
+    for owner in (one, other, elsewhere, gone):
         memory_pressure.watch(owner)
     del gone, owner
     (observer,) = attached
     observer(0, 1, 2, 3)
-    assert (one.gave_back, other.gave_back) == (1, 1)
-
-
-def test_a_device_that_has_memory_is_left_alone(
-    observe: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attached: list[Callable[[int, int, int, int], None]] = []
-    monkeypatch.setattr(
-        torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False
-    )
-    one, other = Owner(0), Owner(1)
-    for owner in (one, other):
-        memory_pressure.watch(owner)
-    attached[0](1, 1, 2, 3)
-    assert (one.gave_back, other.gave_back) == (0, 1)
+    assert (one.gave_back, other.gave_back, elsewhere.gave_back) == (1, 1, 0)
 
 
 def test_an_allocator_without_observers_is_no_error(
@@ -109,26 +95,16 @@ def test_room_is_made_by_ways_that_cost_ever_more(memory: None) -> None:
     assert "no budget fits this step" in said
 
 
-def test_where_nothing_is_kept_that_is_said_at_once(memory: None) -> None:
+def test_what_room_there_is_not_is_said(memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_pressure.make_room(DEVICE, 100, 0) is False, "the device has no sessions"
     one = Owner(0)
     memory_pressure._OWNERS.add(one)
     assert memory_pressure.make_room(DEVICE, 100, 0) is True
-    assert isinstance(memory_pressure.make_room(DEVICE, 100, 1), str)
-
-
-def test_what_is_kept_for_others_is_told_apart(
-    memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = Owner(0)
-    memory_pressure._OWNERS.add(one)
+    assert isinstance(memory_pressure.make_room(DEVICE, 100, 1), str), "nothing is kept"
     monkeypatch.setattr(memory_pressure, "kept_bytes", lambda _: 2 << 30)
     said = memory_pressure.make_room(DEVICE, 100, 2)
     assert "2.0 GiB saved tensors" in str(said)
     assert "`stormd status`" in str(said)
-
-
-def test_no_room_is_made_on_a_device_without_sessions(memory: None) -> None:
-    assert memory_pressure.make_room(DEVICE, 100, 0) is False
 
 
 def test_no_room_is_made_for_what_may_fail(memory: None, monkeypatch: pytest.MonkeyPatch) -> None:

