@@ -3,8 +3,8 @@
     python agreeing_ranks.py RANK WORLD STORE ADDRESS CASE [CASE ...]
 
 with alike, sharded, flat, tensor_parallel, compared, stages, late, killed-0 or killed-1 for CASE;
-after compared, late and killed comes no other. Where it sees GPUs each rank trains on one of them,
-with costs as they are.
+after late and killed comes no other, and after compared a kill alone. Where it sees GPUs each rank
+trains on one of them, with costs as they are.
 
 Prints, as JSON, a line for each case: a digest of the plan that each step has followed, and whether
 every loss and every gradient is identical to that of training without offload.
@@ -52,12 +52,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 IS_ON_GPU: Final = torch.cuda.is_available()
 WIDTH, ROWS = (2048, 4096) if IS_ON_GPU else (64, 64)
-STEPS: Final = 96 if IS_ON_GPU else 32
-FEW_STEPS: Final = 16
+STEPS: Final = 96 if IS_ON_GPU else 24
+FEW_STEPS: Final = 12
 """Enough to agree on a plan and follow it, in the cases "flat" and "tensor_parallel"."""
-STEPS_TO_COMPARE: Final = 160
+STEPS_TO_COMPARE: Final = 100
 """Where plans are compared, so many that all of them are, twice."""
-SHARES: Final = 80
+SHARES: Final = 50
 """The step from which on the last rank's link is three times as slow, in the case "compared"."""
 JOINS: Final = 12
 """The step from which on the last rank offloads, in the case "late"."""

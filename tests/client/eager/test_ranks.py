@@ -11,15 +11,12 @@ import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.eager import ranks as shell
-from storm_client.eager.events import SAVED, RecordedValue
-from storm_client.eager.ranks import MAX_UNSHARED, Ranks, _within
-from storm_client.eager.signature import StepSignature
+from storm_client.eager.ranks import _within
 from storm_client.planner.search import OFFLOAD_ALONE
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
@@ -65,14 +62,13 @@ def run(
     try:
         for rank, process in enumerate(processes):
             out, err = process.communicate(timeout=400)
-            if cases == [f"killed-{rank}"]:
-                assert process.returncode == -9
-                found[cases[0]].append(None)
-                continue
-            assert process.returncode == 0, err
-            for case, line in zip(cases, out.splitlines()[-len(cases) :], strict=True):
+            is_killed = cases[-1] == f"killed-{rank}"
+            assert process.returncode == (-9 if is_killed else 0), err
+            lines = [line for line in out.splitlines() if line.startswith("{")]
+            lines += ["null"] * is_killed
+            for case, line in zip(cases, lines, strict=True):
                 found[case].append(json.loads(line))
-                assert found[case][-1]["same"], case
+                assert line == "null" or found[case][-1]["same"], case
     finally:
         for process in processes:
             process.kill()
@@ -82,8 +78,11 @@ def run(
 
 @pytest.fixture(scope="module")
 def two(daemon: DaemonProcess) -> dict[str, list[Any]]:
-    """What two ranks have found, case by case, which found each other by a socket."""
-    return run(["alike", "sharded", "flat", "tensor_parallel", "compared"], daemon)
+    """What two ranks have found, case by case, which found each other by a socket.
+
+    At the end the first one is killed, which had the job's store.
+    """
+    return run(["alike", "sharded", "flat", "tensor_parallel", "compared", "killed-0"], daemon)
 
 
 @pytest.fixture(scope="module")
@@ -173,21 +172,19 @@ def test_a_rank_that_offloads_later_takes_over_the_others_plan(three: dict[str, 
     assert last != {""}
 
 
-@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_outlives_another_that_is_killed(dead: int, daemon: DaemonProcess) -> None:
-    """Also where that had the job's store."""
-    (found,) = run([f"killed-{dead}"], daemon).values()
-    left = found[1 - dead]
+def assert_is_alone(left: dict[str, Any]) -> None:
     assert left["followed"][-1], "it has a plan of its own"
     (message,) = left["messages"]
     assert "plans for itself" in message
 
 
-def test_one_rank_shares_nothing() -> None:
-    signature = signature_of(8)
-    ranks = Ranks((), ())
-    ranks.ended(signature)
-    assert not ranks.shares(signature)
+def test_a_rank_outlives_another_that_is_killed(two: dict[str, list[Any]]) -> None:
+    assert_is_alone(two["killed-0"][1])
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_store_outlives_another_that_is_killed(daemon: DaemonProcess) -> None:
+    assert_is_alone(run(["killed-1"], daemon)["killed-1"][0])
 
 
 def test_what_does_not_return_is_not_waited_for() -> None:
@@ -200,28 +197,3 @@ def test_what_does_not_return_is_not_waited_for() -> None:
     with pytest.raises(KeyError):
         _within(5.0, lambda: {}["nothing"])
     assert _within(5.0, lambda: "something") == "something"
-
-
-def test_a_rank_with_batches_of_its_own_soon_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signatures that come later are planned at once."""
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(shell, "_are_several", lambda: True)
-    monkeypatch.setattr(shell, "_job_store", lambda: store)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    ranks, nobody = Ranks((), ()), cast("Any", None)  # nothing is planned together
-    for length in range(1, 6):
-        signature = signature_of(length)
-        ranks.ended(signature)
-        assert ranks.shares(signature) is (length <= MAX_UNSHARED)
-        if not ranks.shares(signature):
-            continue
-        store.set(f"storm/{ranks._number}/{length - 1}/first/1", "another")
-        ranks.agree(nobody, nobody)
-        assert not ranks.shares(signature)
-        assert signature.is_outdated
-
-
-def signature_of(length: int) -> StepSignature:
-    value = RecordedValue(0, length, torch.uint8, torch.Size([length]))
-    return StepSignature(((SAVED, 0, None, ()),), [value])

@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,23 +14,16 @@ import numpy as np
 import pytest
 import storm_client as storm
 import torch
-from storm_client import native
 from storm_client.eager import plan_maker
-from storm_client.eager.recognition import StepRecord
-from storm_client.eager.recorder import Recorder
 from storm_client.eager.signature import StepSignature
-from storm_client.planner import Decision
 from storm_client.planner.machine import CPU
-from storm_client.policy import Policy
 from support.altering_modes import ScaledBelow, SteeperSlopes
-from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
 from support.thread_counts import omp_threads, one_thread, one_thread_more
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, layer_norm, leaky_relu, scaled_dot_product_attention, silu
-from torch.overrides import _get_current_function_mode
+from torch.nn.functional import conv2d, layer_norm, leaky_relu, silu
 
 WIDTH = 64
 STEPS = 6
@@ -137,7 +130,7 @@ def test_the_plan_says_what_becomes_of_what(
         plan.draw(tmp_path / "plan.nothing")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed: int, device: str, client: storm.Client) -> None:
     offload = client.offload(min_bytes=1, verify="always" if seed % 2 else "learn")
     expected = run(seed, device, nullcontext)
@@ -152,38 +145,6 @@ def test_replays_are_switched_off(device: str, client: storm.Client) -> None:
     for _ in range(3):
         step(net, x, lambda: offload)
     assert offload.stats().replayed_bytes == 0
-
-
-def test_kinds_of_steps_that_take_turns(device: str, client: storm.Client) -> None:
-    net = blocks(device)
-    inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
-    expected = [step(net, x, nullcontext) for x in inputs]
-    offload = client.offload(net, min_bytes=1)
-    for number in range(14):
-        found = step(net, inputs[number % 2], lambda: offload)
-        assert_identical(found, expected[number % 2])
-    assert len(signatures(offload)) == 1, "sizes are no part of it"
-    assert all(signature.evidence.recomputed.version for signature in signatures(offload))
-
-
-def test_a_branch_that_no_step_took_before(device: str, client: storm.Client) -> None:
-    net, x = blocks(device), seeded(device, 32, WIDTH)
-
-    def forward(context: Context, *, long: bool) -> list[Tensor]:
-        net.zero_grad()
-        with context():
-            h = net(x)
-            if long:
-                h = net[0](h.exp())
-            loss = h.square().mean()
-        loss.backward()
-        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
-
-    expected = {long: forward(nullcontext, long=long) for long in (False, True)}
-    offload = client.offload(net, min_bytes=1)
-    for long in (False, False, False, True, False, True, True, True, False):
-        assert_identical(forward(lambda: offload, long=long), expected[long])
-    assert offload.stats().replayed_bytes > 0
 
 
 @torch.library.custom_op("storm_tests::scaled", mutates_args=())
@@ -206,8 +167,10 @@ def _backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
 scaled.register_autograd(_backward, setup_context=_save)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-@pytest.mark.parametrize("spelled", [None, scaled, torch.ops.storm_tests.scaled])
+@pytest.mark.parametrize(
+    ("spelled", "changes"),
+    [(None, False), (scaled, True), (torch.ops.storm_tests.scaled, False)],
+)
 def test_an_operator_of_the_users_own(
     spelled: Callable[..., Tensor] | None, changes: bool, device: str, client: storm.Client
 ) -> None:
@@ -232,52 +195,6 @@ def test_an_operator_of_the_users_own(
         assert decisions["storm_tests::scaled"] == "replay"
 
 
-def test_an_input_that_is_changed_raises_or_is_not_used(device: str, client: storm.Client) -> None:
-    """`h + 1` saves nothing of h, so PyTorch lets it be changed afterwards."""
-    x = seeded(device, 32, WIDTH, grad=True)
-
-    def train(context: Context) -> Tensor:
-        x.grad = None
-        with context():
-            h = x * 2
-            made = h + 1
-            loss = (made.half() if device == "cuda" else made).square().sum()
-            h.add_(3)
-            loss = loss + h.sum()
-        loss.backward()
-        assert x.grad is not None
-        return x.grad.clone()
-
-    assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
-    joins: bool, device: str, client: storm.Client
-) -> None:
-    """The step that changes it is like those in which the replay was tried, up to there."""
-    weight = nn.Parameter(seeded(device, 32, WIDTH))
-    offload = client.offload(min_bytes=1)
-
-    def train(context: Context, changes: bool) -> list[Tensor]:
-        weight.grad = None
-        with context():
-            h = weight * 2
-            made = torch.cat((h, h)) if joins else h + 1
-            loss = made.square().sum()
-            del made
-            if changes:
-                h.add_(3)
-            loss = loss + h.sum()
-        loss.backward()
-        assert weight.grad is not None
-        return [loss.detach(), weight.grad]
-
-    assert_later_steps_are_identical(train, offload)
-    assert offload.stats().replayed_bytes > 0
-    assert not rejected(offload)
-
-
 class Pair(NamedTuple):
     """What a script returns two results in."""
 
@@ -289,23 +206,24 @@ class Results(list[Tensor]):
     """A list of the script's own."""
 
 
-@pytest.mark.parametrize("holding", [Pair, lambda *results: Results(results)])
-def test_inputs_in_lists_and_tuples_of_any_kind_are_seen(
-    holding: Callable[[Tensor, Tensor], Any], device: str, client: storm.Client
+@pytest.mark.parametrize("holding", [None, Pair, lambda *results: Results(results)])
+def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
+    holding: Callable[[Tensor, Tensor], Any] | None, device: str, client: storm.Client
 ) -> None:
+    """Also in lists and tuples of any kind; the step is like those in which replays were tried."""
     weight = nn.Parameter(seeded(device, 32, WIDTH))
     offload = client.offload(min_bytes=1)
 
     def train(context: Context, changes: bool) -> list[Tensor]:
         weight.grad = None
         with context():
-            results = holding(weight * 2, weight * 3)
-            made = torch.cat(results)
+            h = weight * 2
+            made = torch.cat(holding(h, weight * 3)) if holding else h + 1
             loss = made.square().sum()
             del made
             if changes:
-                results[0].add_(3)
-            loss = loss + results[0].sum()
+                h.add_(3)
+            loss = loss + h.sum()
         loss.backward()
         assert weight.grad is not None
         return [loss.detach(), weight.grad]
@@ -339,57 +257,6 @@ def test_verify_always_notices_uncounted_writes(device: str, client: storm.Clien
     net[1].norm.weight.data.mul_(2)
     with pytest.raises(storm.ActivationLost, match="other bits"):
         loss.backward()
-
-
-def test_two_backward_passes(device: str, client: storm.Client) -> None:
-    net, x = blocks(device), seeded(device, 32, WIDTH)
-    offload = client.offload(net, min_bytes=1)
-    for _ in range(4):
-        net.zero_grad()
-        with offload:
-            loss = net(x).square().mean()
-        loss.backward(retain_graph=True)
-        once = [gradient.clone() for gradient in gradients(net)]
-        loss.backward()
-        assert_identical(gradients(net), [2 * gradient for gradient in once])
-    assert offload.stats().replayed_bytes > 0
-
-
-def test_second_derivatives(device: str, client: storm.Client) -> None:
-    x = seeded(device, 32, WIDTH, grad=True)
-
-    def train(context: Context) -> Tensor:
-        with context():
-            h = x.sin()
-            loss = (h.sigmoid() * h.tanh()).sum()
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            twice = slope.square().sum()
-        return torch.autograd.grad(twice, x)[0]
-
-    assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
-
-
-def test_autocast(device: str, client: storm.Client) -> None:
-    net, x = blocks(device), seeded(device, 32, WIDTH)
-
-    def train(context: Context) -> list[Tensor]:
-        net.zero_grad()
-        with context(), torch.autocast(device, dtype=torch.bfloat16):
-            loss = net(x).float().square().mean()
-        loss.backward()
-        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
-
-    offload = client.offload(net, min_bytes=1)
-    assert_steps_are_identical(train, offload)
-    assert offload.stats().replayed_bytes > 0
-    assert not rejected(offload)
-    plan = offload.plan
-    assert plan is not None
-    casts = [row for row in plan.rows if row.operation == "to"]
-    shapes = {tuple(parameter.shape) for parameter in net.parameters()}
-    of_weights = [row.decision for row in casts if row.shape in shapes]
-    assert of_weights == ["replay"] * 9
-    assert "replay" in {row.decision for row in casts if row.shape not in shapes}
 
 
 @pytest.mark.parametrize("changes", [True, False])
@@ -503,12 +370,9 @@ def in_a_thread(function: Callable[[], None]) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("verify", ["learn", "always"])
-def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(
-    verify: str, client: storm.Client
-) -> None:
+def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(client: storm.Client) -> None:
     """PyTorch gives a thread its count where it first shares work there, and not before."""
-    offload = client.offload(min_bytes=1, verify=verify)
+    offload = client.offload(min_bytes=1, verify="always")
     with one_thread():
         expected, counts = train_in(in_a_thread, nullcontext)
         for _ in range(STEPS):
@@ -662,96 +526,16 @@ def test_modes_that_alter_functions_later_alter_no_replay(
     assert offload.stats().replayed_bytes > 0
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_attention_with_dropout_draws_no_more_than_without_offload(
-    by_name: bool, device: str, client: storm.Client
-) -> None:
-    """In a trial, too: what the script draws after a backward pass is what it would be."""
-    weight = nn.Parameter(seeded(device, 2, 2, 16, 16))
-    offload = client.offload(min_bytes=1)
-
-    def train(context: Context, dropout: float) -> list[Tensor]:
-        torch.manual_seed(0)
-        weight.grad = None
-        with context():
-            q, k, v = weight * 2, weight * 1.5, weight * 0.5
-            if by_name:
-                made = scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-            else:
-                made = scaled_dot_product_attention(q, k, v, None, dropout)
-            loss = made.square().sum()
-            del made
-        loss.backward()
-        assert weight.grad is not None
-        return [loss.detach(), weight.grad, torch.rand(4, device=device)]
-
-    for dropout in (0.0,) * STEPS + (0.3,) * STEPS:
-        expected = train(nullcontext, dropout)
-        assert_identical(train(lambda: offload, dropout), expected)
-    decisions = {row.operation: row.decision for row in offload.plan.rows}  # type: ignore[union-attr]
-    computed_by = "scaled_dot_product_attention" if device == "cuda" else "_safe_softmax"
-    assert (computed_by in decisions) == (native.module() is not None)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_blocks_inside(use_reentrant: bool, device: str, client: storm.Client) -> None:
-    net, x = blocks(device), seeded(device, 32, WIDTH, grad=True)
-
-    def train(context: Context) -> list[Tensor]:
-        net.zero_grad()
-        x.grad = None
-        with context():
-            h = net[0](x)
-            h = torch.utils.checkpoint.checkpoint(net[1], h, use_reentrant=use_reentrant)
-            loss = net[2](h).square().mean()
-        loss.backward()
-        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
-
-    offload = client.offload(net, min_bytes=1)
-    assert_steps_are_identical(train, offload)
-    assert offload.stats().replayed_bytes > 0
-
-
-def test_threads_that_share_an_offload(device: str, client: storm.Client) -> None:
-    offload = client.offload(min_bytes=1)
-    failed: list[BaseException] = []
-
-    def train(seed: int) -> None:
-        net, x = blocks(device), seeded(device, 16 * (seed + 1), WIDTH)
-        try:
-            expected = step(net, x, nullcontext)
-            for _ in range(2 * STEPS):
-                assert_identical(step(net, x, lambda: offload), expected)
-        except BaseException as error:  # noqa: BLE001 - seen by the test
-            failed.append(error)
-
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
-    assert offload.stats().replayed_bytes > 0
-
-
-@pytest.mark.parametrize("function", ["relu", "dropout", "silu_", "layer_norm", "softmax"])
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "functionalize"])
 def test_within_function_transforms_nothing_is_watched(
-    transform: str, function: str, device: str, client: storm.Client
+    transform: str, device: str, client: storm.Client
 ) -> None:
     """Tensors have no memory of their own there."""
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "relu": torch.relu,
-        "dropout": lambda x: nn.functional.dropout(x, 0.1),
-        "silu_": lambda x: silu(x, inplace=True),
-        "layer_norm": lambda x: layer_norm(x, x.shape[-1:]),
-        "softmax": lambda x: x.softmax(-1),
-    }
     linear, x = nn.Linear(WIDTH, WIDTH, device=device), seeded(device, 16, WIDTH)
 
     def forward(row: Tensor) -> Tensor:
-        return functions[function](linear(row)).exp()
+        y = silu(torch.relu(linear(row)) * 2, inplace=True)
+        return layer_norm(nn.functional.dropout(y, 0.1), x.shape[-1:]).softmax(-1).exp()
 
     transformed: dict[str, Callable[[], Tensor]] = {
         "vmap": lambda: torch.vmap(forward, randomness="different")(x).sum(),
@@ -783,41 +567,7 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
     with offload:
         for _ in range(20):
             assert_identical(step(net, x, nullcontext), expected)
-        recorder = _get_current_function_mode()
-        assert isinstance(recorder, Recorder)
-        watched = recorder._recording
-        assert watched is not None
-        assert watched.step.count <= 100
-        assert not watched.pins.storages
     assert not signatures(offload)
-
-
-def test_what_stays_by_plan_is_told_from_parameters_of_its_size(
-    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The policy is not asked about it, and no step leaves its script."""
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    net, x = net.to(device), seeded(device, WIDTH, WIDTH, grad=True)
-    expected = step(net, x, nullcontext)
-    offload = client.offload(net, min_bytes=1, budget=1.0)
-    asked: list[bool] = []
-    decide, leave = Policy.decide, StepRecord.leave_script
-
-    def noted(self: Policy, tensor: Tensor, least: int) -> Decision:
-        asked.append(tensor.grad_fn is not None and not isinstance(tensor._base, nn.Parameter))
-        return decide(self, tensor, least)
-
-    counts, left = [], []
-    monkeypatch.setattr(Policy, "decide", noted)
-    monkeypatch.setattr(StepRecord, "leave_script", lambda self: (left.append(self), leave(self)))
-    for _ in range(STEPS):
-        asked.clear()
-        assert_identical(step(net, x, lambda: offload), expected)
-        counts.append(offload.stats().skipped.get("budget", 0))
-    assert [after - before for before, after in pairwise(counts[1:])] == [4] * (STEPS - 2)
-    assert not left
-    # In Python of the first, by which the daemon is told of the plan.
-    assert sum(asked) == (native.module() is None)
 
 
 class Branching(nn.Module):
@@ -863,7 +613,7 @@ def test_steps_part_in_the_middle(other: str, device: str, client: storm.Client)
     assert all(replayed.values()), replayed
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_programs_take_turns(seed: int, device: str, client: storm.Client) -> None:
     offload = client.offload(min_bytes=1)
     seeds = [3 * seed, 3 * seed + 1, 3 * seed + 2]
@@ -897,26 +647,7 @@ def test_nothing_is_left_of_blocks_that_an_exception_ends(
     assert not offload._planning._pinned
 
 
-@pytest.fixture
-def mortal(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
-    return make_daemon("--pool-bytes", "64MiB")
-
-
-def test_the_daemon_dies_before_a_replay(mortal: DaemonProcess) -> None:
-    net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
-    with storm.connect(mortal.address, timeout=30) as client:
-        offload = client.offload(net, min_bytes=1)
-        for _ in range(3):
-            step(net, x, lambda: offload)
-        with offload:
-            loss = net(x).square().mean()
-        offload.stats()
-        mortal.kill()
-        with pytest.raises(storm.DaemonLost):
-            loss.backward()
-
-
-@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0, "64KiB", 1 << 30])
+@pytest.mark.parametrize("budget", [0.3, 1.0, "64KiB"])
 def test_budgets(budget: str | float, device: str, client: storm.Client) -> None:
     net, x = blocks(device), seeded(device, 32, WIDTH)
     expected = step(net, x, nullcontext)
@@ -926,7 +657,7 @@ def test_budgets(budget: str | float, device: str, client: storm.Client) -> None
     plan = offload.plan
     assert plan is not None
     saved = sum(row.nbytes for row in plan.rows)
-    limits = {0.0: 0, 0.3: 0.3 * saved, 1.0: saved, "64KiB": 1 << 16, 1 << 30: saved}
+    limits = {0.3: 0.3 * saved, 1.0: saved, "64KiB": 1 << 16}
     assert plan.peak_bytes <= limits[budget]
     assert plan.peak_bytes >= limits[budget] / 2
     if budget == 1.0:
