@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,20 +48,8 @@ def branches_on_a_number(_: Trained, loss: Tensor) -> object:
     return 1 if loss.item() > 0.5 else 2
 
 
-def formats_a_number(_: Trained, loss: Tensor) -> object:
-    return f"{loss.item():.3f}"
-
-
 def finds_elements(self: Trained, loss: Tensor) -> object:
     return self.net.weight.nonzero()
-
-
-def counts(_: Trained, loss: Tensor) -> object:
-    return int(loss.argmax())
-
-
-def selects(self: Trained, loss: Tensor) -> object:
-    return self.net.weight[self.net.weight > 0].sum()
 
 
 def resizes(_: Trained, loss: Tensor) -> object:
@@ -129,10 +116,7 @@ REFUSED = {
     makes_sparse_gradients: r"sum\(\).backward\(\)\) makes a tensor of layout torch.sparse_coo",
     branches: "return 1 if loss > 0.5 else 2",
     branches_on_a_number: r"return 1 if loss.item\(\) > 0.5 else 2",
-    formats_a_number: "return f",
     finds_elements: r"return self.net.weight.nonzero\(\)",
-    counts: r"return int\(loss.argmax\(\)\)",
-    selects: r"self.net.weight\[self.net.weight > 0\]",
     resizes: r"return loss.new_zeros\(4\).resize_",
     schedules: "Call a scheduler after the step",
     scales: "GradScaler",
@@ -213,17 +197,6 @@ def test_an_update_that_branches_is_refused_with_what_to_do() -> None:
         capture(one.step, (seeded("cpu", 4, 8),), {})
 
 
-def test_what_a_step_raises_is_raised_and_nothing_has_changed() -> None:
-    def fails(self: Trained, loss: Tensor) -> object:
-        raise ZeroDivisionError("mine")
-
-    one = Trained(fails)
-    before = one.everything()[:-2]
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        capture(one.step, (seeded("cpu", 4, 8),), {})
-    assert_identical(one.everything()[:-2], before)
-
-
 def test_a_capture_runs_nothing() -> None:
     one = Trained()
     one.step(seeded("cpu", 4, 8))
@@ -251,31 +224,11 @@ def test_a_variable_that_the_step_counts_in_is_refused() -> None:
         storm.compile_step(step, codegen="eager", min_bytes=1 << 40)(seeded("cpu", 4, 8))
 
 
-def test_a_variable_of_the_steps_own_is_followed() -> None:
-    scale = 1.0
-
-    def step(x: Tensor) -> Tensor:
-        return x * scale
-
-    call = storm.compile_step(step, codegen="eager", min_bytes=1 << 40)
-    x = seeded("cpu", 4)
-    assert torch.equal(call(x), x)
-    scale = random.uniform(2, 3)
-    assert torch.equal(call(x), x * scale)
-
-
 def test_a_generator_of_the_steps_own_advances() -> None:
-    def draws(generator: torch.Generator) -> list[Tensor]:
-        def step(x: Tensor) -> Tensor:
-            return x + torch.rand(4, generator=generator)
-
-        return [step(torch.zeros(4)) for _ in range(3)]
-
-    def compiled(generator: torch.Generator) -> list[Tensor]:
-        call = storm.compile_step(
-            lambda x: x + torch.rand(4, generator=generator), codegen="eager", min_bytes=1 << 40
-        )
+    def drawn(wrap: Callable[..., Any]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        call = wrap(lambda x: x + torch.rand(4, generator=generator))
         return [call(torch.zeros(4)) for _ in range(3)]
 
-    expected = draws(torch.Generator().manual_seed(3))
-    assert_identical(compiled(torch.Generator().manual_seed(3)), expected)
+    compiled = drawn(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
+    assert_identical(compiled, drawn(lambda step: step))

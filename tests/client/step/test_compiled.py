@@ -27,42 +27,53 @@ DEADLINE_SECONDS = 60.0
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
 
-
-@pytest.fixture
-def wrap(client: storm.Client) -> Callable[..., storm.compile_step]:
-    return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
+Wrap = Callable[..., compiled.CompiledStep]
 
 
 OFFLOADED = ("a_transformer", "autocast", "writes_in_place")
 """Where something has to leave for the least peak: of the others all may stay, or is recomputed."""
+
+STEPS = 3
+"""The first makes the optimizer's state, the second is another capture, which the third uses."""
 
 
 def same(step: Callable[..., object]) -> Callable[..., object]:
     return step
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "dropout_and_batch_norm"])
 def test_every_program_gives_the_bits_of_the_function(
-    name: str, device: str, wrap: Callable[..., object], cpu_costs: None
+    name: str, device: str, wrap: Wrap, cpu_costs: None
 ) -> None:
-    expected = train(name, "adamw", same, device)
+    optimizer = "adamw" if name == "a_transformer" else "sgd"
+    expected = train(name, optimizer, same, device, STEPS)
     made: list[compiled.CompiledStep] = []
 
     def wrapped(step: Callable[..., object]) -> compiled.CompiledStep:
         made.append(wrap(step))
         return made[-1]
 
-    assert_identical(train(name, "adamw", wrapped, device), expected)
+    assert_identical(train(name, optimizer, wrapped, device, STEPS), expected)
     if name in OFFLOADED:
         assert made[0].stats().offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SELDOM = ("adam", "adam_tensor_lr", "adagrad", "nadam", "adamax")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(one, marks=pytest.mark.slow) if one in SELDOM else one
+        for one in OPTIMIZERS
+        if one not in ("sgd", "adamw")  # above
+    ],
+)
 def test_every_optimizer_gives_the_bits_of_the_function(
-    optimizer: str, device: str, wrap: Callable[..., object]
+    optimizer: str, device: str, wrap: Wrap
 ) -> None:
-    expected = train("dropout_and_batch_norm", optimizer, same, device)
-    assert_identical(train("dropout_and_batch_norm", optimizer, wrap, device), expected)
+    expected = train("dropout_and_batch_norm", optimizer, same, device, STEPS)
+    assert_identical(train("dropout_and_batch_norm", optimizer, wrap, device, STEPS), expected)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +86,7 @@ def test_every_optimizer_gives_the_bits_of_the_function(
     ],
 )
 def test_generated_code_gives_the_same_bits_with_offload(
-    name: str, optimizer: str, device: str, wrap: Callable[..., object]
+    name: str, optimizer: str, device: str, wrap: Wrap
 ) -> None:
     without = train(name, optimizer, partial(wrap, codegen="inductor", min_bytes=1 << 40), device)
     offloaded = train(name, optimizer, partial(wrap, codegen="inductor"), device)
@@ -107,7 +118,7 @@ class Training:
 
 
 def both(
-    wrap: Callable[..., compiled.CompiledStep],
+    wrap: Wrap,
     run: Callable[[Training, Callable[..., Tensor]], None],
     **options: object,
 ) -> compiled.CompiledStep:
@@ -129,14 +140,12 @@ def count(step: compiled.CompiledStep) -> int:
     return len(step.captures())
 
 
-def test_what_a_scheduler_sets_takes_effect_without_another_capture(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_what_a_scheduler_sets_takes_effect_without_another_capture(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             training.optimizer, max_lr=0.1, total_steps=8
         )
-        for n in range(6):
+        for n in range(4):
             step(seeded("cpu", 8, 32, seed=n))
             schedule.step()
 
@@ -145,9 +154,7 @@ def test_what_a_scheduler_sets_takes_effect_without_another_capture(
     assert count(both(wrap, run, foreach=True)) == 2
 
 
-def test_other_settings_modes_and_attributes_are_captured_anew(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_other_settings_modes_and_attributes_are_captured_anew(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         x = seeded("cpu", 8, 32)
         step(x)
@@ -166,17 +173,15 @@ def test_other_settings_modes_and_attributes_are_captured_anew(
     both(wrap, run)
 
 
-def test_another_shape_is_captured_anew_and_so_many_are_kept(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_another_shape_is_captured_anew_and_so_many_are_kept(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
-        for rows in (4, 6, 8, 4, 10):
+        for rows in (4, 6, 8, 4):
             step(seeded("cpu", rows, 32))
 
-    assert count(both(partial(wrap, captures=3), run)) == 3
+    assert count(both(partial(wrap, captures=2), run)) == 2
 
 
-def test_a_state_that_is_loaded_is_used(wrap: Callable[..., compiled.CompiledStep]) -> None:
+def test_a_state_that_is_loaded_is_used(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         x = seeded("cpu", 8, 32)
         step(x)
@@ -192,7 +197,7 @@ def test_a_state_that_is_loaded_is_used(wrap: Callable[..., compiled.CompiledSte
     both(wrap, run)
 
 
-def test_gradients_that_are_left_are_added_to(wrap: Callable[..., compiled.CompiledStep]) -> None:
+def test_gradients_that_are_left_are_added_to(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         x = seeded("cpu", 8, 32)
         step(x)
@@ -203,28 +208,7 @@ def test_gradients_that_are_left_are_added_to(wrap: Callable[..., compiled.Compi
     both(wrap, run)
 
 
-def test_a_step_may_leave_its_gradients(wrap: Callable[..., compiled.CompiledStep]) -> None:
-    def make(call: Callable[..., object]) -> list[Tensor]:
-        net = perceptron("cpu")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        step_ = call(step)
-        losses = [step_(seeded("cpu", 8, 32, seed=n)).detach() for n in range(3)]
-        return [*losses, *everything(net, optimizer, "cpu")]
-
-    assert_identical(make(wrap), make(same))
-
-
-def test_gradients_that_others_took_the_place_of_are_added_to(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_gradients_that_others_took_the_place_of_are_added_to(wrap: Wrap) -> None:
     """The step knows them by what has them, be it a parameter or another argument each time."""
 
     class Accumulating(Training):
@@ -252,9 +236,7 @@ def test_gradients_that_others_took_the_place_of_are_added_to(
     assert_identical(run(other, wrap(other.step)), expected)
 
 
-def test_gradients_of_arguments_are_put_on_the_arguments(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_gradients_of_arguments_are_put_on_the_arguments(wrap: Wrap) -> None:
     net = perceptron("cpu")
 
     def step(x: Tensor) -> None:
@@ -270,9 +252,7 @@ def test_gradients_of_arguments_are_put_on_the_arguments(
         assert_identical([x.grad], [expected.grad])
 
 
-def test_several_optimizers_and_results_of_every_kind(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_several_optimizers_and_results_of_every_kind(wrap: Wrap) -> None:
     def make(call: Callable[..., object]) -> list[Tensor]:
         torch.manual_seed(0)
         one, two = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -314,9 +294,7 @@ def test_several_optimizers_and_results_of_every_kind(
     assert_identical(make(wrap), make(same))
 
 
-def test_what_is_detached_is_returned_without_gradient(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_what_is_detached_is_returned_without_gradient(wrap: Wrap) -> None:
     net = perceptron("cpu")
     weight = next(net.parameters())
     net.register_buffer("kept", None)
@@ -339,10 +317,10 @@ def test_what_is_detached_is_returned_without_gradient(
         assert_identical(made, step(x))
 
 
-def test_a_budget_is_kept_and_what_fits_stays(wrap: Callable[..., compiled.CompiledStep]) -> None:
+def test_a_budget_is_kept_and_what_fits_stays(wrap: Wrap) -> None:
     steps = []
     for budget in ("least", 0.8, 1.0):
-        net = blocks("cpu")
+        net = blocks("cpu", 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
         def step(x: Tensor, net: nn.Module = net, optimizer: object = optimizer) -> Tensor:
@@ -360,13 +338,12 @@ def test_a_budget_is_kept_and_what_fits_stays(wrap: Callable[..., compiled.Compi
     assert kept[0] < kept[1] < kept[2]
     peaks = [step.plans()[0].peak_bytes for step in steps]
     assert peaks == sorted(peaks)
+    assert steps[0].explain().layout.bound < steps[2].explain().layout.bound
     with pytest.raises(UsageError, match="least possible"):
         wrap(Training().step, budget=16)(seeded("cpu", 8, 32))
 
 
-def test_what_a_step_has_stored_is_gone_when_it_has_ended(
-    wrap: Callable[..., compiled.CompiledStep], client: storm.Client
-) -> None:
+def test_what_a_step_has_stored_is_gone_when_it_has_ended(wrap: Wrap, client: storm.Client) -> None:
     training = Training()
     step = wrap(training.step)
     for _ in range(3):
@@ -375,7 +352,7 @@ def test_what_a_step_has_stored_is_gone_when_it_has_ended(
     wait_until(lambda: client.status().pool.used_bytes == 0, found=client.status)
 
 
-def test_tensors_of_numbers_may_index(wrap: Callable[..., compiled.CompiledStep]) -> None:
+def test_tensors_of_numbers_may_index(wrap: Wrap) -> None:
     weight = seeded("cpu", 8, 4, grad=True)
 
     def step(at: Tensor) -> Tensor:
@@ -390,9 +367,7 @@ def test_tensors_of_numbers_may_index(wrap: Callable[..., compiled.CompiledStep]
         assert_identical([call(torch.tensor(rows))], [step(torch.tensor(rows))])
 
 
-def test_a_compiled_step_in_another_is_a_part_of_it(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_a_compiled_step_in_another_is_a_part_of_it(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         outer = step if step == training.step else wrap(lambda x: step(x) * 2)
         for n in range(3):
@@ -410,7 +385,7 @@ def test_what_fails_before_the_update_changes_nothing(
 ) -> None:
     daemon = make_daemon("--pool-bytes", "64MiB")
     training = Training()
-    training.net = blocks("cpu")
+    training.net = blocks("cpu", 1)
     training.optimizer = torch.optim.AdamW(training.net.parameters(), lr=1e-2)
     with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
         step = storm.compile_step(training.step, client=client, min_bytes=1, codegen="eager")
@@ -432,8 +407,8 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_during_the_update_waits_for_its_end(
-    wrap: Callable[..., compiled.CompiledStep], monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_takes_effect_before_the_update_or_behind_it(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, expected = Training(), Training()
     step = wrap(training.step)
@@ -442,12 +417,18 @@ def test_ctrl_c_during_the_update_waits_for_its_end(
         torch.manual_seed(3)
         (step if one is training else one.step)(x)
         one.state = torch.get_rng_state()
+    before = training.everything()[:-2]
     finish = compiled._finish
 
     def interrupted(*arguments: object) -> None:
         signal.raise_signal(signal.SIGINT)
         finish(*arguments)
 
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled, "_uninterrupted", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            step(x)
+        assert_identical(training.everything()[:-2], before)
     monkeypatch.setattr(compiled, "_finish", interrupted)
     torch.set_rng_state(training.state)
     with pytest.raises(KeyboardInterrupt):
@@ -458,25 +439,7 @@ def test_ctrl_c_during_the_update_waits_for_its_end(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_before_the_update_leaves_all_as_it_was(
-    wrap: Callable[..., compiled.CompiledStep], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training()
-    step = wrap(training.step)
-    x = seeded("cpu", 8, 32)
-    step(x)
-    step(x)
-    before = training.everything()[:-2]
-    monkeypatch.setattr(compiled, "_uninterrupted", lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        step(x)
-    assert_identical(training.everything()[:-2], before)
-
-
-def test_a_step_may_be_called_by_another_thread(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_a_step_may_be_called_by_another_thread(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         for n in range(3):
             thread = threading.Thread(target=step, args=(seeded("cpu", 8, 32, seed=n),))
@@ -486,9 +449,7 @@ def test_a_step_may_be_called_by_another_thread(
     both(wrap, run)
 
 
-def test_a_compiled_step_is_neither_copied_nor_pickled(
-    wrap: Callable[..., compiled.CompiledStep],
-) -> None:
+def test_a_compiled_step_is_neither_copied_nor_pickled(wrap: Wrap) -> None:
     step = wrap(Training().step)
     with pytest.raises(UsageError, match="belongs to the model"):
         copy.deepcopy(step)

@@ -14,8 +14,8 @@ from support.training import seeded
 from torch import Tensor
 
 
-def transformer(client: storm.Client, layers: int, **options: object) -> CompiledStep:
-    net = blocks("cpu", layers)
+def transformer(client: storm.Client, **options: object) -> CompiledStep:
+    net = blocks("cpu")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
     def step(x: Tensor) -> Tensor:
@@ -28,10 +28,11 @@ def transformer(client: storm.Client, layers: int, **options: object) -> Compile
     return storm.compile_step(step, client=client, codegen="eager", min_bytes=1, **options)
 
 
-def test_packed_temporaries_save_seven_tenths(client: storm.Client) -> None:
-    step = transformer(client, 2, budget=1.0)
-    for _ in range(2):
-        step(seeded("cpu", 2, 64, 32))
+def test_a_step_is_explained_and_drawn(client: storm.Client, tmp_path: Path) -> None:
+    step = transformer(client, budget=1.0)
+    with pytest.raises(UsageError, match="before the first call"):
+        step.explain()
+    step(seeded("cpu", 2, 64, 32))
     found = step.explain()
     found.layout.assert_invariants(found.temporaries)
     assert found.share < 0.3
@@ -40,26 +41,8 @@ def test_packed_temporaries_save_seven_tenths(client: storm.Client) -> None:
     assert f"uses {found.share:.0%} of" in text
     assert "aten.mm.default" in text
     assert "1 inputs, 1 outputs" in text
-
-
-def test_what_is_offloaded_takes_less_at_once(client: storm.Client) -> None:
-    bounds = []
-    for budget in ("least", 1.0):
-        step = transformer(client, 2, budget=budget)
-        step(seeded("cpu", 2, 64, 32))
-        bounds.append(step.explain().layout.bound)
-        plan = step.plans()[0].bytes_by_decision
-        assert (plan["keep"] == sum(plan.values())) == (budget == 1.0)
-    assert bounds[0] < bounds[1]
-
-
-def test_a_picture_is_drawn(client: storm.Client, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    step = transformer(client, 1)
-    with pytest.raises(UsageError, match="before the first call"):
-        step.explain()
-    step(seeded("cpu", 2, 8, 32))
-    step.explain().draw(tmp_path / "layout.svg")
+    found.draw(tmp_path / "layout.svg")
     assert (tmp_path / "layout.svg").read_text().startswith("<?xml")
     with pytest.raises(UsageError, match="cannot draw"):
-        step.explain().draw(tmp_path / "layout.nothing")
+        found.draw(tmp_path / "layout.nothing")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import pytest
-import storm_client as storm
 import torch
 from storm_client.errors import UsageError
 from storm_client.step.compiled import CompiledStep
@@ -19,12 +17,9 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
 
+Wrap = Callable[..., CompiledStep]
+
 Body = Callable[[Tensor, torch.Generator], Tensor]
-
-
-@pytest.fixture
-def wrap(client: storm.Client) -> Callable[..., CompiledStep]:
-    return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
 
 
 def seeds(x: Tensor, _: torch.Generator) -> Tensor:
@@ -67,21 +62,21 @@ def seeds_its_own_later(x: Tensor, own: torch.Generator) -> Tensor:
     return x
 
 
-REFUSED: tuple[Body, ...] = (
-    seeds,
-    seeds_behind_what_it_draws,
-    seeds_by_chance,
-    forks,
-    draws_the_same_twice,
-    seeds_its_own,
-    seeds_its_own_later,
+@pytest.mark.parametrize(
+    ("body", "is_argument"),
+    [
+        (seeds, False),
+        (seeds_behind_what_it_draws, False),
+        (seeds_by_chance, False),
+        (forks, False),
+        (draws_the_same_twice, False),
+        (seeds_its_own, False),
+        (seeds_its_own, True),
+        (seeds_its_own_later, True),
+    ],
 )
-
-
-@pytest.mark.parametrize("body", REFUSED)
-@pytest.mark.parametrize("is_argument", [False, True])
 def test_a_step_that_sets_a_generator_is_refused_and_leaves_it(
-    body: Body, is_argument: bool, wrap: Callable[..., CompiledStep]
+    body: Body, is_argument: bool, wrap: Wrap
 ) -> None:
     own = torch.Generator().manual_seed(0)
     given = own if is_argument else None
@@ -123,7 +118,7 @@ def checkpoints(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("body", [looks, forks_for_nothing, checkpoints])
 def test_a_step_that_sets_back_what_it_found_is_none_of_these(
-    body: Callable[[Tensor], Tensor], wrap: Callable[..., CompiledStep]
+    body: Callable[[Tensor], Tensor], wrap: Wrap
 ) -> None:
     found = []
     for call in (body, wrap(body)):
@@ -133,7 +128,7 @@ def test_a_step_that_sets_back_what_it_found_is_none_of_these(
     assert_identical(found[1], found[0])
 
 
-def test_other_threads_draw_and_seed_as_ever(wrap: Callable[..., CompiledStep]) -> None:
+def test_other_threads_draw_and_seed_as_ever(wrap: Wrap) -> None:
     drawn: list[Tensor] = []
 
     def elsewhere() -> None:

@@ -62,12 +62,9 @@ def test_an_error_comes_at_the_next_call() -> None:
     receive.close()
 
 
-def test_an_error_comes_at_close() -> None:
+def test_an_error_comes_at_close_but_not_in_the_place_of_the_block_s_own() -> None:
     with pytest.raises(ZeroDivisionError), storm.Receiver(lambda value: 1 / value) as receive:
         receive(0)
-
-
-def test_the_block_s_own_error_is_not_replaced() -> None:
     receive = storm.Receiver(lambda value: 1 / value)
     receive(0)
     receive.__exit__(KeyError, KeyError(), None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
-import storm_client as storm
 import torch
 from storm_client.errors import UsageError
 from storm_client.step.capture import capture
@@ -16,11 +14,6 @@ from torch import Tensor, nn
 
 Body = Callable[[nn.Linear, Tensor], Tensor]
 Wrap = Callable[..., CompiledStep]
-
-
-@pytest.fixture
-def wrap(client: storm.Client) -> Wrap:
-    return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
 
 
 def step_of(body: Body) -> tuple[nn.Linear, Callable[[Tensor], Tensor]]:

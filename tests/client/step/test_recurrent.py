@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import storm_client as storm
 import torch
 from storm_client.compile.operators import STORE
 from storm_client.errors import StormError
@@ -24,11 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 WIDTH = 16
 
 Wrap = Callable[..., CompiledStep]
-
-
-@pytest.fixture
-def wrap(client: storm.Client) -> Wrap:
-    return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
 
 
 class Unrolled(nn.Module):
@@ -93,14 +87,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 def train(
     name: str, wrap: Callable[[Callable[[Tensor], object]], Callable[[Tensor], object]]
 ) -> list[Tensor]:
-    """Make four steps, and return losses, gradients, and all that they have changed."""
+    """Make two steps, and return losses, gradients, and all that they have changed."""
     torch.manual_seed(0)
     net = NETS[name]()
     dtype = next(net.parameters()).dtype
     below = nn.Linear(WIDTH, WIDTH, dtype=dtype)
     whole = nn.ModuleList([below, net])
     trained = [one for one in whole.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(trained, lr=0.1)
 
     def step(x: Tensor) -> list[Tensor]:
         loss = net(below(x))[0].float().square().mean()
@@ -111,18 +105,33 @@ def train(
         return [loss, *gradients]
 
     call = wrap(step)
-    made = [call(seeded("cpu", 4, 3, WIDTH, seed=n).to(dtype)) for n in range(4)]
+    made = [call(seeded("cpu", 4, 3, WIDTH, seed=n).to(dtype)) for n in range(2)]
     return [one.detach() for step in made for one in step] + everything(whole, optimizer, "cpu")
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=pytest.mark.slow)
+        if one in ("gru, bfloat16", "gru cell", "lstm, not recorded")
+        else one
+        for one in NETS
+    ],
+)
 def test_every_network_gives_the_bits_of_the_function(name: str, wrap: Wrap) -> None:
-    assert_identical(train(name, wrap), train(name, lambda step: step))
+    made: list[CompiledStep] = []
+
+    def wrapped(step: Callable[..., object]) -> CompiledStep:
+        made.append(wrap(step))
+        return made[-1]
+
+    assert_identical(train(name, wrapped), train(name, lambda step: step))
+    if name in CHECKS:
+        CHECKS[name](made[0])
 
 
-def test_gates_that_are_written_to_one_by_one_do_not_leave(wrap: Wrap) -> None:
+def gates_that_are_written_to_one_by_one_do_not_leave(step: CompiledStep) -> None:
     """They would leave as they are before, while they are written to, or after."""
-    step = compiled("gru, frozen", wrap)
     (program,) = step.captures()[-1:]
     written = {memory for node in program.ordered.work for memory in writes(node)}
     nodes = [node for call in program.calls for node in call.module.graph.nodes]
@@ -131,16 +140,17 @@ def test_gates_that_are_written_to_one_by_one_do_not_leave(wrap: Wrap) -> None:
     assert not [node for node in stored if memories(node) & written]
 
 
-def compiled(name: str, wrap: Wrap) -> CompiledStep:
-    """Train, and return the compiled step."""
-    made: list[CompiledStep] = []
+def the_workspace_is_part_of_the_plan_and_leaves(step: CompiledStep) -> None:
+    """It takes most of what an LSTM saves."""
+    rows = [row for plan in step.plans() for row in plan.rows if row.dtype is torch.uint8]
+    assert "offload" in {row.decision for row in rows}
+    assert sum(row.nbytes for row in rows) > 4 * (4 * 3 * WIDTH * 4 * 4)  # gates, four layers
 
-    def wrapped(step: Callable[..., object]) -> CompiledStep:
-        made.append(wrap(step))
-        return made[-1]
 
-    train(name, wrapped)
-    return made[0]
+CHECKS: dict[str, Callable[[CompiledStep], None]] = {
+    "gru, frozen": gates_that_are_written_to_one_by_one_do_not_leave,
+    "lstm": the_workspace_is_part_of_the_plan_and_leaves,
+}
 
 
 @pytest.mark.slow
@@ -150,14 +160,6 @@ def test_generated_code_runs_the_kernel_that_is_differentiated(wrap: Wrap) -> No
     assert_identical(offloaded, train("lstm, frozen", partial(code, min_bytes=1 << 40)))
     for one, other in zip(offloaded, train("lstm, frozen", lambda step: step), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_a_workspace_is_part_of_the_plan_and_leaves(wrap: Wrap) -> None:
-    """It takes most of what an LSTM saves."""
-    step = compiled("lstm", wrap)
-    rows = [row for plan in step.plans() for row in plan.rows if row.dtype is torch.uint8]
-    assert "offload" in {row.decision for row in rows}
-    assert sum(row.nbytes for row in rows) > 4 * (4 * 3 * WIDTH * 4 * 4)  # gates, four layers
 
 
 def test_the_backward_pass_works_in_a_copy_of_the_workspace() -> None:

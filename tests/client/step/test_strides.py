@@ -67,11 +67,6 @@ def test_results_have_the_strides_that_were_recorded(function: Callable[[Tensor]
     traced(lambda x: function(x.transpose(0, 1)), seeded("cpu", 3, 4, 8))
 
 
-def test_nothing_is_added_where_strides_are_the_same() -> None:
-    graph = traced(lambda x: functional.gelu(x) @ x.t(), seeded("cpu", 4, 8)).graph
-    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
-
-
 # --- whole steps ----------------------------------------------------------------------------------
 
 
@@ -98,14 +93,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("transposed", marks=pytest.mark.slow),
-        pytest.param("encoder", marks=pytest.mark.slow),
-        pytest.param("channels_last", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_generated_code_runs_what_is_laid_out_otherwise(
     name: str, device: str, client: storm.Client
 ) -> None:
@@ -130,10 +119,7 @@ def test_generated_code_runs_what_is_laid_out_otherwise(
     assert_identical(offloaded, trained(partial(wrap, min_bytes=1 << 40)))
 
 
-@pytest.mark.parametrize("min_bytes", [1, 1 << 40])
-def test_what_is_drawn_is_there_when_it_is_read(
-    min_bytes: int, device: str, client: storm.Client
-) -> None:
+def test_what_is_drawn_is_there_when_it_is_read(device: str, client: storm.Client) -> None:
     weight = torch.ones((), device=device, requires_grad=True)
 
     def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +129,7 @@ def test_what_is_drawn_is_there_when_it_is_read(
         (one + other + noise).sum().backward()
         return one.detach(), other.detach(), noise
 
-    one, other, noise = storm.compile_step(step, client=client, min_bytes=min_bytes)(
+    one, other, noise = storm.compile_step(step, client=client, min_bytes=1)(
         torch.ones(64, 64, device=device)
     )
     assert set(one.unique().tolist()) == {0.0, 2.0}
