@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from storm_kernels import ancf
 from support import fake_cuda
 from support.waiting import wait_until
@@ -40,6 +41,12 @@ LANE_MODULES = (
     *(f"stormd.lanes.cuda.{name}" for name in CUDA_FILES),
 )
 SESSION = 0x1234
+LAG_SECONDS = 0.002
+"""Longer than a pipeline of the lane waits before it looks again."""
+
+prompt_and_late = pytest.mark.parametrize(
+    "lanes", [0.0, LAG_SECONDS], ids=["prompt", "late"], indirect=True
+)
 HELD_SECONDS = 60.0
 """After which a test that has failed lets its streams go."""
 

@@ -22,14 +22,13 @@ from stormd.ledger.events import (
     RestoreFailed,
     RestoreJob,
     Result,
-    SegmentRefused,
     StoreDone,
     StoreFailed,
     StoreJob,
 )
 from stormd.memory.arena import Block, Space
 from stormd.memory.host_pool import HostPool
-from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
+from stormd.protocol import PROTOCOL_VERSION, Hello
 from stormd.protocol.timeline import POISON, STORED
 
 KIB = 1 << 10
@@ -86,17 +85,13 @@ class Bench:
         self.memories[session][: len(data)] = data
         part = Chunk.of(len(data), "uint8", codec)
         assert self.space.promise(part.bound)
-        job = StoreJob(
-            session=session,
-            entry=entry,
-            chunk=part,
-            segment=0,
-            offset=0,
-            ready=0,
-            sequence=0,
-            space=self.space,
-        )
-        self.begin(session, job)
+        self.begin(session, self.a_store(session, entry, part))
+
+    def a_store(self, session: int, entry: int, part: Chunk, offset: int = 0) -> StoreJob:
+        return StoreJob(
+            session=session, entry=entry, chunk=part, segment=0, offset=offset, ready=0,
+            sequence=0, space=self.space,
+        )  # fmt: skip
 
     def begin(self, session: int, *jobs: StoreJob | RestoreJob) -> None:
         self.post(*self.lane.begin(session, jobs))
@@ -132,29 +127,6 @@ def stored(bench: Bench, session: int, data: bytes, codec: str) -> Block:
     assert (result.session, result.entry) == (session, 1)
     assert result.seconds > 0
     return result.block
-
-
-@pytest.mark.parametrize("codec", ["raw", "ancf"])
-def test_a_part_goes_in_and_comes_back(bench: Bench, codec: str) -> None:
-    bench.attach(1)
-    data = os.urandom(300 * KIB)
-    block = stored(bench, 1, data, codec)
-    job = RestoreJob(
-        session=1,
-        ticket=9,
-        entry=1,
-        block=block,
-        segment=0,
-        offset=MIB,
-        nbytes=len(data),
-        sequence=0,
-    )
-    bench.begin(1, job)
-    restored = bench.next()
-    assert isinstance(restored, RestoreDone)
-    assert restored.ticket == 9
-    assert bench.memories[1][MIB : MIB + len(data)] == data
-    end(bench, 1)
 
 
 def a_restore(ticket: int, block: Block, nbytes: int) -> RestoreJob:
@@ -205,16 +177,6 @@ def test_what_is_small_waits_its_turn_behind_what_is_large(
     assert {type(bench.next()) for _ in range(2)} == {RestoreDone, StoreDone}
     end(bench, 1)
     bench.close()
-
-
-def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
-    hello = hello_of("test")
-    attachment = bench.lane.attach(1, hello)
-    for descriptor in attachment.descriptors:
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, 0)
-        os.close(descriptor)
-    end(bench, 1)
 
 
 def test_pages_go_back_with_the_session_though_the_client_keeps_them(bench: Bench) -> None:
@@ -334,32 +296,9 @@ def test_a_worker_that_ends_leaves_the_rest_to_the_others(monkeypatch: pytest.Mo
     bench.close()
 
 
-def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
-    bench.attach(1)
-    block = stored(bench, 1, os.urandom(1000), "raw")
-    job = RestoreJob(
-        session=1, ticket=9, entry=1, block=block, segment=0, offset=0, nbytes=999, sequence=0
-    )
-    bench.begin(1, job)
-    failed = bench.next()
-    assert isinstance(failed, RestoreFailed)
-    assert failed.kind == "CorruptBlob"
-    end(bench, 1)
-
-
 def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     bench.attach(1)
-    job = StoreJob(
-        session=1,
-        entry=4,
-        chunk=Chunk.of(10, "uint8", "raw"),
-        segment=0,
-        offset=2 * MIB,
-        ready=0,
-        sequence=0,
-        space=bench.space,
-    )
-    bench.begin(1, job)
+    bench.begin(1, bench.a_store(1, 4, Chunk.of(10, "uint8", "raw"), offset=2 * MIB))
     failed = bench.next()
     assert isinstance(failed, StoreFailed)
     assert failed.entry == 4
@@ -380,15 +319,6 @@ def test_detaching_answers_every_job_once_and_then_says_so(bench: Bench) -> None
     assert sorted(answered) == list(range(1, 7))
     stored(bench, 2, b"the neighbour is served", "raw")
     end(bench, 2)
-
-
-def test_segments_are_refused(bench: Bench) -> None:
-    bench.attach(1)
-    bench.lane.map_segment(1, MapSegment(segment=3, handle=b"handle", nbytes=10))
-    refused = bench.next()
-    assert isinstance(refused, SegmentRefused)
-    assert refused.segment == 3
-    end(bench, 1)
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,6 @@ def take_all(queue: FairQueue[Job], count: int) -> list[tuple[int, Job]]:
     return taken
 
 
-def test_sessions_move_as_many_bytes_whatever_their_jobs_are() -> None:
-    queue: FairQueue[int] = FairQueue()
-    large, small = 4 << 20, 256 << 10
-    for _ in range(100):
-        queue.put(1, [(large, large)])
-        queue.put(2, [(small, small)])
-    moved = {1: 0, 2: 0}
-    for session, nbytes in take_all(queue, 60):
-        moved[session] += nbytes
-    assert 0.6 < moved[2] / moved[1] < 1, "what a job costs besides weighs more of small ones"
-
-
 def test_what_a_job_costs_beside_its_bytes_counts() -> None:
     """Else a session with the smallest tensors would have nearly all of the workers' time."""
     queue: FairQueue[str] = FairQueue()
@@ -43,16 +31,6 @@ def test_what_a_job_costs_beside_its_bytes_counts() -> None:
         queue.put(2, [("large", 15 * JOB_BYTES)])
     taken = [job for _, job in take_all(queue, 170)]
     assert taken.count("large") == 10
-
-
-def test_nothing_is_kept_of_a_session_that_has_retired() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.put(1, [("a", 1)])
-    assert queue.take() == (1, "a")
-    queue.retire(1)
-    queue.done(1)
-    assert queue.take() == (1, None)
-    assert len(queue._shares) == 0
 
 
 def test_close_ends_every_worker_after_what_waits() -> None:

@@ -25,7 +25,7 @@ def test_whatever_their_sizes_all_move_as_much(sizes: dict[int, int]) -> None:
     shares = FairShares()
     for session in sizes:
         shares.enter(session)
-    found = moved(shares, sizes, 50_000)
+    found = moved(shares, sizes, 10_000)
     assert max(found.values()) - min(found[session] for session in sizes) <= max(sizes.values())
 
 
@@ -37,12 +37,3 @@ def test_who_pauses_makes_up_for_nothing_either() -> None:
     shares.enter(2)
     found = moved(shares, {1: 10, 2: 10}, 2000)
     assert abs(found[2] - found[1]) <= 20
-
-
-def test_nothing_is_kept_of_a_session_that_has_ended() -> None:
-    shares = FairShares()
-    shares.enter(1)
-    shares.record_bytes(1, 500)
-    shares.forget(1)
-    shares.forget(1)
-    assert len(shares) == 0

@@ -39,28 +39,11 @@ def test_a_direction_carries_one_copy_after_another(clock: Clock) -> None:
     assert limit.end_time("store", 10) == 201.0, "nothing is saved up"
 
 
-def test_a_copy_is_over_when_that_time_has_come(clock: Clock) -> None:
-    limit = LinkLimit(10, clock=clock)
-    at = limit.end_time("store", 50)
-    clock.now = at - 0.1
-    assert not limit.has_ended(at)
-    clock.now = at
-    assert limit.has_ended(at)
-
-
 def test_who_waits_sleeps_until_the_link_has_carried_what_is_on_it(clock: Clock) -> None:
     limit = LinkLimit(10, clock=clock)
     limit.end_time("store", 30)
     limit.wait("store", 20)
     assert clock.slept == [5.0]
-
-
-def test_without_a_limit_nothing_waits(clock: Clock) -> None:
-    limit = LinkLimit(clock=clock)
-    assert limit.end_time("store", 1 << 40) == 0.0
-    assert limit.has_ended(0.0)
-    limit.wait("store", 1 << 40)
-    assert not clock.slept
 
 
 def test_a_limit_that_changes_holds_for_what_begins_then(clock: Clock) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from storm_kernels.ancf import DType, reference
 from support import fake_cuda
-from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offer
+from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back
 from support.waiting import wait_until
 
 from stormd.lanes.cuda.direct import LATE_SECONDS, MAX_COPIES, StoreState, should_copy_unencoded
@@ -22,7 +21,6 @@ from stormd.ledger.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
-    SegmentMapped,
     StoreDone,
     StoreFailed,
 )
@@ -52,13 +50,7 @@ def test_a_part_goes_as_it_is_where_the_link_is_free_and_encoders_are_late(
     outlook: StoreState, expected: bool
 ) -> None:
     assert should_copy_unencoded("ancf", outlook) is expected
-
-
-def test_what_is_to_be_raw_waits_for_no_encoder() -> None:
-    for wait, blobs, idle in itertools.product((0.0, 1.0), (0, 2), (False, True)):
-        for copies in range(MAX_COPIES + 2):
-            outlook = StoreState(wait, blobs, copies, link_is_idle=idle)
-            assert should_copy_unencoded("raw", outlook) is (copies < MAX_COPIES)
+    assert should_copy_unencoded("raw", outlook) is (outlook.copies < MAX_COPIES)
 
 
 class Clock:
@@ -220,32 +212,6 @@ def test_parts_are_encoded_again_once_encoders_run(bench: Bench, clock: Clock) -
     assert_back(bench, before, stored)
 
 
-def test_a_part_waits_while_anything_is_on_the_link(bench: Bench, clock: Clock) -> None:
-    before = bench.memory.copy()
-    with held_back(bench):
-        with held(link(bench)):
-            store(bench, *range(1, 6))
-            wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
-            clock.pass_by()
-            wait_for_looks(bench)
-            assert begun(bench) == [False] * ROOM_PARTS
-        wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True] * 2)
-    assert_back(bench, before, done(bench, 5))
-
-
-def test_small_parts_wait_for_room(bench: Bench, clock: Clock) -> None:
-    with held_back(bench):
-        store(bench, 1, 2, 3)
-        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
-        clock.pass_by()
-        bench.store(4, 3 * PART, PART // 2 - 2)
-        wait_for_looks(bench)
-        assert begun(bench) == [False] * ROOM_PARTS
-    for one in done(bench, 4).values():
-        assert one.mode == "window"
-        bench.space.release(one.block)
-
-
 def test_large_parts_pass_small_ones_that_wait_for_room(bench: Bench, clock: Clock) -> None:
     """And what is stored is told in order all the same."""
     before = bench.memory.copy()
@@ -322,54 +288,6 @@ def test_a_number_is_stored_when_all_before_it_have_been_read(bench: Bench, cloc
     stored = done(bench, 5)
     wait_until(lambda: bench.counters.read(STORED) == 6)
     assert_back(bench, before, stored)
-
-
-def test_what_comes_behind_a_copy_is_not_stored_before_it(bench: Bench) -> None:
-    before = bench.memory.copy()
-    with held(link(bench)):
-        store(bench, 1, codec="raw")
-        store(bench, 2)
-        # The encoder has passed, and its blob waits for the link.
-        wait_until(lambda: len(bench.lane._sessions[SESSION].stores._continued) == 1)
-        assert bench.counters.read(STORED) == 0
-    stored = done(bench, 2)
-    wait_until(lambda: bench.counters.read(STORED) == 2)
-    assert [stored[entry].mode for entry in (1, 2)] == ["raw", "window"]
-    assert_back(bench, before, stored)
-
-
-def test_a_copy_that_is_read_first_frees_no_source_before_it(bench: Bench, clock: Clock) -> None:
-    before = bench.memory.copy()
-    with held(opened(bench).store_stream):
-        store(bench, 1, 2, 3, 4, 5)
-        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
-        clock.pass_by()
-        assert set(done(bench, 2)) == {4, 5}  # their checksums are on a stream of their own
-        assert bench.counters.read(STORED) == 0
-    stored = done(bench, 5)
-    wait_until(lambda: bench.counters.read(STORED) == 5)
-    assert_back(bench, before, stored)
-
-
-def test_checksums_that_wait_are_made_together(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    codec = next(iter(bench.lane._devices.values())).codec
-    real = codec.check
-
-    def check(spans: int, count: int, sums: int, *, stream: int) -> None:
-        counts.append(count)
-        real(spans, count, sums, stream=stream)
-
-    monkeypatch.setattr(codec, "check", check)
-    before = bench.memory.copy()
-    with held_back(bench):
-        store(bench, *range(1, 7), codec="raw")
-        wait_until(lambda: begun(bench) == [True] * 6)
-        assert counts == [1]
-    assert_back(bench, before, done(bench, 6))
-    assert counts == [1, 5]
 
 
 def test_a_blob_that_lies_in_many_pieces(
@@ -463,49 +381,23 @@ def test_a_dead_clients_copies_are_finished_and_its_memory_let_go(
     bench.end_client()
 
 
-def test_a_broken_device_leaves_no_copy_unanswered(bench: Bench, clock: Clock) -> None:
+@pytest.mark.parametrize("copies", range(MAX_COPIES + 1))
+def test_a_broken_device_leaves_no_copy_unanswered(bench: Bench, clock: Clock, copies: int) -> None:
+    """Nor does it raise where the thread asks whether one more may go."""
+    entries = list(range(1, ROOM_PARTS + copies + 2))
     with held_back(bench):
-        store_late(bench, clock, 1, 2, 3, 4, 5)
+        store_late(bench, clock, *entries[:-1])
         fake_cuda.fault(0, "an illegal address")
-        store(bench, 6)
-    bench.expect(StoreFailed, 6)
-    assert sorted(answered(bench)) == [1, 2, 3, 4, 5, 6]
-    for entry in range(1, 7):
+        store(bench, entries[-1])
+    bench.expect(StoreFailed, len(entries))
+    assert sorted(answered(bench)) == entries
+    for entry in entries:
         bench.space.withdraw(blob_bound(size(entry)))
     bench.lane.detach(SESSION)
     bench.expect(Detached)
     assert bench.lane.close(10.0)
     fake_cuda.repair()
     bench.end_client()
-
-
-def test_a_session_waits_for_the_copies_of_another(bench: Bench, clock: Clock) -> None:
-    """And both have their own numbers and bytes."""
-    other = Bench(bench.lane, bench.pool, bench.space, bench.results, session=SESSION + 1)
-    other.lane.map_segment(other.session, offer(other.area))
-    bench.expect(SegmentMapped, 2)
-    before = {one: fill(one, seed) for seed, one in enumerate((bench, other), 1)}
-    other.publish(99)
-    with held_back(other):
-        with held(link(bench)):
-            store(bench, 1, codec="raw")
-            wait_until(lambda: begun(bench) == [True])
-            store(other, 11, 12, 13, 14)
-            wait_until(lambda: len(begun(other)) == ROOM_PARTS)
-            clock.pass_by()
-            wait_for_looks(other)
-            assert begun(other) == [False] * ROOM_PARTS
-        wait_until(lambda: begun(other) == [False] * ROOM_PARTS + [True])
-        done(bench, 1)  # what holds up one session's encoders does not the other's copies
-        wait_until(lambda: bench.counters.read(STORED) == 1)
-        assert other.counters.read(STORED) == 0
-    stored = done(bench, 5)
-    wait_until(lambda: other.counters.read(STORED) == 14)
-    assert_back(bench, before[bench], {1: stored.pop(1)})
-    for entry, one in stored.items():
-        assert other.session == one.session
-        assert_back(other, before[other], {entry: one})
-    other.end()
 
 
 def test_copies_and_waits_in_one_queue(bench: Bench) -> None:
@@ -521,92 +413,3 @@ def test_copies_and_waits_in_one_queue(bench: Bench) -> None:
     finally:
         line, fake_cuda.Stream.line = fake_cuda.Stream.line, None
         line.close()
-
-
-class Ring:
-    """Room for so many parts."""
-
-    max_batch_bytes = 100
-
-    def __init__(self, parts: int) -> None:
-        self.left = parts
-        self.told = 0
-
-    def has_for(self, job: Any) -> bool:
-        self.told += bool(self.left)
-        return bool(self.left)
-
-    def take(self, batch: Any) -> Any:
-        self.left -= 1
-        return object()
-
-    def give_back(self, scratch: Any) -> None:
-        self.left += 1
-
-
-@pytest.fixture
-def scratch_of(bench: Bench, clock: Clock) -> Iterator[Callable[[Ring], Any]]:
-    """Make the scratch of stores of a ring, for parts of 1000 bytes and more."""
-    module, made = sys.modules["stormd.lanes.cuda.scratch"], []
-
-    def make(ring: Ring) -> Any:
-        device = next(iter(bench.lane._devices.values()))
-        with fake_cuda.entered(0):
-            made.append(module.StoreScratch(device, ring, 1000))
-        return made[-1]
-
-    with fake_cuda.entered(0):
-        yield make
-        for one in made:
-            one.close()
-
-
-def job(nbytes: int, codec: str = "ancf") -> Any:
-    return SimpleNamespace(nbytes=nbytes, chunk=SimpleNamespace(codec=codec))
-
-
-def test_a_part_waits_for_the_blobs_of_its_session(
-    scratch_of: Callable[[Ring], Any], clock: Clock
-) -> None:
-    scratch = scratch_of(Ring(2))
-    first, _ = (taken(scratch, job(1000)) for _ in range(2))
-    scratch.encoded(first)
-    clock.pass_by()
-    assert not scratch.has_for(job(1000))
-    scratch.give_back(first)
-    taken(scratch, job(1000))
-    assert scratch.has_for(job(1000))
-
-
-@pytest.mark.parametrize("copies", [0, 1])
-def test_to_ask_on_a_broken_device_raises_nothing(
-    scratch_of: Callable[[Ring], Any], clock: Clock, copies: int
-) -> None:
-    """What is begun there fails; the pipeline's thread must live to say so."""
-    scratch = scratch_of(Ring(1))
-    taken(scratch, job(1000))
-    clock.pass_by()
-    for _ in range(copies):
-        taken(scratch, job(1000))
-    fake_cuda.fault(0, "an illegal address")
-    found = scratch.has_for(job(1000))
-    fake_cuda.repair()
-    assert found is bool(copies)
-
-
-def test_so_many_copies_wait_for_their_checksums(
-    scratch_of: Callable[[Ring], Any], clock: Clock
-) -> None:
-    module = sys.modules["stormd.lanes.cuda.scratch"]
-    scratch = scratch_of(Ring(1))
-    taken(scratch, job(1000))
-    clock.pass_by()
-    direct = [taken(scratch, job(1000)) for _ in range(module.MAX_UNENCODED)]
-    assert not scratch.has_for(job(1000))
-    scratch.give_back(direct.pop())
-    assert taken(scratch, job(1000)) not in direct
-
-
-def taken(scratch: Any, one: Any) -> Any:
-    assert scratch.has_for(one)
-    return scratch.take([one])

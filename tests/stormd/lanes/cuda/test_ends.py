@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from support import fake_cuda
-from support.cuda_bench import PART, SESSION, Bench, fill, offer
+from support.cuda_bench import PART, SESSION, Bench, fill, offer, prompt_and_late
 from support.waiting import wait_until
 
 from stormd.ledger.chunks import blob_bound
@@ -124,7 +124,8 @@ def mapped_memory(bench: Bench, first: int) -> list[fake_cuda.DeviceBuffer]:
     return memory
 
 
-@pytest.mark.parametrize("seed", range(3))
+@prompt_and_late
+@pytest.mark.parametrize("seed", range(2))
 def test_allocations_come_and_go_under_what_uses_them(bench: Bench, seed: int) -> None:
     """A client may free what the daemon has yet to read, and unmap what it has yet to use."""
     chance = random.Random(seed)

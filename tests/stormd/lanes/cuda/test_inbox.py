@@ -22,17 +22,6 @@ def often_switched() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_what_was_taken_without_a_wait_makes_no_later_one_longer() -> None:
-    inbox: Inbox[int] = Inbox()
-    for seconds in (0.0, 1e-9, 1e-6, 1e-4):
-        inbox.put(1)
-        inbox.put(2)
-        assert list(inbox.take()) == [1, 2]
-        for _ in range(3):  # the first ends for what was put
-            inbox.wait(seconds)
-    assert not list(inbox.take())
-
-
 def test_a_wait_ends_for_what_comes(often_switched: None) -> None:
     """Each producer waits until what it has put is taken, so that the inbox is often empty."""
     inbox: Inbox[tuple[int, threading.Event]] = Inbox()

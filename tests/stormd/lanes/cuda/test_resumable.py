@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import fake_cuda
 from support.cuda_bench import (
+    LAG_SECONDS,
     LANE_MODULES,
     PART,
     SESSION,
@@ -29,9 +30,9 @@ from stormd.protocol.timeline import PUBLISHED, STORED, restored_slot, status_sl
 Lanes = Callable[..., Bench]
 
 
-@pytest.fixture(params=[0.0, 0.005], ids=["prompt", "late"])
-def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lanes]:
-    monkeypatch.setattr(fake_cuda, "lag_seconds", request.param)
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lanes]:
+    monkeypatch.setattr(fake_cuda, "lag_seconds", LAG_SECONDS)
     with fake_cuda.standing_in(monkeypatch, LANE_MODULES):
         yield from lanes_on_fake_devices(is_resumable=True)
 
@@ -138,20 +139,6 @@ def test_the_page_says_what_became_of_a_restore(bench: Bench) -> None:
     bench.expect(RestoreFailed)
     assert bench.counters.read(restored_slot(3)) == 3
     assert bench.counters.read(status_slot(3)) not in (0, (1 << 64) - 1)
-    bench.space.release(done.block)
-
-
-def test_restores_of_one_counter_leave_their_own_status(bench: Bench) -> None:
-    """More than there are counters: of two that share one, only the first is in the page."""
-    fill(bench)
-    (done,) = stored(bench, 1)
-    tickets = (2, 2 + 1024, 2 + 2048)
-    for ticket in tickets:
-        bench.restore(ticket, done.block, PART, PART)
-    bench.publish(max(tickets))
-    bench.expect(RestoreDone, 3)
-    assert bench.counters.read(restored_slot(2)) == max(tickets)
-    assert not bench.lane._sessions[SESSION].restores._stages._in_page
     bench.space.release(done.block)
 
 

@@ -8,14 +8,6 @@ from hypothesis import strategies as st
 from stormd.lanes.cuda.ring import Ring, RingPair, Side
 
 
-def test_no_more_are_in_use_than_may_be() -> None:
-    ring = Ring(range(100), 2, by_halves=False)
-    taken = [ring.take(1), ring.take(1)]
-    assert not ring.has(1)
-    ring.give_back(taken[1])
-    assert ring.has(1)
-
-
 @given(
     st.booleans(),
     st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9)), max_size=60),
