@@ -87,16 +87,8 @@ class LedgerBench:
         record = self.ledger.sessions[session]
         return self.ledger.on_request[type(message)](record, request, message, 0.0)
 
-    def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, sequence: int = 0) -> None:
-        message = Store(
-            entry=entry,
-            segment=0,
-            offset=0,
-            nbytes=nbytes,
-            dtype="uint8",
-            codec="raw",
-            sequence=sequence,
-        )
+    def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, **fields: int) -> None:
+        message = a_store(entry, nbytes, **fields)
         while isinstance((answer := self.ask(session, 7, message))[0], Wait):
             assert self.on_wait is not None, "a wait for memory that is there"
             self.on_wait()
@@ -153,6 +145,12 @@ class LedgerBench:
     @property
     def promised(self) -> int:
         return self.space.use().promised
+
+
+def a_store(entry: int, nbytes: int = KIB, **fields: int) -> Store:
+    """Return a store of plain bytes."""
+    places = {"segment": 0, "offset": 0, "sequence": 0, **fields}
+    return Store(entry=entry, nbytes=nbytes, dtype="uint8", codec="raw", **places)
 
 
 def _hello(device: str) -> Hello:

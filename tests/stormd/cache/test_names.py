@@ -14,15 +14,6 @@ def group_of(uid: int) -> int:
     return 100 + uid % 2
 
 
-def test_pages_follow_each_other() -> None:
-    index = NameIndex()
-    for name in "dbca":
-        index.add(name, 1, 100)
-    assert index.page(1, 0, "", 3) == (["a", "b", "c"], False)
-    assert index.page(1, 0, "c", 3) == (["d"], True)
-    assert index.page(2, 0, "", 3) == ([], True)
-
-
 @given(st.lists(OWNERS, unique=True), st.data())
 def test_a_page_is_what_a_search_finds(owners: list[tuple[str, int]], data: st.DataObject) -> None:
     index = NameIndex()

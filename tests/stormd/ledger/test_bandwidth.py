@@ -5,16 +5,10 @@ from __future__ import annotations
 from stormd.ledger.spill_moves import Bandwidth
 
 
-def test_before_anything_was_moved_nothing_is_known() -> None:
-    speed = Bandwidth()
-    assert speed.bytes_per_second(1.0) is None
-    speed.begin(1.0)
-    assert speed.bytes_per_second(2.0) is None
-
-
 def test_idle_time_does_not_count_and_overlaps_count_once() -> None:
     speed = Bandwidth()
     speed.begin(0.0)
+    assert speed.bytes_per_second(0.5) is None, "nothing is known"
     speed.begin(0.5)
     speed.end(1.0, 100)
     speed.end(1.0, 100)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fake_lane import FakeLane
+from support.ledger_bench import a_store
 
 from stormd.cache.items import Cache, Caller
 from stormd.ledger.cache_requests import PUT_SECONDS
@@ -25,7 +26,6 @@ from stormd.protocol import (
     CacheFound,
     CacheGet,
     CacheList,
-    CacheNames,
     CachePut,
     CacheReady,
     CacheTensor,
@@ -35,10 +35,7 @@ from stormd.protocol import (
     Rejected,
     Release,
     Restore,
-    Restored,
-    Store,
 )
-from stormd.protocol.limits import FIRST_LEASED
 
 KIB = 1024
 POOL, CACHE = 16 * KIB, 32 * KIB
@@ -80,29 +77,12 @@ class Fixture:
         self.lane.take(answer)
 
     def begin(self, session: int, name: str = "a", nbytes: int = 2 * PART, ttl: float = 0.0) -> Any:
-        return self.ask(
-            session,
-            CachePut(
-                name=name,
-                dtype="uint8",
-                shape=[nbytes],
-                nbytes=nbytes,
-                part_bytes=PART,
-                ttl_seconds=ttl,
-            ),
-        )
+        sizes = {"nbytes": nbytes, "part_bytes": PART, "ttl_seconds": ttl}
+        return self.ask(session, CachePut(name=name, dtype="uint8", shape=[nbytes], **sizes))
 
     def store(self, session: int, nbytes: int = PART) -> Any:
         self.numbers += 1
-        message = Store(
-            entry=self.numbers,
-            segment=0,
-            offset=0,
-            nbytes=nbytes,
-            dtype="uint8",
-            codec="raw",
-            sequence=0,
-        )
+        message = a_store(self.numbers, nbytes)
         record = self.ledger.sessions[session]
         while self.ledger.make_cache_room(record, message, self.now):
             self.ledger.assert_invariants()
@@ -144,21 +124,6 @@ def made() -> Any:
 # --- putting ------------------------------------------------------------------------------------
 
 
-def test_an_old_version_is_read_to_its_end_while_a_new_one_is_put(made: Fixture) -> None:
-    made.put(1, parts=1)
-    made.open(2)
-    old = made.ask(2, CacheGet("a"))
-    made.put(1, parts=1)
-    new = made.ask(2, CacheGet("a"))
-    assert made.restore(2, old.first_entry) is new, "no answer yet"
-    made.lane.finish()
-    assert isinstance(made.lane.last(), Restored)
-    used = made.space.use().used
-    made.release(2, old.first_entry)
-    assert made.space.use().used < used
-    made.release(2, new.first_entry)
-
-
 def test_what_is_put_or_lent_is_not_counted_as_the_pools(made: Fixture) -> None:
     """The pool's ratio is the raw bytes of what lies in it by its own bytes."""
     made.put(1, parts=1)
@@ -198,13 +163,13 @@ def test_of_two_puts_that_do_not_fit_one_is_told_so(made: Fixture) -> None:
 
 def test_a_put_without_parts_is_closed_and_told_of(made: Fixture) -> None:
     made.begin(1, "slow")
-    made.store(1)
+    for _ in range(2):  # each part puts the end off
+        made.now += PUT_SECONDS
+        made.store(1)
+        made.lane.take(made.ledger.tick(made.now))
     made.lane.finish()
-    made.store(1)
-    made.now = PUT_SECONDS
-    made.lane.take(made.ledger.tick(made.now))
     assert made.space.use().promised > 0, "it is not too late yet"
-    made.now = PUT_SECONDS + 0.1
+    made.now += PUT_SECONDS + 0.1
     made.lane.take(made.ledger.tick(made.now))
     made.ledger.assert_invariants()
     made.lane.finish()
@@ -212,31 +177,6 @@ def test_a_put_without_parts_is_closed_and_told_of(made: Fixture) -> None:
     for answer in (made.store(1), made.ask(1, CacheCommit([1, 2]))):
         assert "'slow' ended: no chunk came for 60 s" in answer.detail
     assert made.put(1, "again") == CacheFound(found=True)
-
-
-def test_each_part_puts_the_end_of_a_put_off(made: Fixture) -> None:
-    made.begin(1)
-    for _ in range(2):
-        made.now += PUT_SECONDS
-        made.store(1)
-        made.lane.finish()
-        made.lane.take(made.ledger.tick(made.now))
-    assert made.ask(1, CacheCommit([1, 2])) == CacheFound(found=True)
-
-
-def test_a_put_that_is_given_up_leaves_nothing(made: Fixture) -> None:
-    made.begin(1)
-    made.store(1)
-    made.lane.finish()
-    made.store(1)
-    assert made.ask(1, CacheCancel()) == CacheFound(found=True)
-    assert made.ask(1, CacheCancel()) == CacheFound(found=False)
-    made.ledger.assert_invariants()
-    made.begin(1)
-    made.lane.finish()
-    made.ledger.assert_invariants()
-    made.ask(1, CacheCancel())
-    assert (made.space.use().used, made.space.use().promised) == (0, 0)
 
 
 def test_a_part_that_fails_can_only_be_given_up(made: Fixture) -> None:
@@ -266,20 +206,12 @@ def test_a_commit_is_of_the_tensor_that_was_announced(
     made.store(1)
     made.lane.finish()
     made.store(1, 100)
+    assert "wait for Stored" in made.ask(1, CacheCommit([1, 2])).detail
     made.lane.finish()
     refused = made.ask(1, CacheCommit(entries))
     assert isinstance(refused, Refused)
     assert detail in refused.detail
     assert made.ask(1, CacheCommit([1, 2])) == CacheFound(found=True), "the put was still open"
-
-
-def test_a_commit_waits_for_no_store(made: Fixture) -> None:
-    made.begin(1, nbytes=PART)
-    made.store(1)
-    refused = made.ask(1, CacheCommit([1]))
-    assert "wait for Stored" in refused.detail
-    made.lane.finish()
-    assert made.ask(1, CacheCommit([1])) == CacheFound(found=True)
 
 
 def test_a_store_without_a_put_or_beyond_it_is_rejected(made: Fixture) -> None:
@@ -304,48 +236,13 @@ def test_what_a_put_must_not_be(made: Fixture) -> None:
 
 def test_a_session_of_activations_is_told_so(made: Fixture) -> None:
     made.open(2, caller=None)
-    for message in (CacheGet("a"), CacheCancel(), CacheList("")):
+    for message in (CacheGet("a"), CacheFind("a"), CacheCancel(), CacheList("")):
         refused = made.ask(2, message)
         assert isinstance(refused, Refused)
         assert "Hello" in refused.detail
 
 
 # --- getting ------------------------------------------------------------------------------------
-
-
-def test_a_get_lends_entries_that_end_with_their_release(made: Fixture) -> None:
-    made.put(1)
-    made.open(2)
-    got = made.ask(2, CacheGet("a"))
-    assert got == CacheTensor(
-        dtype="uint8", shape=[2 * PART], nbytes=2 * PART, part_bytes=PART, first_entry=FIRST_LEASED
-    )
-    made.restore(2, FIRST_LEASED)
-    made.ask(1, CacheDelete("a"))
-    made.ledger.assert_invariants()
-    made.lane.finish()
-    made.release(2, FIRST_LEASED, FIRST_LEASED + 1)
-    assert made.space.use().used == 0
-    assert made.ask(2, CacheGet("a")) == CacheFound(found=False)
-    counts = made.counters.cache
-    assert (counts.puts, counts.hits, counts.misses) == (1, 1, 1)
-
-
-def test_another_user_does_not_see_it(made: Fixture) -> None:
-    made.put(1)
-    made.open(2, caller=BERT)
-    for message in (CacheGet("a"), CacheFind("a"), CacheDelete("a")):
-        assert made.ask(2, message) == CacheFound(found=False)
-    assert made.ask(2, CacheList("")) == CacheNames([], complete=True)
-    assert isinstance(made.restore(2, FIRST_LEASED), Failed)
-
-
-def test_a_client_cannot_number_its_entries_like_loans(made: Fixture) -> None:
-    made.begin(1)
-    made.numbers = FIRST_LEASED - 1
-    rejected = made.store(1)
-    assert isinstance(rejected, Rejected)
-    assert "only the daemon numbers" in rejected.detail
 
 
 def test_a_reader_has_limits_too(made: Fixture) -> None:
@@ -358,12 +255,6 @@ def test_a_reader_has_limits_too(made: Fixture) -> None:
     refused = made.ask(3, CacheGet("a"))
     assert refused.kind == "QuotaExceeded"
     assert "6 entries are held and the limit is 6" in refused.detail
-
-
-def test_a_session_without_a_lifeline_is_refused(made: Fixture) -> None:
-    info = SessionInfo(session=4, device="cpu", uid=0, pid=4, name="test")
-    made.ledger.leases.open(info, chunk_bytes=PART, staging_bytes=STAGING, now=0.0, caller=ANNA)
-    assert "no lifeline" in made.ask(4, CacheGet("a")).detail
 
 
 # --- anything in any order ----------------------------------------------------------------------

@@ -38,99 +38,62 @@ def session() -> Session:
     return record
 
 
-def test_what_is_right_passes(session: Session) -> None:
-    assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is None
-    assert restore_problem(session, 1, 3, *INTO) is None
-    assert segment_problem(session, MapSegment(segment=1, handle=b"", nbytes=1)) is None
+def test_what_is_right_passes_and_needs_a_lifeline(session: Session) -> None:
+    segment = MapSegment(segment=1, handle=b"", nbytes=1)
+    last_byte = Store(**(RIGHT | {"offset": 8092}))
+    for phase, passes in ((Phase.ATTACHED, True), (Phase.OPENED, False)):
+        session.phase = phase
+        for problem in (
+            store_problem(session, STORE, LIMITS, user_bytes=0, draining=False),
+            store_problem(session, last_byte, LIMITS, user_bytes=0, draining=False),
+            restore_problem(session, 1, 3, *INTO),
+            segment_problem(session, segment),
+        ):
+            assert (problem is None) is passes
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "limits", "reason", "words"),
     [
-        ({"entry": 3}, "follow"),
-        ({"nbytes": 4097}, "limit is 4096"),
-        ({"offset": 8093}, "outside"),
-        ({"segment": 1}, "not mapped"),
+        ({"entry": 3}, {}, "invalid", "follow"),
+        ({"nbytes": 4097}, {}, "invalid", "limit is 4096"),
+        ({"offset": 8093}, {}, "invalid", "outside"),
+        ({"segment": 1}, {}, "invalid", "not mapped"),
+        ({}, {"quota_bytes": 1023}, "quota", ""),
+        ({}, {"user_quota_bytes": 2047}, "quota", "uid_quota_bytes"),
+        ({}, {"max_entries": 1}, "too_many_entries", ""),
     ],
 )
-def test_an_invalid_store_is_explained(
-    session: Session, changes: dict[str, int], words: str
+def test_a_store_that_may_not_be_is_explained(
+    session: Session, changes: dict[str, int], limits: dict[str, int], reason: str, words: str
 ) -> None:
-    problem = store_problem(
-        session, Store(**(RIGHT | changes)), LIMITS, user_bytes=0, draining=False
-    )
+    store, limited = Store(**(RIGHT | changes)), replace(LIMITS, **limits)
+    problem = store_problem(session, store, limited, user_bytes=1536, draining=False)
     assert problem is not None
-    assert problem[0] == "invalid"
+    assert problem[0] == reason
     assert words in problem[1]
+    if reason == "quota":
+        just = replace(LIMITS, **{name: value + 1 for name, value in limits.items()})
+        assert store_problem(session, STORE, just, user_bytes=1536, draining=False) is None
 
 
-def test_the_last_byte_of_a_segment_may_be_used(session: Session) -> None:
-    assert (
-        store_problem(
-            session, Store(**(RIGHT | {"offset": 8092})), LIMITS, user_bytes=0, draining=False
-        )
-        is None
-    )
-
-
-def test_limits_are_told_apart(session: Session) -> None:
-    quota = replace(LIMITS, quota_bytes=1023)
-    assert store_problem(session, STORE, quota, user_bytes=0, draining=False) is not None
-    assert (
-        store_problem(
-            session, STORE, replace(quota, quota_bytes=1024), user_bytes=0, draining=False
-        )
-        is None
-    )
-    few = store_problem(
-        session, STORE, replace(LIMITS, max_entries=1), user_bytes=0, draining=False
-    )
-    assert few is not None
-    assert few[0] == "too_many_entries"
-    drained = store_problem(session, STORE, LIMITS, user_bytes=0, draining=True)
-    assert drained is not None
-    assert drained[0] == "draining"
-
-
-def test_restores_are_limited(session: Session) -> None:
-    for number in range(2, MAX_RESTORES + 2):
-        session.tickets[number] = Ticket(entry=3, request=0, since=0.0, together=False)
-    problem = restore_problem(session, 1, 3, *INTO)
-    assert problem is not None
-    assert problem[0] == "QuotaExceeded"
-
-
-def test_a_ticket_under_way_is_taken(session: Session) -> None:
+def test_restores_are_limited_and_their_tickets_are_their_own(session: Session) -> None:
     session.tickets[1] = Ticket(entry=3, request=0, since=0.0, together=False)
     problem = restore_problem(session, 1, 3, *INTO)
     assert problem is not None
     assert "under way" in problem[1]
-
-
-def test_nothing_goes_without_a_lifeline(session: Session) -> None:
-    session.phase = Phase.OPENED
-    assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is not None
-    assert restore_problem(session, 1, 3, *INTO) is not None
-    assert segment_problem(session, MapSegment(segment=1, handle=b"", nbytes=1)) is not None
+    for number in range(2, MAX_RESTORES + 1):
+        session.tickets[number] = Ticket(entry=3, request=0, since=0.0, together=False)
+    problem = restore_problem(session, MAX_RESTORES + 1, 3, *INTO)
+    assert problem is not None
+    assert problem[0] == "QuotaExceeded"
 
 
 def test_a_segment_has_its_own_number_and_a_size(session: Session) -> None:
     session.mapping[2] = (0, 10)
-    for message in (
-        MapSegment(segment=0, handle=b"", nbytes=1),
-        MapSegment(segment=2, handle=b"", nbytes=1),
-        MapSegment(segment=3, handle=b"", nbytes=0),
-    ):
+    for number, nbytes in ((0, 1), (2, 1), (3, 0)):
+        message = MapSegment(segment=number, handle=b"", nbytes=nbytes)
         assert segment_problem(session, message) is not None
-
-
-def test_a_users_sessions_share_a_quota(session: Session) -> None:
-    limits = replace(LIMITS, user_quota_bytes=2048)
-    assert store_problem(session, STORE, limits, user_bytes=1536, draining=False) is None
-    problem = store_problem(session, STORE, limits, user_bytes=1537, draining=False)
-    assert problem is not None
-    assert problem[0] == "quota"
-    assert "uid_quota_bytes" in problem[1]
 
 
 def test_what_is_kept_for_others_is_not_given(session: Session) -> None:

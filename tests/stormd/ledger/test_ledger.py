@@ -5,28 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.ledger_bench import KIB, LIMITS, SHARE, LedgerBench
+from support.ledger_bench import KIB, LIMITS, SHARE, LedgerBench, a_store
 
 from stormd.ledger import restores
 from stormd.ledger.chunks import blob_bound
-from stormd.ledger.events import Detach, Probe, Skip, Unmap, Wait
-from stormd.ledger.leases import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
+from stormd.ledger.events import Detach, Skip, Unmap, Wait
+from stormd.ledger.leases import FREED_A_TURN, STALE_SECONDS
 from stormd.memory.arena import granules
 from stormd.protocol import (
-    NO_LANE,
     Admitted,
     Failed,
     Mapped,
     MapPiece,
-    MapSegment,
     Message,
     Refused,
     Rejected,
     ReserveRange,
     Restored,
     RestoredParts,
-    Store,
-    UnmapSegment,
     pack,
 )
 
@@ -39,16 +35,6 @@ def made() -> LedgerBench:
 
 
 # --- an entry's life ----------------------------------------------------------------------------
-
-
-def test_a_restore_waits_for_its_store(made: LedgerBench) -> None:
-    made.store(1)
-    made.restore(1)
-    assert len(made.lane.jobs) == 1
-    made.lane.finish()
-    made.lane.finish()
-    assert made.lane.replies[-1] == (1, 8, Restored(1))
-    made.ledger.assert_invariants()
 
 
 def test_restores_begin_in_the_order_of_asking(made: LedgerBench) -> None:
@@ -90,47 +76,19 @@ def test_restores_that_were_asked_for_together_are_answered_so_and_those_in_vain
     assert len(told) == 2
 
 
-def restored(made: LedgerBench, count: int) -> None:
-    """Have a lane answer restores at once that were asked for together."""
-    made.store(1)
-    made.lane.finish()
-    made.restore_together(*((n, 1, KIB) for n in range(1, count + 1)))
-    done = [made.lane._done(job, 1.0) for job in made.lane.jobs]
-    made.lane.jobs.clear()
-    made.lane.replies.clear()
-    made.lane.answer(1, done)
-
-
 def test_more_restores_than_a_message_holds_are_told_in_several(
     made: LedgerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restores, "MAX_BATCH", 2)
-    restored(made, 5)
+    made.store(1)
+    made.lane.finish()
+    made.restore_together(*((n, 1, KIB) for n in range(1, 6)))
+    done = [made.lane._done(job, 1.0) for job in made.lane.jobs]
+    made.lane.jobs.clear()
+    made.lane.replies.clear()
+    made.lane.answer(1, done)
     said = [RestoredParts(pack(tickets)) for tickets in ([1, 2], [3, 4], [5])]
     assert [one for _, _, one in made.lane.replies] == said
-
-
-def test_what_a_session_that_ends_would_have_been_told_is_not_said(made: LedgerBench) -> None:
-    made.store(1)
-    made.lane.finish()
-    made.restore_together((1, 1, KIB), (2, 1, KIB))
-    made.end()
-    made.lane.replies.clear()
-    made.lane.finish()
-    assert made.lane.replies == []
-
-
-def test_a_store_that_fails_lets_those_behind_it_begin(made: LedgerBench) -> None:
-    made.store(1)
-    made.store(2)
-    made.restore(1, ticket=1)
-    made.restore(2, ticket=2)
-    made.lane.finish(1)
-    made.lane.finish(0, fail=True)
-    assert [job.entry for job in made.lane.jobs] == [2]
-    made.ledger.assert_invariants()
-    made.lane.finish()
-    assert made.lane.last() == Restored(2)
 
 
 def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
@@ -138,6 +96,10 @@ def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
     made.restore(1)
     made.release(1)
     assert made.ledger.entries == 1
+    made.restore(1, ticket=2)
+    failed = made.lane.last()
+    assert isinstance(failed, Failed)
+    assert failed.kind == "ActivationLost", "for its client it is gone at once"
     made.lane.finish()
     assert made.used, "a restore that was asked for before the release is served"
     made.lane.finish()
@@ -146,35 +108,21 @@ def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
     made.ledger.assert_invariants()
 
 
-def test_a_released_entry_is_gone_for_its_client_at_once(made: LedgerBench) -> None:
+def test_a_failed_store_fails_what_waits_for_it_and_lets_those_behind_begin(
+    made: LedgerBench,
+) -> None:
     made.store(1)
-    made.release(1)
-    made.restore(1)
-    failed = made.lane.last()
-    assert isinstance(failed, Failed)
-    assert failed.kind == "ActivationLost"
-    made.lane.finish()
-    assert made.used == 0
-
-
-def test_a_failed_store_fails_what_waits_for_it(made: LedgerBench) -> None:
-    made.store(1)
+    made.store(2)
     made.restore(1, ticket=5)
-    made.lane.finish(fail=True)
+    made.restore(2, ticket=6)
+    made.lane.finish(1)
+    made.lane.finish(0, fail=True)
     failures = [reply for reply in made.lane.replies if isinstance(reply[2], Failed)]
     assert [(request, reply.ticket) for _, request, reply in failures] == [(0, 0), (8, 5)]
-    assert (made.used, made.promised, made.ledger.entries) == (0, 0, 0)
+    assert [job.entry for job in made.lane.jobs] == [2]
     made.ledger.assert_invariants()
-
-
-def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: LedgerBench) -> None:
-    made.store(1)
     made.lane.finish()
-    made.restore(1)
-    made.lane.finish(fail=True)
-    assert made.lane.last() == Failed(1, 1, "CorruptBlob", "damaged")
-    assert made.counters.corrupt == 1
-    assert made.ledger.entries == 1
+    assert made.lane.last() == Restored(6)
 
 
 def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> None:
@@ -189,28 +137,13 @@ def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> Non
 def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
     made = LedgerBench(committed=2 * KIB)
     made.open()
-    store = Store(
-        entry=1, segment=0, offset=0, nbytes=4 * KIB, dtype="uint8", codec="raw", sequence=0
-    )
-    assert made.ask(1, 7, store) == [Wait(1)]
+    assert made.ask(1, 7, a_store(1, 4 * KIB)) == [Wait(1)]
     assert made.space.wanted == granules(blob_bound(4 * KIB))
     assert (made.ledger.entries, made.promised, made.counters.rejected["pool_full"]) == (0, 0, 0)
     made.space.grow(4 * KIB)
     made.store(1, 4 * KIB)
     assert made.lane.last() == Admitted(1)
     made.ledger.assert_invariants()
-
-
-def test_where_no_more_memory_can_be_had_a_full_pool_is_told_of_as_it_is() -> None:
-    made = LedgerBench(committed=2 * KIB)
-    made.open()
-    made.space.allow_growth(allowed=False)
-    made.store(1, 4 * KIB)
-    answer = made.lane.last()
-    assert isinstance(answer, Rejected)
-    assert answer.reason == "pool_full"
-    assert "0 B of 2.0 KiB are taken" in answer.detail
-    assert "no memory left for more of pool_bytes=64.0 KiB: free some" in answer.detail
 
 
 # --- sessions -----------------------------------------------------------------------------------
@@ -236,30 +169,6 @@ def test_what_a_session_held_is_freed_in_slices() -> None:
     assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
 
 
-def test_a_session_that_held_nothing_ends_once_behind_one_that_is_being_freed() -> None:
-    many = 2 * FREED_A_TURN
-    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
-    made.open(1)
-    made.open(2)
-    for entry in range(1, many + 1):
-        made.store(entry, 1)
-        made.lane.finish()
-    made.end(1)
-    made.end(2)
-    made.lane.detach(2)
-    assert made.lane.ended == [2]
-    made.lane.take(made.ledger.leases.free_some())
-    made.lane.detach(1)
-    assert made.lane.ended == [2, 1]
-
-
-def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
-    made.end()
-    assert made.ledger.leases.end(1, "goodbye") == []
-    made.lane.detach(1)
-    assert made.counters.deaths == 1
-
-
 def test_all_sessions_end_though_the_end_of_one_lets_another_go() -> None:
     many = FREED_A_TURN + 1
     made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
@@ -278,46 +187,6 @@ def test_all_sessions_end_though_the_end_of_one_lets_another_go() -> None:
     assert made.lane.ended == [2, 1]
     assert made.ledger.leases.end(2, "shutdown") == []
     assert made.counters.deaths == 2
-
-
-def test_a_late_result_of_an_ending_session_is_freed_and_not_answered(made: LedgerBench) -> None:
-    made.store(1)
-    made.end()
-    replies = len(made.lane.replies)
-    made.lane.finish()
-    assert (made.used, len(made.lane.replies)) == (0, replies)
-
-
-def test_a_session_that_never_attaches_ends(made: LedgerBench) -> None:
-    made.open(2, attach=False)
-    made.lane.take(made.ledger.tick(ATTACH_SECONDS))
-    assert made.lane.detaching == set()
-    made.ledger.sessions[1].seen = ATTACH_SECONDS
-    made.lane.take(made.ledger.tick(ATTACH_SECONDS + 0.1))
-    assert made.lane.detaching == {2}
-
-
-def test_a_silent_session_is_probed_once_a_lease(made: LedgerBench) -> None:
-    assert made.ledger.tick(5.0) == []
-    assert made.ledger.tick(5.1) == [Probe(1)]
-    assert made.ledger.tick(10.0) == []
-    assert made.ledger.tick(10.2) == [Probe(1)]
-
-
-def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -> None:
-    made.open(2)
-    made.open(3)
-    refusal = made.ledger.leases.refusal(0)
-    assert refusal is not None
-    assert refusal.kind == "QuotaExceeded"
-    made.ledger.drain()
-    refusal = made.ledger.leases.refusal(0)
-    assert refusal is not None
-    assert refusal.kind == "DaemonLost"
-    made.store(1)
-    rejected = made.lane.last()
-    assert isinstance(rejected, Rejected)
-    assert rejected.reason == "draining"
 
 
 def test_one_user_has_so_many_sessions_and_the_others_theirs(made: LedgerBench) -> None:
@@ -359,46 +228,17 @@ def test_a_users_own_session_gives_way_where_that_user_has_too_many(made: Ledger
 # --- segments -----------------------------------------------------------------------------------
 
 
-def test_a_session_for_control_takes_no_place_and_holds_nothing(made: LedgerBench) -> None:
-    made.open(2)
-    made.open(3)
-    assert made.ledger.leases.refusal(0) is not None
-    for session in (4, 5, 6):
-        made.open(session, device=NO_LANE)
-    assert made.ledger.leases.refusal(0, has_lane=False) is not None
-    made.end(4)
-    made.lane.detach(4)
-    assert made.ledger.leases.refusal(0) is not None
-    assert made.ledger.leases.refusal(0, has_lane=False) is None
-    made.store(1, session=5)
-    rejected = made.lane.last()
-    assert isinstance(rejected, Rejected)
-    assert rejected.reason == "invalid"
-    assert "for control alone" in rejected.detail
-    made.map(1, KIB, session=5)
-    refused = made.lane.last()
-    assert isinstance(refused, Refused)
-    assert "for control alone" in refused.detail
-    made.ledger.assert_invariants()
-
-
 def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> None:
-    def store(entry: int) -> None:
-        message = Store(
-            entry=entry, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
-        )
-        made.lane.take(made.ask(1, 0, message))
-
-    made.lane.take(made.ask(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB)))
-    store(1)
+    made.map(4, KIB)
+    made.store(1, segment=4)
     assert isinstance(made.lane.last(), Rejected)
     made.lane.finish()
     assert made.lane.replies[-1] == (1, 3, Mapped(4))
-    store(1)
+    made.store(1, segment=4)
     assert isinstance(made.lane.last(), Admitted)
-    made.lane.take(made.ask(1, 0, UnmapSegment(4)))
+    made.unmap(4)
     assert made.lane.others[-1] == Unmap(session=1, segment=4)
-    store(2)
+    made.store(2, segment=4)
     assert isinstance(made.lane.last(), Rejected)
 
 
@@ -429,11 +269,7 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
 
 def test_of_a_range_only_what_is_mapped_may_be_named(made: LedgerBench) -> None:
     def store(entry: int, offset: int, nbytes: int) -> type[Message]:
-        message = Store(
-            entry=entry, segment=4, offset=offset, nbytes=nbytes, dtype="uint8", codec="raw",
-            sequence=0,
-        )  # fmt: skip
-        made.lane.take(made.ask(1, 0, message))
+        made.store(entry, nbytes, segment=4, offset=offset)
         return type(made.lane.last())
 
     made.take_and_finish(ReserveRange(segment=4, nbytes=8 * KIB))
@@ -473,10 +309,7 @@ def test_a_piece_is_not_taken_for_one_of_another_range_of_the_same_number(
     made.lane.finish()
     assert isinstance(made.lane.last(), Refused)
     made.lane.finish()
-    message = Store(
-        entry=1, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
-    )
-    made.lane.take(made.ask(1, 0, message))
+    made.store(1, segment=4)
     assert isinstance(made.lane.last(), Rejected)
 
 

@@ -55,5 +55,4 @@ class GrowingShareMachine(ShareMachine):
 
 TestGrowingMachine = GrowingMachine.TestCase
 TestGrowingShareMachine = GrowingShareMachine.TestCase
-TestShareMachine = ShareMachine.TestCase
 TestLedgerMachine = LedgerMachine.TestCase

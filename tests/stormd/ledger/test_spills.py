@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.ledger_bench import KIB, LIMITS, LedgerBench
+from support.ledger_bench import KIB, LIMITS, LedgerBench, a_store
 
 from stormd.ledger import spill_order, spills
 from stormd.ledger.chunks import blob_bound
-from stormd.ledger.events import ReadJob, Reply, SpillDone, Wait, WriteJob
+from stormd.ledger.events import ReadJob, Reply, SpillDone, Wait
 from stormd.ledger.on_disk import DiskPhase
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
@@ -61,10 +61,7 @@ def _phase(made: LedgerBench, entry: int, session: int = 1) -> DiskPhase | None:
 def _ask(made: LedgerBench, entry: int, now: float = 0.0) -> object:
     """Return what a store is answered with first."""
     record = made.ledger.sessions[1]
-    message = Store(
-        entry=entry, segment=0, offset=0, nbytes=NBYTES, dtype="uint8", codec="raw", sequence=0
-    )
-    answers = made.ledger.on_request[Store](record, 1, message, now)
+    answers = made.ledger.on_request[Store](record, 1, a_store(entry, NBYTES), now)
     made.lane.take([one for one in answers if not isinstance(one, Wait)])
     return answers[0]
 
@@ -74,6 +71,12 @@ def _away(made: LedgerBench, count: int = 14) -> None:
     for entry in range(1, count + 1):
         _store(made, entry)
         made.tier.settle()
+
+
+def _written(made: LedgerBench, now: float) -> None:
+    """Have the disk answer the first job at that time."""
+    done = SpillDone(session=1, entry=made.tier.jobs.pop(0).entry)
+    made.ledger.on_results[SpillDone](made.ledger.sessions[1], [done], now)
 
 
 # --- writing --------------------------------------------------------------------------------
@@ -91,34 +94,6 @@ def test_the_oldest_is_written_first_and_given_back_when_room_is_wanted() -> Non
     _store(made, 11)
     assert _phase(made, 1) is DiskPhase.AWAY
     assert made.ledger.sessions[1].used_bytes <= CAPACITY - RESERVE
-
-
-def test_what_is_restored_or_waited_for_is_not_written() -> None:
-    made = _bench()
-    made.store(1, NBYTES)  # is encoded all the time
-    for entry in range(2, 8):
-        made.store(entry, NBYTES)
-        made.lane.finish(1)
-    made.restore(1, NBYTES, ticket=1)
-    made.restore(2, NBYTES, ticket=2)  # waits behind it
-    made.store(8, NBYTES)
-    made.lane.finish(1)
-    made.tier.move()
-    assert [job.entry for job in made.tier.jobs] == [3]
-
-
-def test_a_block_is_kept_until_its_write_is_whole() -> None:
-    made = _bench()
-    _store(made, *range(1, 9))
-    made.tier.move()
-    used = made.used
-    made.release(1)
-    assert made.used == used  # a thread still reads it
-    made.tier.finish()
-    assert made.used == used - ROOM
-    assert 1 not in made.ledger.sessions[1].entries
-    assert made.ledger.spills is not None
-    assert made.ledger.spills.as_status(0.0)["used_bytes"] == 0
 
 
 def test_a_step_is_written_from_its_beginning_once_one_did_not_fit() -> None:
@@ -143,28 +118,11 @@ def test_a_step_is_written_from_its_beginning_once_one_did_not_fit() -> None:
 # --- admission ------------------------------------------------------------------------------
 
 
-def test_a_store_waits_for_the_disk_and_has_its_room_then() -> None:
-    made = _bench()
-    _store(made, *range(1, 9))
-    assert isinstance(_ask(made, 9), Wait)
-    assert made.ledger.is_waited_for
-    made.tier.move()
-    assert isinstance(made.tier.jobs[0], WriteJob)
-    made.tier.finish()
-    assert not made.ledger.is_waited_for
-    _ask(made, 9)
-    assert isinstance(made.lane.last(), Admitted)
-
-
 def test_what_a_slow_disk_cannot_take_in_time_stays_with_the_trainer() -> None:
     made = _bench()
     _store(made, *range(1, 9))
     made.tier.move(now=0.0)
-    made.ledger.on_results[SpillDone](
-        made.ledger.sessions[1],
-        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry)],
-        60.0,
-    )
+    _written(made, 60.0)
     _store(made, 9)
     made.tier.move(now=60.0)
     assert not isinstance(_ask(made, 10, now=60.0), Wait)
@@ -199,20 +157,6 @@ def test_a_full_disk_refuses_as_a_full_pool_does() -> None:
 # --- reading --------------------------------------------------------------------------------
 
 
-def test_what_is_asked_for_comes_back_and_its_extent_stays() -> None:
-    made = _bench()
-    _away(made)
-    assert _phase(made, 1) is DiskPhase.AWAY
-    made.restore(1, NBYTES, ticket=7)
-    made.tier.move()
-    (job,) = (one for one in made.tier.jobs if one.entry == 1)
-    assert isinstance(job, ReadJob)
-    made.tier.settle()
-    assert _phase(made, 1) is DiskPhase.CLEAN
-    made.lane.finish()
-    assert made.lane.last() == Restored(7)
-
-
 def test_in_a_backward_pass_the_newest_come_back_ahead() -> None:
     made = _bench()
     _away(made)
@@ -225,17 +169,6 @@ def test_in_a_backward_pass_the_newest_come_back_ahead() -> None:
     read = [job.entry for job in made.tier.jobs if isinstance(job, ReadJob)]
     assert read == away[: -len(read) - 1 : -1]
     assert read
-
-
-def test_the_first_restore_takes_the_room_of_those_behind_it() -> None:
-    made = _bench()
-    _away(made)
-    made.restore_together(*((entry, entry, NBYTES) for entry in range(1, 7)))
-    made.tier.settle()
-    for _ in range(6):
-        made.lane.finish()
-        made.tier.settle()
-    assert not made.ledger.sessions[1].tickets
 
 
 # --- the end --------------------------------------------------------------------------------
@@ -352,11 +285,7 @@ def test_status_tells_bytes_age_and_speed(monkeypatch: pytest.MonkeyPatch) -> No
     made = _bench()
     _store(made, *range(1, 9))
     made.tier.move(now=1.0)
-    made.ledger.on_results[SpillDone](
-        made.ledger.sessions[1],
-        [SpillDone(session=1, entry=made.tier.jobs.pop(0).entry)],
-        3.0,
-    )
+    _written(made, 3.0)
     assert made.ledger.spills is not None
     status = made.ledger.spills.as_status(6.0)
     assert status["used_bytes"] == ON_DISK

@@ -165,13 +165,12 @@ class SpillShareMachine(SharingMachine, SpillMachine):
 
 
 TestSpillMachine = SpillMachine.TestCase
-TestFullDiskMachine = FullDiskMachine.TestCase
 TestGrowingSpillMachine = GrowingSpillMachine.TestCase
 TestSpillShareMachine = SpillShareMachine.TestCase
 
 
 @pytest.mark.parametrize("kind", [SpillMachine, FullDiskMachine, SpillShareMachine])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_many_steps_of_trainers(kind: type[SpillMachine], seed: int) -> None:
     """Far into a run, where most is on the disk: a search for orders seldom gets there."""
     machine = kind()
@@ -180,7 +179,7 @@ def test_many_steps_of_trainers(kind: type[SpillMachine], seed: int) -> None:
         machine.made.open(session)
     for step in range(500):
         walk.step()
-        if step == 450 and seed % 2:
+        if step == 450 and seed == 1:
             walk.fail()
         if step % 5 == 0:
             machine.made.ledger.assert_invariants()
