@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from storm_bench.child_daemon import ChildDaemon
+from support.fake_mps import FakeMps
 from support.supervised import Recorder, Run, start_run
 
 
@@ -60,6 +61,11 @@ def start(place: Path) -> Iterator[Callable[..., Run]]:
 def start_beside(start: Callable[..., Run], daemon: ChildDaemon) -> Callable[..., Run]:
     """Start runs that find a daemon."""
     return partial(start, variables={"STORMD_ADDRESS": daemon.address})
+
+
+@pytest.fixture
+def fake_mps(place: Path) -> FakeMps:
+    return FakeMps(place)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fake_mps import FakeMps
 from support.supervised import Recorder, Run
 from support.waiting import wait_until
 
@@ -24,39 +25,26 @@ TO_ONE = [
 ]
 
 
-@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
-def test_the_exit_status_is_the_command_s(
-    start_beside: Callable[..., Run], script: str, status: int
+@pytest.mark.parametrize(("last", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_the_command_has_the_streams_and_its_status_is_the_run_s(
+    start_beside: Callable[..., Run], last: str, status: int
 ) -> None:
-    assert start_beside("--", "sh", "-c", script).end()[0] == status
-
-
-def test_the_command_has_the_streams(start_beside: Callable[..., Run]) -> None:
-    run = start_beside("--", "sh", "-c", "cat; echo aside >&2", stdin=subprocess.PIPE)
+    run = start_beside("--", "sh", "-c", f"cat; echo aside >&2; {last}", stdin=subprocess.PIPE)
     out, err = run.process.communicate("through\n", timeout=300)
-    assert out == "through\n"
+    assert (out, run.process.returncode) == ("through\n", status)
     assert err.startswith("aside\n")
 
 
-def test_a_signal_to_the_run_alone_reaches_the_command_once(
-    start_beside: Callable[..., Run], recorder: Recorder
-) -> None:
-    run = start_beside("--", *recorder.command)
-    assert recorder.pid
-    for number in TO_ONE:
-        run.process.send_signal(number)
-        recorder.await_signal(number)
-    _assert_received(run, recorder, TO_ONE)
-
-
-def test_a_signal_to_the_whole_group_reaches_the_command_once(
+def test_a_signal_to_the_run_alone_or_its_whole_group_reaches_the_command_once(
     start_beside: Callable[..., Run], recorder: Recorder
 ) -> None:
     run = start_beside("--", *recorder.command)
     assert os.getpgid(recorder.pid) == run.pid
+    for number in TO_ONE:
+        run.process.send_signal(number)
+        recorder.await_signal(number)
     os.killpg(run.pid, signal.SIGINT)
-    recorder.await_signal(signal.SIGINT)
-    _assert_received(run, recorder, [signal.SIGINT])
+    _assert_received(run, recorder, [*TO_ONE, signal.SIGINT])
 
 
 def test_an_interrupt_at_the_terminal_reaches_the_command_once(
@@ -128,11 +116,15 @@ def _assert_received(run: Run, recorder: Recorder, numbers: list[signal.Signals]
     assert run.end()[0] == 0
 
 
-def test_killed_it_leaves_nothing(start: Callable[..., Run], recorder: Recorder) -> None:
-    run = start("--", "sh", "-c", 'setsid sleep 1000 & exec "$@"', "sh", *recorder.command)
+def test_killed_it_leaves_nothing(
+    start: Callable[..., Run], recorder: Recorder, fake_mps: FakeMps
+) -> None:
+    command = ["sh", "-c", 'setsid sleep 1000 & exec "$@"', "sh", *recorder.command]
+    run = start("--", *command, variables=fake_mps.variables())
     assert recorder.pid
     assert run.living_named("serve")
     assert run.living_named("1000")
+    assert fake_mps.notes() == ["start visible=all"]
     recorder.end()  # it takes no SIGTERM, and would be given time
     run.process.kill()
     run.end()

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.waiting import wait_until
 
@@ -97,37 +98,24 @@ def life(place: Path, number: int) -> tuple[int, str]:
 
 
 def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+    """Whether it has ended; who has it by now may leave it unreaped for a while."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR2])
-def test_what_it_keeps_reaches_the_next(start: Start, tmp_path: Path, number: int) -> None:
+def test_what_it_keeps_reaches_the_next(start: Start, tmp_path: Path) -> None:
     holder = start("waits")
     first, kept = life(tmp_path, 0)
     assert kept == "[]"
-    os.kill(first, number)
+    os.kill(first, signal.SIGKILL)
     second, kept = life(tmp_path, 1)
     assert kept == "[('one', 'one of 0'), ('other', 'other of 0')]"
-    os.kill(second, number)
+    os.kill(second, signal.SIGUSR2)
     _, kept = life(tmp_path, 2)
     assert kept == "[('one', 'one of 1')]"
     holder.terminate()
     _, err = holder.communicate(timeout=SECONDS)
     assert holder.returncode == 7
-    assert err.count("is started again with what it held") == (number == signal.SIGKILL) * 2
-
-
-def test_a_holder_passes_on_that_the_daemon_is_to_be_replaced(start: Start, tmp_path: Path) -> None:
-    holder = start("waits")
-    life(tmp_path, 0)
-    holder.send_signal(signal.SIGUSR2)
-    life(tmp_path, 1)
-    holder.send_signal(signal.SIGINT)
-    assert holder.wait(SECONDS) == -signal.SIGINT  # which that daemon does not handle
+    assert err.count("is started again with what it held") == 1, "of the one that was killed"
 
 
 def test_a_daemon_that_is_told_before_it_listens_is_replaced(start: Start, tmp_path: Path) -> None:

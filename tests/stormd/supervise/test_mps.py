@@ -21,22 +21,17 @@ def test_it_runs_where_its_control_daemon_answers(fake: FakeMps, tmp_path: Path)
     assert not mps.answers(environ)
     (tmp_path / "control").touch()
     assert mps.answers(environ)
-
-
-def test_pipes_that_nobody_reads_are_no_mps(fake: FakeMps, tmp_path: Path) -> None:
-    (tmp_path / "control").touch()
     fake.install("nvidia-cuda-mps-control", "#!/bin/sh\nexit 1\n")
-    assert not mps.answers(fake.variables(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)))
-
-
-def test_pipes_without_the_program_are_a_host_s(fake: FakeMps, tmp_path: Path) -> None:
-    (tmp_path / "control").touch()
+    assert not mps.answers(environ), "nobody reads the pipes"
     fake.remove("nvidia-cuda-mps-control")
-    assert mps.answers(fake.variables(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)))
+    assert mps.answers(environ), "pipes without the program are a host's"
 
 
-def test_nothing_is_lacking(fake: FakeMps) -> None:
+def test_what_is_lacking_is_told_with_the_next_step(fake: FakeMps) -> None:
     mps.check_available(fake.variables(), daemon_runs=False)
+    fake.remove("nvidia-smi")
+    with pytest.raises(MpsUnavailable, match="there is no nvidia-smi: on a machine"):
+        mps.check_available(fake.variables(), daemon_runs=False)
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
-
-from support.waiting import wait_until
 
 from stormd.supervise.processes import exit_status
 
@@ -36,38 +32,12 @@ assert service.returncode == -9
 print("all ended")
 """
 
-DIES_WITH_PARENT = """
-import os, subprocess, sys, time
-from stormd.supervise.processes import Family
-child = Family().start(["sleep", "1000"], environ=os.environ, group=0)
-print(child.pid, flush=True)
-time.sleep(1000)
-"""
-
 
 def test_orphans_are_found_and_told_from_services() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ORPHANS], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.stdout == "all ended\n", done.stderr
-
-
-def test_a_child_ends_with_its_parent() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", DIES_WITH_PARENT], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        parent.kill()
-    wait_until(lambda: not _lives(child), 60.0)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_status_is_a_shell_s() -> None:
