@@ -72,38 +72,23 @@ def test_a_full_queue_does_not_block(manager: socket.socket) -> None:
             notifier.watchdog()
 
 
-def test_closing_twice_is_fine_and_silences(manager: socket.socket) -> None:
-    notifier = notifier_to(manager)
-    notifier.close()
-    notifier.close()
-    notifier.ready()
-    manager.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        manager.recv(1)
+def test_watchdog_interval() -> None:
+    given = {"WATCHDOG_USEC": "30000000"}
+    for environ, seconds in (
+        ({}, 0.0),
+        (given, 30.0),
+        (given | {"WATCHDOG_PID": "7"}, 30.0),
+        (given | {"WATCHDOG_PID": "8"}, 0.0),
+    ):
+        assert watchdog_seconds(environ, pid=7) == seconds
 
 
-def test_refuses_a_relative_socket() -> None:
+def test_variables_that_make_no_sense_are_named() -> None:
     with pytest.raises(ConfigError, match=r"NOTIFY_SOCKET is 'run/notify'.*unset"):
         Notifier("run/notify")
-
-
-@pytest.mark.parametrize(
-    ("environ", "seconds"),
-    [
-        ({}, 0.0),
-        ({"WATCHDOG_USEC": "30000000"}, 30.0),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 30.0),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "8"}, 0.0),
-    ],
-)
-def test_watchdog_interval(environ: dict[str, str], seconds: float) -> None:
-    assert watchdog_seconds(environ, pid=7) == seconds
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "soon"])
-def test_refuses_a_bad_watchdog_interval(text: str) -> None:
-    with pytest.raises(ConfigError, match="WATCHDOG_USEC"):
-        watchdog_seconds({"WATCHDOG_USEC": text})
+    for text in ("0", "-1", "soon"):
+        with pytest.raises(ConfigError, match="WATCHDOG_USEC"):
+            watchdog_seconds({"WATCHDOG_USEC": text})
 
 
 async def test_the_watchdog_is_fed_only_while_nothing_is_stuck(manager: socket.socket) -> None:
@@ -129,20 +114,6 @@ async def test_the_watchdog_is_fed_only_while_nothing_is_stuck(manager: socket.s
     manager.setblocking(False)
     with pytest.raises(BlockingIOError):
         manager.recv(1)
-
-
-def test_descriptors_are_given_to_be_kept_and_taken_back_by_name(manager: socket.socket) -> None:
-    read, write = os.pipe()
-    with notifier_to(manager) as notifier:
-        notifier.store("pipe", read)
-        notifier.forget("pipe")
-    message, (kept,), _, _ = socket.recv_fds(manager, 4096, 4)
-    assert message.decode().split("\n") == ["FDSTORE=1", "FDNAME=pipe", "FDPOLL=0"]
-    os.write(write, b"x")
-    assert os.read(kept, 1) == b"x"
-    assert fields(manager) == {"FDSTOREREMOVE": "1", "FDNAME": "pipe"}
-    for descriptor in (read, write, kept):
-        os.close(descriptor)
 
 
 def test_what_was_kept_is_found_by_the_process_that_it_is_for() -> None:

@@ -16,6 +16,7 @@ from stormd.protocol import Envelope, ProtocolError, Refused, Status, decode, en
 from stormd.query import StatusQuery, find_address
 
 SECONDS = 60.0
+REFUSAL = Refused("UsageError", "uid 7 may not connect")
 
 Answer = Callable[[int], list[bytes]]
 """Given the request's number, the frames to answer with."""
@@ -66,46 +67,28 @@ def _status(request: int, number: int) -> bytes:
     return encode([Envelope(request, Status({"number": number}))])
 
 
-def test_returns_the_state_again_and_again(address: str) -> None:
+def test_returns_the_state_again_and_again_and_passes_over_other_answers(address: str) -> None:
     with (
-        _answering(address, lambda request: [_status(request, request)]),
+        _answering(address, lambda one: [_status(one + 9, 0), _status(one, one)]),
         StatusQuery(address, timeout=SECONDS) as query,
     ):
         assert [query.ask()["number"] for _ in range(3)] == [1, 2, 3]
 
 
-def test_passes_over_an_answer_to_an_older_question(address: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "timeout", "said"),
+    [
+        (lambda _request: [], 0.1, r"within 0.1 s"),
+        (lambda request: [encode([Envelope(request, REFUSAL)])], SECONDS, "uid 7 may not connect"),
+        (lambda _request: [b"HTTP/1.1 400"], SECONDS, "another protocol"),
+    ],
+    ids=["silence", "refusal", "another protocol"],
+)
+def test_what_is_no_state_is_told(address: str, answer: Answer, timeout: float, said: str) -> None:
     with (
-        _answering(address, lambda request: [_status(request + 9, 0), _status(request, 5)]),
-        StatusQuery(address, timeout=SECONDS) as query,
-    ):
-        assert query.ask() == {"number": 5}
-
-
-def test_silence_ends_by_the_deadline(address: str) -> None:
-    with (
-        _answering(address, lambda _request: []),
-        StatusQuery(address, timeout=0.1) as query,
-        pytest.raises(NoDaemon, match=r"within 0.1 s"),
-    ):
-        query.ask()
-
-
-def test_a_refusal_is_told(address: str) -> None:
-    refusal = Refused("UsageError", "uid 7 may not connect")
-    with (
-        _answering(address, lambda request: [encode([Envelope(request, refusal)])]),
-        StatusQuery(address, timeout=SECONDS) as query,
-        pytest.raises(NoDaemon, match="uid 7 may not connect"),
-    ):
-        query.ask()
-
-
-def test_another_protocol_is_told(address: str) -> None:
-    with (
-        _answering(address, lambda _request: [b"HTTP/1.1 400"]),
-        StatusQuery(address, timeout=SECONDS) as query,
-        pytest.raises(NoDaemon, match="another protocol"),
+        _answering(address, answer),
+        StatusQuery(address, timeout=timeout) as query,
+        pytest.raises(NoDaemon, match=said),
     ):
         query.ask()
 
