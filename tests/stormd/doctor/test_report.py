@@ -10,11 +10,14 @@ from stormd.config import Config
 from stormd.doctor import examine, system
 
 
-def test_runs_every_check_once(tmp_path: Path) -> None:
-    findings = examine(Config(address=f"ipc://{tmp_path}/s.sock", pool_bytes=1 << 20))
+def test_runs_every_check_once_and_gives_advice_where_all_is_not_well() -> None:
+    findings = examine(Config(address="ipc:///nowhere/stormd/stormd.sock"))
     names = [finding.check for finding in findings]
     assert len(names) == len(set(names)) == 17
     assert {"C library", "codec", "CUDA driver", "runtime directory"} <= set(names)
+    for finding in findings:
+        assert finding.detail
+        assert finding.advice or finding.state in ("ok", "skip"), finding
 
 
 def test_a_broken_check_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,11 +53,6 @@ def test_neighbours_of_one_mode_are_joined() -> None:
     ]
 
 
-def test_without_anything_stored_answers_are_as_they_were() -> None:
-    said = answers(Admitted(1), Restored(1), Admitted(2))
-    assert joined(said) is said
-
-
 def flat(batch: list[Envelope]) -> list[Message]:
     said: list[Message] = []
     for _, message in batch:

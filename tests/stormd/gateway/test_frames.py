@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, cast
 from unittest.mock import Mock
 
-from stormd.gateway.gateway import LARGE_BYTES, RELEASED_AT_ONCE, SMALL_BYTES, Gateway
+from stormd.gateway.gateway import RELEASED_AT_ONCE, Gateway
 from stormd.gateway.peers import Peer
 from stormd.lanes import LinkSpeed
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
@@ -153,31 +153,10 @@ def a_store(entry: int, nbytes: int = 4096) -> Store:
     )
 
 
-def test_admitted_of_a_large_part_leaves_at_once() -> None:
-    core = Core(part_bytes=LARGE_BYTES)
-    core.feed(a_store(1), a_store(2, LARGE_BYTES))
-    core.let_time_pass()
-    assert core.sent == [[Admitted(1), Admitted(2)]]
-
-
-def test_admitted_leaves_alone_where_its_store_takes_long() -> None:
-    core = Core()
-    core.feed(a_store(1))
-    (timer,) = core.timers
-    assert timer.seconds <= 0.01
-    core.let_time_pass()
-    core.feed(a_store(2))
-    assert core.sent == [[Admitted(1)]]
-    core.let_time_pass()
-    assert core.sent == [[Admitted(1)], [Admitted(2)]]
-
-
 def test_no_other_answer_waits() -> None:
     core = Core()
     core.feed(a_store(1))
-    core.feed(
-        Store(entry=1, segment=0, offset=0, nbytes=4096, dtype="uint8", codec="raw", sequence=1)
-    )
+    core.feed(a_store(1))
     assert [type(message) for message in core.sent[0]] == [Admitted, Rejected]
     core.feed(a_store(2))
     core.feed(Ping())
@@ -197,15 +176,6 @@ def test_a_result_that_cannot_be_handled_ends_its_session_alone() -> None:
     assert core.jobs == [job]
 
 
-def test_what_waits_for_a_session_that_ends_is_dropped() -> None:
-    core = Core()
-    core.feed(a_store(1))
-    core.gateway.end(1, "died")
-    core.gateway.flush()
-    core.let_time_pass()
-    assert core.sent == []
-
-
 def steps(core: Core, *messages: Message) -> list[int]:
     """Feed a frame of these; return how many entries there were after each step."""
     frame = encode([Envelope(1, message) for message in messages])
@@ -223,23 +193,6 @@ def test_entries_are_released_a_few_at_a_time() -> None:
     left = [1000, *steps(core, Release(list(range(1, 1001))))]
     assert left[-1] == 0
     assert max(before - after for before, after in pairwise(left)) <= RELEASED_AT_ONCE
-
-
-def test_a_large_frame_is_read_in_steps_and_all_of_it_before_any_is_done() -> None:
-    core = Core()
-    core.feed(a_store(1))
-    core.gateway.take_results([core.done(job) for job in core.jobs])
-    messages = [Release([1] * MAX_BATCH)] * 100
-    frame = encode([Envelope(1, message) for message in messages])
-    assert len(frame) > SMALL_BYTES
-    reading = core.gateway.take_frame(core.connections[1], frame)
-    assert reading is not None
-    for _ in range(100):
-        next(reading)
-        assert core._ledger.entries == 1, "none was carried out yet"
-    for _ in reading:
-        pass
-    assert core._ledger.entries == 0
 
 
 def test_of_a_large_frame_that_is_not_valid_nothing_is_done() -> None:
@@ -268,11 +221,11 @@ def test_work_that_is_under_way_ends_with_its_session() -> None:
 
 
 def test_parts_of_a_hostile_client_name_nothing_but_its_own() -> None:
-    """A hundred thousand: in range or not, known or new, in any order."""
+    """Ten thousand: in range or not, known or new, in any order."""
     chance, core = Random(1), Core()
     numbers = (0, 1, 4096, MIB - 4096, MIB, MIB + 1, 1 << 62, MAX_ID)
     begun = 0
-    for count in range(1000):
+    for count in range(100):
         places: list[int] = []
         for entry in range(100 * count, 100 * count + 100):
             named = (
@@ -293,4 +246,4 @@ def test_parts_of_a_hostile_client_name_nothing_but_its_own() -> None:
         core.jobs.clear()
         core.sent.clear()
     core._ledger.assert_invariants()
-    assert begun > 1000
+    assert begun > 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import msgpack
 import pytest
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
@@ -35,10 +36,6 @@ from stormd.state import SESSIONS_SHOWN
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
 MakeDaemon = Callable[..., DaemonThread]
-
-
-def test_status_needs_no_session(daemon: DaemonThread, connect: Connect) -> None:
-    assert isinstance(connect(daemon).ask(StatusRequest()), Status)
 
 
 def test_no_names_of_clients_are_too_long_for_a_status(
@@ -85,14 +82,7 @@ def test_a_session_for_control_takes_nobodys_place(
     assert trainer.restored(entry, 4) == b"kept"
 
 
-def test_a_session_for_the_cache_is_one_of_a_device(daemon: DaemonThread, connect: Connect) -> None:
-    refused = connect(daemon).hello(device=NO_LANE, features=[CACHE_FEATURE])
-    assert "needs a lane" in refused.detail
-
-
 def test_another_protocol_version_is_told_so(daemon: DaemonThread, connect: Connect) -> None:
-    import msgpack
-
     client = connect(daemon)
     client.send_bytes(msgpack.packb([[1, 7, 999, "anything", "a later version sends"]]))
     refused = client.wait_for(Refused)
@@ -108,11 +98,9 @@ def test_a_chosen_routing_id_is_refused(daemon: DaemonThread, connect: Connect) 
 
 def test_messages_without_a_session_are_refused(daemon: DaemonThread, connect: Connect) -> None:
     client = connect(daemon)
-    assert client.ask(Ping()).kind == "DaemonLost"
-    assert (
-        client.ask(Restore(ticket=1, entry=1, segment=0, offset=0, nbytes=1, sequence=0)).kind
-        == "DaemonLost"
-    )
+    restore = Restore(ticket=1, entry=1, segment=0, offset=0, nbytes=1, sequence=0)
+    for message in (Ping(), restore):
+        assert client.ask(message).kind == "DaemonLost"
 
 
 def test_a_second_hello_and_an_absent_device_are_refused(
@@ -154,6 +142,8 @@ def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
     daemon = make_daemon(part_bytes_cpu=MIB, part_bytes_cuda=MIB // 4)
     plain, for_the_cache = connect(daemon), connect(daemon)
     assert plain.hello().part_bytes == MIB
+    refused = connect(daemon).hello(device=NO_LANE, features=[CACHE_FEATURE])
+    assert "needs a lane" in refused.detail
     welcome = for_the_cache.hello(features=[CACHE_FEATURE])
     assert (welcome.part_bytes, welcome.features) == (MIB // 4, [CACHE_FEATURE])
     plain.send(Goodbye())  # they have no lifelines, whose ends would tell

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storm_client import lanes
-from storm_client.lanes.segments import Segments, send_offers
-from storm_client.transport.connection import Connection
-from storm_client.transport.io_thread import Listener
-from support import fake_cuda
 from support.daemon_thread import DaemonThread
-from support.fake_virtual_memory import ExpandableSegment
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.lanes.cpu import CpuLane
 from stormd.ledger.events import Mappable, SegmentMapped
-from stormd.protocol import Mapped, MapPiece, Message, Refused, ReserveRange
+from stormd.protocol import Mapped, MapPiece, Refused, ReserveRange
 from stormd.protocol.limits import MAX_PIECES_WAITING
 
 RANGE = 100
@@ -112,47 +106,3 @@ def test_descriptors_that_wait_for_messages_are_limited(
 def make_neighbour(daemon: DaemonThread, connect: Callable[..., RawClient]) -> Callable[[], Any]:
     """Check that somebody else is served."""
     return lambda: connect(daemon).open().stored(b"data")
-
-
-class Session(Listener):
-    """A session as far as it answers for segments."""
-
-    def __init__(self, connection: Connection, segments: Segments) -> None:
-        self.connection, self.segments = connection, segments
-
-    def on_message(self, request: int, message: Message) -> None:
-        assert self.segments.is_pending(request)
-        self.segments.on_answer(request, getattr(message, "detail", None))
-        send_offers(self.connection, self.segments)
-
-    def on_loss(self) -> None:
-        self.segments.close()
-
-
-def test_a_client_has_more_pieces_mapped_than_may_be_on_offer(
-    daemon: DaemonThread, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count, size = 2 * MAX_PIECES_WAITING + 1, 4096
-    with fake_cuda.standing_in(monkeypatch, ()):
-        driver: Any = fake_cuda.modules()["storm_kernels.cuda_driver"]
-        segments = Segments(driver, driver_context=lambda: fake_cuda.entered(0))
-        with fake_cuda.entered(0):
-            memory = ExpandableSegment(count * size)
-            for number in range(count):
-                memory.map(number * size, size)
-        connection = Connection(daemon.address, lanes.LaneHello("cpu"), 30.0)
-        connection.start(Session(connection, segments))
-
-        def find() -> lanes.Mapped | None:
-            with connection.lock, fake_cuda.entered(0):
-                place = segments.find(memory.address, count * size)
-                send_offers(connection, segments)
-                return place
-
-        wait_until(lambda: find() == lanes.Mapped(1, 0))
-        connection._close_shared()
-        connection.close()
-        assert names == ["memfd:fake-piece (deleted)"] * count
-        assert not len(segments), "nothing is retained without a daemon"
-        with fake_cuda.entered(0):
-            memory.close()

@@ -48,8 +48,6 @@ def test_who_waits_gets_a_step_for_it_also_in_an_empty_space() -> None:
     space = space_of(2 * GIB, 0)
     space.request_growth(100 * MIB + 1)
     assert next_step(space) == 100 * MIB + 4096
-    space.allow_growth(allowed=False)
-    assert next_step(space) == 0
 
 
 @pytest.mark.parametrize(
@@ -255,21 +253,6 @@ def test_where_others_have_the_rest_it_is_asked_for_again(monkeypatch: pytest.Mo
         made.growth.grow_if_due()
         await made.step()
         assert made.space.committed > FIRST_BYTES + MIB
-        made.growth.close()
-        made.pool.close()
-
-    asyncio.run(scenario())
-
-
-def test_memory_that_cannot_be_used_is_claimed_no_longer() -> None:
-    async def scenario() -> None:
-        made = Lending()
-        made.refused = True
-        assert made.space.promise(FIRST_BYTES)
-        made.growth.grow_if_due()
-        await made.step()
-        assert made.budget.given_back == FIRST_BYTES
-        assert made.space.committed == FIRST_BYTES
         made.growth.close()
         made.pool.close()
 

@@ -110,17 +110,6 @@ def test_what_was_lent_is_asked_for_and_comes_back(rows: list[Rows]) -> None:
     assert first.surplus == (26 - 5 - 2) * PAGE
 
 
-def test_who_leaves_wants_nothing(rows: list[Rows]) -> None:
-    first, second, _ = budgets(rows)
-    first.set_has_session(is_busy=True)
-    first.claim(30 * PAGE)
-    second.set_has_session(is_busy=True)
-    second.claim(PAGE)
-    assert first.surplus
-    second.set_has_session(is_busy=False)
-    assert not first.surplus
-
-
 def test_what_a_dead_worker_had_is_there_for_others_but_its_first_bytes(rows: list[Rows]) -> None:
     first, second, third = budgets(rows)
     second.set_has_session(is_busy=True)

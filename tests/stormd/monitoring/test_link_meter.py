@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stormd.monitoring.link_meter import DIRECTIONS, MIN_COPIED, LinkMeter
+from stormd.monitoring.link_meter import MIN_COPIED, LinkMeter
 
 GB = 10**9
 
@@ -26,12 +26,6 @@ def clock() -> Clock:
 @pytest.fixture
 def meter(clock: Clock) -> LinkMeter:
     return LinkMeter("cuda:0", "a uuid", clock=clock)
-
-
-def test_nothing_was_copied(meter: LinkMeter, clock: Clock) -> None:
-    clock.now += 5
-    idle = {"bytes": 0, "busy_seconds": 0.0, "bytes_per_second": 0.0, "busy_share": 0.0}
-    assert meter.as_status() == dict.fromkeys(DIRECTIONS, idle)
 
 
 def test_speed_is_that_while_busy(meter: LinkMeter, clock: Clock) -> None:
@@ -56,15 +50,6 @@ def test_what_was_long_ago_is_in_the_totals_alone(meter: LinkMeter, clock: Clock
     assert found["busy_seconds"] == pytest.approx(0.6)
     assert found["bytes_per_second"] == pytest.approx(10 * GB)
     assert found["busy_share"] == pytest.approx(0.1 / 2.0)
-
-
-def test_a_busy_link_is_busy_whenever_one_looks(meter: LinkMeter, clock: Clock) -> None:
-    for step in range(100):
-        clock.now += 0.05
-        meter.copied("store", GB, 0.05)
-        found = meter.as_status()["store"]
-        assert found["busy_share"] == pytest.approx(1.0), step
-        assert found["bytes_per_second"] == pytest.approx(20 * GB)
 
 
 def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copied(

@@ -43,21 +43,6 @@ def test_lines_arrive_in_order_however_long_nobody_reads(pipe: tuple[int, int]) 
         assert queue.dropped == 0
 
 
-def test_what_has_no_room_is_dropped_and_counted_and_told_once(pipe: tuple[int, int]) -> None:
-    reading, writing = pipe
-    limit = 4 * PIPE_BYTES
-    with LogQueue(writing, limit_bytes=limit) as queue:
-        queue.write("a" * limit)
-        for _ in range(3):
-            queue.write("b")
-        assert queue.dropped == 3
-        told = b"3 log lines were dropped\n"
-        assert read(reading, limit + len(told)) == b"a" * limit + told
-        queue.write("c")
-        assert read(reading, 1) == b"c"
-        assert queue.dropped == 3
-
-
 def test_its_end_does_not_wait_for_a_reader(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     queue = LogQueue(writing)
@@ -68,14 +53,6 @@ def test_its_end_does_not_wait_for_a_reader(pipe: tuple[int, int]) -> None:
     assert queue.dropped == 1
     assert read(reading, 10 * PIPE_BYTES) == b"x" * 10 * PIPE_BYTES
     queue.close(SECONDS)
-
-
-def test_its_end_waits_for_what_can_be_written(pipe: tuple[int, int]) -> None:
-    reading, writing = pipe
-    with LogQueue(writing) as queue:
-        queue.write("last words")
-    os.set_blocking(reading, False)
-    assert os.read(reading, 100) == b"last words"
 
 
 def test_without_a_reader_all_is_dropped_and_nothing_raised() -> None:

@@ -14,7 +14,6 @@ from stormd.protocol import (
     ProtocolError,
     Rejected,
     Release,
-    Restore,
     RestoredParts,
     RestoreParts,
     Status,
@@ -117,28 +116,14 @@ def test_two_messages_cannot_have_one_number() -> None:
         message(7)(type("Other", (Message,), {"__annotations__": {}}))
 
 
-def test_fields_travel_in_their_order() -> None:
-    assert Restore(ticket=1, entry=2, segment=3, offset=4, nbytes=5, sequence=6).to_wire() == (
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    )
-
-
-@pytest.mark.parametrize("name", ["entry", "segment", "offset", "sequence"])
-@pytest.mark.parametrize("value", [-1, MAX_ID + 1, 1.0, True, None, "1"])
-def test_an_id_is_a_number_of_63_bits(name: str, value: Any) -> None:
-    with pytest.raises(ProtocolError, match=f"Store.{name}"):
-        Store(**{**STORE, name: value})
-
-
-@pytest.mark.parametrize("value", [0, -1, MAX_ENTRY_BYTES + 1, 1.5, False])
-def test_a_size_is_within_bounds(value: Any) -> None:
-    with pytest.raises(ProtocolError, match=r"Store.nbytes"):
-        Store(**{**STORE, "nbytes": value})
+def test_numbers_are_within_bounds() -> None:
+    for name in ("entry", "segment", "offset", "sequence"):
+        for value in (-1, MAX_ID + 1, 1.0, True, None, "1"):
+            with pytest.raises(ProtocolError, match=f"Store.{name}"):
+                Store(**{**STORE, name: value})
+    for value in (0, -1, MAX_ENTRY_BYTES + 1, 1.5, False):
+        with pytest.raises(ProtocolError, match=r"Store.nbytes"):
+            Store(**{**STORE, "nbytes": value})
 
 
 @pytest.mark.parametrize(
@@ -177,18 +162,14 @@ def test_a_size_is_within_bounds(value: Any) -> None:
     ],
 )
 def test_what_is_not_valid_does_not_exist(make: type[Message], changes: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError):
-        make(**changes)
-
-
-def test_a_message_names_what_it_was_given_in_short() -> None:
     with pytest.raises(ProtocolError) as caught:
-        Store(**{**STORE, "codec": "x" * 1000})
-    assert len(str(caught.value)) < 200
+        make(**changes)
+    assert len(str(caught.value)) < 300, "what it was given is named in short"
 
 
 def test_a_message_stays_as_it_was_checked() -> None:
     made = Store(**STORE)
+    assert made.to_wire()[:4] == (1, 0, 0, 1), "in the order of its fields"
     with pytest.raises(AttributeError, match=r"Store\.entry cannot be set"):
         made.entry = -1  # type: ignore[misc]
     assert made == Store(**STORE) != Store(**{**STORE, "entry": 2})
@@ -197,8 +178,3 @@ def test_a_message_stays_as_it_was_checked() -> None:
         "Store(entry=1, segment=0, offset=0, nbytes=1, dtype='uint8', codec='raw', sequence=0, "
         "ready=0)"
     )
-
-
-def test_fields_with_several_numbers_are_given_by_name() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        Store(*STORE.values())

@@ -9,7 +9,7 @@ import pytest
 from support.spilling import ENCRYPT, skip_without_disk
 
 from stormd.config import Config
-from stormd.errors import ConfigError, SpillUnavailable
+from stormd.errors import ConfigError
 from stormd.memory.host_pool import HostPool
 from stormd.spill.opening import OpenTier, open_tier
 
@@ -54,9 +54,3 @@ def test_shares_must_fit_beside_what_is_kept(tmp_path: Path) -> None:
     config = _config(tmp_path, session_share_bytes=MIB, max_sessions=60)
     with pytest.raises(ConfigError, match=r"session_share_bytes for max_sessions=60 are 60\.0 MiB"):
         _open(config)
-
-
-def test_what_the_directory_has_no_room_for(tmp_path: Path) -> None:
-    with pytest.raises(SpillUnavailable, match="set --spill-bytes lower"):
-        _open(_config(tmp_path, spill_bytes=1 << 60))
-    assert not list(tmp_path.iterdir())

@@ -43,17 +43,14 @@ def _opened(sealer: Sealer, sealed: _Bytes, label: Label = LABEL) -> bytes | Non
     return bytes(out) if sealer.open(label, sealed.address, nbytes, out.address) else None
 
 
-@pytest.mark.parametrize("nbytes", [1, 16, 4097])
-def test_what_was_sealed_comes_back(sealer: Sealer, nbytes: int) -> None:
-    text = os.urandom(nbytes)
-    assert _opened(sealer, _sealed(sealer, text)) == text
-
-
-@pytest.mark.parametrize("field", Label._fields)
-def test_another_label_opens_nothing(sealer: Sealer, field: str) -> None:
-    sealed = _sealed(sealer, b"text" * 9)
-    other = LABEL._replace(**{field: getattr(LABEL, field) + 1})
-    assert _opened(sealer, sealed, other) is None
+def test_what_was_sealed_comes_back_by_its_label_alone(sealer: Sealer) -> None:
+    for nbytes in (1, 16, 4097):
+        text = os.urandom(nbytes)
+        sealed = _sealed(sealer, text)
+        assert _opened(sealer, sealed) == text
+        for field in Label._fields:
+            other = LABEL._replace(**{field: getattr(LABEL, field) + 1})
+            assert _opened(sealer, sealed, other) is None, field
 
 
 def test_any_changed_byte_is_found(sealer: Sealer) -> None:

@@ -8,12 +8,9 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 import zmq
-from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
 
-from stormd import open_files
 from stormd.protocol.limits import MAX_FRAME_BYTES
 from stormd.transport import control
 from stormd.transport.control import SESSIONLESS_FRAME_BYTES, Connection, ControlSocket
@@ -91,19 +88,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     assert bench.control._held_bytes == 0
 
 
-async def test_many_talk_at_once(bench: Bench) -> None:
-    clients = [bench.connect() for _ in range(4)]
-
-    def talk(client: zmq.Socket[bytes]) -> None:
-        for number in range(200):
-            client.send(b"%d" % number)
-            assert client.recv() == b"%d" % number
-
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        for client in clients:
-            group.create_task(asyncio.to_thread(talk, client))
-
-
 async def test_large_frames_pass_both_ways(bench: Bench) -> None:
     client = bench.connect()
     client.send(b"first, to be adopted")
@@ -164,24 +148,6 @@ async def test_a_connection_without_a_session_sends_small_frames_alone(bench: Be
     assert bench.seen.empty()
 
 
-async def test_who_reads_nothing_fills_nothing_but_its_own_place(bench: Bench) -> None:
-    """Answers wait until those of all are too many: then who has most of them is given up."""
-    reader = bench.connect()
-    reader.send(b"here")
-    modest, _ = await bench.next()
-    line = await bench.raw(CLIENT_OPENING + framed(b"hello"))
-    greedy, _ = await bench.next()
-    while greedy.is_open:
-        bench.control.send(greedy, bytes(100_000))
-        assert bench.control._held_bytes < MAX_HELD + 200_000
-        await asyncio.sleep(0)
-    assert bench.given_up == [greedy]
-    assert greedy.unsent == 0
-    assert not greedy.is_reachable
-    assert modest.is_open
-    assert await asyncio.to_thread(_is_ended, line)
-
-
 async def test_of_halves_of_frames_no_more_is_kept_than_may_be(bench: Bench) -> None:
     """Each may hold one that is not complete, all together no more than the sum."""
     lines, connections = [], []
@@ -225,35 +191,6 @@ async def test_who_says_nothing_is_ended_unless_it_has_a_session(bench: Bench) -
     assert not served.is_open
 
 
-async def test_the_idle_keep_nobody_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_SESSIONLESS", 3)
-    bench.control._sessionless = control.Sessionless(3, 3)
-    client = bench.connect()
-    client.send(b"adopted")
-    await bench.next()
-    idle = [await bench.raw() for _ in range(5)]
-    for line in idle[:2]:
-        assert await asyncio.to_thread(_is_ended, line)
-    late = bench.connect()
-    late.send(b"late")
-    assert (await bench.next())[1] == b"late"
-    client.send(b"still")
-    assert (await bench.next())[1] == b"still"
-    for line in idle:
-        line.close()
-
-
-async def test_while_descriptors_are_scarce_one_goes_for_each_that_comes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    idle = await bench.raw()
-    await bench.until(lambda: len(bench.control._connections) == 1)
-    monkeypatch.setattr(open_files, "are_scarce", lambda: True)
-    late = bench.connect()
-    late.send(b"late")
-    assert await asyncio.to_thread(_is_ended, idle)
-
-
 async def test_users_are_heard_from_when_they_are_allowed(bench: Bench) -> None:
     """And not from when they are not; who has a session keeps it."""
     bench.adopts = False
@@ -268,47 +205,6 @@ async def test_users_are_heard_from_when_they_are_allowed(bench: Bench) -> None:
     assert connection.is_open
 
 
-CROWD = """
-import socket, sys
-BECOME
-lines = []
-for _ in range(int(sys.argv[2])):
-    lines.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    lines[-1].connect(sys.argv[1])
-ended = 0
-for line in lines:
-    line.settimeout(60)
-    try:
-        while line.recv(256):
-            pass
-    except OSError:
-        pass
-    ended += 1
-    if ended == len(lines) - int(sys.argv[3]):
-        print("ended", flush=True)
-        sys.stdin.readline()
-"""
-
-
-@root_only
-async def test_who_is_not_allowed_has_a_few_places_of_its_own(bench: Bench) -> None:
-    path = Path(bench.address.removeprefix("ipc://"))
-    let_pass(path)
-    idle = await bench.raw()
-    count = 5 * control.MAX_UNWELCOME
-    crowd = as_another_user(CROWD, str(path), str(count), str(control.MAX_UNWELCOME))
-    assert crowd.stdout is not None
-    assert await asyncio.to_thread(crowd.stdout.readline) == "ended\n"
-    uids = [one.credentials.uid for one in bench.control._connections]
-    assert uids.count(ANOTHER_UID) == control.MAX_UNWELCOME
-    assert uids.count(os.getuid()) == 1
-    for _ in range(control.SILENT_TICKS + 1):
-        bench.control.tick()
-    assert not bench.control._connections
-    await asyncio.to_thread(crowd.communicate, "\n")
-    idle.close()
-
-
 def _is_ended(line: socket.socket) -> bool:
     """Whether the other side ends the connection, whatever it has said before."""
     with line:
@@ -318,12 +214,3 @@ def _is_ended(line: socket.socket) -> bool:
         except ConnectionResetError:
             pass
     return True
-
-
-async def test_an_address_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        ControlSocket(
-            asyncio.get_running_loop(),
-            f"ipc://{tmp_path}/no/such/directory",
-            max_held_bytes=MAX_HELD,
-        )

@@ -61,15 +61,6 @@ async def test_the_kernel_says_whose_a_connection_is(bench: Bench) -> None:
     assert await bench.connected() == (os.getuid(), os.getgid(), os.getpid())
 
 
-async def test_a_file_that_was_removed_is_made_again(bench: Bench) -> None:
-    assert bench.listener.is_bound
-    bench.path.unlink()
-    assert not bench.listener.is_bound
-    bench.listener.bind()
-    assert bench.listener.is_bound
-    await bench.connected()
-
-
 async def test_a_lack_of_descriptors_is_waited_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
