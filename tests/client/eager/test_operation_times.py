@@ -14,7 +14,6 @@ from storm_client.eager import operation_times
 from storm_client.eager.operation_times import (
     LONG_SECONDS,
     MAX_SECONDS,
-    QUEUED_SECONDS,
     REPEATS,
     OperationTimes,
 )
@@ -133,19 +132,6 @@ def test_the_longer_an_operation_takes_the_less_often_it_is_run_again(
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("fills", range(1, len(QUEUED_SECONDS) + 2))
-def test_the_device_is_kept_busy_until_all_is_queued(
-    monkeypatch: pytest.MonkeyPatch, fills: int
-) -> None:
-    """As where the thread is delayed meanwhile: a product of 0.2 ms seemed to take 0.7."""
-    monkeypatch.setattr(Event, "fills", fills)
-    seconds = took(OperationTimes(), torch.sigmoid, torch.ones(8))()
-    assert len(made_busy) == min(fills, len(QUEUED_SECONDS))
-    assert made_busy == sorted(made_busy)
-    assert seconds == pytest.approx(1e-6 if fills <= len(QUEUED_SECONDS) else 2e-6)
-
-
-@pytest.mark.usefixtures("cuda")
 def test_what_the_stream_waited_for_within_an_operation_is_not_its_time() -> None:
     """As where the link is slow, and results of a second each leave while a step is learned."""
     assert took(OperationTimes(), torch.sigmoid, torch.ones(8), seconds=9.0)() < SHORT
@@ -201,14 +187,6 @@ def test_events_are_let_go_of_once_they_are_known_though_nobody_plans(
     assert timing() == 2 * SHORT
 
 
-def test_no_more_is_run_again_than_there_is_time_for(
-    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operation_times, "MAX_SECONDS", 0.0)
-    assert took(OperationTimes(), torch.sigmoid, torch.ones(8))() == SHORT
-    assert cuda.free == FREE
-
-
 @pytest.mark.usefixtures("cuda")
 def test_a_tensor_that_may_run_anything_is_not_looked_into() -> None:
     class Own(torch.Tensor):
@@ -227,36 +205,6 @@ def test_nothing_is_held_of_what_an_operation_was_given() -> None:
     del one
     assert gone() is None
     timing()
-
-
-def test_integers_are_what_an_operation_was_given() -> None:
-    """They say where it reads, and how much."""
-    given = torch.arange(8)
-    place = operation_times._Place(given)
-    given.zero_()
-    place.fill()
-    assert place.tensor().tolist() == [*range(8)]
-    place.clear()
-    with pytest.raises(AssertionError):
-        place.tensor()
-
-
-@pytest.mark.usefixtures("cuda")
-def test_what_had_no_events_is_run_again_if_it_can_be() -> None:
-    times, one = OperationTimes(), torch.ones(8)
-    made = torch.sigmoid(one)
-    timing = times.of(torch.sigmoid, (one,), {}, made)
-    assert timing is not None
-    assert timing() == pytest.approx(1e-6)
-    unlike = one.as_subclass(type("Own", (torch.Tensor,), {}))
-    assert times.of(torch.sigmoid, (unlike,), {}, made) is None
-
-
-def test_what_had_no_events_and_no_room_is_not_known(cuda: SimpleNamespace) -> None:
-    cuda.free, one = 0, torch.ones(8)
-    timing = OperationTimes().of(torch.sigmoid, (one,), {}, torch.sigmoid(one))
-    assert timing is not None
-    assert timing() == 0.0
 
 
 @pytest.mark.gpu

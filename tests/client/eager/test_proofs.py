@@ -31,14 +31,6 @@ def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None
     assert not proofs.holds("another", nbytes)
 
 
-def test_only_what_says_more_is_a_new_version() -> None:
-    proofs, versions = Proofs(), []
-    for nbytes in (4, 4, 8, 6, 5, 9, 7):
-        proofs.add("this", nbytes)
-        versions.append(proofs.version)
-    assert versions == [1, 1, 2, 3, 3, 4, 4]
-
-
 def test_a_way_is_the_operation_and_how_its_inputs_are_held_down_to_what_is_not_recomputed() -> (
     None
 ):

@@ -143,7 +143,7 @@ SIMPLE = ["default dtype", "oneDNN"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("function", [silu, torch.nn.functional.hardswish, torch.mm])
+@pytest.mark.parametrize("function", [silu, torch.mm])
 def test_other_settings_raise_where_they_decide(name: str, function: Callable[..., Tensor]) -> None:
     tensors = [seeded("cpu", 8, 8)] * (2 if function is torch.mm else 1)
     recipe = recipe_of(function, *tensors)

@@ -27,13 +27,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
         made.close()
 
 
-def test_the_host_has_its_clock() -> None:
-    begin = Mark(None)
-    span = begin.until_now()
-    assert span.is_known
-    assert 0 <= span() < 60
-
-
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("device", [FIRST, SECOND])
 def test_a_span_is_of_the_device_that_it_begins_on(
@@ -58,22 +51,6 @@ def test_a_span_is_known_when_its_device_has_come_so_far(fake: FakeTorch) -> Non
     assert span.is_known
 
 
-def test_marks_are_on_the_threads_stream_of_their_device(fake: FakeTorch) -> None:
-    with fake_cuda.entered(1):
-        side = fake_cuda.Stream()
-    busy = threading.Event()
-    with fake.in_stream(side):
-        side.put(busy.wait)
-        there, here = Mark(SECOND), Mark(FIRST)
-    assert not there.is_reached
-    busy.set()
-    there.seconds_until(there)
-    assert there.is_reached
-    here.seconds_until(here)
-    with fake_cuda.entered(1):
-        side.close()
-
-
 def test_marks_of_two_devices_would_be_an_error(fake: FakeTorch) -> None:
     with pytest.raises(CudaDriverError, match="invalid resource handle"):
         Mark(FIRST).seconds_until(Mark(SECOND))
@@ -93,10 +70,3 @@ def test_passes_are_timed_on_the_device_with_the_most_bytes() -> None:
     assert signature.devices == (SECOND, FIRST)
     assert signature.clock == SECOND
     assert signature.is_on_gpu
-
-
-def test_a_step_without_a_gpu_goes_by_the_hosts_clock() -> None:
-    signature = values(("cpu", 1000))
-    assert signature.devices == ()
-    assert signature.clock is None
-    assert not signature.is_on_gpu

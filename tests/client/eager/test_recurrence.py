@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager import controller
 from storm_client.eager.recognition import KNOWN_KINDS, Recurrence, behind_repeated
 from torch import nn
 
@@ -49,20 +48,6 @@ def test_of_stretches_as_long_the_last_one_counts() -> None:
     assert behind_repeated("abc") is behind_repeated("a") is behind_repeated("") is None
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many events had the signatures that were planned, as they are."""
-    found: list[int] = []
-    make = controller.Planning._make
-
-    def noting(planning: controller.Planning, signature: controller.StepSignature) -> None:
-        found.append(len(signature.events))
-        make(planning, signature)
-
-    monkeypatch.setattr(controller.Planning, "_make", noting)
-    return found
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64))
@@ -83,18 +68,6 @@ def trained(net: nn.Module, context: object, depths: list[int]) -> list[torch.Te
 
 
 NEW = list(range(3, 23))
-
-
-def test_steps_that_do_ever_new_things_are_neither_watched_nor_planned(
-    client: storm.Client, planned: list[int]
-) -> None:
-    net = network()
-    offload = client.offload(net, min_bytes=4096)
-    assert all(map(torch.equal, trained(network(), nullcontext(), NEW), trained(net, offload, NEW)))
-    assert len(planned) <= 6
-    signature = offload._planning._signatures.latest
-    assert signature is not None
-    assert not signature.has_functions
 
 
 def test_when_steps_come_again_they_are_learned_after_all(client: storm.Client) -> None:
@@ -131,24 +104,12 @@ def around_others(net: nn.Module, context: object, counts: list[int]) -> list[to
     return found
 
 
-@pytest.mark.parametrize("min_bytes", [1024, 4096])
 def test_a_step_around_more_others_than_are_remembered_is_known_in_the_end(
-    client: storm.Client, min_bytes: int
+    client: storm.Client,
 ) -> None:
     """Also where they show that smaller tensors are to be handled, and all is learned anew."""
     net = network()
-    offload = client.offload(net, min_bytes=min_bytes)
+    offload = client.offload(net, min_bytes=1024)
     counts = [0] * 4 + [KNOWN_KINDS + 1] * 3 + [0] * 3
     plain = around_others(network(), nullcontext(), counts)
     assert all(map(torch.equal, plain, around_others(net, offload, counts)))
-
-
-def test_blocks_that_save_nothing_are_no_new_steps(client: storm.Client) -> None:
-    net = network()
-    offload = client.offload(net, min_bytes=4096)
-    for _ in range(10):
-        with offload, torch.no_grad():
-            net(torch.ones(256, 64))
-    assert offload._planning._recurrence.is_seen
-    trained(net, offload, [2] * 3)
-    assert offload.plan is not None

@@ -10,7 +10,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import native
-from support.following import PATHS, follow_by
+from support.following import follow_by
 from support.planning import replay_all
 from support.tiny_llama import WORDS, tiny_llama
 from support.training import assert_identical
@@ -83,8 +83,7 @@ def trained(
     return [*found, *(parameter.detach() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "path"), [("llama", "compiled"), ("experts", "python")])
 def test_lengths_at_random_are_one_signature(
     name: str, path: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from storm_client.eager.step_times import MAX_FILLED, StepTimes
+from storm_client.eager.step_times import StepTimes
 from storm_client.planner.search import OFFLOAD_ALONE, PREDICTED
 
 
@@ -57,27 +57,6 @@ def test_a_queue_that_the_thread_did_not_fill_tells_no_more_than_other_passes() 
     for _ in range(2):
         made.observe(Passed(1.0))
     assert made.busy_seconds() == 1.0
-
-
-def test_passes_of_smaller_steps_are_told_as_the_largest_would_take() -> None:
-    made = on_gpu()
-    made.record_full_queue(Passed(0.3), 0.5)
-    made.observe(Passed(0.5), 0.5)
-    made.observe(Passed(0.8))
-    assert made.busy_seconds() == 0.6
-    assert made.window == 0.8
-    made.grow(2.0)
-    assert made.busy_seconds() == 1.2
-    assert made.window == 1.6
-
-
-def test_a_device_is_not_kept_busy_for_long_and_the_host_not_at_all() -> None:
-    made = on_gpu()
-    made.pass_seconds = MAX_FILLED + 0.01
-    assert not made.wants_full_queue
-    host = StepTimes(is_on_gpu=False)
-    host.pass_seconds = 0.1
-    assert not host.wants_full_queue
 
 
 def test_steps_are_told_in_their_order_once_the_device_has_come_so_far() -> None:
