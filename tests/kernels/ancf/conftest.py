@@ -6,10 +6,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from storm_kernels import ancf, backends
+from storm_kernels.ancf import cpu
+from storm_kernels.native import available_sets
 from support.cuda_on_cpu import Kernels, build_kernels
 
 GUARD = 64  # bytes on either side of a buffer
@@ -46,8 +49,8 @@ def name(request: pytest.FixtureRequest) -> str:
 class Codec:
     """A host backend, called on guarded and possibly misaligned buffers."""
 
-    def __init__(self, name: str) -> None:
-        self._backend = ancf.host_backend(name)
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
 
     def encode(self, data: np.ndarray, dtype: ancf.DType, offset: int = 0, **options) -> np.ndarray:
         source = Guarded(data.size, offset)
@@ -61,36 +64,34 @@ class Codec:
         target.check()
         return target.data[:size].copy()
 
-    def decode(self, blob: np.ndarray, nbytes: int, offset: int = 0) -> np.ndarray:
+    def decode(self, blob: np.ndarray, nbytes: int, offset: int = 0, **options) -> np.ndarray:
         source = Guarded(blob.size, offset)
         source.data[:] = blob
         target = Guarded(nbytes, offset)
         try:
-            self._backend.decode_into(source.address, blob.size, target.address, nbytes)
+            self._backend.decode_into(source.address, blob.size, target.address, nbytes, **options)
         finally:
             target.check()
         return target.data.copy()
 
 
-@pytest.fixture
-def codec(name: str) -> Codec:
-    """A host backend behind guard bytes."""
-    return Codec(name)
+REFERENCE = Codec(ancf.host_backend("numpy"))
+CODECS = {"numpy": REFERENCE}
+"""Every host backend here: the reference, and the C library with each instruction set."""
+if cpu.probe()[0]:
+    CODECS |= {one.name.lower(): Codec(cpu.CpuCodec(one)) for one in available_sets()}
 
 
-@pytest.fixture
-def round_trip(codec: Codec) -> Callable[..., np.ndarray]:
-    """Encode with a backend, compare with the reference's blob, decode, compare the bits."""
-    reference = Codec("numpy")
-
-    def check(data: np.ndarray, dtype: ancf.DType, offset: int = 0, **options) -> np.ndarray:
-        blob = codec.encode(data, dtype, offset, **options)
-        expected = reference.encode(data, dtype, **options)
-        assert blob.tobytes() == expected.tobytes(), "the blob differs from the reference's"
-        assert (codec.decode(blob, data.size, offset) == data).all(), "the bits differ"
-        return blob
-
-    return check
+def round_trip(data: np.ndarray, dtype: ancf.DType, offset: int = 0, **options) -> np.ndarray:
+    """Return the blob that every backend makes, and that each decodes to the same bits."""
+    expected = REFERENCE.encode(data, dtype, offset, **options)
+    for name, codec in CODECS.items():
+        case = f"{name}: {dtype.name}, {data.size} bytes at {offset}, {options}"
+        if codec is not REFERENCE:
+            blob = codec.encode(data, dtype, offset, **options)
+            assert blob.tobytes() == expected.tobytes(), f"another blob, {case}"
+        assert (codec.decode(expected, data.size, offset) == data).all(), f"other bits, {case}"
+    return expected
 
 
 @pytest.fixture(scope="session")

@@ -24,18 +24,13 @@ def test_properties(tensor):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4, 5, 6)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.int64])
-def test_bytes_and_back(shape, dtype):
-    tensor = torch.ones(shape, dtype=dtype)
-    blob = ancf.Blob.from_bytes(ancf.encode(tensor).to_bytes())
-    assert (blob.shape, blob.dtype) == (shape, dtype)
-    assert torch.equal(ancf.decode(blob), tensor)
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_is_read(tensor, kind):
-    blob = ancf.Blob.from_bytes(kind(ancf.encode(tensor).to_bytes()))
-    assert torch.equal(ancf.decode(blob), tensor)
+def test_bytes_and_back(shape):
+    for dtype in (torch.float32, torch.complex64, torch.bool, torch.int64):
+        tensor = torch.ones(shape, dtype=dtype)
+        for buffer in (bytes, bytearray, memoryview):
+            blob = ancf.Blob.from_bytes(buffer(ancf.encode(tensor).to_bytes()))
+            assert (blob.shape, blob.dtype) == (shape, dtype)
+            assert torch.equal(ancf.decode(blob), tensor)
 
 
 def test_every_flipped_bit_is_refused(tensor):
@@ -64,11 +59,9 @@ def test_a_shape_of_another_size_is_refused(tensor):
     with pytest.raises(ancf.CorruptBlob, match="shape"):
         ancf.Blob.from_bytes(data)
 
-
-@pytest.mark.parametrize("extent", [1 << 62, 1 << 63, (1 << 64) - 1])
-def test_a_shape_that_no_tensor_has(extent):
     data = bytearray(ancf.encode(torch.ones(0, 3, 5)).to_bytes())
-    data[-16:-8] = extent.to_bytes(8, "little")
-    data[-8:] = checksum(np.frombuffer(data[:-8], np.uint8)).to_bytes(8, "little")
-    with pytest.raises(ancf.CorruptBlob, match="no tensor can have shape"):
-        ancf.Blob.from_bytes(data)
+    for extent in (1 << 62, 1 << 63, (1 << 64) - 1):  # that no tensor has
+        data[-16:-8] = extent.to_bytes(8, "little")
+        data[-8:] = checksum(np.frombuffer(data[:-8], np.uint8)).to_bytes(8, "little")
+        with pytest.raises(ancf.CorruptBlob, match="no tensor can have shape"):
+            ancf.Blob.from_bytes(data)

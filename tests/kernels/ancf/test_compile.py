@@ -24,18 +24,12 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CudaCodec", Codec)
 
 
-def test_without_a_name_all_types_are_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_are_compiled_in_the_order_given(capsys: pytest.CaptureFixture[str]) -> None:
     command.main([])
     assert Codec.asked == list(DType)
     assert capsys.readouterr().out.count(" s\n") == len(DType)
-
-
-def test_named_types_are_compiled_in_the_order_given(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["float32", "bfloat16"])
     assert Codec.asked == [DType.FLOAT32, DType.BFLOAT16]
     assert re.match(r"float32: \d+\.\d s\nbfloat16:", capsys.readouterr().out)
-
-
-def test_a_type_that_does_not_exist_is_refused() -> None:
     with pytest.raises(SystemExit, match="float12; there are bytes, bfloat16"):
         command.main(["float12"])

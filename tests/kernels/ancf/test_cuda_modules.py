@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from storm_kernels.ancf import DType, cuda_modules
-from storm_kernels.ancf.cuda_launches import PIPELINES, TAKEN
+from storm_kernels.ancf.cuda_launches import PIPELINES
 from storm_kernels.ancf.cuda_modules import Modules, Preparation, Wanted, wanted
 from storm_kernels.errors import BackendUnavailable
 
@@ -90,19 +90,6 @@ def test_an_ended_preparation_begins_nothing_more() -> None:
     assert next(taken) == parts[0]
     preparation.end()
     assert list(taken) == []
-
-
-@pytest.mark.parametrize("kernel", TAKEN)
-def test_a_kernels_module_is_its_source_with_its_pipeline_alone(kernel: str) -> None:
-    which = wanted(kernel, DType.FLOAT16)
-    source = (cuda_modules._FOLDER / f"{which.source}.cu").read_text()
-    assert f"\n{kernel}(" in source
-    text = which.text()
-    assert "#define ANCF_WIDTH 2\n#define ANCF_MANTISSA 10\n" in text
-    assert f"#define ANCF_PIPELINES {1 << PIPELINES.index(which.pipeline)}\n" in text
-    guard = f"#if ANCF_PIPELINES & {1 << PIPELINES.index(which.pipeline)}\n"
-    if kernel.endswith(which.pipeline):
-        assert source.partition(f"\n{kernel}(")[0].rpartition("#if ")[2].startswith(guard[4:])
 
 
 @pytest.fixture

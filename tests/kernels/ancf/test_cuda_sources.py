@@ -1,4 +1,4 @@
-"""The CUDA sources compile for real devices, and hold the format's numbers, on any machine.
+"""The CUDA sources compile for real devices, on any machine.
 
 NVRTC compiles them as CuPy has it do, where its library is at hand (`pip install
 nvidia-cuda-nvrtc`, or torch's CUDA build, which brings it); nvcc does otherwise. Both need no GPU.
@@ -17,9 +17,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from storm_kernels.ancf import DType, cuda_modules, layout
+from storm_kernels.ancf import DType, cuda_modules
 from storm_kernels.ancf.cuda_launches import PIPELINES
-from storm_kernels.ancf.layout import Mode
 from support.cuda_on_cpu import HOST, SOURCES
 
 KERNELS = [
@@ -181,20 +180,3 @@ def test_a_kernel_awaits_those_before_it_first(tmp_path, kernel):
 @nvcc_only
 def test_nvcc_compiles_the_operations_that_tests_compare(tmp_path):
     compile_with_nvcc(OPERATIONS, "sm_90", tmp_path / "operations.cubin")
-
-
-def test_the_header_holds_the_formats_numbers():
-    text = (SOURCES / "ancf_format.cuh").read_text()
-    numbers = {
-        "kTile": layout.TILE, "kHeaderBytes": layout.HEADER_BYTES, "kVersion": layout.VERSION,
-        "kDirectoryAlign": layout.DIRECTORY_ALIGN, "kRecordUnit": layout.RECORD_UNIT,
-        "kSampleMax": layout.SAMPLE_MAX, "kSampleRun": layout.SAMPLE_RUN,
-        "kWindowSlots": layout.WINDOW_SLOTS, "kCheckChunkBytes": layout.CHECK_CHUNK_BYTES,
-    }  # fmt: skip
-    for name, value in numbers.items():
-        assert f" {name} = {value};" in text
-    for value in (*layout.CHECK_KEYS, layout.CHECK_INDEX, layout.CHECK_MIX, layout.CHECK_LENGTH):
-        assert f"0x{value:08X}" in text
-    assert f"0x{int.from_bytes(layout.MAGIC, 'little'):08X}" in text
-    for mode in Mode:
-        assert f"k{mode.name.capitalize()} = {int(mode)}" in text

@@ -8,17 +8,6 @@ from storm_kernels import ancf
 from storm_kernels.ancf.escapes import escape_rate
 
 
-def rate(tensor: torch.Tensor, **options) -> float:
-    return escape_rate(ancf.encode(tensor, **options).host_data())
-
-
-@pytest.mark.parametrize("speed", ["fast", "dense"])
-def test_normal_numbers(speed):
-    tensor = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = {"fast": 0.025, "dense": 0.0032}[speed]
-    assert rate(tensor, speed=speed) == pytest.approx(expected, rel=0.15)
-
-
 def test_exactly_counted():
     tensor = torch.ones(5 * 4096 + 100, dtype=torch.bfloat16)
     tensor[::8] = 2.0**100
@@ -30,11 +19,15 @@ def test_exactly_counted():
     assert escape_rate(blob.host_data()) == pytest.approx(1 - known.double().mean().item())
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.zeros(9), torch.arange(9000)])
-def test_modes_without_a_dictionary(tensor):
-    assert rate(tensor) == 0
-
-
-def test_zeros_of_a_sparse_blob_do_not_count():
-    tensor = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0)).relu().bfloat16()
-    assert 0.001 < rate(tensor, mode="sparse") < 0.006
+def test_by_mode():
+    normal = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for tensor, options, least, most in (
+        (normal, {"speed": "fast"}, 0.021, 0.029),
+        (normal, {"speed": "dense"}, 0.0027, 0.0037),
+        (normal.relu(), {"mode": "sparse"}, 0.001, 0.006),  # zeros do not count
+        (torch.zeros(0), {}, 0, 0),
+        (torch.zeros(9), {}, 0, 0),
+        (torch.arange(9000), {}, 0, 0),
+    ):
+        rate = escape_rate(ancf.encode(tensor, **options).host_data())
+        assert least <= rate <= most, (tensor, options)

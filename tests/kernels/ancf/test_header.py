@@ -31,20 +31,19 @@ def reseal(blob: bytearray) -> bytearray:
     return blob
 
 
-@pytest.mark.parametrize("header", [EMPTY_WINDOW, RAW, TERNARY])
-def test_reading_gives_back_what_was_packed(header):
-    assert len(header.pack()) == layout.HEADER_BYTES
-    assert ancf.read_header(blob_of(header)) == header
-
-
-def test_numbers_stand_where_the_format_says():
-    head = TERNARY.pack()
-    assert head[:4] == b"ANCF"
-    assert head[6:8] == bytes([Mode.TERNARY, DType.FLOAT64])
-    assert int.from_bytes(head[16:24], "little") == 8 * 4096
-    assert int.from_bytes(head[24:32], "little") == TERNARY.encoded_nbytes
-    assert int.from_bytes(head[32:40], "little") == 1
-    assert int.from_bytes(head[52:56], "little") == 3
+def test_reading_gives_back_what_was_packed():
+    without, zero = (dataclasses.replace(RAW, checksum=one) for one in (None, 0))
+    for header in (EMPTY_WINDOW, RAW, TERNARY, without, zero):
+        assert len(header.pack()) == layout.HEADER_BYTES
+        blob = blob_of(header)
+        assert ancf.read_header(blob) == header
+        assert ancf.read_header(blob[:HEAD_BYTES], len(blob)) == header
+        for size in (0, 255, 256, len(blob) - 1, len(blob) + 1):
+            if size != len(blob):
+                with pytest.raises(ancf.CorruptBlob):
+                    ancf.read_header(bytes(blob + b"\0")[:size])
+        with pytest.raises(ancf.CorruptBlob):
+            ancf.read_header(blob[:HEAD_BYTES], len(blob) + 1)
 
 
 def test_every_flipped_bit_is_refused():
@@ -57,19 +56,6 @@ def test_every_flipped_bit_is_refused():
     assert ancf.read_header(blob) == RAW
 
 
-@pytest.mark.parametrize("position", range(6, 248))
-def test_sealed_nonsense_is_refused(position):
-    """A header whose check is right, but one byte of which no encoder would write."""
-    blob = blob_of(TERNARY)
-    blob[position] = 0xEE
-    reseal(blob)
-    if 32 <= position < 40:  # any checksum is possible
-        ancf.read_header(blob)
-        return
-    with pytest.raises(ancf.CorruptBlob):
-        ancf.read_header(blob)
-
-
 def test_other_versions_and_other_files_are_told_apart():
     blob = blob_of(RAW)
     blob[4] = 2
@@ -79,23 +65,36 @@ def test_other_versions_and_other_files_are_told_apart():
         ancf.read_header(b"PNG!" + bytes(400))
 
 
-@pytest.mark.parametrize("size", [0, 255, 256, 319, 321])
-def test_other_sizes_are_refused(size):
-    blob = bytes(blob_of(RAW))
-    with pytest.raises(ancf.CorruptBlob):
-        ancf.read_header((blob + b"\0")[:size])
+def test_sealed_nonsense_is_refused():
+    """A header whose check is right, but one byte of which no encoder would write."""
+    for position in range(6, 248):
+        blob = blob_of(TERNARY)
+        blob[position] = 0xEE
+        reseal(blob)
+        if 32 <= position < 40:  # any checksum is possible
+            ancf.read_header(blob)
+            continue
+        with pytest.raises(ancf.CorruptBlob):
+            ancf.read_header(blob)
 
 
-def test_absent_checksum_is_told_from_zero():
-    zero = dataclasses.replace(RAW, checksum=0)
-    absent = dataclasses.replace(RAW, checksum=None)
-    assert ancf.read_header(blob_of(zero)).checksum == 0
-    assert ancf.read_header(blob_of(absent)).checksum is None
-
-
-@pytest.mark.parametrize("header", [EMPTY_WINDOW, RAW, TERNARY])
-def test_the_first_bytes_are_enough(header):
-    blob = blob_of(header)
-    assert ancf.read_header(blob[:HEAD_BYTES], len(blob)) == header
-    with pytest.raises(ancf.CorruptBlob):
-        ancf.read_header(blob[:HEAD_BYTES], len(blob) + 1)
+def test_plans_that_no_encoder_writes():
+    for plan in (
+        Plan(Mode.WINDOW, 0, 1, 0, 8, 2, 0),
+        Plan(Mode.WINDOW, 1, 1, 0, 8, 3, 0),
+        Plan(Mode.WINDOW, 0, 1, 0, 9, 3, 0),
+        Plan(Mode.WINDOW, 0, 2, 0, 9, 3, 0),
+        Plan(Mode.WINDOW, 0, 1, 16, 8, 3, 0),
+        Plan(Mode.TRUNCATED, 0, 1, 16, 8, 2, 3),
+        Plan(Mode.SPARSE, 0, 1, 0, 8, 2, 3),
+        Plan(Mode.SPARSE, 3, 1, 0, 8, 2, 3),
+        Plan(Mode.SPARSE, 4, 0, 0, 7, 2, 3),
+        Plan(Mode.SPARSE, 5, 1, 0, 8, 2, 3),
+        Plan(Mode.SPARSE, 6, 0, 0, 7, 2, 3, fill=1),
+        Plan(Mode.WINDOW, 4, 0, 0, 7, 2, 3),
+        Plan(Mode.VALUES, k1=10),
+        Plan(Mode.VALUES, k1=8, k2=3),
+        Plan(Mode.RAW, k1=3),
+        Plan(Mode.CONSTANT, bitmap=1),
+    ):
+        assert plan.problem(DType.BFLOAT16), plan

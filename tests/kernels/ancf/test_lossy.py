@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from storm_kernels import ancf
-from storm_kernels.ancf.lossy import quantize
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -14,18 +13,14 @@ def normal(dtype: torch.dtype, count: int = 12_000) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("policy", ["conservative", "adaptive", "aggressive"])
-@pytest.mark.parametrize("tolerance", [1e-6, 1e-3, 0.01, 0.1, 10.0])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_error_stays_within_the_tolerance(dtype, tolerance, policy):
+def test_the_error_stays_within_the_tolerance_and_special_values_are_exact(dtype):
     tensor = normal(dtype)
-    same = ancf.decode(ancf.encode(tensor, "values", tolerance=tolerance, policy=policy))
-    assert (same.double() - tensor.double()).abs().max() <= tolerance
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_special_values_are_exact(dtype):
-    tensor = normal(dtype)
+    for tolerance in (1e-6, 1e-3, 0.01, 0.1, 10.0):
+        for policy in ("conservative", "adaptive", "aggressive"):
+            same = ancf.decode(ancf.encode(tensor, "values", tolerance=tolerance, policy=policy))
+            error = (same.double() - tensor.double()).abs().max()
+            assert error <= tolerance, (tolerance, policy)
     tensor[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 60_000.0])
     tensor[4] = (
         torch.tensor([-1], dtype=torch.int64).view(torch.uint8)[: tensor.itemsize].view(dtype)
@@ -49,15 +44,10 @@ def test_complex_numbers_stay_within_a_circle(dtype):
     assert 0.025 < error <= 0.05
 
 
-@pytest.mark.parametrize("tensor", [torch.empty(0), torch.full((9,), torch.nan), torch.zeros(9)])
-def test_tensors_without_centres(tensor):
-    same = ancf.decode(ancf.encode(tensor, tolerance=0.5))
-    assert torch.equal(same.nan_to_num(7), tensor.nan_to_num(7))
-
-
-def test_as_many_centres_as_asked_for():
-    rounded = quantize(normal(torch.float64), "auto", 10.0, 20)
-    assert 2 <= rounded.unique().numel() <= 21
+def test_tensors_without_centres():
+    for tensor in (torch.empty(0), torch.full((9,), torch.nan), torch.zeros(9)):
+        same = ancf.decode(ancf.encode(tensor, tolerance=0.5))
+        assert torch.equal(same.nan_to_num(7), tensor.nan_to_num(7))
 
 
 @pytest.mark.parametrize(
