@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from storm_client.planner.alternatives import choose_alternative, kept_bytes
-from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
+from storm_client.planner.decisions import REPLAY, Keep
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Problem
-from storm_client.planner.search import ALL_KEPT, AS_BLOCKS, LADDER, OFFLOAD_ALONE, PREDICTED
+from storm_client.planner.search import AS_BLOCKS, LADDER, PREDICTED
 from storm_client.planner.solver import choose
 from support.planning import value
 
@@ -40,16 +40,6 @@ def test_less_of_the_link_is_more_that_is_recomputed() -> None:
     assert counts == sorted(counts, reverse=True)
 
 
-def test_what_a_plan_is_told_to_have_is_not_what_it_shows() -> None:
-    for one in LADDER:
-        choice = choose_alternative(one, PROBLEM, MACHINE, room=None)
-        assert choice.forward_seconds == PROBLEM.forward_seconds
-
-
-def test_nothing_is_recomputed_where_that_is_asked_for() -> None:
-    assert decided(OFFLOAD_ALONE) == [OFFLOAD] * 5
-
-
 def test_as_much_stays_as_checkpointing_would_keep_of_what_pays_most() -> None:
     blocks = replace(PROBLEM, block_ends=frozenset({0, 1}), last_bytes=400)
     for one in AS_BLOCKS:
@@ -58,16 +48,6 @@ def test_as_much_stays_as_checkpointing_would_keep_of_what_pays_most() -> None:
         assert found.count(Keep("budget")) == 2
     counts = [decided(one, blocks).count(REPLAY) for one in AS_BLOCKS]
     assert counts == sorted(counts, reverse=True)
-
-
-def test_all_stays_where_that_is_asked_for() -> None:
-    assert decided(ALL_KEPT) == [Keep("little")] * 5
-
-
-def test_what_stays_is_what_is_saved_and_kept() -> None:
-    problem = replace(PROBLEM, values=(*PROBLEM.values, value(5, 70, saved=False)))
-    choice = choose_alternative(PREDICTED, problem, MACHINE, room=250)
-    assert kept_bytes(problem, choice) == choice.kept_bytes == 200
 
 
 def test_what_stays_below_checkpointing_is_as_much_as_that_keeps() -> None:

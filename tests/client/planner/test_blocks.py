@@ -36,15 +36,6 @@ def test_without_numbered_layers_nothing_is_known() -> None:
     assert block_ends([]) == frozenset()
 
 
-def test_blocks_of_a_model_beside_others_are_told_apart() -> None:
-    assert block_ends(made("0:layers.0", "1:layers.0", "1:layers.1")) == {7, 11}
-
-
-def test_a_list_of_single_functions_is_none_of_blocks() -> None:
-    """As `nn.Sequential(Linear, ReLU, Linear)` is."""
-    assert block_ends([Made(f"{n}") for n in range(10)]) == frozenset()
-
-
 def stage(name: str, *blocks: int, nbytes: int = 100) -> list[Made]:
     """Return values of blocks inside of one layer, of which each goes on from the one before."""
     return [
@@ -62,11 +53,6 @@ def test_blocks_in_stages_count_by_themselves() -> None:
     assert block_ends(chained(values)) == {0, 4, 8, 12, 16}
 
 
-def test_a_stage_without_blocks_counts_beside_those_that_have_some() -> None:
-    values = [*stage("stages.0.blocks", 0, 1, 2), *made("stages.1"), *stage("stages.2.blocks", 0)]
-    assert block_ends(chained(values)) >= {0, 4, 8}
-
-
 def test_experts_are_no_blocks_for_each_reads_what_the_layer_has_made() -> None:
     layers = [
         [Made(f"layers.{n}.attention"), *stage(f"layers.{n}.experts", 0, 1, 2)] for n in range(2)
@@ -77,13 +63,6 @@ def test_experts_are_no_blocks_for_each_reads_what_the_layer_has_made() -> None:
     for value in values:
         value.is_expensive = True
     assert block_ends(values) == {12, 25}
-
-
-def test_inner_blocks_that_would_keep_more_than_they_spare_do_not_count() -> None:
-    values = chained([*stage("layers.0.parts", 0, 1), *stage("layers.1.parts", 0, 1)])
-    for number in (3, 11):  # what the first parts end with
-        values[number] = replace(values[number], nbytes=1000, is_expensive=True)
-    assert block_ends(values) == {4, 12}
 
 
 def ends(*last: Made) -> frozenset[int]:

@@ -8,7 +8,6 @@ from storm_client import devices
 from storm_client.planner import in_flight as window
 from storm_client.planner.in_flight import (
     FIT_SHARE,
-    device_bytes,
     free_bytes,
     give_back_unused,
 )
@@ -26,18 +25,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
     return made
 
 
-def test_each_device_is_asked_for_itself(fake: FakeTorch) -> None:
-    assert device_bytes([FIRST]) == 1 << 30
-    assert device_bytes([SECOND, FIRST]) == (1 << 30) + (1 << 31)
-
-
 def test_what_is_free_is_so_on_the_fullest(fake: FakeTorch) -> None:
     assert free_bytes([FIRST]) == int(FIT_SHARE * 600)
     assert free_bytes([FIRST, SECOND]) == free_bytes([SECOND]) == int(FIT_SHARE * 150)
-
-
-def test_without_a_device_there_is_none(fake: FakeTorch) -> None:
-    assert (device_bytes([]), free_bytes([])) == (0, 0)
 
 
 def test_nothing_is_given_back_while_a_device_captures(fake: FakeTorch) -> None:

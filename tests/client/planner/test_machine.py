@@ -11,15 +11,9 @@ from storm_client.planner.machine import (
     CUDA,
     LinkFigures,
     expected_ratio,
-    machine_of,
 )
 
 from stormd.protocol import Pong
-
-
-def test_each_type_of_device_has_its_figures() -> None:
-    assert machine_of(torch.device("cuda", 1)) is CUDA
-    assert machine_of(torch.device("cpu")) is CPU
 
 
 def test_compression_shortens_the_link_alone() -> None:
@@ -39,10 +33,6 @@ def test_a_link_is_as_fast_as_it_was_of_late() -> None:
     assert machine.link == pytest.approx(1 / 25e9)
     assert machine.measured == {"link"}
     assert replace(machine, link=CUDA.link, measured=frozenset()) == CUDA
-
-
-def test_what_is_not_known_of_a_link_is_the_other_machines() -> None:
-    assert CUDA.with_link(LinkFigures.of(Pong(link=0, limit=0, disk=0))) == CUDA
 
 
 def test_a_limit_or_a_disk_that_is_slower_is_waited_for_on_hosts_too() -> None:

@@ -14,13 +14,10 @@ from storm_client.planner.in_flight import (
     LARGEST,
     LATEST,
     MIN_BYTES,
-    TURN_BYTES,
     in_flight_bytes,
 )
 from storm_client.planner.prefetch_order import (
-    KNOWN_STEPS,
     PASS_HANDLES,
-    RECHECK_AFTER,
     StepPlan,
 )
 from storm_client.saved.ranges import Handle
@@ -78,49 +75,6 @@ def test_what_comes_back_before_it_could_have_gone_is_needed_at_once() -> None:
     stepped(history, sizes, (4, 3, 2, 1, 0))
     assert soon(history, *sizes) == [2, 4]
     assert soon(history, 10, 10, 51, 10, 10) == [4]
-
-
-def test_the_last_order_says_what_is_needed_at_once() -> None:
-    history = OrderHistory()
-    stepped(history, (10, 10, 10), (0, 1, 2))
-    assert soon(history, 10, 10, 10) == []
-    stepped(history, (10, 10, 10), (2, 1, 0))
-    assert soon(history, 10, 10, 10) == [2]
-    packed(history, 10, 10, 10)
-    assert soon(history, 10, 10, 10) == [2]
-
-
-def test_a_second_pass_over_a_retained_graph_starts_again() -> None:
-    plan = packed(OrderHistory(), 1, 2, 3)
-    for number in (2, 1, 0):
-        plan.unpacked(number)
-    plan.unpacked(2)
-    assert list(plan.upcoming()) == [1, 0]
-
-
-def test_after_a_while_all_is_looked_at_again() -> None:
-    count = 2 * RECHECK_AFTER + 2
-    plan = packed(OrderHistory(), *[1] * count)
-    looked = 0
-    for number in reversed(range(1, count)):
-        plan.unpacked(number)
-        unseen = plan.unseen(count)
-        assert number - 1 in unseen or not unseen
-        looked += len(unseen)
-        plan.saw(len(unseen))
-    assert looked == sum(range(1, count, RECHECK_AFTER))
-
-
-def test_only_the_latest_kinds_are_remembered() -> None:
-    history = OrderHistory()
-    for count in range(3, 4 + KNOWN_STEPS):
-        stepped(history, (10,) * count, tuple(range(count)))
-    oldest = packed(history, *(10,) * 3)
-    oldest.unpacked(2)
-    assert list(oldest.upcoming()) == [1, 0], "the latest first, since nothing is known"
-    latest = packed(history, *(10,) * (3 + KNOWN_STEPS))
-    latest.unpacked(0)
-    assert list(latest.upcoming()) == list(range(1, 3 + KNOWN_STEPS))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
@@ -191,23 +145,6 @@ def test_a_block_around_a_loop_begins_anew_when_a_pass_is_over() -> None:
     ]
 
 
-def test_looking_ahead_goes_on_in_the_pass_before() -> None:
-    step = Step(OrderHistory())
-    earlier = handles_of(step, 3)
-    step.unpacked(earlier[2])
-    later = handles_of(step, 2)
-    step.unpacked(later[1])
-    ahead = [later[0].record, earlier[1].record, earlier[0].record]
-    assert step.upcoming() == ahead
-    assert step.unseen() == ahead
-    step.saw(2)
-    assert step.unseen() == [earlier[0].record]
-    step.saw(1)
-    assert step.unseen() == []
-    step.unpacked(later[0])
-    assert step.unseen() == [], "each is looked at once"
-
-
 def test_what_a_hook_costs_does_not_grow_while_a_graph_is_kept() -> None:
     """One pass's handles stay; those of the others, thousands, are forgotten."""
     step = Step(OrderHistory())
@@ -264,17 +201,6 @@ def test_what_learning_has_stored_soon_counts_no_more() -> None:
     assert window.prefetch_limit(0, 0) <= in_flight_bytes(own)
 
 
-def test_what_a_plan_counts_on_is_in_flight_however_much_was_used_before() -> None:
-    """What the fullest moment has free again is free at no later one."""
-    window = DeviceWindow(4 * GIB)
-    window.record_store(GIB // 8)
-    window.on_backward_begin()
-    assert window.prefetch_limit(5 * GIB, 0) == 5 * GIB // 2
-    window.limit_at_forward_end = 0
-    assert window.prefetch_limit(5 * GIB, 0) == window.limit
-    assert window.prefetch_limit(5 * GIB, window.limit) == MIN_BYTES
-
-
 def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     window = DeviceWindow(4 * GIB)
     window.record_store(GIB)
@@ -286,22 +212,3 @@ def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     assert window.limit == window.prefetch_limit(100 * GIB, 0) == MIN_BYTES
     window.record_store(GIB)
     assert window.limit == MIN_BYTES
-
-
-def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
-    """There it lies beside the loss."""
-    window = DeviceWindow(4 * GIB)
-    window.limit_at_forward_end = TURN_BYTES + MIN_BYTES
-    held: list[int] = []
-    for _ in range(2):
-        held.clear()
-        for _ in range(32):
-            window.record_store(GIB // 10)
-            held.append(window.may_hold())
-        window.on_backward_begin()
-    assert held[0] == window.limit
-    assert held == sorted(held, reverse=True)
-    assert held[-1] == window.limit_at_forward_end
-    assert held[-2] == min(window.limit, window.limit_at_forward_end + GIB // 10)
-    window.limit_at_forward_end = None
-    assert window.may_hold() == window.limit

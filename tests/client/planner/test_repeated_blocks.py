@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from storm_client.planner.blocks import MIN_MADE
 from storm_client.planner.problem import Value
-from storm_client.planner.repeated_blocks import MANY_READERS, repeated_ends
+from storm_client.planner.repeated_blocks import repeated_ends
 from support.planning import alike_blocks, value
 
 
@@ -40,27 +39,6 @@ def test_a_block_is_what_repeats_of_segments_between_joints() -> None:
     assert repeated_ends(values) == set(ends)
     same, _ = alike_blocks(4)
     assert repeated_ends(same) == {1, 5, 9, 13}  # norms have the fewest bytes, and are saved
-
-
-def test_what_saves_and_what_is_given_tells_nothing() -> None:
-    values, ends = transformer(3)
-    values[4] = replace(values[4], uses=0)
-    table = len(values)
-    values.append(value(table))
-    values[3] = replace(values[3], inputs=(*values[3].inputs, table, -1))
-    assert repeated_ends(values) == set(ends)
-
-
-def test_what_many_blocks_are_given_parts_no_block_and_joins_none() -> None:
-    values = chain("conv")
-    encoded = len(values) - 1
-    values.append(value(2, 100, "embedding"))
-    ends = []
-    for _ in range(MANY_READERS + 1):
-        residual(values, "norm", "linear", also=[encoded])
-        residual(values, "norm", "linear")
-        ends.append(len(values) - 1)
-    assert repeated_ends(values) == set(ends[:-1])
 
 
 def test_where_nothing_repeats_there_is_no_block() -> None:

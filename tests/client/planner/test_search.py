@@ -13,7 +13,6 @@ from storm_client.planner.search import (
     AS_BLOCKS,
     LADDER,
     LATEST,
-    MAX_REMEASURED,
     MAX_STEPS,
     MEASURED,
     MORE_BESIDE,
@@ -69,30 +68,6 @@ def test_plans_that_are_followed_in_turn_end_the_search_in_few_rounds(best: Alte
     assert not search.upcoming()
 
 
-def test_more_on_the_link_is_followed_once_the_others_have_shown_that_it_may_pay() -> None:
-    search = PlanSearch()
-    assert settled_in_turn(search, by_share(MORE.link_share)) <= LONGEST
-    assert search.current == MORE
-
-
-def test_of_plans_in_turn_those_that_take_as_long_are_looked_at_once_more() -> None:
-    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    close = {NOTHING: 0.100, AS_BLOCKS[0]: 0.101}
-    assert settled_in_turn(search, lambda one: close.get(one, 0.2)) <= LONGEST
-    assert search.remeasured == close.keys()
-    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    assert settled_in_turn(search, lambda one: 0.2 if one == NOTHING else 0.201) <= LONGEST
-    assert NOTHING in search.remeasured
-    assert len(search.remeasured) == MAX_REMEASURED
-
-
-def test_a_plan_of_too_few_steps_is_followed_again() -> None:
-    search = PlanSearch()
-    search.record_turns([(NOTHING, 0, [0.1, 0.1, 0.1]), (TWO_THIRDS, 0, [0.1, 0.1, None])])
-    assert set(search.results) == {NOTHING}
-    assert search.current == TWO_THIRDS
-
-
 def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
     search = PlanSearch()
     for number in range(MAX_STEPS):
@@ -101,25 +76,6 @@ def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
     assert search.is_settled
     assert set(search.results) == {NOTHING, TWO_THIRDS}
     assert not search.record_step(search.current, None)
-
-
-def test_where_all_steps_are_smaller_the_first_plan_stays() -> None:
-    search = PlanSearch()
-    for _ in range(MAX_STEPS):
-        search.record_step(search.current, None)
-    assert search.is_settled
-    assert search.current is NOTHING
-    assert not any(search.record_step(NOTHING, 1.0) for _ in range(2 * LATEST))
-
-
-def test_larger_steps_have_plans_compared_anew() -> None:
-    search = PlanSearch()
-    for _ in range(SKIPPED + MEASURED):
-        search.record_step(NOTHING, 1.0)
-    assert search.current is TWO_THIRDS
-    search.forget()
-    assert search.current is NOTHING
-    assert not search.results
 
 
 def by_share(best: float) -> Seconds:
@@ -132,56 +88,6 @@ def test_the_share_of_the_link_that_takes_least_is_found(best: Alternative) -> N
     search = settled(PlanSearch(), by_share(best.link_share))
     assert search.current == best
     assert search.steps <= LONGEST
-
-
-def test_what_checkpointing_does_is_compared_always_and_early() -> None:
-    search = PlanSearch()
-    settled(search, by_share(PREDICTED.link_share))
-    assert next(iter(search.results)) == NOTHING
-    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    settled(search, by_share(PREDICTED.link_share))
-    assert list(search.results)[:4] == [*AS_BLOCKS, MORE_BESIDE, NOTHING]
-
-
-@pytest.mark.parametrize(("second", "is_followed"), [(0.9, True), (0.995, False), (1.1, False)])
-def test_all_of_the_link_is_used_beside_what_checkpointing_keeps_where_some_pays(
-    second: float, is_followed: bool
-) -> None:
-    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    fast = {AS_BLOCKS[1]: second, MORE_BESIDE: 0.8}
-    settled(search, lambda one: fast.get(one, 1.0))
-    assert (MORE_BESIDE in search.results) == is_followed
-    assert (search.current == MORE_BESIDE) == is_followed
-    assert search.steps <= LONGEST
-    assert MORE_BESIDE not in settled(PlanSearch(), by_share(MORE.link_share)).results
-
-
-def test_more_is_put_on_the_link_only_where_less_takes_longer() -> None:
-    assert MORE in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
-    found = settled(PlanSearch(), by_share(TWO_THIRDS.link_share)).results
-    assert PREDICTED in found
-    assert MORE not in found
-    assert {*settled(PlanSearch(), by_share(0.0)).results} == {NOTHING, TWO_THIRDS}
-
-
-def test_nothing_is_put_on_the_link_where_as_much_as_checkpointing_keeps_is_far_faster() -> None:
-    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    settled(search, lambda one: 0.1 if one.fills_blocks else 0.2)
-    assert set(search.results) == {*AS_BLOCKS, NOTHING}
-
-
-def test_of_little_it_is_tried_what_takes_as_long_if_all_stays() -> None:
-    little = PlanSearch((ALL_KEPT, OFFLOAD_ALONE))
-    assert settled(little, lambda one: 0.1 if one.keeps_all else 0.2).current == ALL_KEPT
-    assert ALL_KEPT not in settled(PlanSearch(), by_share(PREDICTED.link_share)).results
-
-
-def test_what_checkpointing_keeps_may_stay_where_blocks_are_known() -> None:
-    seconds = lambda one: 0.1 if one == AS_BLOCKS[1] else 0.2  # noqa: E731
-    search = settled(PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE)), seconds)
-    assert search.current == AS_BLOCKS[1]
-    assert search.steps <= LONGEST
-    assert not {*AS_BLOCKS} & settled(PlanSearch(), seconds).results.keys()
 
 
 def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
@@ -198,73 +104,9 @@ def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
     assert OFFLOAD_ALONE in search.ruled_out
 
 
-@pytest.mark.parametrize(
-    ("predicted", "allowance", "is_followed"),
-    [
-        (1.0, 0.0, True),
-        (1.2, 0.0, False),
-        (1.2, 0.3, True),
-    ],
-)
-def test_all_is_not_offloaded_where_to_offload_some_takes_too_long(
-    predicted: float, allowance: float, is_followed: bool
-) -> None:
-    search = PlanSearch(allowance=allowance)
-    settled(search, lambda one: predicted if one in (PREDICTED, MORE) else 1.0)
-    assert (OFFLOAD_ALONE in search.results) == is_followed
-
-
-@pytest.mark.parametrize(("faster", "again"), [(0.5, False), (1.3, False), (3.0, True)])
-def test_what_would_be_too_slow_on_another_link_is_not_followed_again(
-    faster: float, again: bool
-) -> None:
-    """What recomputes nothing takes as many times less as the link is faster, at the most."""
-    search = settled(PlanSearch(), lambda one: 2.0 if one is OFFLOAD_ALONE else 1.0)
-    assert OFFLOAD_ALONE in search.results
-    search.start_again(faster)
-    assert not search.is_settled
-    assert search.current is NOTHING
-    followed = {NOTHING}
-
-    def took(one: Alternative) -> float:
-        followed.add(one)
-        return 1.0
-
-    settled(search, took)
-    assert (OFFLOAD_ALONE in followed) == again
-    assert PREDICTED in followed
-
-
-def test_a_plan_is_not_ruled_out_before_another_was_followed() -> None:
-    search = PlanSearch()
-    assert not search.skip_if_slow(1e9)
-    assert search.current == NOTHING
-
-
-def test_plans_that_decide_what_the_first_does_hide_none_behind_them() -> None:
-    search = PlanSearch()
-    seconds = by_share(1.0)
-    for _ in range(20 * (SKIPPED + MEASURED)):
-        if search.is_settled:
-            break
-        if search.current == TWO_THIRDS and TWO_THIRDS not in search.results:
-            search.reuse_result_of(NOTHING)
-        else:
-            search.record_step(search.current, seconds(search.current))
-    assert search.current == PREDICTED
-
-
 def test_where_recomputing_takes_the_thread_too_long_nothing_is_recomputed() -> None:
     search = settled(PlanSearch(), lambda one: 1.0 if one.recomputes else 0.5)
     assert search.current == OFFLOAD_ALONE
-
-
-def test_what_takes_much_longer_is_given_up_early() -> None:
-    search = PlanSearch()
-    settled(search, lambda one: 1.0 if one is NOTHING else 2.0)
-    assert set(search.results) == {NOTHING, TWO_THIRDS}
-    full = SKIPPED + MEASURED
-    assert search.steps < 2 * full + SKIPPED + REMEASURED
 
 
 def test_a_delay_decides_nothing() -> None:
@@ -325,13 +167,6 @@ def test_a_plan_that_takes_longer_for_long_is_taken_back(later: float) -> None:
     assert search.results[TWO_THIRDS].seconds > 1.05
 
 
-def test_what_is_clear_is_looked_at_once_but_the_best() -> None:
-    search = settled(PlanSearch(), lambda one: 1.0 if one is NOTHING else 1.1)
-    assert search.remeasured == {NOTHING}
-    first = (SKIPPED + MEASURED) * len(search.results)
-    assert search.steps == first + SKIPPED + REMEASURED
-
-
 def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
     search = PlanSearch()
     for _ in range(SKIPPED + MEASURED):
@@ -350,13 +185,6 @@ def test_less_stays_if_that_takes_hardly_longer() -> None:
             lambda one: staying.get(one, 200),
         )
         assert search.current == chosen
-
-
-def test_what_may_stay_for_nothing_is_no_reason() -> None:
-    search = PlanSearch(allowance=1.0, slack_bytes=100)
-    staying = {PREDICTED: 100, TWO_THIRDS: 0}
-    settled(search, by_share(PREDICTED.link_share), lambda one: staying.get(one, 200))
-    assert search.current == PREDICTED
 
 
 def test_plans_that_decide_the_same_are_followed_once() -> None:
@@ -407,19 +235,6 @@ def test_what_takes_longer_than_it_did_gives_way_to_what_was_nearly_as_fast() ->
     assert search.current is NOTHING
     assert settled(search, lambda one: 1.2 if one is TWO_THIRDS else 1.1).current is NOTHING
     assert settle_at(search, 1.1) == 3 * LATEST
-
-
-def test_the_other_is_looked_at_however_long_the_search_has_taken() -> None:
-    first = {TWO_THIRDS: 1.0, NOTHING: 1.1}
-    search = settled(PlanSearch(), lambda one: first.get(one, 1.5))
-    search.steps = MAX_STEPS
-    settle_at(search, 1.2)
-    for _ in range(SKIPPED + REMEASURED):
-        assert not search.is_settled
-        search.record_step(NOTHING, 1.3)
-    assert search.is_settled
-    assert search.current is TWO_THIRDS
-    assert search.results[NOTHING].seconds == pytest.approx(1.3)
 
 
 def test_where_all_take_longer_by_now_the_chosen_plan_stays() -> None:

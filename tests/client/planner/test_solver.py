@@ -57,31 +57,12 @@ def test_what_the_link_has_no_time_for_at_the_end_stays() -> None:
     assert decided(values, forward_seconds=1.0, last_bytes=199) == [*[OFFLOAD] * 3, LAST]
 
 
-def test_what_is_too_large_to_stay_at_the_end_does_not_keep_others_from_it() -> None:
-    values = [value(0), value(1), value(2, 1000)]
-    assert decided(values, forward_seconds=1100.0, last_bytes=250) == [OFFLOAD, LAST, OFFLOAD]
-
-
 def test_what_is_asked_for_before_the_link_could_have_taken_it_stays() -> None:
     values = [value(0), value(1), value(2, 1000)]
     in_time, late = {"turn_seconds": 1000.0}, {"turn_seconds": 999.0}
     assert decided(values, forward_seconds=2000.0, **in_time) == [OFFLOAD] * 3
     assert decided(values, forward_seconds=2000.0, **late) == [*[OFFLOAD] * 2, LAST]
     assert decided(values, forward_seconds=2000.0) == [OFFLOAD] * 3  # it is not known when
-
-
-def test_what_is_computed_behind_it_is_counted_thrice() -> None:
-    values = [value(0, 1000), value(1, 1, "mm", -1, saved=False, seconds=333.0)]
-    assert decided(values, turn_seconds=0.0) == [LAST, OFFLOAD]
-    values[1] = value(1, 1, "mm", -1, saved=False, seconds=334.0)
-    assert decided(values, turn_seconds=0.0) == [OFFLOAD] * 2
-
-
-def test_what_is_asked_for_at_once_is_of_the_budget_where_that_has_room() -> None:
-    values = [value(0), value(1)]
-    options = {"forward_seconds": 1000.0, "turn_seconds": 0.0}
-    assert decided(values, budget_bytes=100, **options) == [OFFLOAD, Keep("budget")]
-    assert decided(values, budget_bytes=99, **options) == [OFFLOAD, LAST]
 
 
 def test_what_the_backward_pass_begins_with_is_kept_though_it_could_be_recomputed() -> None:
@@ -93,11 +74,6 @@ def test_what_the_backward_pass_begins_with_is_kept_though_it_could_be_recompute
     assert decided(values, **begins) == [OFFLOAD, REPLAY, REPLAY]  # it is not known when
 
 
-def test_what_is_made_again_may_rest_on_what_is_asked_for_at_once() -> None:
-    values = [value(0), value(1, 100, "silu", 0)]
-    assert decided(values, forward_seconds=1000.0, turn_seconds=0.0) == [LAST, REPLAY]
-
-
 def test_products_are_recomputed_only_for_what_cannot_stay_either() -> None:
     values = [value(0), *[value(n, 100, "mm", 0, seconds=20.0, expensive=True) for n in (1, 2, 3)]]
     options = {"forward_seconds": 200.0}
@@ -106,24 +82,9 @@ def test_products_are_recomputed_only_for_what_cannot_stay_either() -> None:
     assert decided(values, **options).count(REPLAY) == 2
 
 
-def test_what_stays_last_is_not_of_the_budget() -> None:
-    choice = chosen([value(n) for n in range(4)], forward_seconds=1.0, last_bytes=200)
-    assert choice.kept_bytes == 0
-    assert choice.link_seconds == 200.0
-
-
 def test_an_expensive_operation_that_was_not_timed_is_not_recomputed() -> None:
     values = [value(0), value(1, 100, "linear", 0, expensive=True)]
     assert decided(values, forward_seconds=1.0) == [OFFLOAD, OFFLOAD]
-
-
-def test_operations_that_are_alike_take_what_the_fastest_took() -> None:
-    values = [
-        value(0),
-        value(1, 100, "silu", 0, seconds=1.0),
-        value(2, 100, "silu", 0, seconds=500.0),  # it waited for the link
-    ]
-    assert decided(values) == [OFFLOAD, REPLAY, REPLAY]
 
 
 def test_the_budget_keeps_what_costs_most_otherwise() -> None:
@@ -215,21 +176,9 @@ def test_it_is_close_to_the_best_of_all_choices(window: float, room: int) -> Non
     assert step_seconds(values, choice, window) <= 1.05 * best
 
 
-def test_what_stays_spares_what_others_would_be_recomputed_from() -> None:
-    """It is weighed before replays are chosen, else the room goes to what is cheap by then."""
-    values = [
-        value(0, 100, saved=False),
-        value(1, 100, "linear", 0, seconds=90.0, expensive=True),
-        value(2, 100, "silu", 1, seconds=1.0),
-    ]
-    choice = chosen(values, budget_bytes=100, forward_seconds=1.0)
-    assert choice.decisions == [OFFLOAD, Keep("budget"), REPLAY]
-    assert choice.link_seconds == 0
-
-
 def test_a_chain_without_end_is_not_followed_to_its_beginning() -> None:
-    values = [value(0), *(value(n, 100, "add", n - 1, saved=False) for n in range(1, 5000))]
-    values.append(value(5000, 100, "exp", 4999))
+    values = [value(0), *(value(n, 100, "add", n - 1, saved=False) for n in range(1, 2000))]
+    values.append(value(2000, 100, "exp", 1999))
     assert decided(values)[-1] == OFFLOAD
 
 

@@ -68,11 +68,6 @@ def blocks(count: int) -> Problem:
     return Problem(tuple(values), block_ends=ends, used_between=used)
 
 
-def test_in_the_forward_pass_there_is_what_is_kept_and_what_is_read() -> None:
-    assert planned(CHAIN, [OFFLOAD] * 4).forward == [10, 10 + 20, 20 + 40, 40 + 80]
-    assert planned(CHAIN, [KEEP, OFFLOAD, KEEP, KEEP]).forward == [10, 30, 10 + 60, 10 + 120]
-
-
 def test_gradients_of_parameters_come_to_be_and_stay() -> None:
     values = list(CHAIN.values)
     values[1], values[3] = (replace(values[n], parameter_bytes=2 * n + 3) for n in (1, 3))
@@ -103,18 +98,6 @@ def test_parameters_that_are_gathered_lie_beside_those_of_the_next_block() -> No
         assert not any(own.gradients)
 
 
-def test_there_is_room_up_to_another_step_s_fullest_moment() -> None:
-    """Whether gradients of parameters come to be in the step, or are there before."""
-    other = Timeline([10, 20], [35, 50, 40], [30, 5, 0])
-    own = Timeline([10, 20], [10, 20, 30], [30, 5, 0])
-    assert (other.peak_bytes, other.peak_bytes_beside_gradients) == (65, 60)
-    assert own.room_below(other) == [25, 35, 30]
-    new = replace(own, finds_gradients=False)
-    assert new.room_below(other) == [65 - 10 - 30, 65 - 20 - 5, 65 - 30]
-    assert min(other.room_below(other)) == 0
-    assert min(other.room_below(own)) < 0
-
-
 def test_checkpointing_recomputes_a_block_where_its_backward_pass_begins() -> None:
     problem = blocks(3)
     assert kept_by_checkpointing(problem) == {4, 8, 12, 13}
@@ -133,16 +116,6 @@ def test_as_little_as_possible_is_at_no_moment_more_than_with_checkpointing(wind
     least = planned(problem, choose(problem, MACHINE).decisions).backward
     most = checkpointed(problem).backward
     assert all(own <= others for own, others in zip(least, most, strict=True))
-
-
-def test_checkpointing_keeps_what_one_block_saves_of_another_or_of_none() -> None:
-    values, ends = alike_blocks(3)
-    given = replace(value(len(values)), is_given=True)
-    used = {1: (2, 2), 2: (7, 3), given.number: (7, 6)}
-    problem = Problem((*values, given), block_ends=ends, used_between=used)
-    assert kept_by_checkpointing(problem) - ends - {0} == {2}  # one block alone saves what is given
-    used[given.number] = (11, 6)
-    assert kept_by_checkpointing(problem) - ends - {0} == {2, given.number}
 
 
 # --- beside recorded steps ----------------------------------------------------------------------
@@ -236,38 +209,6 @@ class Residual(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         added = super().forward(x.tanh().sigmoid()).as_subclass(Wrapping)
         return (x + added) + added
-
-
-def test_nothing_is_asked_for_after_its_making_was_undone(client: storm.Client) -> None:
-    """Though of what came before it, as of the last block's end, no event tells."""
-    model = nn.Sequential(*(Residual(64, 64) for _ in range(3)))
-    offload = client.offload(model, min_bytes=1024)
-    with offload:
-        loss = (model(torch.ones(64, 64)) * torch.full((64, 64), 2.0)).sum()
-    loss.backward()
-    signature = offload._planning._signatures.latest
-    assert signature is not None
-    problem = offload._planning.maker.problem(signature)
-    last = problem.saved[-1]
-    assert max(problem.block_ends) == last.number - 1
-    assert not problem.values[last.number - 1].is_saved
-    assert problem.used_between[last.number] == (last.number, last.number)
-    assert last.number in kept_by_checkpointing(problem)
-    assert offload.plan is not None
-
-
-def test_gradients_of_what_is_freed_with_the_block_do_not_stay(client: storm.Client) -> None:
-    """As FSDP frees what it has gathered for a layer, though somebody holds it."""
-    gathered, own = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-    offload = client.offload(nn.ModuleList([gathered, own]), min_bytes=1024)
-    with offload:
-        own(torch.tanh(gathered(torch.ones(64, 64)))).square().sum()
-        gathered.weight.untyped_storage().resize_(0)
-    signature = offload._planning._signatures.latest
-    assert signature is not None
-    values = [value.planned() for value in signature.values if value.operation == "linear"]
-    found = [(value.gathered_bytes, value.parameter_bytes) for value in values]
-    assert found == [(own.weight.nbytes, 0), (0, own.weight.nbytes)]
 
 
 def assert_near(predicted: Timeline, work: Workload) -> None:
