@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import psutil
 import pytest
 import storm_client as storm
 import torch
@@ -73,10 +72,10 @@ def calls_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("dtypes", TYPES, ids=str)
-@pytest.mark.parametrize("classes", [1, 2, 7, 1000, 1031, 4099])
+@pytest.mark.parametrize("classes", [1, 7, 1031, 4099])
 def test_bits_are_pytorchs(device: str, classes: int, dtypes: tuple[Any, Any]) -> None:
     dtype, upcast = dtypes
-    for rows in (1, 8, 9, 33, 130):
+    for rows in (1, 9, 130):
         logits, target = make(rows, classes, dtype, device)
         for reduction, smoothing in product(("mean", "sum", "none"), (0.0, 0.1)):
             compare(logits, target, dtype=upcast, reduction=reduction, label_smoothing=smoothing)
@@ -99,8 +98,7 @@ def test_bits_with_class_weights_are_pytorchs(device: str, dtypes: tuple[Any, An
             )
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("classes", [32000, 50257, 128256])
+@pytest.mark.parametrize(("classes", "threads"), [(50257, 1), (50257, 2), (128256, 2)])
 def test_bits_of_whole_vocabularies_are_pytorchs(classes: int, threads: int) -> None:
     logits, target = make(21, classes, torch.bfloat16)
     before = torch.get_num_threads()
@@ -298,17 +296,16 @@ def test_probabilities_and_bytes_are_left_to_pytorch(monkeypatch: pytest.MonkeyP
     assert not calls
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_derivatives_are_right(monkeypatch: pytest.MonkeyPatch, smoothing: float) -> None:
+def test_derivatives_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Second ones too: the backward pass is one of PyTorch's operations where it has a graph."""
     set_tiles(monkeypatch, 64)
     logits, target = make(11, 6, torch.float64)
     logits.requires_grad_()
     weight = torch.rand(6, dtype=torch.float64)
-    for options in ({}, {"reduction": "none"}, {"weight": weight}):
+    for options in ({}, {"reduction": "none", "label_smoothing": 0.2}, {"weight": weight}):
 
         def loss(x: Tensor, options: dict[str, Any] = options) -> Tensor:
-            return storm.cross_entropy(x, target, label_smoothing=smoothing, **options)
+            return storm.cross_entropy(x, target, **options)
 
         with calls_of_pytorch(monkeypatch) as calls:
             assert torch.autograd.gradcheck(loss, logits)
@@ -400,18 +397,6 @@ def test_hooks_on_what_is_saved_are_respected() -> None:
     assert all(map(torch.equal, packed, kept))
 
 
-def test_checkpoints_call_it_again() -> None:
-    leaf, gradients = torch.randn(40, 300, requires_grad=True), []
-    for entropy in (F.cross_entropy, storm.cross_entropy):
-
-        def loss(x: Tensor, entropy: Callable[..., Tensor] = entropy) -> Tensor:
-            return entropy(x * 2, TARGET)
-
-        found = torch.utils.checkpoint.checkpoint(loss, leaf, use_reentrant=False)
-        gradients.append(torch.autograd.grad(found, leaf)[0])
-    assert same(*gradients)
-
-
 def test_logits_that_changed_are_refused() -> None:
     logits = torch.randn(40, 300, requires_grad=True) * 2
     loss = storm.cross_entropy(logits, TARGET)
@@ -428,15 +413,6 @@ def test_anomaly_mode_and_deterministic_algorithms_change_nothing(device: str) -
             compare(logits, target, dtype=torch.float32)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_where_nothing_learns_there_is_no_graph(device: str) -> None:
-    logits, target = make(40, 900, torch.bfloat16, device)
-    found = storm.cross_entropy(logits, target, dtype=torch.float32)
-    assert not found.requires_grad
-    assert same(found, F.cross_entropy(logits.float(), target))
-    with torch.inference_mode():
-        assert same(storm.cross_entropy(logits, target, dtype=torch.float32), found)
 
 
 def test_compilers_and_transforms_have_pytorchs_own() -> None:
@@ -456,31 +432,10 @@ def test_compilers_and_transforms_have_pytorchs_own() -> None:
     assert tangent.shape == ()
 
 
-def test_it_opens_nothing() -> None:
-    """Neither a daemon nor a socket nor a thread that stays."""
-    code = (
-        "import psutil, threading, torch, storm_client as storm;"
-        "from storm_client.losses import log_probabilities as losses;"
-        "losses.TILE_BYTES.update(cpu=4096, cuda=4096); before = psutil.Process().num_fds();"
-        "x = torch.randn(40, 300, requires_grad=True); y = torch.arange(40);"
-        "storm.cross_entropy(x * 2, y).backward();"
-        "storm.linear_cross_entropy(x, torch.randn(50, 300), y).backward();"
-        "me = psutil.Process(); assert me.num_fds() <= before, me.open_files();"
-        "assert not me.children() and not me.net_connections(), me.children();"
-        "assert threading.active_count() == 1, threading.enumerate()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_bits_under_offload_are_the_same(client: storm.Client) -> None:
-    head = torch.nn.Linear(64, 300)
-    hidden = torch.randn(40, 64)
-    offload = client.offload(head, min_bytes=1, budget=0.0)
-    gradients = []
-    for context, entropy in ((nullcontext(), F.cross_entropy), (offload, storm.cross_entropy)):
-        head.zero_grad()
-        with context:
-            loss = entropy(head(hidden), TARGET)
-        loss.backward()
-        gradients.append(head.weight.grad.clone())
-    assert same(*gradients)
+def test_it_starts_nothing() -> None:
+    """No daemon either; threads and descriptors that stay are found behind every test."""
+    before = psutil.Process().children()
+    x = torch.randn(40, 300, requires_grad=True)
+    storm.cross_entropy(x * 2, TARGET).backward()
+    storm.linear_cross_entropy(x, torch.randn(50, 300), TARGET).backward()
+    assert psutil.Process().children() == before
