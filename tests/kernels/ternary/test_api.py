@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from storm_kernels import CorruptBlob, UsageError, backends
+from storm_kernels import CorruptBlob, UsageError
 from storm_kernels.ternary import (
     TernaryTensor,
     decode,
@@ -24,37 +24,36 @@ from storm_kernels.ternary import (
 from .conftest import ternary
 
 
-@pytest.mark.parametrize("shape", [(5,), (64,), (3, 70), (2, 3, 65), (0,), (0, 5), (4, 0)])
 @pytest.mark.parametrize(
     "dtype", [np.int8, np.int64, np.float16, np.float32, np.float64, torch.int8, torch.bfloat16,
               torch.float16, torch.float64, torch.int32]
 )  # fmt: skip
-def test_every_shape_and_dtype_comes_back(shape, dtype):
-    values = ternary(*shape)
-    given = torch.from_numpy(values).to(dtype) if isinstance(dtype, torch.dtype) else None
-    bit0, bit1 = encode(values.astype(dtype) if given is None else given)
-    assert tuple(bit0.shape) == tuple(bit1.shape) == (*shape[:-1], -(-shape[-1] // 64) * 8)
-    back = decode(bit0, bit1, shape, dtype)
-    assert back.dtype == dtype
-    assert isinstance(back, torch.Tensor) == (given is not None)
-    assert (np.asarray(back if given is None else back.float()) == values).all()
-    assert (np.asarray(decode(bit0, bit1, shape[-1])) == values).all()
-    whole = np.asarray(decode(bit0, bit1))
-    assert (whole[..., : shape[-1]] == values).all()
-    assert not whole[..., shape[-1] :].any()
+def test_every_shape_and_dtype_comes_back(dtype):
+    for shape in ((5,), (64,), (3, 70), (2, 3, 65), (0,), (0, 5), (4, 0)):
+        values = ternary(*shape)
+        given = torch.from_numpy(values).to(dtype) if isinstance(dtype, torch.dtype) else None
+        bit0, bit1 = encode(values.astype(dtype) if given is None else given)
+        assert tuple(bit0.shape) == tuple(bit1.shape) == (*shape[:-1], -(-shape[-1] // 64) * 8)
+        back = decode(bit0, bit1, shape, dtype)
+        assert back.dtype == dtype
+        assert isinstance(back, torch.Tensor) == (given is not None)
+        assert (np.asarray(back if given is None else back.float()) == values).all()
+        assert (np.asarray(decode(bit0, bit1, shape[-1])) == values).all()
+        whole = np.asarray(decode(bit0, bit1))
+        assert (whole[..., : shape[-1]] == values).all()
+        assert not whole[..., shape[-1] :].any()
 
 
 @pytest.mark.parametrize("backend", ["numpy", "auto"])
-@pytest.mark.parametrize("dtype", ["int8", "int32", "float32", "float64"])
-def test_the_first_other_value_is_named_by_its_place(dtype, backend):
-    values = ternary(2, 3, 70).astype(dtype)
-    values[1, 2, 5] = 7
-    values[1, 2, 6] = -9
-    with pytest.raises(UsageError, match=r"values\[1, 2, 5\] is 7"):
-        encode(values, backend=backend)
-    with pytest.raises(UsageError, match=r"values\[1, 2, 5\] is 7"):
-        encode(torch.from_numpy(values), backend=backend)
-    encode(values, 0.5, backend=backend)
+def test_the_first_other_value_is_named_by_its_place(backend):
+    for dtype in ("int8", "int32", "float32", "float64"):
+        values = ternary(2, 3, 70).astype(dtype)
+        values[1, 2, 5] = 7
+        values[1, 2, 6] = -9
+        for given in (values, torch.from_numpy(values)):
+            with pytest.raises(UsageError, match=r"values\[1, 2, 5\] is 7"):
+                encode(given, backend=backend)
+        encode(values, 0.5, backend=backend)
 
 
 def test_integers_do_not_wrap_into_ternary_values():
@@ -66,12 +65,6 @@ def test_integers_do_not_wrap_into_ternary_values():
     assert decode(*encode(np.array([200, 3], np.uint8), 5), 2).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("threshold", [-1.0, float("nan"), float("inf")])
-def test_thresholds_that_are_none(threshold):
-    with pytest.raises(UsageError, match="threshold is"):
-        encode(np.zeros(3, np.float32), threshold)
-
-
 def test_a_threshold_takes_the_sign_of_what_is_beyond_it():
     values = [0.5, -0.5, 0.51, -0.51, 0.0, 9.0]
     for dtype in (np.float32, np.float64):
@@ -81,6 +74,9 @@ def test_a_threshold_takes_the_sign_of_what_is_beyond_it():
     assert decode(*planes, 6).tolist() == [0, 0, 1, -1, 0, 1]
     with pytest.raises(UsageError, match=r"values\[1\] is nan.*no sign"):
         encode(np.array([1, np.nan]), 0.5)
+    for threshold in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="threshold is"):
+            encode(np.zeros(3, np.float32), threshold)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "auto"])
@@ -118,9 +114,9 @@ def test_scales_of_every_form():
     assert (matmul(*planes, x, scale=groups, group=32) == expected).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_arguments_that_do_not_fit():
+    bit0, bit1 = encode(ternary(5, 70))
+    for change, message in (
         ({"x": np.zeros(70)}, "x is float64"),
         ({"x": np.zeros(200, np.int8)}, "do not hold 200 columns"),
         ({"x": np.zeros(60, np.int8)}, "do not hold 60 columns"),
@@ -135,22 +131,13 @@ def test_scales_of_every_form():
         ({"x": (np.zeros((1, 8), np.uint8),) * 2}, "rows of w have 16 bytes"),
         ({"x": (np.zeros((1, 8), np.uint8),)}, "a tuple of 1"),
         ({"backend": "abacus"}, "'abacus' is unknown"),
-    ],
-)
-def test_arguments_that_do_not_fit(change, message):
-    arguments = {"x": np.zeros(70, np.int8)} | change
-    bit0, bit1 = encode(ternary(5, 70))
-    w0, w1 = arguments.pop("w0", bit0), arguments.pop("w1", bit1)
-    with pytest.raises(UsageError, match=message):
-        matmul(w0, w1, arguments.pop("x"), **arguments)
-
-
-def test_vectors_alone_are_multiplied_by_matvec():
-    planes = encode(ternary(5, 70))
+    ):
+        given = {"w0": bit0, "w1": bit1, "x": np.zeros(70, np.int8)} | change
+        with pytest.raises(UsageError, match=message):
+            matmul(given.pop("w0"), given.pop("w1"), given.pop("x"), **given)
     with pytest.raises(UsageError, match="use matmul"):
-        matvec(*planes, np.zeros((2, 70), np.int8))
-    x = TernaryTensor.encode(ternary(1, 70)[0])
-    assert matvec(*planes, x).shape == (5,)
+        matvec(bit0, bit1, np.zeros((2, 70), np.int8))
+    assert matvec(bit0, bit1, TernaryTensor.encode(ternary(1, 70)[0])).shape == (5,)
 
 
 def test_dot_of_arrays_and_tensors():
@@ -193,11 +180,6 @@ def test_arrays_that_are_not_contiguous():
     planes = encode(np.asfortranarray(w))
     assert (matmul(*planes, x.T) == expected).all()
     assert (matmul(*(np.asfortranarray(plane) for plane in planes), x.T) == expected).all()
-
-
-def test_backends_are_listed_for_the_operation():
-    found = backends("ternary")
-    assert list(found) == ["cuda", "cpu", "numpy"]
 
 
 def test_numpy_alone_is_enough():

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 from storm_kernels import CorruptBlob
 from storm_kernels.ternary import reference
-from storm_kernels.ternary.planes import Kind, Product, packed_bytes
+from storm_kernels.ternary.planes import Kind, Product
 
 from .conftest import planes, ternary
-
-
-def test_a_value_is_the_twos_complement_number_of_its_bits():
-    bit0, bit1 = planes(np.array([[1, -1, 0, 0, 0, 0, 0, 0, -1]], np.int8))
-    assert bit0.tolist() == [[0b11, 1, 0, 0, 0, 0, 0, 0]]
-    assert bit1.tolist() == [[0b10, 1, 0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 100])
@@ -34,13 +28,6 @@ def test_floats_are_summed_by_lanes_and_then_by_halves(columns):
             assert found[b, row].tobytes() == lanes[0].tobytes()
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(3, 0), (0, 2), (0, 0)])
-def test_no_rows_give_no_sums(rows, batch):
-    x = np.zeros((batch, 40), np.float32)
-    found = reference.multiply(Product(*planes(ternary(rows, 40)), 40, x, Kind.FLOAT32))
-    assert (found.shape, found.dtype) == ((batch, rows), np.float32)
-
-
 def test_zero_weights_skip_what_is_not_finite():
     w = np.array([[0, 1, -1]], np.int8)
     x = np.array([[np.nan, 2, 3]], np.float32)
@@ -54,16 +41,6 @@ def test_integers_are_exact_where_float32_would_not_be():
     x[0, 0] = 126
     found = reference.multiply(Product(*planes(w), columns, x, Kind.INT8))
     assert found.tolist() == [[127 * columns - 1]]
-
-
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 319, 320, 321, 1000])
-def test_packed_values_take_a_fifth_of_a_byte(count):
-    values = ternary(1, count)
-    bit0, bit1 = planes(values)
-    packed = reference.pack(bit0[0], bit1[0], count)
-    assert packed.size == packed_bytes(count) <= count / 5 + 1
-    again = reference.unpack(packed, count)
-    assert (reference.decode(*again, count, Kind.INT8) == values).all()
 
 
 def test_of_256_bytes_243_stand_for_five_values():

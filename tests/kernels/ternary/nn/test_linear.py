@@ -16,8 +16,9 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("group", [None, 32])
-@pytest.mark.parametrize("activations", KINDS)
+@pytest.mark.parametrize(
+    ("activations", "group"), [*((kind, None) for kind in KINDS), ("int8", 32)]
+)
 def test_freezing_changes_no_more_than_rounding_does(activations, group):
     layer = TernaryLinear(70, 9, activations=activations, group=group)
     nn.init.normal_(layer.bias)
@@ -68,7 +69,7 @@ def test_it_learns(activations):
     layer = TernaryLinear(32, 4, bias=False, activations=activations)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=2e-2, weight_decay=0.0)
     losses = []
-    for _ in range(80):
+    for _ in range(60):
         x = torch.randn(32, 32)
         loss = nn.functional.mse_loss(layer(x), teacher(x))
         optimizer.zero_grad()
@@ -100,23 +101,17 @@ def test_state_dicts_hold_planes():
     assert torch.equal(other(x), layer(x))
 
 
-def test_unknown_activations_are_refused():
+def test_activations_and_inputs_that_it_has_not_are_refused():
     with pytest.raises(UsageError, match="'bool'"):
         TernaryLinear(3, 4, activations="bool")
-
-
-@pytest.mark.parametrize("freeze", [False, True], ids=["latent", "frozen"])
-@pytest.mark.parametrize("shape", [(3, 71), (0, 71), (70, 1), ()])
-def test_an_input_of_another_last_dimension_is_refused(shape, freeze):
-    layer = TernaryLinear(70, 4)
-    if freeze:
-        layer.freeze()
-    with pytest.raises(UsageError, match=r"x has shape \(.*\); give \(..., 70\)"):
-        layer(torch.zeros(shape))
+    for layer in (TernaryLinear(70, 4), TernaryLinear(70, 4).freeze()):
+        for shape in ((3, 71), (0, 71), (70, 1), ()):
+            with pytest.raises(UsageError, match=r"x has shape \(.*\); give \(..., 70\)"):
+                layer(torch.zeros(shape))
 
 
 def test_rows_of_zeros_stay_zeros():
-    layer = TernaryLinear.from_linear(nn.Linear(64, 8, bias=False), activations="int8")
-    assert not layer(torch.zeros(2, 64)).any()
-    layer = TernaryLinear.from_linear(nn.Linear(64, 8, bias=False), activations="ternary")
-    assert not layer(torch.zeros(2, 64)).any()
+    for activations in ("int8", "ternary"):
+        linear = nn.Linear(64, 8, bias=False)
+        layer = TernaryLinear.from_linear(linear, activations=activations)
+        assert not layer(torch.zeros(2, 64)).any()

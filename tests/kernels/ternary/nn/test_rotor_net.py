@@ -78,8 +78,3 @@ def test_other_shapes_are_refused():
         SimpleRotorNet(8, 4, 2).forward(rows(3, 9))
     with pytest.raises(UsageError, match="nan"):
         SimpleRotorNet(8, 4, 2).forward(np.full((1, 8), np.nan))
-
-
-def test_weights_take_two_bits():
-    net = SimpleRotorNet(512, 256, 64)
-    assert sum(weight.nbytes for weight in net.weights) == 2 * (512 * 256 + 256 * 64) // 8
