@@ -52,6 +52,12 @@ def make_daemon(make_config: Callable[..., Config]) -> Iterator[Callable[..., Da
 
 
 @pytest.fixture
+def ticks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have daemons look after files, devices and clients more often than twice a second."""
+    monkeypatch.setattr("stormd.server.TICK_SECONDS", 0.02)
+
+
+@pytest.fixture
 def daemon(make_daemon: Callable[..., DaemonThread]) -> DaemonThread:
     return make_daemon()
 

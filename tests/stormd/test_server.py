@@ -36,12 +36,6 @@ Connect = Callable[..., RawClient]
 MakeDaemon = Callable[..., DaemonThread]
 
 
-@pytest.fixture
-def ticks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have daemons look after their files, devices and clients more often than twice a second."""
-    monkeypatch.setattr("stormd.server.TICK_SECONDS", 0.02)
-
-
 def test_status_says_who_holds_what(daemon: DaemonThread, client: RawClient) -> None:
     client.stored(bytes(1000))
     state = client.ask(StatusRequest()).state

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from itertools import chain
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
+from stormd.ledger.events import StoreFailed
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
@@ -25,19 +27,23 @@ from stormd.protocol import (
     CacheReady,
     CacheTensor,
     Goodbye,
+    Ping,
     PlanLearned,
     Pong,
     Refused,
     Rejected,
+    Release,
     Restore,
     Status,
     StatusRequest,
     Stored,
+    StoreParts,
     Welcome,
     encode,
+    pack,
 )
 from stormd.protocol.framing import Envelope
-from stormd.protocol.limits import FIRST_LEASED, MAX_COSTLY
+from stormd.protocol.limits import FIRST_LEASED, MAX_BATCH, MAX_COSTLY, MAX_ENTRY_BYTES, MAX_ID
 
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
@@ -176,6 +182,47 @@ def test_a_malformed_frame_is_answered_counted_and_harms_nobody(
     assert client.restored(client.stored(b"still served"), 12) == b"still served"
 
 
+def test_of_a_large_frame_that_is_not_valid_nothing_is_done(client: RawClient) -> None:
+    entry = client.stored(b"kept")
+    client.send_bytes(encode([Envelope(1, Release([entry] * MAX_BATCH))] * 10) + b"more")
+    client.wait_for(Refused)
+    assert client.restored(entry, 4) == b"kept"
+
+
+def test_a_result_that_cannot_be_handled_ends_its_session_alone(
+    daemon: DaemonThread, client: RawClient, connect: Connect
+) -> None:
+    other = connect(daemon).open()
+    assert client.welcome is not None
+    lost = StoreFailed(session=client.welcome.session, entry=77, detail="of no entry")
+    daemon.on_loop(lambda: daemon.server._gateway.take_results([lost]))
+    assert client.is_cut_off()
+    other.stored(b"served")
+
+
+def test_chunks_of_a_hostile_client_name_nothing_but_its_own(
+    daemon: DaemonThread, client: RawClient
+) -> None:
+    """Thousands at once: in range or not, known or new, in any order."""
+    chance = Random(1)
+    numbers = (0, 1, 4096, MIB - 4096, 4 * MIB, 4 * MIB + 1, 1 << 62, MAX_ID)
+    for count in range(50):
+        places: list[int] = []
+        for entry in range(100 * count, 100 * count + 100):
+            known = chance.choice((entry, 0, 1 << 62, MAX_ID))
+            named = entry + 1 if chance.random() < 0.5 else known
+            nbytes = chance.choice((1, MIB, MIB + 1, MAX_ENTRY_BYTES, *[4096] * 16))
+            segment, ready, sequence = chance.choice((0, 0, 0, 1)), *chance.sample(numbers, 2)
+            places += named, segment, chance.choice(numbers), nbytes, ready, sequence
+        dtype = chance.choice(("uint8", "uint8", "float64", "none such"))
+        client.send(StoreParts(dtype=dtype, codec="raw", places=pack(places)))
+        client.send(Release(list(range(100 * count, 100 * count + 101))), Ping())
+        client.wait_for(Pong)
+        client.received.clear()
+        daemon.check()
+    assert daemon.status()["throughput"]["store"]["operations"] > 100
+
+
 def test_a_frame_above_the_limit_cuts_its_sender_off_only(
     daemon: DaemonThread, connect: Connect
 ) -> None:
@@ -237,7 +284,7 @@ def test_a_client_that_reads_nothing_is_cut_off(
 
 
 def test_a_session_without_a_lifeline_ends(
-    daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ticks_often: None, daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stormd.ledger.leases.ATTACH_SECONDS", 0.0)
     assert isinstance(connect(daemon).hello(), Welcome)
@@ -246,7 +293,7 @@ def test_a_session_without_a_lifeline_ends(
 
 
 def test_a_silent_client_is_kept_while_it_can_be_reached(
-    make_daemon: MakeDaemon, connect: Connect
+    make_daemon: MakeDaemon, connect: Connect, ticks_often: None
 ) -> None:
     daemon = make_daemon(lease_seconds=0.1)
     client = connect(daemon).open()
@@ -256,7 +303,7 @@ def test_a_silent_client_is_kept_while_it_can_be_reached(
 
 
 def test_a_client_without_its_control_connection_ends(
-    make_daemon: MakeDaemon, connect: Connect
+    make_daemon: MakeDaemon, connect: Connect, ticks_often: None
 ) -> None:
     daemon = make_daemon(lease_seconds=0.1)
     client = connect(daemon).open()

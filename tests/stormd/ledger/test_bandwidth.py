@@ -25,17 +25,3 @@ def test_what_has_not_ended_slows_it_down() -> None:
     speed.begin(1.0)
     assert speed.bytes_per_second(1.0) == 1000.0
     assert speed.bytes_per_second(10.0) == 100.0
-
-
-def test_what_was_long_ago_counts_less() -> None:
-    speed = Bandwidth()
-    for second in range(10):
-        speed.begin(float(second))
-        speed.end(second + 1.0, 1000)
-    for second in range(10, 20):
-        speed.begin(float(second))
-        speed.end(second + 1.0, 10)
-    found = speed.bytes_per_second(20.0)
-    assert found is not None
-    assert 10.0 <= found < 20.0
-    assert speed.total_bytes == 10_100

@@ -101,28 +101,6 @@ def growing() -> Iterator[Growing]:
     made.pool.close()
 
 
-def test_a_step_is_resident_and_known_to_the_lanes_before_it_may_be_promised() -> None:
-    async def scenario() -> None:
-        with growing() as made:
-            made.growth.grow_if_due()
-            assert made.growth._step is None, "nobody uses the pool"
-            assert made.space.promise(FIRST_BYTES)
-            made.growth.grow_if_due()
-            made.growth.grow_if_due()  # one step at a time
-            assert made.space.committed == FIRST_BYTES
-            await made.step()
-            assert made.extended == [(FIRST_BYTES, FIRST_BYTES)]
-            assert made.threads.isdisjoint({threading.get_ident()})
-            assert made.pool.ranges[-1] == (FIRST_BYTES, FIRST_BYTES)
-            assert made.space.promise(FIRST_BYTES)
-            made.other.request_growth(GRANULE)
-            made.growth.grow_if_due()
-            await made.step()
-            assert made.extended[1:] == [(2 * FIRST_BYTES, FIRST_BYTES)]
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("cause", ["memory", "lane"])
 def test_a_step_that_fails_leaves_the_pool_as_it_is_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cause: str
@@ -227,32 +205,6 @@ def test_what_others_want_goes_back_once_it_is_free() -> None:
         made.growth.grow_if_due()
         await made.step()
         assert made.space.committed == 2 * FIRST_BYTES
-        made.growth.close()
-        made.pool.close()
-
-    asyncio.run(scenario())
-
-
-def test_where_others_have_the_rest_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr(growth, "RETRY_CLAIM_SECONDS", 0.01)
-        made = Lending()
-        made.budget.room = MIB
-        assert made.space.promise(FIRST_BYTES)
-        made.growth.grow_if_due()
-        await made.step()
-        assert made.space.committed == FIRST_BYTES + MIB
-        made.space.request_growth(GIB)
-        made.growth.grow_if_due()
-        await made.step()  # in vain
-        assert not made.space.is_growing
-        made.budget.room = GIB
-        await asyncio.sleep(0.02)
-        made.growth.grow_if_due()
-        made.space.request_growth(GIB)
-        made.growth.grow_if_due()
-        await made.step()
-        assert made.space.committed > FIRST_BYTES + MIB
         made.growth.close()
         made.pool.close()
 

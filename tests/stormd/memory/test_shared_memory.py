@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 
 import pytest
 
 from stormd.memory.shared_memory import SharedMemory
-
-
-def test_both_sides_see_the_same_bytes() -> None:
-    memory = SharedMemory("test", 8192)
-    descriptor = memory.take_descriptor()
-    with mmap.mmap(descriptor, 8192) as other:
-        other[100:104] = b"here"
-        assert ctypes.string_at(memory.address + 100, 4) == b"here"
-    os.close(descriptor)
-    memory.close()
 
 
 def test_its_size_is_sealed() -> None:

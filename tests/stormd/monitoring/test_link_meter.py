@@ -70,12 +70,6 @@ def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copie
     assert meter.bytes_per_second() == pytest.approx(50 * GB, rel=0.01), "small ones say nothing"
 
 
-def test_where_no_copy_is_large_all_count(meter: LinkMeter) -> None:
-    for _ in range(MIN_COPIED >> 20):
-        meter.copied("store", 1 << 20, 1e-3)
-    assert meter.bytes_per_second() == pytest.approx(1000 << 20)
-
-
 def test_no_copy_of_several_threads_is_lost(meter: LinkMeter) -> None:
     def copy() -> None:
         for _ in range(2000):

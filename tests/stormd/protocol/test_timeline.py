@@ -17,13 +17,6 @@ def page() -> tuple[ctypes.Array, Timelines, Timelines]:
     return memory, Timelines(address), Timelines(address)
 
 
-def test_a_store_is_seen_by_the_other_side() -> None:
-    _memory, one, other = page()
-    one.store(STORED, 7)
-    assert other.read(STORED) == 7
-    assert other.read(PUBLISHED) == 0
-
-
 def test_a_counter_never_decreases() -> None:
     _memory, one, _ = page()
     one.store(STORED, 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,32 +13,6 @@ def bound(deliver: Callable[[list[Any]], None]) -> Mailbox[Any]:
     mailbox: Mailbox[Any] = Mailbox(asyncio.get_running_loop())
     mailbox.start(deliver)
     return mailbox
-
-
-async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> None:
-    arrived: list[tuple[int, int]] = []
-    complete = asyncio.Event()
-
-    def deliver(batch: list[tuple[int, int]]) -> None:
-        arrived.extend(batch)
-        if len(arrived) == 400:
-            complete.set()
-
-    mailbox = bound(deliver)
-
-    def post(thread: int) -> None:
-        for number in range(100):
-            mailbox.post((thread, number))
-
-    threads = [threading.Thread(target=post, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    async with asyncio.timeout(60):
-        await complete.wait()
-    for thread in threads:
-        thread.join()
-    for thread_number in range(4):
-        assert [n for t, n in arrived if t == thread_number] == list(range(100))
 
 
 async def test_many_results_come_in_several_turns_and_in_their_order() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from support import fake_cuda
-from support.cuda_bench import PART, SESSION, Bench, fill, offer, prompt_and_late
+from support.cuda_bench import PART, SESSION, Bench, fill, held, offer, prompt_and_late
 from support.waiting import wait_until
 
 from stormd.ledger.chunks import blob_bound
@@ -167,3 +167,45 @@ def test_a_device_that_nobody_uses_is_seen_to_break(bench: Bench) -> None:
     (trouble,) = stuck_workers(bench.lane.heartbeats)
     assert "unspecified launch failure" in trouble
     fake_cuda.repair()
+
+
+def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(bench: Bench) -> None:
+    def troubles() -> list[str]:
+        return [one.trouble(0.0) for one in bench.lane.heartbeats if one.trouble(0.0)]
+
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    wait_until(lambda: bench.lane._sessions[SESSION].stores._pending)
+    wait_until(lambda: not troubles())
+    with held(next(iter(bench.lane._devices.values())).down):
+        bench.publish(1)
+        wait_until(lambda: any("at one job" in one for one in troubles()))
+    bench.space.release(bench.expect(StoreDone).block)
+    wait_until(lambda: not troubles())
+
+
+@pytest.mark.parametrize("breaks", ["is_due", "settle"])
+def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise SystemExit("no more")
+
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    stores = bench.lane._sessions[SESSION].stores
+    wait_until(lambda: stores._pending)
+    fake_cuda.CudaCodec.broken = 0  # what cannot be begun has the device settled
+    monkeypatch.setattr(stores._stages, breaks, fails)
+    for entry in range(2, 5):
+        bench.store(entry, 0, PART)
+    bench.publish(4)
+    failed = {bench.expect(StoreFailed, number).entry for number in range(1, 5)}
+    bench.store(5, 0, PART)
+    failed.add(bench.expect(StoreFailed, 5).entry)
+    assert failed == {1, 2, 3, 4, 5}
+    bench.space.withdraw(5 * blob_bound(PART))
+    assert any("has ended: SystemExit: no more" in one.trouble() for one in bench.lane.heartbeats)
+    fake_cuda.CudaCodec.broken = None
