@@ -32,30 +32,33 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_sums(backend, device, dtype, length):
-    for shape, dim in (((3, length, 5), 1), ((5, length), -1), ((length, 40), 0)):
-        x = torch.randn(shape, device=device).to(dtype)
-        for reverse, exclusive in product((False, True), repeat=2):
-            result = scan.cumsum(x, dim, reverse, exclusive, backend=backend)
-            assert result.dtype == dtype
-            assert_close(result, running("add", x, dim, reverse, exclusive))
+def test_sums(backend, device, dtype):
+    for length in LENGTHS:
+        for shape, dim in (((3, length, 5), 1), ((5, length), -1), ((length, 40), 0)):
+            x = torch.randn(shape, device=device).to(dtype)
+            before = x.clone()
+            for reverse, exclusive in product((False, True), repeat=2):
+                result = scan.cumsum(x, dim, reverse, exclusive, backend=backend)
+                assert result.dtype == dtype
+                assert_close(result, running("add", x, dim, reverse, exclusive))
+            assert torch.equal(x, before)
+            assert torch.equal(scan.fused_associative_scan(x, dim), scan.cumsum(x, dim))
+    x = torch.tensor(3.0, device=device, dtype=dtype)
+    assert scan.cumsum(x, 0, backend=backend) == 3
+    assert scan.cumsum(x, -1, exclusive=True, backend=backend) == 0
+    assert scan.associative_scan("max", x, 0, backend=backend) == 3
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool])
-def test_sums_of_integers_are_exact(backend, device, dtype):
-    x = torch.randint(0, 2 if dtype == torch.bool else 100, (3, 700, 5), device=device).to(dtype)
-    result = scan.cumsum(x, 1, backend=backend)
-    assert result.dtype == torch.int64
-    assert torch.equal(result, x.cumsum(1))
-    assert torch.equal(
-        scan.cumsum(x, 1, dtype=torch.int32, backend=backend), x.cumsum(1, dtype=torch.int32)
-    )
-    expected = x.float().cumsum(1)
-    assert torch.equal(scan.cumsum(x, 1, dtype=torch.float32, backend=backend), expected)
-
-
-def test_integers_wrap(backend, device):
+def test_sums_of_integers_are_exact_and_wrap(backend, device):
+    for dtype in (*INTEGERS, torch.bool):
+        most = 2 if dtype == torch.bool else 100
+        x = torch.randint(0, most, (3, 700, 5), device=device).to(dtype)
+        result = scan.cumsum(x, 1, backend=backend)
+        assert result.dtype == torch.int64
+        assert torch.equal(result, x.cumsum(1))
+        for wanted in (torch.int32, torch.float32):
+            found = scan.cumsum(x, 1, dtype=wanted, backend=backend)
+            assert torch.equal(found, x.cumsum(1, dtype=wanted)), (dtype, wanted)
     x = torch.full((4,), 100, dtype=torch.int8, device=device)
     wrapped = scan.associative_scan("add", x, 0, backend=backend)
     assert wrapped.tolist() == [100, -56, 44, -112]
@@ -64,36 +67,31 @@ def test_integers_wrap(backend, device):
 
 
 @pytest.mark.parametrize("op", scan.OPERATIONS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_associative_operations(backend, device, op, dtype, reverse):
-    for shape, dim in (((3, 300, 5), 1), ((2, 1), 1), ((6, 1031), -1)):
-        x = torch.randn(shape, device=device)
-        x = (1 + x / 100 if op == "mul" else x).to(dtype)
-        result = scan.associative_scan(op, x, dim, reverse, backend=backend)
-        assert_close(result, running(op, x, dim, reverse))
-
-
-@pytest.mark.parametrize("op", ["add", "mul", "max", "min"])
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_associative_operations_on_integers(backend, device, op, dtype):
-    x = torch.randint(0, 3, (2, 77, 3), device=device).to(dtype)
-    result = scan.associative_scan(op, x, 1, backend=backend)
-    assert torch.equal(result, running(op, x, 1).to(dtype))
+def test_associative_operations(backend, device, op):
+    for dtype, reverse in product(FLOATS, (False, True)):
+        for shape, dim in (((3, 300, 5), 1), ((2, 1), 1), ((6, 1031), -1)):
+            x = torch.randn(shape, device=device)
+            x = (1 + x / 100 if op == "mul" else x).to(dtype)
+            result = scan.associative_scan(op, x, dim, reverse, backend=backend)
+            assert_close(result, running(op, x, dim, reverse))
+    for dtype in INTEGERS if op != "logaddexp" else ():
+        x = torch.randint(0, 3, (2, 77, 3), device=device).to(dtype)
+        result = scan.associative_scan(op, x, 1, backend=backend)
+        assert torch.equal(result, running(op, x, 1).to(dtype)), dtype
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("reverse", "given_state"), [(False, False), (True, True)])
-def test_recurrence(backend, device, dtype, length, reverse, given_state):
-    for shape, dim in (((2, length, 5), 1), ((5, length), -1)):
+def test_recurrence(backend, device, dtype, reverse, given_state):
+    shapes = [case for n in LENGTHS for case in (((2, n, 5), 1), ((5, n), -1))]
+    for shape, dim in shapes:
         a, b = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
         a = a / a.abs().clamp_min(1)
         states = torch.Size(size for at, size in enumerate(shape) if at != dim % len(shape))
         initial = torch.randn(states, device=device).to(dtype) if given_state else None
         h, last = scan.linear_scan(a, b, initial, dim, reverse, backend=backend)
         assert h.dtype == last.dtype == dtype
-        if length == 0:
+        if shape[dim] == 0:
             expected = torch.zeros(states, device=device) if initial is None else initial
             assert torch.equal(last, expected.to(dtype))
             continue
@@ -113,17 +111,16 @@ def test_factors_are_broadcast_and_types_promoted(backend, device):
         assert_close(h, recurrence(a.double(), b.double()))
 
 
-@pytest.mark.parametrize("order", list(permutations(range(3))))
-@pytest.mark.parametrize("dim", range(3))
-def test_any_order_of_dimensions(backend, device, order, dim):
-    x = torch.randn(3, 37, 20, device=device).permute(order)
-    result = scan.cumsum(x, dim, backend=backend)
-    assert_close(result, running("add", x, dim))
-    assert result.stride() == torch.empty_like(x).stride()
-    a = torch.rand(20, 3, 37, device=device).permute(2, 0, 1).expand(37, 20, 3)
-    a = a.permute([(1, 2, 0).index(at) for at in range(3)]).permute(order)
-    h, _ = scan.linear_scan(a, x, dim=dim, backend=backend)
-    assert_close(h, recurrence(a.double(), x.double(), dim=dim))
+def test_any_order_of_dimensions(backend, device):
+    for order, dim in product(permutations(range(3)), range(3)):
+        x = torch.randn(3, 37, 20, device=device).permute(order)
+        result = scan.cumsum(x, dim, backend=backend)
+        assert_close(result, running("add", x, dim))
+        assert result.stride() == torch.empty_like(x).stride()
+        a = torch.rand(20, 3, 37, device=device).permute(2, 0, 1).expand(37, 20, 3)
+        a = a.permute([(1, 2, 0).index(at) for at in range(3)]).permute(order)
+        h, _ = scan.linear_scan(a, x, dim=dim, backend=backend)
+        assert_close(h, recurrence(a.double(), x.double(), dim=dim))
 
 
 @st.composite
@@ -163,8 +160,10 @@ def test_any_strides(drawn, reverse, exclusive, backend):
         torch.testing.assert_close(h.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("shape", [(2, 300, 4), (2, 300)])
+@pytest.mark.parametrize(
+    ("bad", "shape"),
+    [(float("nan"), (2, 300, 4)), (float("inf"), (2, 300)), (-float("inf"), (2, 300, 4))],
+)
 def test_nan_and_infinity_spread_from_where_they_are(backend, device, bad, shape):
     x = torch.randn(shape, device=device)
     x[1, 100] = bad
@@ -184,11 +183,8 @@ def test_nan_and_infinity_spread_from_where_they_are(backend, device, bad, shape
         found = scan.associative_scan(op, x, 1, backend=backend)
         assert torch.equal(found.isnan(), running(op, x, 1).isnan()), op
         assert torch.equal(found.isinf(), running(op, x, 1).isinf()), op
-
-
-def test_opposite_infinities_make_nan(backend, device):
-    x = torch.tensor([1.0, float("inf"), 2.0, -float("inf"), 3.0], device=device)
-    result = scan.cumsum(x, 0, backend=backend)
+    opposite = torch.tensor([1.0, float("inf"), 2.0, -float("inf"), 3.0], device=device)
+    result = scan.cumsum(opposite, 0, backend=backend)
     assert result.isinf().tolist() == [False, True, True, False, False]
     assert result.isnan().tolist() == [False, False, False, True, True]
 
@@ -206,7 +202,7 @@ def test_compensated_sums_keep_what_rounding_takes(backend, device):
 
 
 @pytest.mark.parametrize("compensated", [False, True])
-@pytest.mark.parametrize("length", [1 << 17, pytest.param(1 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [1 << 16, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_accuracy_at_many_values(backend, device, length, compensated):
     import numpy as np
 
@@ -220,27 +216,6 @@ def test_accuracy_at_many_values(backend, device, length, compensated):
     else:
         theirs = np.abs(torch.cumsum(x.to(device), 0).cpu().numpy() - exact)
         assert error.max() <= theirs.max()
-
-
-def test_a_scalar_is_its_own_scan(backend, device):
-    x = torch.tensor(3.0, device=device)
-    assert scan.cumsum(x, 0, backend=backend) == 3
-    assert scan.cumsum(x, -1, exclusive=True, backend=backend) == 0
-    assert scan.associative_scan("max", x, 0, backend=backend) == 3
-
-
-def test_the_fused_name_is_cumsum():
-    x = torch.randn(2, 9, 3)
-    assert torch.equal(scan.fused_associative_scan(x), scan.cumsum(x))
-    assert torch.equal(scan.fused_associative_scan(x, 2, True), scan.cumsum(x, 2, True))
-
-
-def test_the_input_is_left_alone(backend, device):
-    x = torch.randn(2, 50, 3, device=device)
-    before = x.clone()
-    result = scan.cumsum(x, 1, backend=backend)
-    assert torch.equal(x, before)
-    assert result.data_ptr() != x.data_ptr()
 
 
 def test_runs_give_the_same_bits(backend, device):

@@ -1,67 +1,25 @@
-"""calls.py: only what is no plain call passes through the dispatcher, and both give the same."""
+"""calls.py: calls past the dispatcher and through it give the same, under any transform."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 from storm_kernels import UsageError, scan
-from storm_kernels.scan import operators
-from storm_kernels.scan.calls import _plain_keys
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 A, B = torch.rand(2, 5, 3), torch.randn(2, 5, 3)
 
 
-@pytest.fixture
-def dispatched(monkeypatch):
-    """Return the names of the operators that were called through the dispatcher."""
-    names = []
-
-    for name in ("cumsum", "fold", "linear_scan", "linear_scan_gradient"):
-        operator = getattr(operators, name)
-
-        def noted(*arguments, op=operator.op, name=name):
-            names.append(name)
-            return op(*arguments)
-
-        monkeypatch.setattr(operator, "op", noted)
-    return names
-
-
-def calls(a, b):
-    return [
-        scan.cumsum(a),
-        scan.associative_scan("max", a),
-        scan.linear_scan(a, b)[0],
-    ]
-
-
-def test_plain_calls_do_not_pass_through_the_dispatcher(dispatched):
-    calls(A, B)
-    a, b = A.clone().requires_grad_(), torch.nn.Parameter(B)
-    sum(one.sum() for one in calls(a, b)).backward()
-    assert a.grad is not None
-    assert b.grad is not None
-    assert dispatched == []
-
-
-def test_a_first_call_in_inference_mode_decides_nothing(dispatched):
-    _plain_keys.cache_clear()
-    with torch.inference_mode():
-        scan.cumsum(A)
-    scan.cumsum(A)
-    assert dispatched == []
-
-
 class Quiet(TorchDispatchMode):
+    """Changes nothing, and keeps the names of what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -69,24 +27,15 @@ class Wrapped(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize(
-    ("context", "a"),
-    [
-        (Quiet(), A),
-        (Watching(), A),
-        (torch.autocast("cpu", torch.bfloat16), A),
-        (nullcontext(), A.as_subclass(Wrapped)),
-        (nullcontext(), A.to("meta")),
-    ],
-    ids=["dispatch mode", "function mode", "autocast", "subclass", "meta"],
-)
-def test_other_calls_do(context, a, dispatched):
-    with context:
-        scan.cumsum(a)
-    assert dispatched == ["cumsum"]
+def test_modes_subclasses_and_tensors_without_memory_are_taken_as_pytorch_takes_them():
+    with Quiet() as quiet:
+        scan.cumsum(A)
+    assert any("cumsum" in name for name in quiet.seen)
+    assert isinstance(scan.cumsum(A.as_subclass(Wrapped)), Wrapped)
+    assert scan.cumsum(A.to("meta")).is_meta
 
 
-def test_transforms_take_calls_apart(dispatched):
+def test_transforms_take_calls_apart():
     def loss(function):
         return lambda x: function(x).square().sum()
 
@@ -107,18 +56,8 @@ def test_transforms_take_calls_apart(dispatched):
         lambda f: func.vmap(f, in_dims=1, out_dims=1)(A),
     ):
         torch.testing.assert_close(transform(ours), transform(plain))
-    assert dispatched == []
     with torch.autocast("cpu", torch.bfloat16):
         assert func.vmap(ours)(A.bfloat16()).dtype == torch.float32
-
-
-def test_negated_and_conjugate_views_do(dispatched):
-    twisted = torch.randn(2, 5, 3, dtype=torch.complex64).conj()
-    h = scan.linear_scan(twisted, twisted)[0]
-    torch.testing.assert_close(
-        h, scan.linear_scan(twisted.resolve_conj(), twisted.resolve_conj())[0]
-    )
-    assert dispatched == ["linear_scan"]
 
 
 def test_forward_mode_derivatives_are_refused():
@@ -136,6 +75,13 @@ def test_forward_mode_derivatives_are_refused():
         torch.func.jacfwd(cumsum)(A)
     expected = torch.func.jacrev(lambda x: x.cumsum(1))(A)
     torch.testing.assert_close(torch.func.jacrev(cumsum)(A), expected)
+
+
+def test_negated_and_conjugate_views():
+    twisted = torch.randn(2, 5, 3, dtype=torch.complex64).conj()
+    plain = twisted.resolve_conj()
+    h = scan.linear_scan(twisted, twisted)[0]
+    torch.testing.assert_close(h, scan.linear_scan(plain, plain)[0])
 
 
 @pytest.mark.parametrize("reverse", [False, True])

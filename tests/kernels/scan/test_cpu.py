@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
-SHAPES = (((2, 37, 600), 1), ((7, 700), 1), ((3, 5, 1), 1), ((1, 1), 0))
+SHAPES = (((2, 37, 130), 1), ((7, 300), 1), ((3, 5, 1), 1), ((1, 1), 0))
 
 
 def _numbers(name: str) -> dict[str, int]:
@@ -54,28 +55,30 @@ def scans(request) -> CpuScans:
     return CpuScans(request.param)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["add", "mul", "max", "min", "logaddexp", "compensated"])
-def test_every_instruction_set_writes_the_references_results(scans, dtype, op):
-    if dtype == torch.int64 and op in ("logaddexp", "compensated"):
-        return
+def test_every_instruction_set_writes_the_references_results(op):
     options = {"op": "add" if op == "compensated" else op, "compensated": op == "compensated"}
-    for (shape, dim), offset in zip(SHAPES, (1, 3, 2, 0), strict=True):
+    only_floats = op in ("logaddexp", "compensated")
+    for dtype, ((shape, dim), offset) in product(
+        DTYPES[:4] if only_floats else DTYPES, zip(SHAPES, (1, 3, 2, 0), strict=True)
+    ):
         x = torch.randint(1, 3, shape) if dtype == torch.int64 else torch.rand(shape).to(dtype)
         for reverse, exclusive in ((False, False), (True, False), (False, True), (True, True)):
             options |= {"reverse": reverse, "exclusive": exclusive}
-            result, expected = Guarded(x, offset), torch.empty_like(x)
-            scans.fold(x, result.tensor, dim, **options)
+            expected = torch.empty_like(x)
             reference.fold(x, expected, dim, **options)
-            result.check()
-            torch.testing.assert_close(result.tensor, expected, rtol=1e-2 if x.itemsize == 2
-                                       else 1e-6, atol=0 if x.itemsize > 2 else 1e-2)  # fmt: skip
+            for one in available_sets():
+                result = Guarded(x, offset)
+                CpuScans(one).fold(x, result.tensor, dim, **options)
+                result.check()
+                _assert_near(result.tensor, expected)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.complex64])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_every_instruction_set_computes_the_recurrence(scans, dtype, reverse):
-    for (shape, dim), offset in zip(SHAPES, (0, 1, 2, 3), strict=True):
+def test_every_instruction_set_computes_the_recurrence(scans, reverse):
+    for dtype, ((shape, dim), offset) in product(
+        [*DTYPES[:4], torch.complex64], zip(SHAPES, (0, 1, 2, 3), strict=True)
+    ):
         a, b, g = (torch.randn(shape).mul(0.7).to(dtype) for _ in range(3))
         initial = torch.randn([s for at, s in enumerate(shape) if at != dim]).to(dtype)
         h, expected = Guarded(b, offset), torch.empty_like(b)

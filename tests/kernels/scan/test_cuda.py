@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
 from storm_kernels import BackendUnavailable, UsageError, backends, scan
 from storm_kernels.backends import resolve
-from storm_kernels.scan import cuda, operators
+from storm_kernels.scan import cuda
 from storm_kernels.scan.launches import Columns, Rows
 from support.guarded_tensors import Guarded
 from support.recurrences import recurrence, running
@@ -37,93 +36,6 @@ def test_without_triton_the_reason_is_triton(monkeypatch):
             cuda.load_kernels()
     finally:
         cuda.load_kernels.cache_clear()
-
-
-class Noted:
-    """Stands for the kernels: keeps the tensors that they would be launched on."""
-
-    def __init__(self):
-        self.launches = []
-
-    def __getattr__(self, name):
-        return self
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: self.launches.append(arguments)
-
-
-@pytest.fixture
-def noted(monkeypatch):
-    kernels = Noted()
-    monkeypatch.setattr(cuda, "load_kernels", lambda: kernels)
-    monkeypatch.setattr(cuda, "_known", {})
-    monkeypatch.setattr(cuda, "_triton_type", str)
-    return kernels
-
-
-def sums(x):
-    y = torch.empty(x.shape)
-    cuda.fold(x, y, 1, op="add", reverse=False, exclusive=False, compensated=False)
-
-
-class TestKnownLaunches:
-    def test_a_repeated_call_is_launched_on_its_own_tensors(self, noted):
-        first, second = torch.ones(2, 50, 3), torch.ones(2, 50, 3)
-        sums(first)
-        sums(second)
-        assert len(cuda._known) == 1
-        assert noted.launches[0][0] is first
-        assert noted.launches[1][0] is second
-        assert noted.launches[0][3:] == noted.launches[1][3:]
-
-    def test_a_source_that_must_be_copied_is_copied_each_time(self, noted):
-        x = torch.ones(3, 50, 4, 2).transpose(2, 3)
-        sums(x)
-        sums(x)
-        assert not cuda._known
-        assert all(one[0] is not x for one in noted.launches)
-
-    def test_a_recurrence_with_a_first_state_is_known_too(self, noted):
-        a, first = torch.ones(2, 50, 3), torch.ones(2, 3)
-        for _ in range(2):
-            cuda.linear(a, a, first, torch.empty_like(a), 1, reverse=False)
-        assert len(cuda._known) == 1
-        pointers = [[one.data_ptr() for one in them[:3]] for them in noted.launches]
-        assert pointers == [[a.data_ptr(), a.data_ptr(), first.data_ptr()]] * 2
-
-    def test_what_the_compiler_asks_for_tells_forms_apart(self, noted):
-        memory = torch.ones(401)
-        x = memory[:400].view(2, 50, 4)
-        for one in (x, memory[1:].view(2, 50, 4), x.double(), x.half(), x[:1].expand(2, 50, 4)):
-            sums(one)
-        assert len(cuda._known) == 5
-
-    def test_not_all_are_kept_for_ever(self, noted, monkeypatch):
-        monkeypatch.setattr(cuda, "_MAX_KNOWN", 3)
-        for length in range(1, 9):
-            sums(torch.ones(1, length))
-            assert 1 <= len(cuda._known) <= 3
-
-
-CALLS = {
-    "cumsum": scan.cumsum,
-    "cumsum, all options": lambda x: scan.cumsum(x, 1, True, True, compensated=True),
-    **{op: partial(scan.associative_scan, op) for op in scan.OPERATIONS},
-    "linear_scan": lambda x: scan.linear_scan(x, x)[0],
-    "linear_scan, backwards": lambda x: scan.linear_scan(x, x, x[:, 0], reverse=True)[0],
-}
-
-
-@pytest.mark.parametrize("shape", [(2, 50, 3), (1, 40000, 8), (1, 50000), (3, 200)])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_call_is_one_launch_and_its_gradient_another(call, shape, noted, monkeypatch):
-    found = lambda function, *_: ("noted", getattr(cuda, function))  # noqa: E731
-    monkeypatch.setattr(operators, "_found", found)
-    x = torch.rand(shape, requires_grad=True)
-    results = call(x)
-    assert len(noted.launches) == 1
-    torch.autograd.grad(results, x, torch.ones_like(results))
-    assert len(noted.launches) == 2
 
 
 class TestOnAGpu:

@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_kernels.scan.launches import (
-    Columns,
-    Rows,
-    columns_for,
-    cut,
-    levels,
-    rows_for,
-    vector_for,
-)
+from storm_kernels.scan.launches import Columns, Rows, columns_for, rows_for
 
 SIZES = st.integers(1, 1 << 22)
 MAX_ELEMENTS = 1 << 16
@@ -42,35 +34,6 @@ def test_rows(outer, length, words, gradient):
     assert _is_power_of_two(tile.elements)
     assert _is_power_of_two(tile.fan)
     assert tile.elements <= MAX_ELEMENTS
-
-
-@pytest.mark.parametrize(
-    ("sizes", "count"), [((4,), 4), ((2,), 8), ((8,), 2), ((1, 8), 4), ((2, 4), 4), ((4, 8), 2)]
-)
-def test_a_thread_loads_as_many_neighbours_as_16_bytes_hold_but_no_less_than_four_bytes(
-    sizes, count
-):
-    assert vector_for(Rows(1024, 1, look_back=False), *sizes) == count
-    assert vector_for(Rows(1, 1, look_back=False), *sizes) == 1
-
-
-def test_few_long_sequences_look_back_and_many_do_not():
-    assert columns_for(1, 65536, 512, 4, words=1).look_back
-    assert not columns_for(8, 4096, 2048, 4, words=1).look_back
-    assert rows_for(1, 1 << 24, words=1).look_back
-    assert not rows_for(4096, 4096, words=1).look_back
-
-
-@pytest.mark.parametrize(("length", "tile", "count"), [(1, 8, 1), (8, 8, 1), (9, 8, 2)])
-def test_cut(length, tile, count):
-    assert cut(length, tile) == count
-
-
-@pytest.mark.parametrize(
-    ("tiles", "fan", "count"), [(1, 2, 1), (2, 2, 1), (3, 2, 2), (256, 16, 2), (257, 16, 3)]
-)
-def test_levels(tiles, fan, count):
-    assert levels(tiles, fan) == count
 
 
 def test_no_two_threads_may_look_at_the_same_word():

@@ -13,7 +13,7 @@ from storm_kernels import backends, scan
 from support.recurrences import recurrence
 from torch.nn import functional
 
-_LENGTHS = [32, 64, 256, 1024, 4096, 16384, 8000, 16323, 33753]
+_LENGTHS = [32, 256, 4096, 8000, 16323]
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
@@ -44,7 +44,7 @@ def _by_numpy(a, b, grad):
 @pytest.mark.parametrize(
     ("length", "dtype"),
     [(length, torch.float32) for length in _LENGTHS]
-    + [(length, dtype) for length in (64, 8000) for dtype in (torch.bfloat16, torch.float16)],
+    + [(64, torch.bfloat16), (8000, torch.float16)],
 )
 def test_channels_before_length(device, length, dtype):
     shape = (1, 3, length) if length > 1 << 14 else (2, 5, length)
@@ -57,9 +57,14 @@ def test_channels_before_length(device, length, dtype):
         _assert_near(one.cpu(), other)
 
 
-@pytest.mark.parametrize(("batch", "length", "width"), [(2, 256, 128), (2, 1000, 20), (1, 63, 7)])
-@pytest.mark.parametrize("given_state", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "length", "width", "given_state", "dtype"),
+    [
+        (2, 256, 128, False, torch.float32),
+        (2, 1000, 20, True, torch.float16),
+        (1, 63, 7, True, torch.float32),
+    ],
+)
 def test_gated_recurrence(device, batch, length, width, given_state, dtype):
     gates = functional.logsigmoid(torch.randn(batch, length, width, device=device))
     a = gates.div(16).exp().to(dtype).requires_grad_()
@@ -76,8 +81,7 @@ def test_gated_recurrence(device, batch, length, width, given_state, dtype):
         _assert_near(one, other)
 
 
-@pytest.mark.parametrize("length", [1, 128, 372])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("length", "shared"), [(1, False), (128, True), (372, False)])
 def test_selective_recurrence(device, length, shared):
     batch, width, states = 2, 4, 8
     step = functional.softplus(torch.randn(batch, width, length, device=device) - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from storm_kernels.scan import reference
-from support.recurrences import recurrence
 
 PLAIN = {"reverse": False, "exclusive": False, "compensated": False}
 
@@ -35,16 +34,3 @@ def test_neumaiers_sum_keeps_what_a_large_term_hides():
     x = torch.tensor([1.0, 1e100, 1.0, -1e100], dtype=torch.float64)
     assert _fold(x)[-1] == 0
     assert _fold(x, compensated=True)[-1] == 2
-
-
-def test_the_gradient_is_autograds():
-    a, b = (torch.randn(2, 9, 3, dtype=torch.complex128).requires_grad_() for _ in range(2))
-    initial = torch.randn(2, 3, dtype=torch.complex128)
-    g = torch.randn(2, 9, 3, dtype=torch.complex128)
-    for reverse in (False, True):
-        h = recurrence(a, b, initial, 1, reverse)
-        expected = torch.autograd.grad(h, (a, b), g)
-        da, db = torch.empty_like(g), torch.empty_like(g)
-        reference.linear_gradient(g, a, h, initial, da, db, 1, reverse=reverse)
-        torch.testing.assert_close(da, expected[0])
-        torch.testing.assert_close(db, expected[1])
