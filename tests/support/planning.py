@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from storm_client.eager import plan_maker
-from storm_client.eager.events import RecordedValue
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Value
 from storm_client.planner.search import PREDICTED, PlanResult, PlanSearch
@@ -16,7 +15,6 @@ __all__ = [
     "FREE_REPLAYS",
     "SOME_REPLAYS",
     "mind_the_device_alone",
-    "recorded",
     "replay_all",
     "value",
 ]
@@ -88,17 +86,3 @@ def alike_blocks(count: int) -> tuple[list[Value], frozenset[int]]:
         ]
         ends.add(first + 3)
     return values, frozenset(ends)
-
-
-def recorded(value: Value, device: torch.device | str = "cpu") -> RecordedValue:
-    """Return a value as a recorded step has it."""
-    return RecordedValue(
-        number=value.number,
-        nbytes=value.nbytes,
-        dtype=value.dtype,
-        shape=torch.Size(value.shape),
-        device=torch.device(device),
-        operation=value.operation,
-        inputs=value.inputs,
-        uses=value.uses,
-    )

@@ -11,7 +11,6 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.eager.function_modes import Watching, are_altered, looked_into, unaltered
-from storm_client.hook_stack import function_modes
 from support.altering_modes import ALTERING
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
@@ -121,25 +120,6 @@ class Ours(Watching):
     __torch_function__ = Theirs.__torch_function__
 
 
-class Subclass(Tensor):
-    pass
-
-
-def test_what_others_override_is_told() -> None:
-    x = torch.ones(2)
-    with Ours():
-        asked = torch.overrides.has_torch_function
-        assert asked is not has_torch_function
-        assert not asked((x, None, nn.Parameter(x)))
-        assert asked((x, x.as_subclass(Subclass)))
-        with Theirs():
-            assert asked((x,))
-        with DeviceContext(torch.device("cpu")):
-            assert asked((x,))
-    assert not asked((x,))
-    assert torch.overrides.has_torch_function is has_torch_function
-
-
 def test_one_thread_ends_while_another_watches() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -197,14 +177,6 @@ class Inside(Watching):
         if inside is None:
             return function(*args, **(kwargs or {}))
         return self.call_inside(inside, *args, **(kwargs or {}))
-
-
-def test_a_mode_is_where_it_was_behind_an_error_inside() -> None:
-    with Inside() as mode:
-        with pytest.raises(NotImplementedError):
-            functional.interpolate(seeded("cpu", 2, 3, 4, 4), scale_factor=2.0, mode="linear")
-        assert function_modes() == [mode]
-    assert not function_modes()
 
 
 def test_what_a_script_has_replaced_is_called_inside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,16 +345,6 @@ def test_what_is_written_in_place_is_recomputed_by_both_operations(
     assert not followed.left
 
 
-def test_one_launch_makes_all_that_it_has_written_to_again(
-    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay_all(monkeypatch)
-    offload = trained(client, roped_layer)
-    before = rope.compiled.launches
-    step(lambda: offload, roped_layer)
-    assert rope.compiled.launches == before + 2
-
-
 def turned_parameter(x: Tensor, w: Tensor) -> Tensor:
     turn[(1,)](w.detach(), seeded("cpu", *w.shape), WIDTH)
     return x @ w

@@ -99,19 +99,6 @@ def test_operations_that_are_alike_are_run_again_once() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_numbers_and_lists_among_the_arguments_tell_operations_apart() -> None:
-    times, one = OperationTimes(), torch.ones(8, 8)
-    timings = [
-        took(times, torch.mul, one, 2),
-        took(times, torch.mul, one, 2.0),
-        took(times, torch.mul, one, 2),
-        took(times, torch.pow, one, 3),
-    ]
-    assert [one() for one in timings] == pytest.approx([1e-6] * 4)
-    assert len(made_busy) == 3
-
-
-@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("seconds", "runs"), [(1e-6, 1 + REPEATS), (LONG_SECONDS, 2), (MAX_SECONDS, 1)]
 )
@@ -129,47 +116,6 @@ def test_the_longer_an_operation_takes_the_less_often_it_is_run_again(
     assert timing is not None
     assert timing() == pytest.approx(seconds)
     assert len(calls) == runs
-
-
-@pytest.mark.usefixtures("cuda")
-def test_what_the_stream_waited_for_within_an_operation_is_not_its_time() -> None:
-    """As where the link is slow, and results of a second each leave while a step is learned."""
-    assert took(OperationTimes(), torch.sigmoid, torch.ones(8), seconds=9.0)() < SHORT
-
-
-def test_what_has_no_room_to_run_goes_by_its_events(cuda: SimpleNamespace) -> None:
-    times, one = OperationTimes(), torch.ones(8)
-    cuda.free = 2 * 2 * one.nbytes - 1
-    assert took(times, torch.sigmoid, one)() == SHORT
-    cuda.free += 1
-    assert took(OperationTimes(), torch.sigmoid, one)() < SHORT
-
-
-@pytest.mark.usefixtures("cuda")
-def test_what_cannot_run_again_goes_by_the_shortest_of_its_events() -> None:
-    times, one, runs = OperationTimes(), torch.ones(8), iter([torch.ones(8)] * 2)
-
-    def twice(tensor: torch.Tensor) -> torch.Tensor:
-        for made in runs:
-            return made
-        raise RuntimeError(f"{tensor.numel()} values are too many by now")
-
-    timing = took(times, twice, one)
-    assert took(times, twice, one, seconds=SHORT / 2) is timing
-    assert timing() == SHORT / 2
-
-
-@pytest.mark.usefixtures("cuda")
-def test_settings_that_are_others_by_now_do_not_matter() -> None:
-    """As the order of attentions, which PyTorch sets in a process's first one, on an H100."""
-    product = torch.nn.functional.linear
-    timing = took(OperationTimes(), product, torch.ones(8, 8), torch.ones(8, 8))
-    kept = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(kept[::-1])
-    try:
-        assert timing() < SHORT
-    finally:
-        torch._C._set_sdp_priority_order(kept)
 
 
 def test_events_are_let_go_of_once_they_are_known_though_nobody_plans(
@@ -194,17 +140,6 @@ def test_a_tensor_that_may_run_anything_is_not_looked_into() -> None:
 
     one = torch.ones(8).as_subclass(Own)
     assert took(OperationTimes(), torch.sigmoid, one)() == SHORT
-
-
-@pytest.mark.usefixtures("cuda")
-def test_nothing_is_held_of_what_an_operation_was_given() -> None:
-    one = torch.ones(8)
-    times = OperationTimes()
-    timing = took(times, torch.sigmoid, one)
-    gone = weakref.ref(one)
-    del one
-    assert gone() is None
-    timing()
 
 
 @pytest.mark.gpu

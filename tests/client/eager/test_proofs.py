@@ -10,9 +10,8 @@ import storm_client as storm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Ways
-from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
-from support.planning import replay_all, value
+from storm_client.eager.proofs import ENOUGH_SIZES, Proofs
+from support.planning import replay_all
 from torch import Tensor
 
 Step = Callable[[AbstractContextManager[object], Tensor], Tensor]
@@ -29,31 +28,6 @@ def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None
     else:
         assert proofs.holds("this", nbytes) == (min(compared) <= nbytes <= max(compared))
     assert not proofs.holds("another", nbytes)
-
-
-def test_a_way_is_the_operation_and_how_its_inputs_are_held_down_to_what_is_not_recomputed() -> (
-    None
-):
-    values = [
-        value(0),
-        value(1, 100, "exp", 0),
-        value(2, 100, "mul", 1, -1),
-        value(3, 100, "exp", 0),
-    ]
-    kept, ways = Keep("last"), Ways()
-
-    def of(*decisions: Decision) -> list[int]:
-        return ways.of(values, decisions)
-
-    first = of(OFFLOAD, REPLAY, REPLAY, OFFLOAD)
-    assert first[0] == first[3] == -1
-    assert first[1] != first[2]
-    assert of(OFFLOAD, REPLAY, REPLAY, REPLAY)[:3] == first[:3], (
-        "what else is recomputed is no matter"
-    )
-    assert not set(first[1:3]) & set(of(kept, REPLAY, REPLAY, OFFLOAD)[1:3]), "of one that is kept"
-    assert of(OFFLOAD, OFFLOAD, REPLAY, OFFLOAD)[2] not in first
-    assert of(OFFLOAD, REPLAY, REPLAY, OFFLOAD) == first
 
 
 def test_a_step_that_goes_on_otherwise_proves_nothing(

@@ -6,7 +6,6 @@ leave.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from storm_client.transport.transfer import Outgoing
 from support.following import follow_by
 from support.planning import SOME_REPLAYS, mind_the_device_alone
 from support.random_programs import run
-from support.training import assert_identical, gradients, seeded
+from support.training import assert_identical, seeded
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
@@ -207,22 +206,3 @@ def test_random_programs(seed: int, device: str, reader: Reader, client: storm.C
     expected = run(seed, device, nullcontext)
     for _ in range(STEPS):
         assert_identical(run(seed, device, lambda: offload), expected)
-
-
-def test_models(device: str, reader: Reader, client: storm.Client) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    net, x = nn.TransformerEncoder(layer, 2).to(device), seeded(device, 4, 16, 32)
-
-    def step(context: Any) -> list[Tensor]:
-        net.zero_grad()
-        with context:
-            loss = net(x).square().mean()
-        loss.backward()
-        return [loss.detach(), *gradients(net)]
-
-    expected = [gradient.clone() for gradient in step(nullcontext())]
-    offload = client.offload(net, min_bytes=1)
-    for _ in range(STEPS):
-        assert_identical(step(offload), expected)
-    assert Counter(reader.used)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -127,17 +126,6 @@ def test_kernels_are_chosen_by_what_needed_a_gradient(
     assert torch.equal(made, torch.matmul(x, weight))
 
 
-def test_a_graph_that_was_made_for_that_is_gone() -> None:
-    x, weight = seeded("cpu", 8, 8), nn.Parameter(seeded("cpu", 8, 8))
-    recipe = recipe_of(lambda one: torch.mm(one, x).exp(), weight)
-    gc.collect()
-    log: list[Tensor] = []
-    with packs(log):
-        made = recipe.run()
-    assert made._use_count() == 1  # type: ignore[attr-defined]  # torch's gap
-    assert not log
-
-
 SIMPLE = ["default dtype", "oneDNN"]
 """What decides the bits of functions that are no products."""
 
@@ -174,16 +162,6 @@ def test_another_thread_raises_on_a_cpu_and_is_left_as_it_is() -> None:
     with one_thread():
         before, after = in_a_new_thread(run)
     assert before == after
-
-
-def test_a_copy_lies_in_memory_as_the_tensor_does() -> None:
-    base = seeded("cpu", 8, 12)
-    for tensor in (base[:, 3:9], base.t()[2:], base[0].expand(5, 12), base[1:2, ::5]):
-        copy = copied(tensor)
-        assert torch.equal(copy, tensor)
-        assert copy.stride() == tensor.stride()
-        assert copy.storage_offset() == tensor.storage_offset()
-        assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("nbytes", [MANY * 4, MANY * 4 + 3])

@@ -25,11 +25,6 @@ def test_a_few_new_steps_are_learned() -> None:
     assert not seen(True, True, True, True)
 
 
-def test_a_fifth_of_all_may_be_new_without_end() -> None:
-    assert seen(*[True, False, False, False, False] * 100)
-    assert not seen(*[True, False] * 100)
-
-
 def test_steps_that_are_like_others_make_up_for_any_number_that_were_not() -> None:
     assert seen(*[True] * 1000, *[False] * 8)
     assert not seen(*[True] * 1000, *[False] * 7)
@@ -41,11 +36,6 @@ def test_turns_of_any_length_are_expected_once_they_were_taken(turns: str) -> No
     steps = turns * 4
     for count in range(2 * len(turns), len(steps)):
         assert behind_repeated(steps[:count]) == steps[count]
-
-
-def test_of_stretches_as_long_the_last_one_counts() -> None:
-    assert behind_repeated("abacxa") == "c"
-    assert behind_repeated("abc") is behind_repeated("a") is behind_repeated("") is None
 
 
 def network() -> nn.Sequential:

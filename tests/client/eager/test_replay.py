@@ -139,14 +139,6 @@ def test_random_programs(seed: int, device: str, client: storm.Client) -> None:
     assert offload.stats().replayed_bytes > 0
 
 
-def test_replays_are_switched_off(device: str, client: storm.Client) -> None:
-    net, x = blocks(device), seeded(device, 32, WIDTH)
-    offload = client.offload(net, min_bytes=1, replay=False)
-    for _ in range(3):
-        step(net, x, lambda: offload)
-    assert offload.stats().replayed_bytes == 0
-
-
 @torch.library.custom_op("storm_tests::scaled", mutates_args=())
 def scaled(x: Tensor, scale: float) -> Tensor:
     """An operator of the user's own, which its name does not tell."""
@@ -381,28 +373,6 @@ def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(client: stor
             assert found == counts
     assert offload.stats().replayed_bytes == 0
     assert "the thread itself" in str(offload.plan)
-
-
-def test_a_thread_goes_on_with_what_another_has_learned(client: storm.Client) -> None:
-    """Its first operations may run with other numbers of threads than those behind them."""
-    offload, told = client.offload(min_bytes=1), list[int]()
-    layers = nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-    net, x = nn.Sequential(*layers), seeded("cpu", 8, WIDTH)
-
-    def train() -> None:
-        before = offload.stats().replayed_bytes
-        for _ in range(3):
-            assert_identical(step(net, x, lambda: offload), expected)
-        told.append(offload.stats().replayed_bytes - before)
-
-    with one_thread_more():  # of which new threads hear in the norm, behind two operations
-        expected = step(net, x, nullcontext)
-        for _ in range(STEPS):
-            step(net, x, lambda: offload)
-        in_a_thread(train)
-        in_a_thread(train)
-    assert len(told) == 2
-    assert min(told) > 0
 
 
 def test_a_backward_pass_that_moves_to_another_thread_raises(client: storm.Client) -> None:
@@ -699,22 +669,3 @@ def test_the_budget_of_the_environment(
     monkeypatch.setenv("STORMD_BUDGET", "some")
     with pytest.raises(storm.UsageError, match="budget is 'some'"):
         client.offload()
-
-
-def test_what_a_loss_saves_in_the_block_stays_once_it_is_known_to_be_asked_for_at_once(
-    device: str, client: storm.Client
-) -> None:
-    net = nn.Sequential(blocks(device), nn.Linear(WIDTH, 512, device=device))
-    x, targets = seeded(device, 32, WIDTH), torch.arange(32, device=device)
-
-    def train(context: Context) -> list[Tensor]:
-        net.zero_grad()
-        with context():
-            loss = nn.functional.cross_entropy(net(x), targets)
-        loss.backward()
-        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
-
-    offload = client.offload(net, min_bytes=1024)
-    assert_steps_are_identical(train, offload)
-    lines = [line for line in str(offload.plan).splitlines() if "32x512" in line]
-    assert any("keep" in line and "asked for before" in line for line in lines), f"{offload.plan}"

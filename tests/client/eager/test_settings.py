@@ -14,11 +14,10 @@ from storm_client.eager.settings import (
     DECIDING,
     GETTERS,
     deciding_settings,
-    overridden_kernels,
     settings_of_kernels,
 )
 from storm_client.native.build import BuildError, build
-from support.thread_counts import omp_threads, one_thread, one_thread_more
+from support.thread_counts import one_thread_more
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -220,31 +219,3 @@ def in_a_new_thread(function: Callable[[], Any]) -> Any:
     thread.start()
     thread.join()
     return found[0]
-
-
-@pytest.mark.parametrize("is_simple", [False, True])
-def test_to_look_changes_no_thread(is_simple: bool) -> None:
-    """A new thread has OpenMP's own count until PyTorch first shares work there."""
-
-    def look() -> tuple[int, int]:
-        before = omp_threads()
-        settings_of_kernels("cpu", is_simple=is_simple)
-        return before, omp_threads()
-
-    with one_thread():
-        before, after = in_a_new_thread(look)
-        assert before == after
-        assert in_a_new_thread(lambda: (torch.get_num_threads(), omp_threads())) == (1, 1)
-
-
-def test_a_thread_is_not_another() -> None:
-    here = settings_of_kernels("cpu")
-    assert in_a_new_thread(lambda: settings_of_kernels("cpu")) != here
-    assert in_a_new_thread(lambda: settings_of_kernels("cuda")) == settings_of_kernels("cuda")
-
-
-def test_overridden_operators_are_known_by_their_names() -> None:
-    before = overridden_kernels()
-    with overridden():
-        assert overridden_kernels() - before == {"aten/silu/CPU"}
-    assert overridden_kernels() == before

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from storm_client.losses import in_blocks, upcasts
 from storm_client.losses.deferred import USE, Deferred
-from support.following import PATHS, follow_by
+from support.following import follow_by
 from support.peak_memory import peak_bytes
 from support.same_bits import same, set_tiles
 from torch import Tensor, nn
@@ -386,7 +386,7 @@ def test_scripted_and_traced_code_has_it_too(offload: storm.Offload) -> None:
 
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(
-    ("path", "dtype"), zip(PATHS, [torch.bfloat16, torch.float32], strict=True)
+    ("path", "dtype"), [("python", torch.bfloat16), ("compiled", torch.float32)]
 )
 def test_a_gradient_takes_the_memory_of_logits_that_a_block_keeps(
     path: str,

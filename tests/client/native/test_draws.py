@@ -12,8 +12,8 @@ import storm_client as storm
 import torch
 from storm_client import native
 from storm_client.eager import recompute
-from storm_client.eager.operations import bound, byproduct_of
-from storm_client.eager.sources import Blank, OtherNumbers
+from storm_client.eager.operations import bound
+from storm_client.eager.sources import OtherNumbers
 from storm_client.errors import ActivationLost
 from support.following import Followed
 from support.planning import replay_all
@@ -84,28 +84,6 @@ def test_the_same_is_drawn_again_and_the_generator_is_as_it_was(
         assert_identical(found, expected)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_dropout_keeps_does_not_depend_on_what_is_in_its_input(
-    dtype: torch.dtype, transposed: bool, x: Tensor
-) -> None:
-    given = x.to(dtype).requires_grad_()
-    given = given.t() if transposed else given
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
-        draw, _ = drawn(torch.dropout, given, 0.3, True)
-    (expected,) = saved
-    noise, blank = byproduct_of(torch.dropout), Blank.like(given)
-    for fill in (0.0, float("nan")):
-        assert noise is not None
-        state = generator(x).get_state()
-        made = draw.again(noise, [blank.tensor().fill_(fill), 0.3, True], {})
-        assert_identical([made], [expected])
-        assert made.stride() == expected.stride()
-        assert not made.requires_grad
-        assert torch.equal(generator(x).get_state(), state)
-
-
 def generator(x: Tensor) -> torch.Generator:
     return torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
 
@@ -153,18 +131,6 @@ def test_a_failure_leaves_the_generator_as_it_was(error: type[BaseException], x:
         draw.again(failing, [x, 0.3, True], {})
     assert torch.equal(generator(x).get_state(), state)
     assert_identical([draw.again(torch.dropout, [x, 0.3, True], {})], [made])
-
-
-def test_a_draw_inside_of_another(x: Tensor) -> None:
-    """As a signal's handler may run a backward pass."""
-    draw, made = drawn(torch.dropout, x, 0.3, True)
-    other, made_by_other = drawn(torch.dropout, x, 0.6, True)
-
-    def interrupted(*arguments: Any) -> Tensor:
-        assert_identical([other.again(torch.dropout, [x, 0.6, True], {})], [made_by_other])
-        return torch.dropout(*arguments)
-
-    assert_identical([draw.again(interrupted, [x, 0.3, True], {})], [made])
 
 
 def test_threads_that_draw_again_take_turns(x: Tensor) -> None:
@@ -266,22 +232,6 @@ def test_steps_with_another_thread_that_draws_are_right_or_raise(
             assert_identical(found, expected)
     found = step(net, x, lambda: offload)
     assert_identical(found, step(net, x, nullcontext))
-
-
-def test_steps_whose_other_thread_draws_on_its_own_are_right(
-    device: str, client: storm.Client, followed: Followed
-) -> None:
-    net, x = Dropping(device), seeded(device, 32, WIDTH)
-    expected = step(net, x, nullcontext)
-    offload = client.offload(net, min_bytes=256)
-    own = torch.Generator(device)
-
-    def fill() -> None:
-        torch.rand(3, device=device, generator=own)
-
-    for _ in range(STEPS):
-        beside(fill)
-        assert_identical(step(net, x, lambda: offload), expected)
 
 
 def test_a_trial_that_another_thread_disturbs_raises(

@@ -123,22 +123,14 @@ def duplicates(x: Tensor, w: Tensor) -> Iterator[Tensor]:
 
 
 @forward
-def conjugated_and_negated(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+def of_odd_kinds(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """Conjugated and negated, of no bytes, and too small."""
     y = torch.complex(x @ w, (x @ w).sin()).exp()
-    yield (y.conj() * y.imag * torch._neg_view(y.real)).abs().square().sum()
-
-
-@forward
-def nothing_in_it(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    loss = (y.conj() * y.imag * torch._neg_view(y.real)).abs().square().sum()
     empty = (x[:0] @ w).tanh()
-    yield (x @ w).tanh().sum() + empty.exp().sum()
-
-
-@forward
-def small_ones(x: Tensor, w: Tensor) -> Iterator[Tensor]:
-    y = (x @ w).exp()
-    scale = y[0, :3].sum().sigmoid().tanh()
-    yield (y * scale).tanh().sum()
+    z = (x @ w).exp()
+    scale = z[0, :3].sum().sigmoid().tanh()
+    yield loss + (z * scale).tanh().sum() + empty.exp().sum()
 
 
 @case
@@ -149,6 +141,13 @@ def leaves_and_buffers(block: Block, device: str) -> list[Tensor]:
         loss = ((x @ w) * table * more).tanh().mul(table).sum()
     loss.backward()
     return [loss.detach(), w.grad, more.grad]
+
+
+@forward
+def views_of_a_leaf(x: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """They are as large as what is made in between."""
+    y = x.repeat(WIDTH // ROWS, 1)
+    yield (silu(silu(y @ w.t()) @ w.t()) @ w.t()).square().mean()
 
 
 @forward
@@ -215,16 +214,6 @@ def a_changed_view(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     yield loss
 
 
-@case
-def a_changed_leaf(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        loss = (x @ w).tanh().sum()
-    x.add_(1)
-    loss.backward()
-    return [loss.detach(), w.grad]
-
-
 @forward
 def writes_that_nothing_saved_sees(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     y = x @ w
@@ -250,25 +239,31 @@ def written_over(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     yield (part.exp() * z * a * shared.sin() * twice).sum()
 
 
-@case
-def other_data_for_a_leaf(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        loss = (x @ w).tanh().sum()
-    x.data = seeded(device, ROWS, WIDTH, seed=4)
-    loss.backward()
-    return [loss.detach(), w.grad]
+def changed_between(name: str, change: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+    """Add a case in which a script changes its batch, what it trains or a result in between."""
+
+    def run(block: Block, device: str) -> list[Tensor]:
+        x, w = inputs(device)
+        with block():
+            y = (x @ w).tanh()
+            z = (y * 2).exp()
+            loss = (z.sin() * y).sum()
+        with torch.no_grad():
+            change(x, w, y)
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    CASES[name] = run
 
 
-@case
-def other_data_for_a_result(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        loss = (y * y).sin().sum()
-    y.data = seeded(device, ROWS, WIDTH, seed=4)
-    loss.backward()
-    return [loss.detach(), w.grad]
+def other_data(one: Tensor) -> None:
+    one.data = seeded(one.device.type, *one.shape, seed=4)
+
+
+changed_between("a_changed_leaf", lambda x, _, __: x.add_(1))
+changed_between("a_changed_parameter", lambda _, w, __: w.mul_(2))
+changed_between("other_data_for_a_leaf", lambda x, _, __: other_data(x))
+changed_between("other_data_for_a_result", lambda _, __, y: other_data(y))
 
 
 @case
@@ -711,19 +706,6 @@ def what_is_written_in_python(block: Block, device: str) -> list[Tensor]:
     return [loss.detach(), w.grad, *(one.grad for one in trained), *norm.buffers()]
 
 
-@case
-def recomputed_after_a_change(block: Block, device: str) -> list[Tensor]:
-    x, w = inputs(device)
-    with block():
-        y = (x @ w).tanh()
-        z = (y * 2).exp()
-        loss = z.sin().sum()
-    with torch.no_grad():
-        w.mul_(2)
-    loss.backward()
-    return [loss.detach(), w.grad]
-
-
 @forward
 def an_operator_that_fails(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     y = (x @ w).tanh()
@@ -824,6 +806,7 @@ RECOMPUTED = {
     "pooled": "pooling's indices",
     "what_is_written_in_python": "grid_sampler",
     "views": "tanh",
+    "views_of_a_leaf": "silu",
     "copies_for_products": "reshape",
     "parts_by_lists": "tanh",
     "what_no_backward_pass_asks_for": "sin",
@@ -1005,44 +988,3 @@ def test_a_step_that_leaves_its_script_goes_on_in_python(
     for rows in [16] * STEPS + [24, 16, 8, 16, 16, 24, 24, 24, 8, 16]:
         assert_identical(step(lambda: offload, rows), step(nullcontext, rows))
     assert any(compiled)
-
-
-def test_autocast_casts_no_argument_again_whose_cast_is_recomputed(
-    client: storm.Client, compiled: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay_all(monkeypatch)
-    torch.manual_seed(0)
-    layers = 4
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
-    x = seeded("cpu", ROWS, WIDTH, seed=1)
-
-    def casts(block: AbstractContextManager[object]) -> int:
-        with block, torch.autocast("cpu", torch.bfloat16):
-            loss = net(x.exp()).float().square().mean()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss.backward()
-        return sum(one.name == "aten::_to_copy" for one in profile.events())
-
-    offload = client.offload(net, min_bytes=256)
-    found = [casts(offload) for _ in range(SETTLED_STEPS)]
-    assert compiled[-1]
-    assert not compiled.left
-    of_backward = casts(nullcontext())
-    assert found[-1] <= of_backward + 2 * layers  # of a weight and of what is given to it
-    assert found[-1] > of_backward
-
-
-def test_a_view_of_a_leaf_as_large_as_what_is_expected_is_no_alias_of_it(
-    client: storm.Client, compiled: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay_all(monkeypatch)
-    weight = nn.Parameter(seeded("cpu", WIDTH, WIDTH, seed=1))
-    x = seeded("cpu", WIDTH, WIDTH, seed=2, grad=True)
-    offload = client.offload(min_bytes=1)  # which knows no parameter
-    for _ in range(SETTLED_STEPS):
-        with offload:
-            loss = (silu(silu(x @ weight.t()) @ weight.t()) @ weight.t()).square().mean()
-        loss.backward()
-    assert compiled[-1]
-    assert not compiled.left
-    assert offload.stats().replayed_bytes > 0

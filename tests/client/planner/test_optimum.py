@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from storm_client.planner.decisions import OFFLOAD, REPLAY
 from storm_client.planner.machine import CUDA
 from storm_client.planner.problem import Problem, Value
 from storm_client.planner.repeated_blocks import repeated_ends
@@ -108,12 +107,3 @@ def test_where_no_layer_has_a_name_blocks_are_found(link: float) -> None:
     taken = cost_of(choose(problem, machine), values, machine, whole)
     best, _ = optimum(values, machine, 0, whole, SOLVER_SECONDS)
     assert STEP * whole + taken <= 1.02 * (STEP * whole + best)
-
-
-def test_no_chain_goes_on_behind_a_block() -> None:
-    """What is recomputed for the last block needs nothing of the first, however slow the link."""
-    values, ends = step()
-    problem = Problem(tuple(values), forward_seconds=0.0, block_ends=ends)
-    decisions = choose(problem, MACHINE).decisions
-    assert all(decisions[number] == OFFLOAD for number in ends)
-    assert decisions.count(REPLAY) > len(values) / 2

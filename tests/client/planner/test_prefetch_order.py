@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner import DeviceWindow, OrderHistory, Step
 from storm_client.planner.in_flight import (
-    LARGEST,
-    LATEST,
     MIN_BYTES,
-    in_flight_bytes,
 )
 from storm_client.planner.prefetch_order import (
-    PASS_HANDLES,
     StepPlan,
 )
 from storm_client.saved.ranges import Handle
@@ -50,31 +46,6 @@ def test_the_order_of_the_last_step_is_learned() -> None:
     second = packed(history, 10, 20, 30)
     second.unpacked(1)
     assert list(second.upcoming()) == [2, 0]
-
-
-def stepped(history: OrderHistory, sizes: tuple[int, ...], order: tuple[int, ...]) -> None:
-    plan = packed(history, *sizes)
-    for number in order:
-        plan.unpacked(number)
-
-
-def soon(history: OrderHistory, *sizes: int) -> list[int]:
-    plan = StepPlan(history)
-    found = []
-    for number, nbytes in enumerate(sizes):
-        if plan.needed_at_once(nbytes):
-            found.append(number)
-        plan.packed(nbytes)
-    return found
-
-
-def test_what_comes_back_before_it_could_have_gone_is_needed_at_once() -> None:
-    history = OrderHistory()
-    sizes = (10, 10, 50, 10, 10)
-    assert soon(history, *sizes) == []
-    stepped(history, sizes, (4, 3, 2, 1, 0))
-    assert soon(history, *sizes) == [2, 4]
-    assert soon(history, 10, 10, 51, 10, 10) == [4]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
@@ -162,16 +133,6 @@ def test_what_a_hook_costs_does_not_grow_while_a_graph_is_kept() -> None:
     assert latest.earlier.earlier is None
 
 
-def test_what_is_never_asked_for_is_forgotten_too() -> None:
-    step = Step(OrderHistory())
-    kept = handles_of(step, 1)
-    for _ in range(3 * PASS_HANDLES):
-        handles_of(step, 1)
-    assert len(step._packing.records) <= PASS_HANDLES
-    step.unpacked(kept[0])
-    assert step.upcoming() == []
-
-
 # --- the device window: three tensors, spare memory, never the ceiling ----------------------
 
 GIB = 1 << 30
@@ -187,18 +148,6 @@ def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -
         window.record_store(nbytes)
     window.on_backward_begin()
     assert window.limit == limit
-
-
-def test_what_learning_has_stored_soon_counts_no_more() -> None:
-    """As much is in flight as the planner takes for that: a plan that stays stores much less."""
-    window, own = DeviceWindow(4 * GIB), [GIB // 8] * 8
-    for stored in ([GIB] * 20, *[own] * LATEST):
-        for nbytes in stored:
-            window.record_store(nbytes)
-        window.on_backward_begin()
-    assert window.limit == LARGEST * GIB // 8
-    assert window.unread == window.limit
-    assert window.prefetch_limit(0, 0) <= in_flight_bytes(own)
 
 
 def test_running_out_of_memory_halves_it_down_to_a_little() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +17,6 @@ from storm_client.planner.search import (
     MORE_BESIDE,
     OFFLOAD_ALONE,
     PREDICTED,
-    REMEASURED,
     SKIPPED,
     Alternative,
     PlanSearch,
@@ -90,50 +88,6 @@ def test_the_share_of_the_link_that_takes_least_is_found(best: Alternative) -> N
     assert search.steps <= LONGEST
 
 
-def test_what_the_link_alone_takes_longer_for_is_not_followed() -> None:
-    search = PlanSearch()
-    for _ in range(10 * (SKIPPED + MEASURED)):
-        if search.is_settled:
-            break
-        if search.current == OFFLOAD_ALONE and search.skip_if_slow(0.2):
-            continue
-        assert not search.skip_if_slow(0.1)
-        search.record_step(search.current, 0.1)
-    assert search.is_settled
-    assert OFFLOAD_ALONE not in search.results
-    assert OFFLOAD_ALONE in search.ruled_out
-
-
-def test_where_recomputing_takes_the_thread_too_long_nothing_is_recomputed() -> None:
-    search = settled(PlanSearch(), lambda one: 1.0 if one.recomputes else 0.5)
-    assert search.current == OFFLOAD_ALONE
-
-
-def test_a_delay_decides_nothing() -> None:
-    """As of an evaluation between two steps."""
-    search = PlanSearch()
-    for seconds in (9.0, 0.1, 9.0, 0.1):
-        search.record_step(NOTHING, seconds)
-    assert search.results[NOTHING].seconds == pytest.approx(0.1)
-
-
-def test_what_delays_all_steps_of_a_plan_once_decides_nothing() -> None:
-    """As of another process, for as long as the plan is measured: what is close is seen again."""
-    followed: Counter[Alternative] = Counter()
-
-    def seconds(alternative: Alternative) -> float:
-        followed[alternative] += 1
-        is_delayed = alternative is TWO_THIRDS and followed[alternative] <= SKIPPED + MEASURED
-        if alternative is TWO_THIRDS:
-            return 1.04 if is_delayed else 1.0
-        return 1.02
-
-    search = settled(PlanSearch(), seconds)
-    assert search.current is TWO_THIRDS
-    assert search.steps <= MAX_STEPS
-    assert followed[TWO_THIRDS] == followed[NOTHING] == 2 * SKIPPED + MEASURED + REMEASURED
-
-
 @pytest.mark.parametrize("best", AS_BLOCKS)
 def test_what_delays_the_first_plan_as_a_training_begins_decides_nothing(best: Alternative) -> None:
     """As on an H100, where a busy host had it take 211 ms instead of 110, and others 134 to 156."""
@@ -167,13 +121,6 @@ def test_a_plan_that_takes_longer_for_long_is_taken_back(later: float) -> None:
     assert search.results[TWO_THIRDS].seconds > 1.05
 
 
-def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
-    search = PlanSearch()
-    for _ in range(SKIPPED + MEASURED):
-        assert not search.record_step(PREDICTED, 1.0)
-    assert not search.results
-
-
 def test_less_stays_if_that_takes_hardly_longer() -> None:
     milliseconds = {NOTHING: 94, PREDICTED: 99, OFFLOAD_ALONE: 101}
     staying = {NOTHING: 100, PREDICTED: 50, OFFLOAD_ALONE: 0}
@@ -185,21 +132,6 @@ def test_less_stays_if_that_takes_hardly_longer() -> None:
             lambda one: staying.get(one, 200),
         )
         assert search.current == chosen
-
-
-def test_plans_that_decide_the_same_are_followed_once() -> None:
-    search = PlanSearch()
-    for _ in range(SKIPPED + MEASURED):
-        search.record_step(NOTHING, 0.1)
-    while not search.is_remeasuring:
-        search.reuse_result_of(NOTHING)
-    assert search.steps == SKIPPED + MEASURED
-    assert {PREDICTED, NOTHING, OFFLOAD_ALONE} <= search.results.keys()
-    settled(search, lambda _: 0.1)
-    assert search.steps == 2 * SKIPPED + MEASURED + REMEASURED
-    assert [one.seconds for one in search.results.values()] == pytest.approx(
-        [0.1] * len(search.results)
-    )
 
 
 def test_what_has_settled_stays_as_long_as_steps_take_as_long() -> None:
@@ -235,13 +167,6 @@ def test_what_takes_longer_than_it_did_gives_way_to_what_was_nearly_as_fast() ->
     assert search.current is NOTHING
     assert settled(search, lambda one: 1.2 if one is TWO_THIRDS else 1.1).current is NOTHING
     assert settle_at(search, 1.1) == 3 * LATEST
-
-
-def test_where_all_take_longer_by_now_the_chosen_plan_stays() -> None:
-    search = settled(PlanSearch(), lambda one: 1.0 if one is TWO_THIRDS else 1.1)
-    settle_at(search, 1.2)
-    assert settled(search, lambda one: 1.2 if one is TWO_THIRDS else 1.4).current is TWO_THIRDS
-    assert settle_at(search, 1.2) == 3 * LATEST, "it is known by now"
 
 
 @pytest.mark.parametrize("seconds", [1.04, 1.09])

@@ -29,13 +29,6 @@ def decided(values: Sequence[Value], budget_bytes: int = 0, **more: Any) -> list
     return chosen(values, budget_bytes, **more).decisions
 
 
-def test_what_was_found_to_differ_is_not() -> None:
-    values = [value(0), value(1, 100, "silu", 0)]
-    choice = chosen(values, rejected={1: "recomputed it had other bits"})
-    assert choice.decisions == [OFFLOAD, OFFLOAD]
-    assert choice.reasons[1] == "recomputed it had other bits"
-
-
 def test_a_chain_is_recomputed_from_its_beginning() -> None:
     values = [
         value(0),
@@ -57,14 +50,6 @@ def test_what_the_link_has_no_time_for_at_the_end_stays() -> None:
     assert decided(values, forward_seconds=1.0, last_bytes=199) == [*[OFFLOAD] * 3, LAST]
 
 
-def test_what_is_asked_for_before_the_link_could_have_taken_it_stays() -> None:
-    values = [value(0), value(1), value(2, 1000)]
-    in_time, late = {"turn_seconds": 1000.0}, {"turn_seconds": 999.0}
-    assert decided(values, forward_seconds=2000.0, **in_time) == [OFFLOAD] * 3
-    assert decided(values, forward_seconds=2000.0, **late) == [*[OFFLOAD] * 2, LAST]
-    assert decided(values, forward_seconds=2000.0) == [OFFLOAD] * 3  # it is not known when
-
-
 def test_what_the_backward_pass_begins_with_is_kept_though_it_could_be_recomputed() -> None:
     """As logits that the loss has saved: recomputed they would lie there all the same."""
     values = [value(0), value(1, 100, "silu", 0), value(2, 100, "float", 1)]
@@ -80,11 +65,6 @@ def test_products_are_recomputed_only_for_what_cannot_stay_either() -> None:
     assert decided(values, **options, last_bytes=200) == [*[OFFLOAD] * 2, *[LAST] * 2]
     assert decided(values, **options, last_bytes=100).count(REPLAY) == 1
     assert decided(values, **options).count(REPLAY) == 2
-
-
-def test_an_expensive_operation_that_was_not_timed_is_not_recomputed() -> None:
-    values = [value(0), value(1, 100, "linear", 0, expensive=True)]
-    assert decided(values, forward_seconds=1.0) == [OFFLOAD, OFFLOAD]
 
 
 def test_the_budget_keeps_what_costs_most_otherwise() -> None:
