@@ -17,7 +17,15 @@ from support import fake_cuda
 from support.waiting import wait_until
 
 from stormd.ledger.chunks import Chunk
-from stormd.ledger.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
+from stormd.ledger.events import (
+    Detached,
+    RestoreJob,
+    Result,
+    SegmentMapped,
+    StoreDone,
+    StoreFailed,
+    StoreJob,
+)
 from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import Hello, MapSegment
@@ -51,6 +59,23 @@ HELD_SECONDS = 60.0
 """After which a test that has failed lets its streams go."""
 
 
+class Results(list[Result]):
+    """What a lane has posted; and what stores were promised, by session and entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.promised: dict[tuple[int, int], int] = {}
+
+    def give_back(self, space: Space) -> None:
+        """Give back all that has been stored, and the promises of what has failed."""
+        for one in self:
+            if isinstance(one, StoreDone):
+                space.release(one.block)
+            elif isinstance(one, StoreFailed):
+                space.withdraw(self.promised[one.session, one.entry])
+        assert (space.use().used, space.use().promised) == (0, 0)
+
+
 class Bench:
     """A lane on a fake device with one session, driven as the ledger and a client would."""
 
@@ -59,7 +84,7 @@ class Bench:
         lane: Any,
         pool: HostPool,
         space: Space,
-        results: list[Result],
+        results: Results,
         session: int = SESSION,
         ordinal: int = 0,
     ) -> None:
@@ -104,6 +129,7 @@ class Bench:
         """Hand over the range as a store whose sequence number is its entry."""
         part = Chunk.of(nbytes, "bfloat16", codec)
         assert self.space.promise(part.bound)
+        self.results.promised[self.session, entry] = part.bound
         job = StoreJob(
             session=self.session,
             entry=entry,
@@ -158,13 +184,14 @@ def lanes_on_fake_devices(
     first: int = 4 * MIB, *, is_resumable: bool = False
 ) -> Iterator[Callable[[list[int]], Bench]]:
     """Yield what makes a bench on devices of these ordinals, over a pool that begins with `first`
-    of its 4 MiB. With another, a bench goes on with the lane that is made.
+    of its 4 MiB. With another, a bench goes on with the lane that is made. In the end all that was
+    stored is given back, but for what tests with `is_resumable` have to give back themselves.
     """
     from stormd.lanes.cuda.lane import CudaLane
 
     pool = HostPool(4 * MIB, first=first)
-    space, results = Space(pool.nbytes, committed=first), []
-    benches = []
+    space, results = Space(pool.nbytes, committed=first), Results()
+    benches: list[Bench] = []
 
     def lane_on(ordinals: list[int], resumed: Bench | None = None) -> Bench:
         lane = CudaLane(
@@ -188,6 +215,8 @@ def lanes_on_fake_devices(
         if Detached(SESSION) not in results:
             bench.end()
         assert bench.lane.close(10.0)
+    if not is_resumable:
+        results.give_back(space)
     space.assert_invariants()
     pool.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from support.fake_tier import FakeTier, WatchedLane
 
@@ -11,6 +12,7 @@ from stormd.ledger.ledger import Ledger
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.records import JournalRecords
 from stormd.ledger.sessions import Limits, SessionInfo
+from stormd.ledger.spills import Spills
 from stormd.memory.arena import Space
 from stormd.memory.extents import PAGE
 from stormd.monitoring.counters import Counters
@@ -28,6 +30,7 @@ from stormd.protocol import (
     pack,
 )
 
+Told = TypeVar("Told", bound=Message)
 KIB = 1024
 CAPACITY = 64 * KIB
 STAGING = 16 * KIB
@@ -134,6 +137,17 @@ class LedgerBench:
 
     def release(self, *entries: int, session: int = 1) -> None:
         self.lane.take(self.ask(session, 0, Release(list(entries))))
+
+    def told(self, kind: type[Told]) -> Told:
+        """Return the last message to a client, which is of that kind."""
+        message = self.lane.last()
+        assert isinstance(message, kind), message
+        return message
+
+    @property
+    def spills(self) -> Spills:
+        assert self.ledger.spills is not None, "there is no disk"
+        return self.ledger.spills
 
     def end(self, session: int = 1) -> None:
         self.lane.take(self.ledger.leases.end(session, "died"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,10 +29,11 @@ from stormd.protocol import (
 
 
 @pytest.fixture
-def made() -> LedgerBench:
+def made() -> Iterator[LedgerBench]:
     fixture = LedgerBench()
     fixture.open()
-    return fixture
+    yield fixture
+    fixture.ledger.assert_invariants()
 
 
 # --- an entry's life ----------------------------------------------------------------------------
@@ -51,7 +53,6 @@ def test_restores_begin_in_the_order_of_asking(made: LedgerBench) -> None:
     assert [job.entry for job in made.lane.jobs] == [3, 2, 1]
     for _ in range(3):
         made.lane.finish()
-    made.ledger.assert_invariants()
 
 
 def test_restores_that_were_asked_for_together_are_answered_so_and_those_in_vain_alone(
@@ -97,15 +98,13 @@ def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
     made.release(1)
     assert made.ledger.entries == 1
     made.restore(1, ticket=2)
-    failed = made.lane.last()
-    assert isinstance(failed, Failed)
+    failed = made.told(Failed)
     assert failed.kind == "ActivationLost", "for its client it is gone at once"
     made.lane.finish()
     assert made.used, "a restore that was asked for before the release is served"
     made.lane.finish()
     assert isinstance(made.lane.last(), Restored)
     assert (made.used, made.ledger.entries) == (0, 0)
-    made.ledger.assert_invariants()
 
 
 def test_a_failed_store_fails_what_waits_for_it_and_lets_those_behind_begin(
@@ -143,7 +142,6 @@ def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
     made.space.grow(4 * KIB)
     made.store(1, 4 * KIB)
     assert made.lane.last() == Admitted(1)
-    made.ledger.assert_invariants()
 
 
 # --- sessions -----------------------------------------------------------------------------------
@@ -256,8 +254,7 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
     made.lane.finish(1)
     assert len(made.lane.jobs) == 1, "the second restore waits behind the first"
     made.unmap(4)
-    failed = made.lane.last()
-    assert isinstance(failed, Failed)
+    failed = made.told(Failed)
     assert (failed.ticket, failed.kind) == (1, "UsageError")
     assert len(made.lane.jobs) == 2, "and begins once that has failed"
     made.map(4, KIB)
@@ -322,11 +319,9 @@ def test_a_restore_that_waits_fails_with_the_piece_that_it_is_to_go_to(made: Led
     made.unmap(6)
     assert isinstance(made.lane.last(), Mapped | Admitted)
     made.unmap(5)
-    failed = made.lane.last()
-    assert isinstance(failed, Failed)
+    failed = made.told(Failed)
     assert (failed.ticket, failed.kind) == (1, "UsageError")
     made.lane.finish()
-    made.ledger.assert_invariants()
 
 
 # --- shares and users' quotas -------------------------------------------------------------------

@@ -246,8 +246,7 @@ def test_a_store_that_was_done_is_answered_as_it_was(journal: Journal) -> None:
     record = come_back(again)
     assert sorted(record.entries) == [1, 2, 3]
     again.store(3, 2 * KIB)
-    rejected = again.lane.last()
-    assert isinstance(rejected, Rejected)
+    rejected = again.told(Rejected)
     assert "entry 3 has 1024 bytes" in rejected.detail
     again.store(2)
     assert again.lane.last() == Admitted(2)
@@ -337,8 +336,7 @@ def test_nothing_new_is_begun_where_the_journal_is_full(
     made.open()
     monkeypatch.setattr("stormd.memory.journal.LEFT_CELLS", 1 << 30)
     made.store(1)
-    rejected = made.lane.last()
-    assert isinstance(rejected, Rejected)
+    rejected = made.told(Rejected)
     assert rejected.reason == "too_many_entries"
 
 

@@ -126,8 +126,7 @@ def test_what_a_slow_disk_cannot_take_in_time_stays_with_the_trainer() -> None:
     _store(made, 9)
     made.tier.move(now=60.0)
     assert not isinstance(_ask(made, 10, now=60.0), Wait)
-    answer = made.lane.last()
-    assert isinstance(answer, Rejected)
+    answer = made.told(Rejected)
     assert "the tier on disk takes" in answer.detail
     assert "too slow: raise pool_bytes" in answer.detail
 
@@ -148,8 +147,7 @@ def test_a_full_disk_refuses_as_a_full_pool_does() -> None:
     made = _bench(disk_bytes=2 * ON_DISK)
     _away(made, 10)
     assert not isinstance(_ask(made, 11), Wait)
-    answer = made.lane.last()
-    assert isinstance(answer, Rejected)
+    answer = made.told(Rejected)
     assert answer.reason == "pool_full"
     assert "of the tier on disk are taken, too: raise spill_bytes" in answer.detail
 
@@ -179,10 +177,8 @@ def test_the_end_loses_what_is_away_and_nothing_else() -> None:
     _away(made)
     phases = {entry: _phase(made, entry) for entry in range(1, 15)}
     made.restore(1, NBYTES, ticket=1)
-    assert made.ledger.spills is not None
-    made.lane.take(made.ledger.spills.end("a write failed"))
-    answer = made.lane.last()
-    assert isinstance(answer, Failed)
+    made.lane.take(made.spills.end("a write failed"))
+    answer = made.told(Failed)
     assert (answer.kind, answer.ticket) == ("ActivationLost", 1)
     assert "it was on disk alone, and the tier there has ended: a write failed" in answer.detail
     for entry, before in phases.items():
@@ -190,8 +186,7 @@ def test_the_end_loses_what_is_away_and_nothing_else() -> None:
         assert _phase(made, entry) is (DiskPhase.LOST if lost else None)
         made.restore(entry, NBYTES, ticket=100 + entry)
         if lost:
-            answer = made.lane.last()
-            assert isinstance(answer, Failed)
+            answer = made.told(Failed)
             assert f"entry {entry}: it was on disk alone" in answer.detail
         else:
             made.lane.finish()
@@ -199,7 +194,7 @@ def test_the_end_loses_what_is_away_and_nothing_else() -> None:
     made.ledger.assert_invariants()
     made.release(*range(1, 15))
     assert made.used == 0
-    status = made.ledger.spills.as_status(0.0)
+    status = made.spills.as_status(0.0)
     assert (status["used_bytes"], status["ended"]) == (0, "a write failed")
     assert status["lost_entries"] == sum(one is DiskPhase.AWAY for one in phases.values())
 
@@ -214,13 +209,11 @@ def test_what_was_asked_for_while_a_read_was_to_fail_is_answered() -> None:
         made.release(entry)
     made.tier.move()
     ahead = made.tier.jobs[0].entry
-    assert made.ledger.spills is not None
-    made.lane.take(made.ledger.spills.end("the disk stands still"))
+    made.lane.take(made.spills.end("the disk stands still"))
     made.restore(ahead, NBYTES, ticket=99)
     assert _phase(made, ahead) is DiskPhase.READING
     made.tier.finish(fail=True)
-    answer = made.lane.last()
-    assert isinstance(answer, Failed)
+    answer = made.told(Failed)
     assert answer.ticket == 99
     made.ledger.assert_invariants()
 
@@ -242,11 +235,9 @@ def test_a_pool_whose_tier_has_ended_holds_and_refuses_as_one_without(share: int
     without = LedgerBench(limits, CAPACITY)
     for one in (made, without):
         one.open(1)
-    assert made.ledger.spills is not None
-    made.lane.take(made.ledger.spills.end("a write failed"))
+    made.lane.take(made.spills.end("a write failed"))
     assert _fill(made) == _fill(without)
-    answer = made.lane.last()
-    assert isinstance(answer, Rejected)
+    answer = made.told(Rejected)
     assert answer.reason == "pool_full"
     assert "the tier on disk has ended (a write failed): restart the daemon" in answer.detail
     made.release(1)
@@ -260,15 +251,13 @@ def test_who_waits_for_a_disk_that_ends_is_answered_at_once() -> None:
     made = _bench()
     _store(made, *range(1, 9))
     assert isinstance(_ask(made, 9), Wait)
-    assert made.ledger.spills is not None
-    made.lane.take(made.ledger.spills.end("the disk stands still"))
+    made.lane.take(made.spills.end("the disk stands still"))
     assert not made.ledger.is_waited_for
     for entry in (9, 10):
         assert not isinstance(_ask(made, entry), Wait)
         assert made.lane.last() == Admitted(entry)
     assert not isinstance(_ask(made, 11), Wait)
-    answer = made.lane.last()
-    assert isinstance(answer, Rejected)
+    answer = made.told(Rejected)
     assert answer.reason == "pool_full"
     made.tier.move()
     made.tier.finish(fail=True)  # the write that the first has had begun
@@ -286,8 +275,7 @@ def test_status_tells_bytes_age_and_speed(monkeypatch: pytest.MonkeyPatch) -> No
     _store(made, *range(1, 9))
     made.tier.move(now=1.0)
     _written(made, 3.0)
-    assert made.ledger.spills is not None
-    status = made.ledger.spills.as_status(6.0)
+    status = made.spills.as_status(6.0)
     assert status["used_bytes"] == ON_DISK
     assert status["oldest_seconds"] == 5.0
     nbytes = blob_bound(NBYTES)
@@ -298,8 +286,8 @@ def test_status_tells_bytes_age_and_speed(monkeypatch: pytest.MonkeyPatch) -> No
     }
     (session,) = made.ledger.sessions_status()
     assert session["spilled_bytes"] == ON_DISK
-    assert made.ledger.spills.bytes_per_second == 0, "too little to tell"
+    assert made.spills.bytes_per_second == 0, "too little to tell"
     monkeypatch.setattr(spills, "MIN_MOVED", 1)
-    assert made.ledger.spills.bytes_per_second == 8 * nbytes // 2, "of which it has moved one"
-    made.ledger.spills.end("a test has ended it")
-    assert made.ledger.spills.bytes_per_second == 0
+    assert made.spills.bytes_per_second == 8 * nbytes // 2, "of which it has moved one"
+    made.spills.end("a test has ended it")
+    assert made.spills.bytes_per_second == 0

@@ -46,8 +46,7 @@ class SpillMachine(LedgerMachine):
     def come(self) -> None:
         """Have the disk make the room that a store waits for, or memory come."""
         space = self.made.space
-        assert self.made.ledger.spills is not None
-        if self.made.ledger.spills.is_waited_for:
+        if self.made.spills.is_waited_for:
             self.made.tier.move()
             assert self.made.tier.jobs, "a store waits for a disk that does nothing"
             self.made.tier.finish()
@@ -101,15 +100,13 @@ class SpillMachine(LedgerMachine):
 
     @rule(chance=st.integers(0, 39))
     def end_tier(self, chance: int) -> None:
-        assert self.made.ledger.spills is not None
         if chance == 7:
-            self.made.lane.take(self.made.ledger.spills.end("the disk is too slow"))
+            self.made.lane.take(self.made.spills.end("the disk is too slow"))
 
     @rule()
     def everybody_gets_on(self) -> None:
         """Once lanes and tier have done what they have, no restore waits any more."""
         made = self.made
-        assert made.ledger.spills is not None
         while made.ledger.leases.is_freeing:  # as the loop does between other things
             self.free_some()
         made.tier.move()
@@ -133,8 +130,7 @@ class SpillMachine(LedgerMachine):
         while self.made.tier.jobs:
             self.made.tier.finish()
         super().teardown()
-        assert self.made.ledger.spills is not None
-        status = self.made.ledger.spills.as_status(0.0)
+        status = self.made.spills.as_status(0.0)
         assert (status["used_bytes"], status["away_bytes"]) == (0, 0)
 
 
@@ -160,8 +156,7 @@ class SpillShareMachine(SharingMachine, SpillMachine):
 
     @property
     def keeps_shares(self) -> bool:  # type: ignore[override]
-        assert self.made.ledger.spills is not None
-        return not self.made.ledger.spills.as_status(0.0)["ended"]
+        return not self.made.spills.as_status(0.0)["ended"]
 
 
 TestSpillMachine = SpillMachine.TestCase
@@ -222,8 +217,7 @@ class _Walk:
         if jobs:
             self.made.tier.finish(self.random.randrange(len(jobs)), fail=True)
         else:
-            assert self.made.ledger.spills is not None
-            self.made.lane.take(self.made.ledger.spills.end("the disk is too slow"))
+            self.made.lane.take(self.made.spills.end("the disk is too slow"))
 
     def store(self, session: int) -> None:
         for _ in range(self.random.randint(1, 4)):

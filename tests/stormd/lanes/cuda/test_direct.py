@@ -167,7 +167,7 @@ def done(bench: Bench, count: int) -> dict[int, StoreDone]:
 
 
 def assert_back(bench: Bench, before: np.ndarray, stored: dict[int, StoreDone]) -> None:
-    """Restore all to where nothing else is, compare, and release."""
+    """Restore all to where nothing else is, and compare."""
     place = len(before) - PART
     already = sum(isinstance(one, RestoreDone) for one in bench.results)
     for number, (entry, one) in enumerate(stored.items(), already + 1):
@@ -175,7 +175,6 @@ def assert_back(bench: Bench, before: np.ndarray, stored: dict[int, StoreDone]) 
         bench.restore(50 + number, one.block, place, size(entry))
         bench.expect(RestoreDone, number)
         assert np.array_equal(bench.memory[place : place + size(entry)], source(before, entry))
-        bench.space.release(one.block)
 
 
 def test_parts_go_as_they_are_while_no_encoder_can_run(bench: Bench, clock: Clock) -> None:
@@ -193,7 +192,7 @@ def test_parts_go_as_they_are_while_no_encoder_can_run(bench: Bench, clock: Cloc
         assert not answered(bench)  # there are no checksums yet
     stored = done(bench, 7)
     wait_until(lambda: bench.counters.read(STORED) == 7)
-    bench.space.release(stored.pop(7).block)
+    stored.pop(7)
     modes = [stored[entry].mode for entry in range(1, 7)]
     assert modes == ["window"] * ROOM_PARTS + ["raw"] * 3
     for entry in (4, 5, 6):
@@ -231,7 +230,7 @@ def test_large_parts_pass_small_ones_that_wait_for_room(bench: Bench, clock: Clo
     stored = done(bench, 6)
     wait_until(lambda: bench.counters.read(STORED) == 6)
     assert [stored[entry].mode for entry in (5, 6)] == ["raw"] * 2
-    bench.space.release(stored.pop(4).block)
+    stored.pop(4)
     assert_back(bench, before, stored)
 
 
@@ -296,7 +295,6 @@ def test_damage_in_the_pool_is_told(bench: Bench) -> None:
     ctypes.c_uint8.from_address(bench.pool.address + block.extents[0].offset + 4000).value ^= 1
     bench.restore(2, block, PART, size(1))
     assert bench.expect(RestoreFailed).kind == "CorruptBlob"
-    bench.space.release(block)
 
 
 def test_what_its_client_writes_meanwhile_is_no_blob(bench: Bench, clock: Clock) -> None:
@@ -308,8 +306,6 @@ def test_what_its_client_writes_meanwhile_is_no_blob(bench: Bench, clock: Clock)
     stored = done(bench, 4)
     bench.restore(60, stored[4].block, 8 * PART, size(4))
     assert bench.expect(RestoreFailed).kind == "CorruptBlob"
-    for one in stored.values():
-        bench.space.release(one.block)
 
 
 def test_a_checksum_that_cannot_be_begun_costs_its_own_store_only(bench: Bench) -> None:
@@ -319,7 +315,6 @@ def test_a_checksum_that_cannot_be_begun_costs_its_own_store_only(bench: Bench) 
     failed = bench.expect(StoreFailed)
     assert (failed.entry, fake_cuda.CudaCodec.broken) == (1, None)
     assert "does not start" in failed.detail
-    bench.space.withdraw(blob_bound(size(1)))
     stored = done(bench, 2)
     wait_until(lambda: bench.counters.read(STORED) == 3)
     assert_back(bench, before, stored)
@@ -337,7 +332,6 @@ def test_a_checksum_that_was_not_made_is_no_header(
         store(bench, 2, codec="raw")
         failed = bench.expect(StoreFailed)
     assert (failed.entry, failed.detail[:13]) == (2, "RuntimeError:")
-    bench.space.withdraw(blob_bound(size(2)))
     store(bench, 3, codec="raw")
     stored = done(bench, 2)
     wait_until(lambda: bench.counters.read(STORED) == 3)
@@ -355,8 +349,6 @@ def test_a_dead_clients_copies_are_finished_and_its_memory_let_go(
         wait_until(lambda: Detached(SESSION) in bench.results)
     assert sorted(answered(bench)) == [1, 2, 3, 4, 5]
     assert not any(isinstance(one, fake_cuda.IpcMapping) for one in list(fake_cuda.live))
-    for one in done(bench, 5).values():
-        bench.space.release(one.block)
     bench.end_client()
 
 
@@ -372,8 +364,6 @@ def test_a_broken_device_leaves_no_copy_unanswered(bench: Bench, clock: Clock) -
         store(bench, 6)
     bench.expect(StoreFailed, 6)
     assert sorted(answered(bench)) == [1, 2, 3, 4, 5, 6]
-    for entry in range(1, 7):
-        bench.space.withdraw(blob_bound(size(entry)))
     bench.lane.detach(SESSION)
     bench.expect(Detached)
     assert bench.lane.close(10.0)

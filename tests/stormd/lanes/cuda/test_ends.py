@@ -10,7 +10,6 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, held, offer, prompt_and_late
 from support.waiting import wait_until
 
-from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -31,11 +30,6 @@ def test_a_dead_clients_waits_are_released_and_every_job_answered(bench: Bench) 
     bench.end()
     answered = [r.entry for r in bench.results if isinstance(r, StoreDone | StoreFailed)]
     assert sorted(answered) == list(range(1, 9))  # those begun may be answered after the others
-    for result in bench.results:
-        if isinstance(result, StoreDone):
-            bench.space.release(result.block)
-        elif isinstance(result, StoreFailed):
-            bench.space.withdraw(blob_bound(PART))
 
 
 def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Bench) -> None:
@@ -58,7 +52,6 @@ def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Benc
     real.poison = poison_once_in_vain
     bench.end()
     bench.expect(RestoreDone)
-    bench.space.release(block)
 
 
 def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
@@ -67,7 +60,7 @@ def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
     bench.store(1, 0, PART)
     bench.lane.unmap_segment(SESSION, 0)
     bench.publish(1)
-    bench.space.release(bench.expect(StoreDone).block)
+    bench.expect(StoreDone)
     wait_until(lambda: not any(isinstance(o, fake_cuda.IpcMapping) for o in list(fake_cuda.live)))
 
 
@@ -97,9 +90,6 @@ def test_a_broken_device_leaves_no_job_unanswered(bench: Bench) -> None:
     failed = [bench.expect(StoreFailed, number).entry for number in (1, 2)]
     assert sorted(failed) == [2, 3]  # the thread may meet either first
     assert bench.expect(RestoreFailed).kind == "ActivationLost"
-    bench.space.release(block)
-    for _ in failed:
-        bench.space.withdraw(blob_bound(PART))
     bench.lane.map_segment(SESSION, MapSegment(segment=1, handle=b"x" * 64, nbytes=8))
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in bench.expect(SegmentRefused).detail
     bench.lane.detach(SESSION)
@@ -150,9 +140,8 @@ def test_allocations_come_and_go_under_what_uses_them(bench: Bench, seed: int) -
             bench.publish(9 + index)
     bench.publish(17)
     bench.expect(RestoreDone, 8)
-    for memory, expected, block in zip(targets, plain, blocks, strict=True):
+    for memory, expected in zip(targets, plain, strict=True):
         assert bytes(memory._bytes[: len(expected)]) == expected
-        bench.space.release(block)
         with fake_cuda.entered(0):
             memory.close()
 
@@ -181,7 +170,7 @@ def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(bench: 
     with held(next(iter(bench.lane._devices.values())).down):
         bench.publish(1)
         wait_until(lambda: any("at one job" in one for one in troubles()))
-    bench.space.release(bench.expect(StoreDone).block)
+    bench.expect(StoreDone)
     wait_until(lambda: not troubles())
 
 
@@ -206,6 +195,5 @@ def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
     bench.store(5, 0, PART)
     failed.add(bench.expect(StoreFailed, 5).entry)
     assert failed == {1, 2, 3, 4, 5}
-    bench.space.withdraw(5 * blob_bound(PART))
     assert any("has ended: SystemExit: no more" in one.trouble() for one in bench.lane.heartbeats)
     fake_cuda.CudaCodec.broken = None

@@ -67,5 +67,4 @@ def test_a_session_guesses_and_a_tensor_that_is_different_comes_back(bench: Benc
         bench.publish(100 + entry)
         bench.expect(RestoreDone, entry)
         assert np.array_equal(bench.memory[nbytes : 2 * nbytes], before[:nbytes])
-        bench.space.release(done.block)
     assert modes == ["window"] * (SAME_BEFORE + 1) + ["raw", "sparse"]

@@ -66,8 +66,6 @@ def test_what_was_stored_comes_back(bench: Bench, codec: str) -> None:
         begin, end = (entry - 1) * PART, entry * PART - 2 * entry
         assert np.array_equal(bench.memory[begin:end], before[begin:end])
         assert (bench.memory[end : entry * PART] == 0xA5).all()
-    for block in blocks.values():
-        bench.space.release(block)
 
 
 def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
@@ -75,7 +73,7 @@ def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
     bench.memory[:] = 0
     bench.store(1, 0, PART)
     bench.publish(1)
-    first = bench.expect(StoreDone)
+    bench.expect(StoreDone)
     bench.store(2, PART, PART)
     assert bench.counters.read(STORED) == 1
     before = fill(bench)  # as if the client's copy came only now
@@ -85,8 +83,6 @@ def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
     bench.publish(3)
     bench.expect(RestoreDone)
     assert np.array_equal(bench.memory[:PART], before[PART : 2 * PART])
-    bench.space.release(first.block)
-    bench.space.release(second.block)
 
 
 def test_a_store_that_is_not_ready_is_overtaken_and_keeps_the_counter(bench: Bench) -> None:
@@ -121,9 +117,7 @@ def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> Non
     assert (bench.memory[:PART] == 0x77).all()
     bench.publish(3)
     bench.expect(RestoreDone)
-    other = bench.expect(StoreDone, 2).block
-    bench.space.release(block)
-    bench.space.release(other)
+    bench.expect(StoreDone, 2)
 
 
 def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> None:
@@ -144,9 +138,6 @@ def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> N
     bench.publish(110)
     bench.expect(RestoreDone, 10)
     assert np.array_equal(bench.memory[PART : 2 * PART], before[:PART])
-    for done in bench.results:
-        if isinstance(done, StoreDone):
-            bench.space.release(done.block)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -213,9 +204,6 @@ def test_whatever_comes_all_sources_may_be_used_again(
     if failed:
         bench.expect(StoreFailed, failed)
     wait_until(lambda: bench.counters.read(STORED) == last)
-    for result in bench.results:
-        if isinstance(result, StoreDone):
-            bench.space.release(result.block)
 
 
 def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
@@ -233,7 +221,6 @@ def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
     bench.publish(2)
     bench.expect(RestoreDone)
     assert np.array_equal(bench.memory[3 * PART : 4 * PART], before[:PART])
-    bench.space.release(done.block)
 
 
 def test_a_gpu_that_is_not_served_and_handles_of_nothing_are_refused(bench: Bench) -> None:
@@ -253,8 +240,7 @@ def test_an_encoder_that_fails_costs_its_own_store_only(bench: Bench) -> None:
     bench.store(2, 0, PART)
     bench.publish(2)
     assert "does not start" in bench.expect(StoreFailed).detail
-    bench.space.release(bench.expect(StoreDone).block)
-    bench.space.withdraw(blob_bound(PART))
+    bench.expect(StoreDone)
     wait_until(lambda: bench.counters.read(STORED) == 2)
 
 
@@ -278,8 +264,7 @@ def test_a_store_that_fails_frees_no_source_that_is_yet_to_be_read(
             first.set()
             assert bench.expect(StoreFailed).entry == 1
             assert bench.counters.read(STORED) == 1
-    bench.space.withdraw(blob_bound(PART))
-    bench.space.release(bench.expect(StoreDone).block)
+    bench.expect(StoreDone)
     wait_until(lambda: bench.counters.read(STORED) == 2)
 
 
@@ -298,7 +283,6 @@ def test_what_the_encoder_left_is_checked_by_any_interpreter(
         bench.publish(entry)
         failed = bench.expect(StoreFailed, entry)
         assert failed.detail.startswith("RuntimeError: the encoder left status")
-        bench.space.withdraw(blob_bound(PART))
 
 
 def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]) -> None:
@@ -315,7 +299,6 @@ def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]
         bench.publish(2 + number)
         bench.expect(RestoreDone, number)
         assert np.array_equal(bench.memory[PART : 2 * PART], before[:PART])
-        bench.space.release(block)
     assert [link.device for link in first.lane.links] == ["cuda:0", "cuda:1"]
     assert all(link.as_status()["store"]["bytes"] for link in first.lane.links)
     first.lane.limit_link(12 * 10**9)
@@ -375,7 +358,6 @@ def test_a_blob_across_what_the_pool_began_with_and_what_came_later_comes_back(
     bench.publish(2)
     bench.expect(RestoreDone)
     assert np.array_equal(bench.memory[:PART], before[:PART])
-    bench.space.release(block)
 
 
 def test_a_range_that_the_driver_does_not_take_is_told_of_and_not_used(
@@ -424,4 +406,3 @@ def test_copies_over_a_limited_link_are_answered_when_they_would_be_over(
     assert not any(isinstance(one, RestoreDone) for one in bench.results)
     link.now = link._free["restore"]
     bench.expect(RestoreDone)
-    bench.space.release(block)

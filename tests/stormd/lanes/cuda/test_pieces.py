@@ -74,7 +74,6 @@ def test_a_part_that_lies_in_two_pieces_goes_and_comes_back(
     bench.publish(2)
     bench.expect(RestoreDone)
     assert bytes(memory[PIECE + 64 : PIECE + 64 + PART]) == plain
-    bench.space.release(block)
 
 
 def test_a_piece_is_let_go_after_its_jobs_and_another_takes_its_place(
@@ -96,7 +95,6 @@ def test_a_piece_is_let_go_after_its_jobs_and_another_takes_its_place(
     bench.publish(2)
     bench.expect(RestoreDone)
     assert bytes(segment.bytes(0, PART)) == plain
-    bench.space.release(block)
 
 
 def test_a_range_goes_with_its_pieces(bench: Bench, segment: ExpandableSegment) -> None:

@@ -87,8 +87,6 @@ def test_small_parts_go_and_come_together(bench: Bench) -> None:
     (link,) = bench.lane.links
     total = sum(block.nbytes for block in blocks)
     assert [link.as_status()[one]["bytes"] for one in ("store", "restore")] == [total, total]
-    for block in blocks:
-        bench.space.release(block)
 
 
 @pytest.mark.parametrize("place", [7, 4000])  # of the element type, which is looked at first
@@ -106,8 +104,6 @@ def test_a_damaged_blob_among_others_fails_alone(bench: Bench, place: int) -> No
     for index, nbytes in enumerate(SMALL):
         begin, end = index * PART, index * PART + nbytes
         assert index == 2 or np.array_equal(bench.memory[begin:end], before[begin:end])
-    for block in blocks:
-        bench.space.release(block)
 
 
 def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) -> None:
@@ -117,10 +113,10 @@ def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) 
         for entry in (1, 2):
             bench.store(entry, (entry - 1) * PART, SMALL[entry])
     bench.publish(1)
-    bench.space.release(bench.expect(StoreDone).block)
+    bench.expect(StoreDone)
     assert bench.counters.read(STORED) == 1
     bench.publish(2)
-    bench.space.release(bench.expect(StoreDone, 2).block)
+    bench.expect(StoreDone, 2)
     assert batches == [1, 1]
 
 
@@ -139,8 +135,6 @@ def test_a_client_may_wait_for_what_comes_first_before_more_may_be_written(
         bench.expect(RestoreDone, count)
     assert batches[0] == max(published, 1)
     assert_back(bench, before, SMALL)
-    for block in blocks:
-        bench.space.release(block)
 
 
 def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None:
@@ -167,7 +161,6 @@ def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None
         begin = (entry - 1) * PART
         restored = bench.memory[8 * PART : 8 * PART + SMALL[entry]]
         assert np.array_equal(restored, before[begin : begin + SMALL[entry]])
-        bench.space.release(block)
 
 
 @prompt_and_late
@@ -190,5 +183,3 @@ def test_parts_of_all_sizes_share_the_scratch(bench: Bench, seed: int) -> None:
     restore_at_once(bench, blocks, sizes)
     bench.expect(RestoreDone, len(sizes))
     assert_back(bench, before, sizes)
-    for block in blocks:
-        bench.space.release(block)
