@@ -11,11 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from stormd.config import Config
 from stormd.errors import ConfigError
 from stormd.notify import Notifier, feed_watchdog, watchdog_seconds
+from stormd.running import StartReport, reload_settings
 
 SECONDS = 60.0
 
@@ -55,6 +58,34 @@ def test_says_each_state(manager: socket.socket) -> None:
     assert int(reloading["MONOTONIC_USEC"]) > 0
     assert fields(manager) == {"WATCHDOG": "1"}
     assert fields(manager)["STOPPING"] == "1"
+
+
+def test_a_reload_takes_settings_and_level_and_is_told(manager: socket.socket) -> None:
+    server, level = (
+        Mock(reload=Mock(return_value=["pool_bytes"])),
+        logging.getLogger("stormd").level,
+    )
+    read = Config(log_level="error")
+    try:
+        with notifier_to(manager) as notifier:
+            reload_settings(server, notifier, lambda: read)
+        assert logging.getLogger("stormd").level == logging.ERROR
+    finally:
+        logging.getLogger("stormd").setLevel(level)
+    server.reload.assert_called_once_with(read)
+    assert [next(iter(fields(manager))) for _ in range(2)] == ["RELOADING", "READY"]
+
+
+def test_the_start_is_reported_once_a_second(manager: socket.socket) -> None:
+    now = [100.0]
+    with notifier_to(manager) as notifier:
+        report = StartReport(notifier, clock=lambda: now[0])
+        report(0, 4 << 30)
+        report(1 << 30, 4 << 30)
+        now[0] += 1.5
+        report(2 << 30, 4 << 30)
+    said = [fields(manager)["STATUS"] for _ in range(2)]
+    assert said == [f"pinning the pool, {done} of 4.0 GiB" for done in ("0 B", "2.0 GiB")]
 
 
 def test_a_manager_that_is_gone_is_logged(

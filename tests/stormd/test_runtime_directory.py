@@ -27,9 +27,11 @@ def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(directory.stat().st_mode) == expected
 
 
-def test_an_existing_directory_is_left_as_it_is_or_refused_where_anyone_may_write_to_it(
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another group")
+def test_a_directory_that_anyone_or_a_group_may_write_to_is_refused_unless_it_is_let_in(
     tmp_path: Path,
 ) -> None:
+    """Its members could remove our socket and put one of theirs there."""
     for mode in (0o755, 0o1777):
         tmp_path.chmod(mode)
         prepare_directory(tmp_path, socket_mode=0o600, group="")
@@ -37,13 +39,6 @@ def test_an_existing_directory_is_left_as_it_is_or_refused_where_anyone_may_writ
     tmp_path.chmod(0o777)
     with pytest.raises(DirectoryUnsafe, match="chmod o-w"):
         prepare_directory(tmp_path, socket_mode=0o600, group="")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another group")
-def test_a_directory_that_a_group_may_write_to_is_refused_unless_it_is_let_in(
-    tmp_path: Path,
-) -> None:
-    """Its members could remove our socket and put one of theirs there."""
     nogroup, other = (grp.getgrnam(name) for name in ("nogroup", "daemon"))
     os.chown(tmp_path, 0, nogroup.gr_gid)
     tmp_path.chmod(0o775)

@@ -37,6 +37,8 @@ def test_what_adds_up_is_added_and_the_front_s_pool_is_nobody_s() -> None:
     assert found["pool"]["largest_free_bytes"] == 25
     assert (found["entries"], found["raw_bytes"]) == (3, 300)
     assert found["ratio"] == 300 / (found["pool"]["used_bytes"] + found["pool"]["promised_bytes"])
+    lent = merged_status(front(), [state(2), state(1)], Counters(), [], 25)
+    assert lent["pool"]["capacity_bytes"] == 25, "a pool that is lent is counted once"
     assert [gpu["device"] for gpu in found["gpus"]] == ["cuda:1", "cuda:2"]
     assert found["lanes"] == ["cpu", "cuda"]
     assert (found["cache"], found["version"], found["log"]) == (
@@ -44,11 +46,6 @@ def test_what_adds_up_is_added_and_the_front_s_pool_is_nobody_s() -> None:
         "v",
         {"dropped_lines": 3},
     )
-
-
-def test_a_pool_that_is_lent_is_counted_once() -> None:
-    found = merged_status(front(), [state(2), state(1)], Counters(), [], 25)
-    assert found["pool"]["capacity_bytes"] == 25
 
 
 def test_sessions_are_the_front_s_with_what_their_worker_says() -> None:

@@ -84,16 +84,11 @@ def test_a_group_reads_what_its_members_put_and_nobody_else_does(made: Fixture) 
     assert made.cache.names(BERT, "", 9) == ([], True)
 
 
-def test_names_are_a_users_own(made: Fixture) -> None:
+def test_names_are_a_users_own_and_come_before_newer_ones_of_the_group(made: Fixture) -> None:
     theirs, mine = made.put("a", caller=BERT), made.put("a", caller=ANNA)
     assert made.find("a", BERT) is theirs
-    assert made.find("a", ANNA) is mine
     assert not made.cache.delete("a", MATE, 0.0), "only its owner deletes"
     assert made.find("a", MATE) is mine
-
-
-def test_ones_own_tensor_comes_before_a_newer_one_of_the_group(made: Fixture) -> None:
-    mine = made.put("a", caller=ANNA)
     newer = made.put("a", caller=MATE)
     assert made.find("a", ANNA) is mine
     assert made.find("a", Caller(1004, 100)) is newer

@@ -142,6 +142,7 @@ def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
     made.space.grow(4 * KIB)
     made.store(1, 4 * KIB)
     assert made.lane.last() == Admitted(1)
+    made.ledger.assert_invariants()
 
 
 # --- sessions -----------------------------------------------------------------------------------

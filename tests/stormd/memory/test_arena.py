@@ -25,16 +25,6 @@ def placed(space: Space, nbytes: int) -> Block:
     return space.place(nbytes, nbytes)
 
 
-def test_unplacing_restores_the_promise() -> None:
-    space = Space(CAPACITY)
-    assert space.promise(CAPACITY)
-    block = space.place(CAPACITY, GRANULE)
-    space.unplace(block, CAPACITY)
-    assert (space.use().used, space.use().promised) == (0, CAPACITY)
-    assert not space.promise(1)
-    space.assert_invariants()
-
-
 class ArenaMachine(RuleBasedStateMachine):
     """Random promises, placements and releases, checked against a map of owned granules."""
 
@@ -93,26 +83,6 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-
-
-def test_who_waits_for_more_is_known_until_it_has_come_or_cannot_be_had() -> None:
-    space = Space(8 * GRANULE, committed=2 * GRANULE)
-    space.request_growth(5 * GRANULE)
-    space.request_growth(3 * GRANULE)
-    assert space.wanted == 5 * GRANULE
-    space.grow(2 * GRANULE)
-    assert space.wanted == 5 * GRANULE
-    space.grow(2 * GRANULE)
-    assert space.wanted == 0
-    space.request_growth(1 << 40)
-    assert space.wanted == 8 * GRANULE
-    space.allow_growth(allowed=False)
-    assert space.wanted == 0
-    assert not space.must_grow_for(8 * GRANULE)
-    assert space.use().capacity == space.use().ready == 6 * GRANULE
-    space.allow_growth(allowed=True)
-    assert space.must_grow_for(8 * GRANULE)
-    space.assert_invariants()
 
 
 def test_slack_keeps_blocks_of_a_full_space_whole() -> None:

@@ -32,17 +32,6 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_written_is_read(disk: Path) -> None:
-    file = SpillFile(disk, MIB)
-    text = os.urandom(3 * PAGE)
-    file.write(5 * PAGE, _pages(text))
-    into = _pages(bytes(3 * PAGE))
-    file.read(5 * PAGE, into)
-    assert bytes(into) == text
-    file.close()
-    file.close()
-
-
 def test_a_file_system_without_nameless_files_has_its_name_removed(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,15 +88,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     assert bench.control._held_bytes == 0
 
 
-async def test_large_frames_pass_both_ways(bench: Bench) -> None:
-    client = bench.connect()
-    client.send(b"first, to be adopted")
-    data = os.urandom(MAX_FRAME_BYTES)
-    for _ in range(3):
-        client.send(data)
-    assert [len(await asyncio.to_thread(client.recv)) for _ in range(4)][1:] == [len(data)] * 3
-
-
 async def test_the_work_of_a_frame_is_shared_out_between_connections(bench: Bench) -> None:
     """While one asks for much, others are served in each turn, and its own come in their order."""
     steps, served = 0, False
@@ -165,13 +156,6 @@ async def test_of_halves_of_frames_no_more_is_kept_than_may_be(bench: Bench) -> 
     assert len(bench.given_up) >= 4
     for line in lines:
         line.close()
-
-
-async def test_who_breaks_zmtp_is_ended(bench: Bench) -> None:
-    assert await asyncio.to_thread(_is_ended, await bench.raw(b"GET / HTTP/1.1\r\n"))
-    client = bench.connect()
-    client.send(b"served")
-    await bench.next()
 
 
 async def test_who_says_nothing_is_ended_unless_it_has_a_session(bench: Bench) -> None:

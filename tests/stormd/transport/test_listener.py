@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -57,10 +56,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     assert not bench.path.exists()
 
 
-async def test_the_kernel_says_whose_a_connection_is(bench: Bench) -> None:
-    assert await bench.connected() == (os.getuid(), os.getgid(), os.getpid())
-
-
 async def test_a_lack_of_descriptors_is_waited_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,9 +76,3 @@ async def test_a_lack_of_descriptors_is_waited_out(
     await bench.connected()
     assert not failures
     assert bench.lacks == 1
-
-
-async def test_a_path_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    with pytest.raises(OSError, match="No such file"):
-        Listener(loop, tmp_path / "no" / "where", on_accepted=print, on_out_of_descriptors=print)

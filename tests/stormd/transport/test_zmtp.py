@@ -16,7 +16,6 @@ from stormd.transport.zmtp import (
     GREETING_BYTES,
     OPENING,
     OTHER,
-    SEVERAL,
     Reader,
     Token,
     ZmtpError,
@@ -93,13 +92,6 @@ def test_pieces_of_any_size_come_to_the_same() -> None:
             data = data[size:]
         assert found == bodies
         assert not reader.data
-
-
-def test_the_parts_of_a_message_are_dropped_one_by_one() -> None:
-    reader = opened()
-    parts = b"\1\0" * 3 + b"\0\0"
-    reader.data += parts + framed(b"after")
-    assert read_all(reader) == [OTHER, OTHER, OTHER, SEVERAL, b"after"]
 
 
 def test_a_heartbeat_is_answered() -> None:
