@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
-from storm_kernels import BackendUnavailable, UsageError, backends
-from storm_kernels import backends as listing
+from storm_kernels import BackendUnavailable, UsageError, backends, registry
 from storm_kernels.backends import SETTING, resolve
+from storm_kernels.registry import implementation, operations, probe
 
 
 @pytest.fixture(autouse=True)
 def _no_setting(monkeypatch):
     monkeypatch.delenv(SETTING, raising=False)
-
-
-def test_every_backend_is_listed_with_a_reason():
-    found = backends()
-    assert list(found) == ["cuda", "cpu", "numpy"]
-    assert all(info.name == name and info.detail for name, info in found.items())
-    assert found["numpy"].available
-
-
-def test_automatic_choice_is_the_first_that_works():
-    found = listing()
-    expected = "cpu" if found["cpu"].available else "numpy"
-    assert resolve("auto", "cpu") == expected
 
 
 def test_without_the_c_library_one_warning_says_what_to_do(tmp_path):
@@ -55,22 +43,31 @@ def test_setting_names_what_auto_means(monkeypatch):
         resolve("auto", "cpu")
 
 
-@pytest.mark.parametrize("name", ["cuda", "cpu"])
-def test_missing_backends_say_why(name):
-    info = backends()[name]
-    if info.available:
-        assert resolve(name, name) == name
-        return
-    with pytest.raises(BackendUnavailable) as refused:
-        resolve(name, name)
-    assert info.detail in str(refused.value)
+@pytest.mark.parametrize("operation", operations())
+def test_every_operation_has_every_backend_or_says_why_not(operation):
+    found = backends(operation)
+    assert list(found) == ["cuda", "cpu", "numpy"]
+    for name, info in found.items():
+        assert info.name == name
+        assert info.detail
+        if info.available:
+            assert resolve(name, name, operation) == name
+            assert isinstance(implementation(operation, name), ModuleType)
+        else:
+            with pytest.raises(BackendUnavailable) as refused:
+                resolve(name, name, operation)
+            assert info.detail in str(refused.value)
+    first = "cpu" if found["cpu"].available else "numpy"
+    assert resolve("auto", "cpu", operation) == first
 
 
-def test_importing_loads_nothing_heavy():
-    code = (
-        "import sys, storm_kernels, storm_kernels.ancf\n"
-        "heavy = {'torch', 'cupy', 'cuda', 'triton'} & set(sys.modules)\n"
-        "sys.exit(', '.join(heavy) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_unknown_names_are_told_with_the_known_ones(monkeypatch):
+    with pytest.raises(UsageError, match=r"'abacus' is unknown; choose one of 'ancf', 'gemm'"):
+        probe("abacus", "cpu")
+    with pytest.raises(UsageError, match="backend 'abacus' is unknown"):
+        probe("ancf", "abacus")
+    broken = {"odd": {"cuda": "storm_kernels.nowhere", "cpu": "a", "numpy": "b"}}
+    monkeypatch.setattr(registry, "_MODULES", broken)
+    info = probe("odd", "cuda")
+    assert not info.available
+    assert "storm_kernels.nowhere" in info.detail

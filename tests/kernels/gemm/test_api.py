@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import subprocess
-import sys
-
 import pytest
 import torch
 from storm_kernels import UsageError, ancf, gemm
@@ -23,38 +19,7 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Te
     )
 
 
-def test_names_and_arguments() -> None:
-    assert set(gemm.__all__) == {
-        "Encoded", "backends", "gated_mlp", "grad_weight", "is_available", "linear",
-    }  # fmt: skip
-    for name in gemm.__all__:
-        assert getattr(gemm, name).__doc__
-    taken = {name: list(inspect.signature(getattr(gemm, name)).parameters) for name in gemm.__all__}
-    assert taken["linear"] == ["x", "w", "bias", "encode"]
-    assert taken["gated_mlp"] == ["x", "w_gate", "w_up", "activation"]
-    assert taken["grad_weight"] == ["grad", "encoded"]
-
-
-def test_importing_loads_no_framework() -> None:
-    code = (
-        "import sys, storm_kernels.gemm\n"
-        "heavy = {'torch', 'cupy', 'cuda', 'triton'} & set(sys.modules)\n"
-        "sys.exit(', '.join(heavy) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_backends_say_what_works_and_why_not() -> None:
-    found = gemm.backends()
-    assert found["cpu"].available
-    assert found["cuda"].detail
-    assert gemm.is_available() == found["cuda"].available
-    if not torch.cuda.is_available():
-        assert not gemm.is_available()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_the_kernel_results_are_pytorchs(dtype: torch.dtype) -> None:
     x, gate, up = tensors(dtype)
     bias = gate[:, 0].contiguous()
@@ -100,15 +65,14 @@ def test_a_blob_larger_than_the_tensor_becomes_raw(
 
 
 def test_the_gradient_of_a_weight() -> None:
-    x, weight, _ = tensors()
+    x, _, _ = tensors()
     encoded = gemm.Encoded(ancf.encode(x))
     grad = torch.randn(3, 7, 32).to(torch.bfloat16)
     expected = grad.reshape(-1, 32).t() @ x.reshape(-1, 64)
     assert torch.equal(gemm.grad_weight(grad, encoded), expected)
     with pytest.raises(UsageError, match="all but the last extents"):
         gemm.grad_weight(grad[:2], encoded)
-    assert encoded.decode(torch.empty_like(x)).shape == x.shape
-    assert weight.shape[1] == x.shape[-1]
+    assert torch.equal(encoded.decode(torch.empty_like(x)), x)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -127,8 +91,3 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         gemm.gated_mlp(x, gate, up[:128])
     with pytest.raises(UsageError, match="'tanh' is unknown; choose one of 'silu'"):
         gemm.gated_mlp(x, gate, up, "tanh")
-
-
-def test_the_kernel_takes_no_tensor_of_a_cpu() -> None:
-    x, gate, up = tensors()
-    assert not hopper.takes(x, (gate, up))

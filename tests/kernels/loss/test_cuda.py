@@ -72,42 +72,42 @@ def forward(kernels: ctypes.CDLL) -> Forward:
     return run
 
 
-COUNTS = [2049, 9216, 9217, 9220, 12252, 12256, 12257, 40_003]
+COUNTS = [2049, 9216, 9217, 9220, 12256, 12257, 20_003]
 
 
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_logit_is_added_once(forward: Forward, kind: str, count: int) -> None:
+def test_each_logit_is_added_once(forward: Forward, kind: str) -> None:
     """Exponentials of 1 and 0, whose sum is exact in any order."""
-    torch.manual_seed(count)
-    counted = torch.rand(ROWS, count) < 0.7
-    logits = torch.where(counted, 5.0, -torch.inf).to(KINDS[kind])
-    classes = counted.long().argmax(1)
-    for offset in range(4) if kind == "f32" else (0, 4):
-        _, placed_logits = placed(logits, offset)
-        shift = offset if kind == "f32" else 0
-        picked, largest, log_total = forward(placed_logits, classes, shift)
-        expected = torch.from_numpy(np.log(counted.sum(1).numpy().astype(np.float32)))
-        assert torch.equal(largest, torch.full((ROWS,), 5.0))
-        torch.testing.assert_close(log_total, expected, rtol=2e-7, atol=0)
-        assert torch.equal(picked, 0 - log_total)
+    for count in COUNTS:
+        torch.manual_seed(count)
+        counted = torch.rand(ROWS, count) < 0.7
+        logits = torch.where(counted, 5.0, -torch.inf).to(KINDS[kind])
+        classes = counted.long().argmax(1)
+        for offset in range(4) if kind == "f32" else (0, 4):
+            _, placed_logits = placed(logits, offset)
+            shift = offset if kind == "f32" else 0
+            picked, largest, log_total = forward(placed_logits, classes, shift)
+            expected = torch.from_numpy(np.log(counted.sum(1).numpy().astype(np.float32)))
+            assert torch.equal(largest, torch.full((ROWS,), 5.0))
+            torch.testing.assert_close(log_total, expected, rtol=2e-7, atol=0)
+            assert torch.equal(picked, 0 - log_total), (count, offset)
 
 
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_log_probability_is_that_of_the_class(forward: Forward, kind: str, count: int) -> None:
-    torch.manual_seed(count)
-    logits = (torch.randn(ROWS, count) * 3).to(KINDS[kind])
-    classes = torch.tensor([0, count - 1, count // 2])
-    _, placed_logits = placed(logits, 0)
-    picked, largest, _ = forward(placed_logits, classes, 0)
-    expected = logits.double().log_softmax(1).gather(1, classes[:, None])[:, 0]
-    assert torch.equal(largest, logits.float().amax(1))
-    torch.testing.assert_close(picked.double(), expected, rtol=1e-6, atol=1e-5)
+def test_the_log_probability_is_that_of_the_class(forward: Forward, kind: str) -> None:
+    for count in COUNTS:
+        torch.manual_seed(count)
+        logits = (torch.randn(ROWS, count) * 3).to(KINDS[kind])
+        classes = torch.tensor([0, count - 1, count // 2])
+        _, placed_logits = placed(logits, 0)
+        picked, largest, _ = forward(placed_logits, classes, 0)
+        expected = logits.double().log_softmax(1).gather(1, classes[:, None])[:, 0]
+        assert torch.equal(largest, logits.float().amax(1))
+        torch.testing.assert_close(picked.double(), expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 2049, 4096, 10_001])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 7, 8, 2049, 4099])
 def test_the_gradient_is_right_wherever_it_lies(
     kernels: ctypes.CDLL, kind: str, count: int
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_row_is_added_as_pytorch_holds_it() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_it_compiles_for_devices(tmp_path: Path, target: str) -> None:
     options = [f"-I{cuda.SOURCE.parent}", "-std=c++17", f"-arch={target}"]
     output = tmp_path / "loss.cubin"
