@@ -28,8 +28,6 @@ class Event:
     """An event of a device on which an operation takes a microsecond, or as long as is set."""
 
     seconds = 1e-6
-    fills = 0
-    """Behind how many times as much as at first the device has not begun when all is queued."""
 
     def __init__(self, **_: object) -> None:
         pass
@@ -41,11 +39,10 @@ class Event:
         pass
 
     def query(self) -> bool:
-        return len(made_busy) < self.fills
+        return False
 
     def elapsed_time(self, _: Event) -> float:
-        """The better the queue is filled the less of the thread's time is in it."""
-        return 1e3 * self.seconds * max(1, self.fills - len(made_busy) + 1)
+        return 1e3 * self.seconds
 
 
 @pytest.fixture

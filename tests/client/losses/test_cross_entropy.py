@@ -88,14 +88,8 @@ def test_bits_with_class_weights_are_pytorchs(device: str, dtypes: tuple[Any, An
         logits, target = make(rows, classes, dtype, device)
         weight = torch.rand(classes, device=device).to(upcast or dtype) * 2 - 0.5
         for reduction, smoothing in product(("mean", "sum", "none"), (0.0, 0.3)):
-            compare(
-                logits,
-                target,
-                dtype=upcast,
-                weight=weight,
-                reduction=reduction,
-                label_smoothing=smoothing,
-            )
+            options = {"reduction": reduction, "label_smoothing": smoothing}
+            compare(logits, target, dtype=upcast, weight=weight, **options)
 
 
 @pytest.mark.parametrize(("classes", "threads"), [(50257, 1), (50257, 2), (128256, 2)])
@@ -147,25 +141,16 @@ def test_any_shape_and_option_has_pytorchs_bits(
     if data.draw(st.booleans()):
         numbers = [float("inf"), -float("inf"), float("nan"), 0.0, 6e4]
         for _ in range(3):
-            row, column = (
-                data.draw(st.integers(0, rows - 1)),
-                data.draw(st.integers(0, classes - 1)),
-            )
+            row = data.draw(st.integers(0, rows - 1))
+            column = data.draw(st.integers(0, classes - 1))
             logits[row, column] = data.draw(st.sampled_from(numbers))
     target = torch.randint(classes, (rows,))
     target[torch.rand(rows) < data.draw(st.sampled_from([0.0, 0.3, 1.0]))] = ignore_index
     weight = torch.rand(classes).to(upcast or dtype) if weighted else None
     with pytest.MonkeyPatch.context() as patch:
         set_tiles(patch, tile_bytes)
-        compare(
-            logits,
-            target,
-            dtype=upcast,
-            weight=weight,
-            reduction=reduction,
-            label_smoothing=smoothing,
-            ignore_index=ignore_index,
-        )
+        options = {"label_smoothing": smoothing, "ignore_index": ignore_index}
+        compare(logits, target, dtype=upcast, weight=weight, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
