@@ -94,7 +94,7 @@ def trained(call: Callable[..., Tensor], net: nn.Module, *inputs: Tensor) -> lis
 
 @program
 def a_transformer(wrap: Wrap, device: str) -> list[Tensor]:
-    net = blocks(device)
+    net = blocks(device, 1)
     return trained(wrap(net), net, seeded(device, 2, 16, 32, grad=True))
 
 

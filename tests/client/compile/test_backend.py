@@ -8,7 +8,6 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -17,7 +16,15 @@ import torch
 from storm_client import compile as storm_compile
 from storm_client.compile import backend, target
 from storm_client.compile.stored import Stored
-from support.compiled_programs import IN_GENERATED_CODE, PLAIN, PROGRAMS, Wrap, blocks, perceptron
+from support.compiled_programs import (
+    IN_GENERATED_CODE,
+    PLAIN,
+    PROGRAMS,
+    GatedMlp,
+    Wrap,
+    blocks,
+    perceptron,
+)
 from support.daemon_process import DaemonProcess
 from support.training import assert_identical, gradients, seeded
 from support.waiting import wait_until
@@ -25,8 +32,14 @@ from torch import Tensor, nn
 
 DEADLINE_SECONDS = 60.0
 
-QUICK_IN_GENERATED_CODE = ("shapes_that_vary",)
-"""Of the programs in generated code those that are compared in the default run."""
+QUICK_IN_GENERATED_CODE = "shapes_that_vary"
+"""Of the programs in generated code the one that is compared in the default run."""
+
+SELDOM = ("blocks_of_their_own", "half_precision_used_further", "tied_weights")
+"""Compared with the slow tests: the first is below as well, the others are as others are."""
+
+RECOMPUTED = ("views_and_strides", "what_is_saved_and_then_overwritten")
+"""Where all is cheaper to recompute than to offload."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
@@ -60,48 +73,44 @@ def dynamic(name: str) -> dict[str, object]:
     return {"dynamic": True} if name in ("shapes_that_vary", "lengths_rounded_up") else {}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow) if one in SELDOM else one for one in PROGRAMS],
+)
 def test_results_are_those_without_offload(name: str, device: str, client: storm.Client) -> None:
     expected = PROGRAMS[name](reference("eager", **dynamic(name)), device)
     torch._dynamo.reset()
     wrap = Compiler(client, **dynamic(name))
     assert_identical(PROGRAMS[name](wrap, device), expected)
-    if name not in ("views_and_strides", "what_is_saved_and_then_overwritten"):
-        assert wrap.offloaded > 0  # of those two all is cheaper to recompute
+    assert wrap.offloaded > 0 or name in RECOMPUTED
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in QUICK_IN_GENERATED_CODE else pytest.param(name, marks=pytest.mark.slow)
+        name if name == QUICK_IN_GENERATED_CODE else pytest.param(name, marks=pytest.mark.slow)
         for name in IN_GENERATED_CODE
     ],
 )
-def test_generated_code_gives_the_same_results(
-    name: str, device: str, client: storm.Client
+def test_generated_code_gives_the_same_results_though_a_daemon_takes_nothing(
+    name: str, device: str, client: storm.Client, make_daemon: Callable[..., DaemonProcess]
 ) -> None:
+    """What is held instead is not written to, though generated code reuses its buffers."""
     if device == "cuda" and dynamic(name):
         pytest.skip("with lengths that vary Inductor's own sums differ from compile to compile")
     expected = PROGRAMS[name](reference("inductor", **dynamic(name)), device)
     torch._dynamo.reset()
     wrap = Compiler(client, codegen="inductor", **dynamic(name))
     assert_identical(PROGRAMS[name](wrap, device), expected)
-    if name not in ("views_and_strides", "what_is_saved_and_then_overwritten"):
-        assert wrap.offloaded > 0
-
-
-def test_a_daemon_that_takes_nothing_leaves_all_where_it_is(
-    make_daemon: Callable[..., DaemonProcess],
-) -> None:
-    """What is held instead is not written to, though generated code reuses its buffers."""
-    name = "half_precision"
-    expected = PROGRAMS[name](reference("inductor"), "cpu")
+    assert wrap.offloaded > 0 or name in RECOMPUTED
+    if device == "cuda":
+        return
     torch._dynamo.reset()
     daemon = make_daemon("--pool-bytes", "4MiB", "--session-quota-bytes", "4KiB")
-    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
-        wrap = Compiler(client, codegen="inductor")
-        assert_identical(PROGRAMS[name](wrap, "cpu"), expected)
-        assert sum(stats.kept_bytes for stats in wrap.stats()) > 0
+    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as refused:
+        wrap = Compiler(refused, codegen="inductor", **dynamic(name))
+        assert_identical(PROGRAMS[name](wrap, device), expected)
+        assert sum(stats.kept_bytes for stats in wrap.stats()) > 0 or name in RECOMPUTED
 
 
 class Perceptron(nn.Module):
@@ -121,17 +130,29 @@ def step(call: Callable[..., Tensor], x: Tensor) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.parametrize("whole", [True, False])
 def test_the_name_of_the_backend_is_enough(
-    monkeypatch: pytest.MonkeyPatch, client: storm.Client
+    whole: bool, monkeypatch: pytest.MonkeyPatch, client: storm.Client
 ) -> None:
     monkeypatch.setattr(target, "shared_supply", lambda: client._supply)
     monkeypatch.setattr(target, "_SHARED", {})
-    net = perceptron("cpu")
-    expected = step(torch.compile(net, backend="aot_eager"), seeded("cpu", 16, 32))
-    options = {"budget": 0.25, "min_bytes": 1, "codegen": "eager"}
-    call = torch.compile(net, backend="stormd", options=options)
-    assert torch.equal(step(call, seeded("cpu", 16, 32)), expected)
-    assert storm.compiled_stats(call).saved_bytes > 0
+    nets = [Perceptron(), Perceptron()]
+    expected = step(torch.compile(nets[0], backend="aot_eager"), seeded("cpu", 16, 32))
+    options = {"min_bytes": 1, "codegen": "eager"}
+    if whole:
+        calls = [torch.compile(net, backend="stormd", options=options) for net in nets]
+    else:
+        calls = list(nets)
+        for net in nets:
+            net.compile(backend="stormd", options=options)
+    with pytest.raises(storm.UsageError, match="call the model once before"):
+        storm.compiled_plans(calls[0])
+    assert torch.equal(step(calls[0], seeded("cpu", 16, 32)), expected)
+    assert storm.compiled_stats(calls[0]).saved_bytes > 0
+    (plan,) = storm.compiled_plans(calls[0])
+    assert plan.bytes_by_decision["offload"] > 0
+    assert all("built-in" not in row.operation for row in plan.rows)
+    assert "forward" not in str(plan)  # on a CPU nobody knows how long it takes
 
 
 def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
@@ -167,7 +188,7 @@ def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
 
 
 def test_the_peak_grows_with_the_budget_and_stays_below(client: storm.Client) -> None:
-    peaks, shares = [], (0.0, 0.3, 0.7, 1.0)
+    peaks, shares = [], (0.0, 0.3, 1.0)
     for share in shares:
         torch._dynamo.reset()
         wrap = Compiler(client, budget=share)
@@ -195,22 +216,20 @@ def test_a_budget_below_the_least_possible_is_refused_by_name(client: storm.Clie
 
 
 def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -> None:
-    nets = [blocks("cpu", 1) for _ in range(3)]
+    nets = [blocks("cpu", 1) for _ in range(2)]
     wrap = Compiler(client, budget=60_000)
 
     def model(x: Tensor) -> Tensor:
         x = nets[0](x)
         torch._dynamo.graph_break()
-        x = nets[1](x)
-        torch._dynamo.graph_break()
-        return nets[2](x)
+        return nets[1](x)
 
     call = wrap(model)
     target = backend._compiled_of(call).target
     for number in range(3):
         loss = call(seeded("cpu", 2, 16, 32)).square().mean()
         least = max(graph.schedule.least for graph in target.graphs)
-        assert len(target.graphs) == 3
+        assert len(target.graphs) == 2
         assert target.shared_budget.kept_bytes <= 60_000 - least
         assert (target.shared_budget.kept_bytes > 0) == (number > 0), (
             "which graphs run is learned first"
@@ -222,10 +241,10 @@ def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -
 
 def test_blocks_that_are_compiled_one_by_one_share_a_budget_of_bytes(client: storm.Client) -> None:
     wrap = Compiler(client, budget=60_000)
-    calls = [wrap(blocks("cpu", 1)) for _ in range(3)]
+    calls = [wrap(blocks("cpu", 1)) for _ in range(2)]
     others = Compiler(client, budget=50_000)(perceptron("cpu"))
     budgets = [backend._compiled_of(call).target.shared_budget for call in calls]
-    assert budgets[0] is budgets[1] is budgets[2]
+    assert budgets[0] is budgets[1]
     assert budgets[0] is not backend._compiled_of(others).target.shared_budget
     for number in range(3):
         x = seeded("cpu", 2, 16, 32)
@@ -270,7 +289,8 @@ def computed_again(call: Callable[..., Tensor]) -> int:
 
 def trained_blocks(wrap: Wrap) -> list[Tensor]:
     torch._dynamo.reset()
-    nets = [blocks("cpu", 1) for _ in range(BLOCKS)]
+    torch.manual_seed(0)
+    nets = [GatedMlp() for _ in range(BLOCKS)]
     net, found = nn.Sequential(*map(wrap, nets)), list[Tensor]()
     for _ in range(3):
         net.zero_grad()
@@ -315,7 +335,7 @@ def test_a_second_backward_pass_is_refused_as_by_pytorch(client: storm.Client) -
             out.backward()
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["input", "output"])
 def test_a_saved_tensor_that_is_changed_in_place_raises(
     what: str, codegen: str, client: storm.Client
@@ -483,46 +503,15 @@ def test_the_backend_raises_for_itself(client: storm.Client) -> None:
         call(seeded("cpu", 16, 32))
 
 
-def test_something_else_than_a_client_is_named() -> None:
+def test_something_else_than_a_client_or_a_model_is_named(client: storm.Client) -> None:
     with pytest.raises(storm.UsageError, match="client is of type str"):
         storm.compile(perceptron("cpu"), client="ipc:///nowhere")
-
-
-@pytest.mark.parametrize("model", [3, nn.Linear])
-def test_something_else_than_a_model_is_named(model: object, client: storm.Client) -> None:
-    with pytest.raises(storm.UsageError, match="pass a module that was made"):
-        storm.compile(model, client=client)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_plans_are_known_of_models_that_torch_compile_was_given(
-    whole: bool, monkeypatch: pytest.MonkeyPatch, client: storm.Client
-) -> None:
-    monkeypatch.setattr(target, "shared_supply", lambda: client._supply)
-    monkeypatch.setattr(target, "_SHARED", {})
-    nets = [Perceptron(), Perceptron()]
-    options = {"min_bytes": 1, "codegen": "eager"}
-    if whole:
-        calls = [torch.compile(net, backend="stormd", options=options) for net in nets]
-    else:
-        calls = list(nets)
-        for net in nets:
-            net.compile(backend="stormd", options=options)
-    with pytest.raises(storm.UsageError, match="call the model once before"):
-        storm.compiled_plans(calls[0])
-    step(calls[0], seeded("cpu", 16, 32))
-    (plan,) = storm.compiled_plans(calls[0])
-    assert plan.bytes_by_decision["offload"] > 0
-    assert all("built-in" not in row.operation for row in plan.rows)
-    assert "forward" not in str(plan)  # on a CPU nobody knows how long it takes
-
-
-def test_plans_of_something_else_are_refused() -> None:
+    for model in (3, nn.Linear):
+        with pytest.raises(storm.UsageError, match="pass a module that was made"):
+            storm.compile(model, client=client)
     with pytest.raises(storm.UsageError, match="not a Linear"):
         storm.compiled_plans(nn.Linear(2, 2))
 
 
 def test_the_function_is_called_like_its_package() -> None:
     assert storm_compile is storm.compile
-    with nullcontext():
-        assert callable(storm.compile)

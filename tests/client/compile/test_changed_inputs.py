@@ -99,7 +99,7 @@ def written_without_a_count(wrap: Wrap, device: str) -> list[Tensor]:
     return [made.detach(), *gradients(net)]
 
 
-@pytest.mark.parametrize("codegen", PLAIN)
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_result_is_read_as_its_caller_has_left_it(
     codegen: str, device: str, client: storm.Client, full_link: None
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_result_is_read_as_its_caller_has_left_it(
     assert_identical(written_without_a_count(partial(storm.compile, **options), device), expected)
 
 
-@pytest.mark.parametrize("codegen", PLAIN)
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_result_that_its_caller_has_changed_raises(
     codegen: str, device: str, client: storm.Client, full_link: None
 ) -> None:

@@ -87,7 +87,7 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+@pytest.mark.parametrize("codegen", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
 def test_views_of_one_product_leave_as_the_product(codegen: str, client: storm.Client) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import storm_client as storm
 import torch
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.operators import FETCH, STORE, WAIT
@@ -45,16 +44,6 @@ def x(*shape: int) -> Tensor:
     return torch.ones(shape or (8, 8), requires_grad=True)
 
 
-def test_a_store_follows_what_makes_its_value() -> None:
-    forward, _, _ = divided(chain, x())
-    stores = calls(forward, STORE)
-    assert stores
-    inputs = forward.graph.find_nodes(op="placeholder")
-    for store in stores:
-        made = store.args[0]
-        assert store.prev in (made, inputs[-1])
-
-
 def test_a_wait_stands_before_the_first_use_and_behind_its_fetch() -> None:
     _, backward, _ = divided(chain, x())
     order = {node: index for index, node in enumerate(backward.graph.nodes)}
@@ -68,14 +57,8 @@ def test_a_wait_stands_before_the_first_use_and_behind_its_fetch() -> None:
         between = [n for n, at in order.items() if order[wait] < at < order[first]]
         assert all(node.target in (WAIT, FETCH) for node in between)
         assert set(wait.args[0].users) == {own[0], wait}
-
-
-def test_every_fetch_is_ahead_of_a_wait_in_any_order_of_the_graph() -> None:
-    """A compiler orders by data alone: each wait takes the fetches that begin before it."""
-    _, backward, _ = divided(chain, x())
-    order = {node: index for index, node in enumerate(backward.graph.nodes)}
-    for fetch in calls(backward, FETCH):
-        after = [wait for wait in calls(backward, WAIT) if order[wait] > order[fetch]]
+    for fetch in calls(backward, FETCH):  # in any order: a compiler orders by data alone
+        after = [wait for wait in waits if order[wait] > order[fetch]]
         assert fetch in min(after, key=order.__getitem__).args[1]
 
 
@@ -105,18 +88,6 @@ def test_small_values_stay() -> None:
     forward, _, graph = divided(chain, x(), min_bytes=1 << 20)
     assert not calls(forward, STORE)
     assert {row.decision for row in graph.plan.rows} == {"keep"}
-
-
-def test_getitems_and_views_may_leave() -> None:
-    def function(x: Tensor) -> tuple[Tensor]:
-        q, k, v = x.view(2, 8, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
-        for _ in range(2):
-            q = scaled_dot_product_attention(q, k, v)
-        return (q.sin(),)
-
-    forward, _, _ = divided(function, x(2, 8, 96))
-    made = [store.args[0] for store in calls(forward, STORE)]
-    assert any("getitem" in node.name for node in made)
 
 
 def test_what_a_compiler_writes_to_in_place_stays() -> None:
@@ -152,14 +123,6 @@ def test_random_operations_are_not_run_again() -> None:
     assert all(node.op == "placeholder" for node in random if "backward" not in str(node.target))
 
 
-def test_a_budget_below_the_least_possible_names_it() -> None:
-    _, _, graph = divided(chain, x())
-    least = graph.schedule.least
-    with pytest.raises(storm.UsageError, match=rf"\({least} bytes\)"):
-        divided(chain, x(), budget=least - 1)
-    assert divided(chain, x(), budget=least)[2].schedule.least == least
-
-
 @pytest.mark.parametrize("is_loss", [True, False])
 def test_what_takes_no_more_memory_is_kept_where_the_backward_pass_comes_next(
     is_loss: bool,
@@ -174,29 +137,25 @@ def test_what_takes_no_more_memory_is_kept_where_the_backward_pass_comes_next(
     assert graph.plan.peak_bytes == graph.schedule.least
 
 
-@pytest.mark.parametrize("is_loss", [True, False])
 @pytest.mark.usefixtures("full_link")
-def test_as_much_stays_as_would_be_on_its_way_when_the_backward_pass_comes_next(
-    is_loss: bool,
-) -> None:
+def test_as_much_stays_as_would_be_on_its_way_when_the_backward_pass_comes_next() -> None:
     def function(x: Tensor) -> tuple[Tensor]:
         for _ in range(16):
             x = x.sin().exp()
-        return (x.mean() if is_loss else x,)
+        return (x.mean(),)
 
-    peaks = [divided(function, x(), budget=share)[2].plan.peak_bytes for share in (0.0, 0.05)]
     _, _, graph = divided(function, x())
+    peak, least = graph.plan.peak_bytes, graph.schedule.least
     in_flight = last_bytes(sum(row.nbytes for row in graph.plan.rows))
     assert in_flight > graph.plan.rows[0].nbytes, "room for one at least"
-    assert (peaks[0] > graph.schedule.least) == is_loss
-    assert graph.schedule.least <= peaks[0] <= graph.schedule.least + in_flight
-    assert peaks[1] == peaks[0]
+    assert least < peak <= least + in_flight
+    assert divided(function, x(), budget=0.05)[2].plan.peak_bytes == peak
 
 
 def test_a_fraction_below_the_least_lets_that_much_of_a_block_stay() -> None:
     """One backward graph needs the least anyway; what blocks keep besides adds up."""
     saved = sum(row.nbytes for row in divided(chain, x())[2].plan.rows)
-    shares = [0.0, 0.2, 0.3, 0.4, 0.6]
+    shares = [0.0, 0.3, 0.6]
     kept = []
     for share in shares:
         _, _, graph = divided(chain, x(), budget=share)

@@ -1,7 +1,6 @@
 """Whole models of transformers, compiled: losses and gradients of two steps, bit for bit.
 
-The default run has one, with PyTorch's own kernels in the planned graphs; the slow tests have all
-of them, in generated code and under autocast too, which takes a C++ compiler minutes.
+All are slow: in generated code and under autocast they take a C++ compiler minutes.
 """
 
 from __future__ import annotations
@@ -60,13 +59,10 @@ def compare(name: str, client: storm.Client, codegen: str, *, is_cast: bool = Fa
 
 
 @pytest.mark.slow
-def test_one(client: storm.Client) -> None:
-    compare("llama", client, "eager")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("codegen", PLAIN)
 @pytest.mark.parametrize("name", MODELS)
-def test_all(name: str, codegen: str, is_cast: bool, client: storm.Client) -> None:
+def test_losses_and_gradients_are_identical(
+    name: str, codegen: str, is_cast: bool, client: storm.Client
+) -> None:
     compare(name, client, codegen, is_cast=is_cast)

@@ -167,21 +167,6 @@ def like_a_model(scale: list[int], window: float, layers: int = 2) -> list[Saved
 
 @given(
     some.lists(some.integers(1, 4), min_size=4, max_size=4),
-    some.floats(40, 200),
-)
-def test_with_nothing_kept_the_choice_is_nearly_the_cheapest(
-    scale: list[int], window: float
-) -> None:
-    found = like_a_model(scale, window)
-    chosen = schedule(found, [10.0] * POSITIONS, MACHINE, window)
-    can = [n for n, value in enumerate(found) if value.recipe is not None]
-    best = min(chosen.problem.total(frozenset(()), frozenset(again)) for again in subsets(can))
-    again = [n for n, one in enumerate(chosen.draft(0).decisions) if one == REPLAY]
-    assert chosen.problem.total(frozenset(()), frozenset(again)) <= 1.2 * best + 1e-9
-
-
-@given(
-    some.lists(some.integers(1, 4), min_size=4, max_size=4),
     some.floats(40, 120),
     some.floats(0.0, 1.0),
 )
@@ -208,21 +193,6 @@ def test_a_choice_is_no_worse_than_any_that_keeps_one_value_less(
         chosen.problem.total(frozenset(kept), frozenset(again))
         <= 1.1 * min(costs, default=1e9) + 1e-9
     )
-
-
-def test_as_the_budget_grows_what_is_dear_is_kept_or_shipped_sooner_than_computed() -> None:
-    found = like_a_model([1, 1, 1, 1], 30.0, layers=3)
-    chosen = schedule(found, [10.0] * POSITIONS, MACHINE, 30.0)
-    replays = [chosen.draft(count).replay_seconds for count in range(len(chosen.order) + 1)]
-    assert replays == sorted(replays, reverse=True)
-    assert replays[-1] == 0.0
-    assert len(set(replays)) > 2
-
-
-def test_a_fetch_begins_as_early_as_its_transfer_takes() -> None:
-    large = saved(10, 20)  # what is needed at once somewhere: room for one of 5 elsewhere
-    draft = schedule([saved(5, 9), large], [1.0] * POSITIONS, MACHINE).draft(0)
-    assert draft.fetches == (4, 10)
 
 
 def test_what_is_free_below_the_peak_from_each_position_on() -> None:
