@@ -48,35 +48,19 @@ def test_the_options_are_the_structs_fields():
     assert ctypes.sizeof(Options) == 4 * len(Options._fields_)
 
 
-def test_a_missing_library_names_the_folders(fresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "_candidates", lambda: iter([tmp_path / native.FILE_NAME]))
+def test_a_library_that_is_missing_broken_or_of_another_version_is_named(
+    fresh, monkeypatch, tmp_path
+):
+    assert native.available_sets()[0] is InstructionSet.PORTABLE
+    native.load.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
+        with pytest.raises(BackendUnavailable, match=f"needs {native.ABI_VERSION}"):
+            native.load()
+    path = tmp_path / native.FILE_NAME
+    monkeypatch.setattr(native, "_candidates", lambda: iter([path]))
     with pytest.raises(BackendUnavailable, match=re.escape(str(tmp_path))):
         native.load()
-
-
-def test_a_file_that_is_no_library_is_named(fresh, monkeypatch, tmp_path):
-    broken = tmp_path / native.FILE_NAME
-    broken.write_text("not a library")
-    monkeypatch.setattr(native, "_candidates", lambda: iter([broken]))
-    with pytest.raises(BackendUnavailable, match=re.escape(str(broken))):
+    path.write_text("not a library")
+    with pytest.raises(BackendUnavailable, match=re.escape(str(path))):
         native.load()
-
-
-def test_a_library_of_another_version_is_refused(fresh, monkeypatch):
-    try:
-        native.load()
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
-    native.load.cache_clear()
-    monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
-    with pytest.raises(BackendUnavailable, match=f"needs {native.ABI_VERSION}"):
-        native.load()
-
-
-def test_portable_code_is_always_there():
-    try:
-        sets = native.available_sets()
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
-    assert sets[0] is InstructionSet.PORTABLE
-    assert list(sets) == sorted(sets)

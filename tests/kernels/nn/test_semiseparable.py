@@ -41,30 +41,30 @@ def by_its_formula(layer: AdaptiveRankSemiseparable, x: torch.Tensor) -> torch.T
     return near.transpose(1, 2) + (read * memory) @ layer.out.weight.T
 
 
-def test_forward_is_the_formula(layer, x):
+def test_results_and_gradients_are_the_formulas(layer, x):
     y, diagnostics = layer(x)
-    torch.testing.assert_close(y, by_its_formula(layer, x))
+    expected, weight = by_its_formula(layer, x), torch.randn_like(x)
+    torch.testing.assert_close(y, expected)
+    parameters = list(layer.parameters())
+    ours = torch.autograd.grad((y * weight).sum(), parameters)
+    theirs = torch.autograd.grad((expected * weight).sum(), parameters)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
     assert diagnostics["used_fused_scan"] is True
     assert 0 < diagnostics["mean_rank"] <= RANK
     assert not diagnostics["mean_rank"].requires_grad
 
 
-def test_pytorchs_own_scan_gives_the_same(layer, x):
+def test_pytorchs_own_scan_and_what_is_compiled_give_the_same(layer, x):
     plain = AdaptiveRankSemiseparable(WIDTH, RANK, 3, layer.decay, use_fused_scan=False).double()
     plain.load_state_dict(layer.state_dict())
     y, diagnostics = plain(x)
     assert diagnostics["used_fused_scan"] is False
     torch.testing.assert_close(y, layer(x)[0])
     torch.testing.assert_close(plain.forward_bidirectional(x)[0], layer.forward_bidirectional(x)[0])
-
-
-def test_gradients_are_the_formulas(layer, x):
-    parameters = list(layer.parameters())
-    weight = torch.randn_like(x)
-    ours = torch.autograd.grad((layer(x)[0] * weight).sum(), parameters)
-    theirs = torch.autograd.grad((by_its_formula(layer, x) * weight).sum(), parameters)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    if layer.decay:
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x)[0], y)
 
 
 def test_steps_give_the_same_outputs(layer, x):
@@ -103,7 +103,7 @@ def _trained(penalty: float) -> tuple[float, float]:
     optimizer = torch.optim.Adam(layer.parameters(), 2e-2)
     x = torch.randn(8, 16, 8)
     target = x.cumsum(1) / 4
-    for _ in range(300):
+    for _ in range(200):
         y, diagnostics = layer(x)
         error = (y - target).square().mean()
         (error + penalty * diagnostics["gate_penalty"]).backward()
@@ -118,25 +118,10 @@ def test_the_penalty_lowers_the_rank_in_use():
     assert priced < 0.5 * free
 
 
-def test_compiles_without_a_graph_break(layer, x):
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x)[0], layer(x)[0])
-
-
-def test_nothing_is_lost_by_saving(layer, x):
-    other = AdaptiveRankSemiseparable(WIDTH, RANK, 3, layer.decay).double()
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(x)[0], layer(x)[0])
-    assert "max_rank=5" in repr(layer)
-
-
-@pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
-def test_sizes_below_one_are_refused(sizes):
-    with pytest.raises(UsageError, match="must be at least 1"):
-        AdaptiveRankSemiseparable(*sizes)
-
-
-def test_a_wrong_shape_is_told(layer, x):
+def test_sizes_and_shapes_that_are_wrong_are_told(layer, x):
+    for sizes in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):
+        with pytest.raises(UsageError, match="must be at least 1"):
+            AdaptiveRankSemiseparable(*sizes)
     with pytest.raises(UsageError, match=r"\(batch, length, d_model\) with d_model=12"):
         layer(x[..., :3])
     with pytest.raises(UsageError, match=r"\(batch, d_model\)"):
