@@ -51,10 +51,6 @@ def copied(stage: Stage) -> list[str]:
     return [path for word, rest in stage if word == "COPY" for path in shlex.split(rest)[:-1]]
 
 
-def test_both_targets_exist(stages: dict[str, Stage]) -> None:
-    assert {"build", "cpu", "cuda"} == set(stages)
-
-
 def test_what_is_copied_exists_and_reaches_the_build(
     stages: dict[str, Stage], repository: Path
 ) -> None:
@@ -64,94 +60,60 @@ def test_what_is_copied_exists_and_reaches_the_build(
         assert (repository / path).exists(), path
         assert any(fnmatch.fnmatch(path, pattern) for pattern in sent), path
     assert all((repository / path).exists() for path in sent)
-
-
-def test_the_build_gets_every_package(stages: dict[str, Stage], repository: Path) -> None:
-    text = (repository / "pyproject.toml").read_text()
-    match = re.search(r"wheel\.packages = \[(.*)\]", text)
+    match = re.search(r"wheel\.packages = \[(.*)\]", (repository / "pyproject.toml").read_text())
     assert match is not None
     folders = {package.strip(' "').split("/")[0] for package in match[1].split(",")}
     assert folders <= set(copied(stages["build"]))
 
 
-def test_the_final_images_differ_in_what_they_install_alone(stages: dict[str, Stage]) -> None:
+def test_images_run_the_daemon_as_its_own_user_with_the_settings_that_they_have(
+    deploy: Path, stages: dict[str, Stage]
+) -> None:
     def tail(stage: Stage) -> Stage:
         start = next(index for index, (_, rest) in enumerate(stage) if "groupadd" in rest)
         return stage[start:]
 
     assert tail(stages["cpu"]) == tail(stages["cuda"])
-
-
-def test_images_run_the_daemon_as_its_own_user(stages: dict[str, Stage]) -> None:
     stage = dict(stages["cpu"])
     assert stage["ENTRYPOINT"] == '["stormd"]'
     assert stage["CMD"] == '["serve", "--config", "/etc/stormd/stormd.toml"]'
     uid = stage["USER"].split(":")[0]
     assert any(f"--uid {uid} " in rest for _, rest in stages["cpu"])
-
-
-def test_the_settings_are_read_and_name_what_the_image_has(
-    deploy: Path, stages: dict[str, Stage]
-) -> None:
     config = load_config(environ={}, path=deploy / "docker" / "stormd.toml")
     assert parse_address(config.address).parent == SYSTEM_DIRECTORY
     host, port = parse_host_port(config.metrics_address)
-    assert host == "0.0.0.0"
-    assert str(port) == dict(stages["cpu"])["EXPOSE"]
+    assert (host, str(port)) == ("0.0.0.0", stage["EXPOSE"])
 
 
-def test_images_have_plain_public_names(stages: dict[str, Stage], deploy: Path) -> None:
-    text = (deploy / "docker" / "Dockerfile").read_text()
-    for image in re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, re.MULTILINE):
-        assert re.fullmatch(r"(\w+/)?\w+:[\w.-]+", image), image
-
-
-def test_compose_builds_targets_that_exist(
+def test_compose_builds_targets_that_exist_with_settings_of_the_daemon(
     compose: dict[str, Any], stages: dict[str, Stage], deploy: Path, repository: Path
 ) -> None:
-    built = [service["build"] for service in compose["services"].values() if "build" in service]
+    services = compose["services"]
+    built = [service["build"] for service in services.values() if "build" in service]
     assert {build["target"] for build in built} == {"cpu", "cuda"} <= set(stages)
     for build in built:
         context = (deploy / "docker" / build["context"]).resolve()
         assert context == repository
         assert (context / build["dockerfile"]).exists()
-
-
-def test_compose_settings_are_the_daemons(compose: dict[str, Any]) -> None:
-    variables = {option.variable for option in config_options()}
     for name in ("stormd", "stormd-cpu"):
-        environment = compose["services"][name]["environment"]
-        assert set(environment) <= variables
+        environment = services[name]["environment"]
+        assert set(environment) <= {option.variable for option in config_options()}
         values = {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", environment[key]) for key in environment}
         assert load_config(environ=values).allowed_uids == (0, 64300)
 
 
-def test_daemon_and_trainers_share_the_sockets_directory(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
-        assert f"run:{SYSTEM_DIRECTORY}" in service["volumes"]
-    trainer = compose["services"]["trainer"]
-    address = trainer["environment"]["STORMD_ADDRESS"]
-    assert parse_address(address).parent == SYSTEM_DIRECTORY
-
-
-def test_cuda_containers_share_devices_and_process_ids(compose: dict[str, Any]) -> None:
-    daemon, trainer = compose["services"]["stormd"], compose["services"]["trainer"]
+def test_what_containers_share_and_are_granted(
+    compose: dict[str, Any], deploy: Path, repository: Path
+) -> None:
+    services = compose["services"]
+    assert all(f"run:{SYSTEM_DIRECTORY}" in one["volumes"] for one in services.values())
+    daemon, trainer = services["stormd"], services["trainer"]
+    assert parse_address(trainer["environment"]["STORMD_ADDRESS"]).parent == SYSTEM_DIRECTORY
     assert daemon["pid"] == trainer["pid"] == "host"
     assert daemon["deploy"] == trainer["deploy"]
     assert daemon["ulimits"]["memlock"] == -1
-
-
-def test_compose_publishes_the_metrics_port(compose: dict[str, Any], deploy: Path) -> None:
     config = load_config(environ={}, path=deploy / "docker" / "stormd.toml")
     _, port = parse_host_port(config.metrics_address)
-    assert compose["services"]["stormd"]["ports"] == [f"127.0.0.1:{port}:{port}"]
-
-
-def test_compose_lets_the_daemon_end_by_itself(compose: dict[str, Any]) -> None:
-    grace = compose["services"]["stormd"]["stop_grace_period"]
-    assert float(grace.removesuffix("s")) > Config().shutdown_seconds
-
-
-def test_the_trainers_script_exists(compose: dict[str, Any], repository: Path) -> None:
-    script = compose["services"]["trainer"]["command"][0]
-    assert (repository / "client/examples" / Path(script).name).exists()
+    assert daemon["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert float(daemon["stop_grace_period"].removesuffix("s")) > Config().shutdown_seconds
+    assert (repository / "client/examples" / Path(trainer["command"][0]).name).exists()

@@ -57,24 +57,33 @@ def host_path(spec: dict[str, Any], mount_path: str) -> str:
     return path
 
 
-def test_selector_and_labels_agree(daemon_set: dict[str, Any]) -> None:
+def test_manifests_agree_with_each_other_and_the_image(
+    daemon_set: dict[str, Any], daemon: dict[str, Any], trainer: dict[str, Any], deploy: Path
+) -> None:
     labels = daemon_set["spec"]["template"]["metadata"]["labels"]
     assert daemon_set["spec"]["selector"]["matchLabels"].items() <= labels.items()
-
-
-def test_every_mount_has_its_volume(daemon: dict[str, Any], trainer: dict[str, Any]) -> None:
     for spec in (daemon, trainer):
         mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
+        assert spec["hostPID"] is True
+        assert spec["containers"][0]["image"] == "stormd:cuda"
+    assert "--tag stormd:cuda" in (deploy / "docker" / "Dockerfile").read_text()
+    script = trainer["containers"][0]["command"][-1]
+    assert (deploy.parent / "client/examples" / Path(script).name).exists()
 
 
-def test_both_pods_see_one_directory(
-    daemon: dict[str, Any], trainer: dict[str, Any], config: Config
+def test_the_trainer_may_connect(
+    trainer: dict[str, Any], daemon: dict[str, Any], config: Config
 ) -> None:
     directory = str(parse_address(config.address).parent)
     assert directory == str(SYSTEM_DIRECTORY)
     assert host_path(daemon, directory) == host_path(trainer, directory)
     assert variables(trainer)["STORMD_ADDRESS"] == config.address
+    identity = trainer["securityContext"]
+    group = daemon["containers"][0]["securityContext"]["runAsGroup"]
+    assert identity["runAsUser"] in config.allowed_uids
+    assert group in identity["supplementalGroups"]
+    assert config.socket_mode & 0o060 == 0o060
 
 
 def test_probes_and_scraping_ask_the_metrics_port(
@@ -90,38 +99,7 @@ def test_probes_and_scraping_ask_the_metrics_port(
     assert annotations["prometheus.io/port"] == str(port)
 
 
-def test_the_trainer_may_connect(
-    trainer: dict[str, Any], daemon: dict[str, Any], config: Config
-) -> None:
-    identity = trainer["securityContext"]
-    group = daemon["containers"][0]["securityContext"]["runAsGroup"]
-    assert identity["runAsUser"] in config.allowed_uids
-    assert group in identity["supplementalGroups"]
-    assert config.socket_mode & 0o060 == 0o060
-
-
-def test_process_ids_differ_between_the_pods(
-    daemon: dict[str, Any], trainer: dict[str, Any]
-) -> None:
-    assert daemon["hostPID"] is trainer["hostPID"] is True
-
-
-def test_the_pool_fits_the_memory_limit(daemon: dict[str, Any], config: Config) -> None:
+def test_limits_leave_the_daemon_its_own(daemon: dict[str, Any], config: Config) -> None:
     limit = daemon["containers"][0]["resources"]["limits"]["memory"]
     assert config.host_bytes < int(limit.removesuffix("Gi")) << 30
-
-
-def test_the_grace_period_covers_the_shutdown(daemon: dict[str, Any], config: Config) -> None:
     assert daemon["terminationGracePeriodSeconds"] > config.shutdown_seconds
-
-
-def test_both_pods_run_the_image_that_the_dockerfile_makes(
-    daemon: dict[str, Any], trainer: dict[str, Any], deploy: Path
-) -> None:
-    assert daemon["containers"][0]["image"] == trainer["containers"][0]["image"] == "stormd:cuda"
-    assert "--tag stormd:cuda" in (deploy / "docker" / "Dockerfile").read_text()
-
-
-def test_the_trainers_script_exists(trainer: dict[str, Any], repository: Path) -> None:
-    script = trainer["containers"][0]["command"][-1]
-    assert (repository / "client/examples" / Path(script).name).exists()

@@ -16,26 +16,14 @@ MAN = Path(__file__).parents[1].parent / "deploy" / "man"
 PAGE = MAN / "stormd.1"
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "80")
-        render = runpy.run_path(str(MAN / "render.py"))["render_manual"]
-        return str(render(parser()))
-
-
-def test_the_installed_page_is_the_parser_s(page: str) -> None:
+def test_the_installed_page_is_the_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = str(runpy.run_path(str(MAN / "render.py"))["render_manual"](parser()))
     assert PAGE.read_text() == page, "make man"
-
-
-def test_every_setting_is_explained(page: str) -> None:
     for option in config_options():
         flag = option.flag.replace("-", r"\-")
         assert f"\\fB{flag}" in page
         assert option.variable in page
-
-
-def test_no_line_is_taken_for_a_macro_by_accident(page: str) -> None:
     macros = {line.split()[0] for line in page.splitlines() if line[:1] in (".", "'")}
     assert macros == {".TH", ".SH", ".SS", ".PP", ".TP", ".BR"}
 

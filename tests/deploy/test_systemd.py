@@ -67,34 +67,17 @@ def installed(deploy: Path, tmp_path: Path) -> Path:
 
 
 @needs_systemd
-@pytest.mark.parametrize("name", UNITS)
-def test_verify_finds_nothing(installed: Path, name: str) -> None:
-    outcome = analyze("verify", f"--root={installed}", "--man=no", name)
-    assert (outcome.stdout + outcome.stderr, outcome.returncode) == ("", 0)
-
-
-@needs_systemd
-def test_verify_would_notice_a_missing_program(installed: Path) -> None:
+def test_systemd_finds_nothing_wrong(installed: Path, deploy: Path) -> None:
+    for name in UNITS:
+        outcome = analyze("verify", f"--root={installed}", "--man=no", name)
+        assert (outcome.stdout + outcome.stderr, outcome.returncode) == ("", 0)
+        threshold = f"--threshold={round(MAX_EXPOSURE * 10)}"
+        unit = str(deploy / "systemd" / name)
+        outcome = analyze("security", "--offline=true", "--no-pager", threshold, unit)
+        assert outcome.returncode == 0, outcome.stdout
     (installed / "opt/stormd/bin/stormd").unlink()
     outcome = analyze("verify", f"--root={installed}", "--man=no", "stormd.service")
     assert "/opt/stormd/bin/stormd is not executable" in outcome.stderr
-
-
-@needs_systemd
-@pytest.mark.parametrize("name", UNITS)
-def test_exposure_is_low(deploy: Path, name: str) -> None:
-    unit = deploy / "systemd" / name
-    threshold = f"--threshold={round(MAX_EXPOSURE * 10)}"
-    outcome = analyze("security", "--offline=true", "--no-pager", threshold, str(unit))
-    assert outcome.returncode == 0, outcome.stdout
-
-
-@needs_systemd
-def test_sysusers_makes_the_units_user(deploy: Path, tmp_path: Path) -> None:
-    users, groups = made_users(deploy, tmp_path)
-    unit = settings(deploy / "systemd" / "stormd.service")
-    assert unit["User"][0] in users
-    assert unit["Group"][0] in groups
 
 
 @needs_systemd
@@ -123,17 +106,6 @@ def ids(table: Path) -> dict[str, int]:
     return {row[0]: int(row[2]) for row in rows}
 
 
-def test_tmpfiles_and_unit_agree_on_the_runtime_directory(deploy: Path) -> None:
-    unit = settings(deploy / "systemd" / "stormd.service")
-    lines = (deploy / "systemd" / "stormd.tmpfiles.conf").read_text().splitlines()
-    rules = {line.split()[1]: line.split() for line in lines if line and line[0] != "#"}
-    directory = f"/run/{unit['RuntimeDirectory'][0]}"
-    assert Path(directory) == SYSTEM_DIRECTORY
-    kind, _, mode, user, group, _ = rules[directory]
-    assert (kind, mode) == ("d", unit["RuntimeDirectoryMode"][0])
-    assert (user, group) == (unit["User"][0], unit["Group"][0])
-
-
 def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
     unit = settings(deploy / "systemd" / "stormd.service")
     program, command, *rest = shlex.split(unit["ExecStart"][0])
@@ -146,13 +118,26 @@ def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
     assert config.socket_mode == 0o660
 
 
-def test_what_is_stored_outlives_a_restart(deploy: Path) -> None:
+def test_restarts_timeouts_and_what_is_stored(deploy: Path) -> None:
     unit = settings(deploy / "systemd" / "stormd.service")
     assert load_config(environ=variables(unit)).resumable
     assert int(unit["FileDescriptorStoreMax"][0]) >= len((CONTROL, LIFELINES, "pool", "journal"))
     assert unit["RestartKillSignal"] == ["SIGUSR2"]
     for name in ("SuccessExitStatus", "RestartForceExitStatus"):
         assert unit[name] == [str(EXIT_RESTART)]
+    assert unit["Restart"] == ["on-failure"]
+    assert unit["RestartPreventExitStatus"] == [str(EXIT_USAGE)]
+    assert float(unit["TimeoutStopSec"][0]) > Config().shutdown_seconds
+    assert float(unit["WatchdogSec"][0]) > STUCK_SECONDS
+    assert Path(f"/run/{unit['RuntimeDirectory'][0]}") == SYSTEM_DIRECTORY
+    assert unit["RuntimeDirectoryMode"] == ["0750"]
+    assert (unit["User"], unit["Group"]) == (["stormd"], ["stormd"])
+    assert unit["Type"] == ["notify"]
+    assert unit["LimitMEMLOCK"] == ["infinity"]
+    mps = settings(deploy / "systemd" / "nvidia-mps.service")
+    pipe = f"CUDA_MPS_PIPE_DIRECTORY=/run/{mps['RuntimeDirectory'][0]}"
+    for both in (mps, unit):
+        assert any(pipe in value.split() for value in both["Environment"])
 
 
 def test_a_drop_in_has_a_worker_for_each_gpu_instead(deploy: Path, tmp_path: Path) -> None:
@@ -170,25 +155,3 @@ def variables(unit: dict[str, list[str]]) -> dict[str, str]:
     words = [word for line in unit["Environment"] for word in shlex.split(line)]
     pairs = [word.split("=", 1) for word in words]
     return {name: value for name, value in pairs if name.startswith("STORMD_")}
-
-
-def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:
-    unit = settings(deploy / "systemd" / "stormd.service")
-    assert float(unit["TimeoutStopSec"][0]) > Config().shutdown_seconds
-    assert float(unit["WatchdogSec"][0]) > STUCK_SECONDS
-    assert unit["Type"] == ["notify"]
-    assert unit["LimitMEMLOCK"] == ["infinity"]
-
-
-def test_a_setting_that_cannot_be_used_is_not_tried_for_ever(deploy: Path) -> None:
-    unit = settings(deploy / "systemd" / "stormd.service")
-    assert unit["Restart"] == ["on-failure"]
-    assert unit["RestartPreventExitStatus"] == [str(EXIT_USAGE)]
-
-
-def test_daemon_and_mps_use_one_pipe_directory(deploy: Path) -> None:
-    mps = settings(deploy / "systemd" / "nvidia-mps.service")
-    daemon = settings(deploy / "systemd" / "stormd.service")
-    pipe = f"CUDA_MPS_PIPE_DIRECTORY=/run/{mps['RuntimeDirectory'][0]}"
-    assert any(pipe in value.split() for value in mps["Environment"])
-    assert any(pipe in value.split() for value in daemon["Environment"])

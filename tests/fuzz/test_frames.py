@@ -12,17 +12,16 @@ import pytest
 from fuzz.daemon_core import DaemonCore
 from support.frames import FrameFuzzer
 
-FRAMES = 20_000
+FRAMES = 12_000
 CHECK_EVERY = 500
 GUIDED_RUNS = 3_000
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_frames_by_chance(seed: int) -> None:
+def test_frames_by_chance() -> None:
     core = DaemonCore()
-    fuzzer = FrameFuzzer(seed, os.getuid())
-    for number in range(FRAMES // 2):
+    fuzzer = FrameFuzzer(1, os.getuid())
+    for number in range(FRAMES):
         core.feed(fuzzer.frame())
         if number % CHECK_EVERY == 0:
             core.check()
