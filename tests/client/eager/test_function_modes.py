@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager.function_modes import Watching, are_altered, looked_into, unaltered
+from storm_client.eager.function_modes import Watching, are_altered, unaltered
 from support.altering_modes import ALTERING
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._device import DeviceContext
 
@@ -157,31 +156,3 @@ def test_modes_of_a_script_may_alter_functions(mode: Callable[[], Any]) -> None:
             assert_identical([nn.functional.silu(x)], [halved])
         assert not are_altered()
     assert_identical([halved], [expected / 2])
-
-
-# --- functions written in Python ------------------------------------------------------------
-
-
-class Inside(Watching):
-    """Notes which functions run, also inside of those that are written in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append(function)
-        inside = looked_into(function)
-        if inside is None:
-            return function(*args, **(kwargs or {}))
-        return self.call_inside(inside, *args, **(kwargs or {}))
-
-
-def test_what_a_script_has_replaced_is_called_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C._nn, "upsample_nearest2d", lambda x, *_: x + 1)
-    x = seeded("cpu", 2, 3, 4, 4)
-    with Inside():
-        made = functional.interpolate(x, scale_factor=2.0)
-    assert_identical([made], [x + 1])

@@ -157,40 +157,22 @@ def test_what_has_been_made_is_read_before_it_leaves_if_it_stays_as_it_is(
         assert len(reader.used) >= 3 * (STEPS - 2)  # not while steps are learned and tried
 
 
-def test_what_is_saved_again_at_a_later_version_is_read_when_it_leaves(
-    device: str, reader: Reader, client: storm.Client
-) -> None:
-    """In a step that is like others until then, too."""
-    changes = False
-
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        made = linear(x, weight)
-        aside[:] = [silu(made)]  # no gradient comes here, but what it has saved lives
-        if changes:
-            with torch.no_grad():
-                made.mul_(2.0)
-        return silu(made) * 2.0
-
-    aside: list[Tensor] = []
-    offload = client.offload(min_bytes=1)
-    assert_identical_steps(forward, device, offload)
-    assert reader.used
-    changes = True
-    assert_identical_steps(forward, device, offload)
-
-
 @pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_saved_before", [False, True])
 def test_what_changes_before_it_is_saved_in_a_later_step(
-    is_held: bool, device: str, reader: Reader, client: storm.Client
+    is_saved_before: bool, is_held: bool, device: str, reader: Reader, client: storm.Client
 ) -> None:
+    """In one that is like others until then; or it is saved again at a later version."""
     held: list[Tensor] = []
     changes = False
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         made = linear(x, weight)
-        held[:] = [made] * is_held
+        # No gradient comes to the activation, but what it has saved lives.
+        held[:] = [made] * is_held + [silu(made)] * is_saved_before
         if changes:
-            made.mul_(3.0)
+            with torch.no_grad():
+                made.mul_(3.0)
         return silu(made) * 2.0
 
     offload = client.offload(min_bytes=1)

@@ -23,45 +23,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
-def double_precision() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def having(tell: Callable[[], Any], have: Callable[[Any], object], value: Any) -> Iterator[None]:
+    """Have a setting be another, and then what it was."""
+    before = tell()
+    have(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        have(before)
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def double_precision() -> AbstractContextManager[None]:
+    return having(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
 
 
-@contextmanager
-def rounded(owner: object) -> Iterator[None]:
+def small_numbers_as_zero() -> AbstractContextManager[None]:
+    return having(lambda: False, torch.set_flush_denormal, True)
+
+
+def rounded(owner: object) -> AbstractContextManager[None]:
     before = owner.fp32_precision  # type: ignore[attr-defined]  # made when torch is loaded
-    owner.fp32_precision = "ieee" if before == "tf32" else "tf32"  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        owner.fp32_precision = before  # type: ignore[attr-defined]
+    other = "ieee" if before == "tf32" else "tf32"
+    return having(lambda: before, lambda one: setattr(owner, "fp32_precision", one), other)
 
 
-@contextmanager
-def negated(name: str) -> Iterator[None]:
+def negated(name: str) -> AbstractContextManager[None]:
     """Have one that torch._C tells under a name be the other."""
     tell, have = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
-    before = tell()
-    values = before if isinstance(before, tuple) else (before,)
-    have(*(not value for value in values))
-    try:
-        yield
-    finally:
-        have(*values)
+    if isinstance(before := tell(), tuple):
+        return having(tell, lambda values: have(*values), tuple(not one for one in before))
+    return having(tell, have, not before)
 
 
 @contextmanager
@@ -79,18 +70,11 @@ def overridden() -> Iterator[None]:
         library._destroy()
 
 
-@contextmanager
-def small_numbers_as_zero() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
 OTHERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default dtype": double_precision,
-    "deterministic": deterministic,
+    "deterministic": lambda: having(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "order of attention": lambda: sdpa_kernel(
         [

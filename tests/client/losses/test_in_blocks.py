@@ -192,44 +192,40 @@ class _Halving(TorchFunctionMode):
         return made * 0.5 if func in (F.cross_entropy, torch.log_softmax) else made
 
 
-@pytest.mark.parametrize("way", ["identity hooks", "checkpoint", "no grad", "vmap"])
-def test_what_looks_at_the_loss_meets_pytorch_s(way: str, offload: storm.Offload) -> None:
+def in_hooks(x: Tensor, target: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        return F.cross_entropy(x, target)
+
+
+def in_a_mode(x: Tensor, target: Tensor) -> Tensor:
+    with _Halving():
+        return F.cross_entropy(x, target)
+
+
+LOOKS: dict[str, Loss] = {
+    "identity hooks": in_hooks,
+    "checkpoint": lambda x, t: checkpoint(F.cross_entropy, x, t, use_reentrant=False),
+    "no grad": torch.no_grad()(F.cross_entropy),
+    "vmap": lambda x, t: torch.vmap(F.cross_entropy)(x[None], t[None])[0],
+    "a mode": in_a_mode,
+    "probabilities": lambda x, _: F.cross_entropy(x, x.detach().softmax(1)),
+    "few rows": lambda x, t: F.cross_entropy(x[:2], t[:2]),
+    "a subclass": lambda x, t: F.cross_entropy(x.as_subclass(_Subclass), t).as_subclass(Tensor),
+    "a deprecated argument": lambda x, t: F.cross_entropy(x, t, size_average=False),
+}
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_what_looks_at_the_loss_or_is_no_such_meets_pytorch_s(
+    way: str, offload: storm.Offload
+) -> None:
     x, target = make()
-    expected = (
-        torch.vmap(F.cross_entropy)(x[None], target[None])[0]
-        if way == "vmap"
-        else F.cross_entropy(x, target)
-    )
+    expected = LOOKS[way](x, target)
     with offload:
-        if way == "identity hooks":
-            with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
-                loss = F.cross_entropy(x, target)
-        elif way == "checkpoint":
-            loss = checkpoint(F.cross_entropy, x, target, use_reentrant=False)
-        elif way == "no grad":
-            with torch.no_grad():
-                loss = F.cross_entropy(x, target)
-        else:
-            loss = torch.vmap(F.cross_entropy)(x[None], target[None])[0]
-    assert not is_tiled(loss)
+        loss = LOOKS[way](x, target)
+    assert is_tiled(loss) is (way == "a mode")  # which sees the function all the same
     assert same(loss, expected)
-
-
-def test_a_mode_of_the_script_sees_the_function(offload: storm.Offload) -> None:
-    x, target = make()
-    with offload, _Halving():
-        loss = F.cross_entropy(x, target)
-    assert same(loss, F.cross_entropy(x, target) / 2)
     del loss
-
-
-def test_other_targets_and_tensors_are_pytorch_s(offload: storm.Offload) -> None:
-    x, target = make()
-    with offload:
-        assert not is_tiled(F.cross_entropy(x, torch.rand_like(x)))
-        assert not is_tiled(F.cross_entropy(x[:2], target[:2]))
-        assert not is_tiled(F.cross_entropy(x.as_subclass(_Subclass), target))
-        assert not is_tiled(F.cross_entropy(x, target, size_average=False))
 
 
 def test_errors_are_pytorch_s(offload: storm.Offload) -> None:
