@@ -22,7 +22,7 @@ for _ in range(2):
     with offload:
         loss = model(torch.ones(512, 256)).relu().sum()
     loss.backward()
-print(offload.stats().offloaded_bytes)
+print(offload.stats().offloaded_bytes, len(storm.connect().status().details["workers"]))
 sys.exit(5)
 """
 
@@ -35,10 +35,13 @@ def place() -> Iterator[Path]:
 
 
 def test_a_script_is_served_and_its_status_and_savings_are_told(place: Path) -> None:
-    run = start_run(place, "--pool-bytes=64MiB", "--", sys.executable, "-c", SCRIPT)
+    command = ["--pool-bytes=64MiB", "--", sys.executable, "-c", SCRIPT]
+    run = start_run(place, *command, variables={"STORMD_WORKERS": "2"})
     status, out, err = run.end()
     assert status == 5, err
-    assert int(out) > 0
+    offloaded, workers = map(int, out.split())
+    assert offloaded > 0
+    assert workers == 2
     assert re.fullmatch(
         r"stormd: offloaded [\d.]+ MiB, stored as [\d.]+ [KM]iB, ratio [\d.]+; "
         r"the pool held at most [\d.]+ [KM]iB of 64.0 MiB\n",
