@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from stormd import cli
 
-def _bench(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "stormd.cli", "bench", *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+Bench = Callable[..., dict[str, Any]]
 
 
-def test_link_gives_its_figures() -> None:
-    result = _bench("link", "--tensors=2", "--tensor-bytes=2MiB", "--rounds=1", "--operations=20")
-    assert result["machine"]["command"].startswith("stormd bench link")
-    figures = result["figures"]
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Run a benchmark and return the figures that it prints as JSON."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        assert cli.main(["bench", *arguments, "--json"]) == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert result["benchmark"] == arguments[0]
+        figures: dict[str, Any] = result["figures"]
+        return figures
+
+    return run
+
+
+def test_link_gives_its_figures(bench: Bench) -> None:
+    figures = bench("link", "--tensors=2", "--tensor-bytes=2MiB", "--rounds=1", "--operations=20")
     assert figures["bytes"] == 4 << 20
     # A daemon that rests for a second leaves some with us.
     assert figures["offloaded_bytes"] + figures["kept_bytes"] == 4 << 20
@@ -38,10 +40,10 @@ def test_link_gives_its_figures() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_train_gives_both_sides_memory_on_a_gpu() -> None:
+def test_train_gives_both_sides_memory_on_a_gpu(bench: Bench) -> None:
     methods = ("none", "save-on-cpu", "storm")
     small = ["--workloads=W0", "--steps=1", "--warm-ups=1", "--pool-bytes=1GiB"]
-    figures = _bench("train", *small, "--methods", *methods)["figures"]
+    figures = bench("train", *small, "--methods", *methods)
     rows = figures["workloads"]["W0"]
     assert figures["mps"] in (True, False)
     assert list(rows) == list(methods)
@@ -52,10 +54,9 @@ def test_train_gives_both_sides_memory_on_a_gpu() -> None:
     assert rows["storm"]["offload"]["saved_bytes"] > 0
 
 
-def test_ternary_gives_its_figures_and_a_picture(tmp_path: Path) -> None:
+def test_ternary_gives_its_figures_and_a_picture(bench: Bench, tmp_path: Path) -> None:
     image = tmp_path / "ternary.png"
-    result = _bench("ternary", "--sizes", "128", "--rounds=2", f"--image={image}")
-    figures = result["figures"]
+    figures = bench("ternary", "--sizes", "128", "--rounds=2", f"--image={image}")
     assert image.read_bytes().startswith(b"\x89PNG")
     mebibytes = {name: round(one / 2**20, 1) for name, one in figures["memory_bytes"].items()}
     assert mebibytes == {"ternary": 23.8, "int8": 95.4, "float16": 190.7, "float32": 381.5}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
@@ -12,13 +9,6 @@ from storm_kernels.ternary.nn import TernaryLinear
 from torch import nn
 
 WIDTH = 512
-
-
-@pytest.fixture
-def daemon() -> Iterator[ChildDaemon]:
-    flags = ["--pool-bytes=256MiB", "--cache-bytes=32MiB", "--device=cpu"]
-    with ChildDaemon(flags=flags) as daemon:
-        yield daemon
 
 
 def test_stored_activations_of_ternary_layers_take_two_bits(daemon: ChildDaemon) -> None:
