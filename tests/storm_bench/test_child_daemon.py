@@ -14,13 +14,15 @@ from stormd.errors import ChildFailed
 FLAGS = ["--pool-bytes=8MiB", "--cache-bytes=0", "--device=cpu"]
 
 
-def test_answers_inside_and_is_gone_outside() -> None:
+@pytest.mark.parametrize("has_died", [False, True])
+def test_it_answers_inside_and_is_gone_outside(has_died: bool) -> None:
     with ChildDaemon(flags=FLAGS) as daemon:
         assert daemon.status()["pid"] == daemon.pid
-        pid, socket = daemon.pid, Path(daemon.address.removeprefix("ipc://"))
-        assert socket.exists()
+        pid, directory = daemon.pid, Path(daemon.address.removeprefix("ipc://")).parent
+        if has_died:
+            os.kill(pid, 9)
     assert not psutil.pid_exists(pid)
-    assert not socket.parent.exists()
+    assert not directory.exists()
     daemon.close()
 
 
@@ -30,10 +32,3 @@ def test_a_failed_start_tells_the_daemons_words() -> None:
         ChildDaemon(flags=["--pool-bytes=7"]),
     ):
         pass
-
-
-def test_a_daemon_that_died_inside_is_cleaned_up() -> None:
-    with ChildDaemon(flags=FLAGS) as daemon:
-        directory = Path(daemon.address.removeprefix("ipc://")).parent
-        os.kill(daemon.pid, 9)
-    assert not directory.exists()

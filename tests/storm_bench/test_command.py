@@ -1,47 +1,34 @@
-"""command.py: the codec's figures on a training step, printed and drawn."""
+"""Arguments that no benchmark can serve are refused before anything runs."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
-from storm_bench.codec import print_captured
 
 from stormd import cli
+from stormd.commands import arguments
+
+NOWHERE = "create the folder '/nowhere' first"
 
 
-@pytest.mark.slow
-def test_codec(tmp_path):
-    image = tmp_path / "ratios.png"
-    command = [sys.executable, "-m", "stormd.cli", "bench", "codec", "--json", f"--image={image}"]
-    small = ["--values=20000", "--rounds=1", "--steps=2", "--tensors"]
-    done = subprocess.run(
-        [*command, *small], check=True, capture_output=True, text=True, timeout=550
-    )
-    figures = json.loads(done.stdout)["figures"]
-    assert {kind["speed"] for kind in figures["kinds"]} == {"fast", "dense"}
-    for family in figures["captured"]:
-        assert family["dense_of_bound"] >= 0.94
-        assert family["fast_of_bound"] >= 0.88
-        for tensor in family["tensors"]:
-            assert f"chosen: {tensor['mode']}" in tensor["analysis"]
-    assert image.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    ("benchmark", "argument", "text"),
+    [
+        *((name, "--image=/nowhere/x.png", NOWHERE) for name in ("codec", "train", "scan")),
+        ("scan", "--image=scan.txt", "must end in"),
+        ("zoo", "--picture=/nowhere/x.png", NOWHERE),
+        ("zoo", "--json=/nowhere/x.json", "--json"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_at_once(
+    benchmark: str, argument: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", benchmark, argument]) == 2
+    assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("benchmark", ["codec", "train"])
-def test_a_picture_that_cannot_be_written_is_refused_at_once(benchmark, capsys):
-    assert cli.main(["bench", benchmark, "--image=/nowhere/x.png"]) == 2
-    assert "create the folder '/nowhere' first" in capsys.readouterr().err
-
-
-def test_table_of_captured_tensors(capsys):
-    ratios = {"bound_ratio": 2.0, "fast_ratio": 1.8, "dense_ratio": 1.9}
-    family = {"family": "some model", **ratios, "fast_of_bound": 0.9, "dense_of_bound": 0.95}
-    tensors = [{"analysis": "one tensor\nits modes"}, {"analysis": None}]
-    print_captured([{**family, "tensors": tensors}])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split("  ")[0] == "some model"
-    assert lines[1].endswith("90.0%, 95.0%")
-    assert lines[2:] == ["  one tensor", "  its modes", ""]
+def test_a_picture_without_matplotlib_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arguments, "find_spec", lambda _name: None)
+    assert cli.main(["bench", "train", "--image=x.png", "--device=cpu"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err

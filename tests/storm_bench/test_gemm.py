@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from storm_bench import gemm as bench_gemm
 from storm_bench.gemm import measure_gemm, print_gemm
 from storm_kernels import gemm
 
@@ -48,8 +47,3 @@ def test_a_wrong_product_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "gated_mlp", wrong)
     with pytest.raises(ChildFailed, match="wrong by"):
         measure_gemm(_arguments())
-
-
-def test_without_the_profiler_bytes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_gemm.shutil, "which", lambda _name: None)
-    assert "ncu" in bench_gemm._dram_bytes("W1", "storm")["skipped"]

@@ -13,7 +13,7 @@ from storm_bench.scan import CASES, Case, measure_scan, print_scan
 from storm_kernels import scan
 
 from stormd import cli
-from stormd.errors import ChildFailed, ConfigError
+from stormd.errors import ChildFailed
 
 
 @pytest.fixture
@@ -62,8 +62,3 @@ def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "cumsum", lambda x, dim, **_more: x.cumsum(dim) * 1.01)
     with pytest.raises(ChildFailed, match="storm is wrong by"):
         measure_scan(_arguments())
-
-
-def test_a_picture_that_cannot_be_written_is_refused_first() -> None:
-    with pytest.raises(ConfigError, match="must end in"):
-        measure_scan(_arguments("--image=scan.txt"))

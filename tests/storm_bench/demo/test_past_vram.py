@@ -22,12 +22,6 @@ def taken(*reports: dict[str, object]) -> PastRun:
     return run
 
 
-def test_reports_are_taken() -> None:
-    run = taken({"event": "model", "parameters": 7}, *STEPS, END)
-    assert (run.parameters, run.losses, run.error) == (7, [5.0, 4.0], "")
-    assert (run.peak_bytes, run.offloaded_bytes, run.ratio) == (4 << 30, 1 << 33, 1.4)
-
-
 @pytest.mark.parametrize(
     ("plain", "offload", "passed"),
     [
@@ -45,19 +39,6 @@ def test_verdict(plain: PastRun, offload: PastRun, passed: bool) -> None:
     assert report.to_json()["passed"] is passed
 
 
-def test_both_runs_have_the_same_limit_with_what_the_client_takes() -> None:
-    plain, offload = PLAN.arguments(None), PLAN.arguments("ipc:///x")
-    assert f"--limit-bytes={PLAN.limit_bytes}" in plain
-    assert f"--limit-bytes={PLAN.limit_bytes - PLAN.staging_bytes}" in offload
-    assert set(offload) - set(plain) == {
-        "--address=ipc:///x",
-        f"--limit-bytes={PLAN.limit_bytes - PLAN.staging_bytes}",
-    }
-    assert f"--staging-bytes-cuda={PLAN.staging_bytes}" in PLAN.daemon_flags()
-
-
-# --- the command ----------------------------------------------------------------------------
-
 MESSAGE = "CUDA out of memory. Tried to allocate 42.00 MiB."
 
 
@@ -66,19 +47,11 @@ def report(plain_error: str) -> PastReport:
     return PastReport(PastPlan(steps=1), PastRun(10**6, error=plain_error), trained)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
 @pytest.mark.parametrize(("error", "status"), [(MESSAGE, 0), ("", 1)])
 def test_the_exit_status_is_the_verdict(
-    gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: str,
-    status: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str, status: int
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(past_vram, "run_past_vram", lambda _plan: report(error))
     assert cli.main(["demo", "--past-vram"]) == status
     printed = capsys.readouterr().out
@@ -88,14 +61,17 @@ def test_the_exit_status_is_the_verdict(
     assert printed.splitlines()[-1] == ("NOT shown" if status else "trained past the limit")
 
 
-def test_without_a_gpu_the_reason_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [([], 1, "needs an NVIDIA GPU"), (["--limit=1MiB"], 2, "give it more")],
+)
+def test_why_it_cannot_run_is_said(
+    arguments: list[str],
+    status: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["demo", "--past-vram"]) == 1
-    assert "needs an NVIDIA GPU" in capsys.readouterr().err
-
-
-def test_a_limit_that_leaves_nothing_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--past-vram", "--limit=1MiB"]) == 2
-    assert "give it more" in capsys.readouterr().err
+    assert cli.main(["demo", "--past-vram", *arguments]) == status
+    assert text in capsys.readouterr().err

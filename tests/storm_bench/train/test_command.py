@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from storm_bench.pictures import draw_train
 from storm_bench.train import again, plain_seconds
 from storm_bench.train import command as bench_train
-from storm_bench.train.command import METHODS, WORKLOADS, measure_train, print_train
+from storm_bench.train.command import METHODS, WORKLOADS, print_train
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.methods import METHODS as THEIR_METHODS
 from storm_bench.train.workloads import WORKLOADS as THEIR_WORKLOADS
-
-from stormd import cli
-from stormd.commands import arguments
-from stormd.errors import ConfigError
 
 ROW = {
     "step_seconds": 0.1,
@@ -39,10 +32,6 @@ FIGURES: dict[str, Any] = {
 }
 
 
-def _arguments(*line: str) -> Any:
-    return cli.parser().parse_args(["bench", "train", *line])
-
-
 def test_names_are_those_of_the_client() -> None:
     assert tuple(THEIR_METHODS) == METHODS
     assert list(THEIR_WORKLOADS) == list(WORKLOADS)
@@ -53,24 +42,18 @@ def test_names_are_those_of_the_client() -> None:
         assert f"width {work.width}" in said or work.width == LlamaWorkload(1, 1, 1).width
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_rows_reasons_and_what_both_processes_hold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_train(FIGURES)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"W0: {WORKLOADS['W0']}, a card, MPS off"
     assert lines[2].split() == ["none", "100.00", "1.00", "40.00", "60.00", "3.00"]
     assert lines[3].split(maxsplit=1) == ["trl", "left out: no TRL"]
-
-
-def test_what_a_method_takes_of_the_gpu_is_what_both_processes_hold(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     held = {"process_device_bytes": 5 << 30, "daemon_device_bytes": 1 << 30}
     offload = {"offloaded_bytes": 2 << 30, "ratio": 1.5}
-    rows = {
-        "none": {**ROW, **held},
-        "storm": {**ROW, **held, "step_seconds": 0.12, "offload": offload},
-    }
-    print_train({**FIGURES, "workloads": {"W0": rows}})
+    storm = ROW | held | {"step_seconds": 0.12, "offload": offload}
+    print_train({**FIGURES, "workloads": {"W0": {"none": ROW | held, "storm": storm}}})
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:4]]
     assert lines[0].startswith(
         "step ms x none forward backward peak GiB process GiB daemon GiB total GiB"
@@ -84,47 +67,20 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(arguments, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        measure_train(_arguments("--image=x.png", "--device=cpu"))
-
-
-def test_an_interrupt_right_behind_the_timers_start_leaves_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start = threading.Timer.start
-    started: list[threading.Timer] = []
-
-    def interrupted(timer: threading.Timer) -> None:
-        start(timer)
-        started.append(timer)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Timer, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        bench_train._answer(Mock(), Mock())
-    (timer,) = started
-    assert timer.daemon
-    timer.join(60)
-    assert not timer.is_alive()
+COMMAND = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
+SMALL = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
-    command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
-    small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
+def test_an_interrupted_run_gives_what_it_has() -> None:
     with subprocess.Popen(
-        [*command, *small, "--pool-bytes=16MiB"],
+        [*COMMAND, *SMALL, "--pool-bytes=16MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stderr.readline().startswith("W0 none: ")
-        process.send_signal(ending)
+        process.terminate()
         result = json.loads(process.communicate(timeout=300)[0])
         assert process.returncode == 130
     assert result["figures"]["interrupted"]
@@ -135,10 +91,8 @@ def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
 
 @pytest.mark.slow
 def test_a_run() -> None:
-    command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
-    small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
     done = subprocess.run(
-        [*command, *small, "--pool-bytes=256MiB", "--together"],
+        [*COMMAND, *SMALL, "--pool-bytes=256MiB", "--together"],
         check=False,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ from storm_bench.zoo import command as bench_zoo
 from storm_bench.zoo.command import measure_zoo, print_zoo
 
 from stormd import cli
-from stormd.errors import ConfigError, NoDaemon
+from stormd.errors import NoDaemon
 
 ROWS: list[dict[str, Any]] = [
     {"model": "lora", "method": "none", "ms": 100.0, "peak_gib": 11.6, "beyond_gib": 0.25},
@@ -62,20 +62,13 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(lines[4].split()) == "storm 0.25 112.0 1.12 5.20 0.50 7.10 4.90 3.90 22"
 
 
-@pytest.mark.parametrize("rows", [ROWS, [*ROWS, {**ROWS[0], "model": "vit"}], ROWS[1:2]])
+@pytest.mark.parametrize("rows", [[*ROWS, {**ROWS[0], "model": "vit"}], ROWS[1:2]])
 def test_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     draw_zoo(rows, tmp_path / "zoo.svg")
     drawn = (tmp_path / "zoo.svg").read_text()
     for model in {row["model"] for row in rows if "ms" in row}:
         assert f"<!-- {MODELS[model]} -->" in drawn
     assert ("<!-- 0.25 -->" in drawn) == (ROWS[2] in rows)
-
-
-def test_what_cannot_be_written_is_refused_before_anything_runs() -> None:
-    with pytest.raises(ConfigError, match="create the folder '/nowhere' first"):
-        measure_zoo(_arguments("--picture=/nowhere/x.png"))
-    with pytest.raises(ConfigError, match=r"--json .* cannot be written"):
-        measure_zoo(_arguments("--json=/nowhere/x.json"))
 
 
 def test_a_daemon_that_is_named_is_used_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +81,6 @@ def test_a_daemon_that_is_named_is_used_or_missed(monkeypatch: pytest.MonkeyPatc
 
 PROGRAMS = {
     "warns": "import sys; sys.stderr.write('a warning'); print('noise'); print('{\"ms\": 1}')",
-    "fails": "raise RuntimeError('for a reason')",
     "dies": "import os; os.kill(os.getpid(), 9)",
     "hangs": "import time; time.sleep(600)",
 }
@@ -98,7 +90,6 @@ PROGRAMS = {
     ("program", "row"),
     [
         ("warns", {"ms": 1}),
-        ("fails", {"skipped": "its process ended with 1: RuntimeError: for a reason"}),
         ("dies", {"skipped": "its process ended with -9: (no output)"}),
         ("hangs", {"skipped": "not done after 0.1 s"}),
     ],
@@ -111,13 +102,6 @@ def test_a_row_is_what_its_process_says_or_how_it_ended(
     command = [sys.executable, "-c", PROGRAMS[program]]
     monkeypatch.setattr(bench_zoo, "_command", lambda _wanted, _args: command)
     assert bench_zoo._measured({}, _arguments(), "") == row
-
-
-def test_others_than_storm_have_few_warm_ups() -> None:
-    storm = bench_zoo._command({"model": "vit", "method": "storm", "budget": "fit"}, _arguments())
-    assert storm[-3:] == ["--warm-ups=70", "--steps=10", "--budget=fit"]
-    none = bench_zoo._command({"model": "vit", "method": "none"}, _arguments("--small"))
-    assert none[-3:] == ["--warm-ups=10", "--steps=10", "--small"]
 
 
 SMALL = ["--small", "--models", "llama", "--steps=1", "--warm-ups=3", "--budgets", "least"]
