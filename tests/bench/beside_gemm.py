@@ -10,7 +10,6 @@ bytes beside the product, and none while it was alone.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,16 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Self
 
 import storm_client as storm
 import torch
+from bench.recording import parser_of, record
 from storm_bench.child_daemon import ChildDaemon
+from storm_bench.devices import device_here, mps_is_on
 from torch import Tensor
-
-from stormd.doctor.cuda import check_mps
-from stormd.machine import describe
 
 MIB = 1 << 20
 PRODUCT = {"cpu": 256, "cuda": 8192}
@@ -261,7 +258,7 @@ def _moved(daemon: ChildDaemon) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.beside_gemm")
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--codecs", nargs="+", default=["ancf", "raw"])
@@ -272,7 +269,6 @@ def main() -> None:
     parser.add_argument(
         "--clients-give-way", action="store_true", help="under MPS: at its lower priority"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--store", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--multiply", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -282,22 +278,15 @@ def main() -> None:
     if args.multiply:
         multiply(args.multiply[0], float(args.multiply[1]), int(args.multiply[2]))
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here()
     nbytes = args.tensor_mib * MIB if args.tensor_mib else TENSOR_BYTES[device]
-    command = " ".join(["python -m bench.beside_gemm", *sys.argv[1:]])
-    result = {
-        "machine": describe() | {"command": command},
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "mps": check_mps().state == "ok",
-        "figures": [
-            measure(codec, direct, device, nbytes, args)
-            for codec in args.codecs
-            for direct in args.direct_bytes or [None]
-        ],
-    }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    for one in result["figures"]:
+    figures = [
+        measure(codec, direct, device, nbytes, args)
+        for codec in args.codecs
+        for direct in args.direct_bytes or [None]
+    ]
+    record(args.json, {"mps": mps_is_on(device), "figures": figures})
+    for one in figures:
         print({name: value for name, value in one.items() if name != "pairs"})
 
 

@@ -1,6 +1,6 @@
 """Speed and ratio of the host codecs, as a table and as JSON.
 
-    python tests/bench/codec_cpu.py [--mib 64] [--repeat 7] [--cpu-time] [--output FILE]
+    python tests/bench/codec_cpu.py [--mib 64] [--repeat 7] [--cpu-time] [--json FILE]
 
 One thread unless a row says otherwise; GB/s count original bytes, of the fastest repetition, since
 other programs only ever make one slower. With --cpu-time the process's processor time counts, for
@@ -13,24 +13,19 @@ original bits.
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
+from recording import parser_of, record
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, reference
 from storm_kernels.ancf.cpu import CpuCodec
 from storm_kernels.native import available_sets
-
-from stormd.machine import describe, package_versions
 
 MIB = 1 << 20
 NUMPY_BYTES = 2 * MIB  # the reference is slow; its speed does not depend on the size
@@ -290,11 +285,10 @@ def show(row: Row | str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=64, help="size of each tensor")
     parser.add_argument("--repeat", type=int, default=7, help="repetitions of each measurement")
     parser.add_argument("--cpu-time", action="store_true", help="count processor time, not wall")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     # The process's, not the thread's: zipnn decodes in threads of its own.
     clock = time.process_time if arguments.cpu_time else time.perf_counter
@@ -310,17 +304,13 @@ def main() -> None:
         for one in part:
             show(one)
             rows.append(one)
-    if arguments.output:
-        versions = package_versions(("numpy", "zstandard", "blosc2", "zipnn"))
-        found = describe() | {
-            "command": " ".join(sys.argv),
-            "versions": versions,
-            "mib": arguments.mib,
-            "clock": "processor" if arguments.cpu_time else "wall",
-            "rows": [asdict(one) for one in rows if isinstance(one, Row)],
-            "left_out": [one for one in rows if isinstance(one, str)],
-        }
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    figures = {
+        "mib": arguments.mib,
+        "clock": "processor" if arguments.cpu_time else "wall",
+        "rows": [asdict(one) for one in rows if isinstance(one, Row)],
+        "left_out": [one for one in rows if isinstance(one, str)],
+    }
+    record(arguments.json, figures, "zstandard", "blosc2", "zipnn")
 
 
 if __name__ == "__main__":

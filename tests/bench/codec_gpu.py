@@ -1,8 +1,7 @@
 """Speed and ratio of the CUDA codec on one GPU, its peers in the same run, as tables and as JSON.
 
     python tests/bench/codec_gpu.py [--mib 512] [--repeat 15] [--only PART OF A ROW'S NAME]
-        [--parts table,sizes,peers,blocks,gemm] [--dietgpu LIBRARY] [--splitzip FILE]
-        [--output FILE]
+        [--parts table,sizes,peers,blocks] [--dietgpu LIBRARY] [--splitzip FILE] [--json FILE]
 
 Times are medians between CUDA events around one encode (all its launches) or one decode; GB/s
 count original bytes. What stays true: every timed blob was decoded to the original bits first.
@@ -12,25 +11,20 @@ codec_gpu_peers.py says how the peers come here; one that is missing is skipped 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from codec_gpu_cases import BF16, CASES, MIB, Case
-from codec_gpu_gemm import beside_gemm
-from codec_gpu_job import Job, milliseconds
+from codec_gpu_job import Job, kernel_microseconds, milliseconds
 from codec_gpu_peers import peer_table
-from codec_gpu_profile import kernel_microseconds
+from recording import parser_of, record
 from storm_kernels import backends
 from storm_kernels.ancf.cuda import CudaCodec
-from storm_kernels.ancf.cuda_modules import load_cupy
 
-PARTS = ("table", "sizes", "peers", "blocks", "gemm")
+PARTS = ("table", "sizes", "peers", "blocks")
 BLOCKS = (4, 8, 16, 32, 64)
 SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # MiB: a daemon's parts
 
@@ -97,32 +91,14 @@ def rows_by(
     return rows
 
 
-def machine() -> dict[str, str]:
-    """Return what the figures depend on beside this script."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "cupy": load_cupy().__version__,
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument(
-        "--pairs", type=int, default=30, help="of matrix products, alone and beside"
-    )
     parser.add_argument("--only", default="", help="part of a row's name")
     parser.add_argument("--parts", default=",".join(PARTS), help="which tables, by commas")
     parser.add_argument("--dietgpu", type=Path, help="DietGPU's library, see codec_gpu_peers.py")
     parser.add_argument("--splitzip", type=Path, help="the path of SplitZip's codec_gpu.py")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.parts = options.parts.split(",")
     if unknown := set(options.parts) - set(PARTS):
@@ -143,13 +119,11 @@ def main() -> None:
             nbytes, options.repeat, options.only, options.dietgpu, options.splitzip
         ),
         "blocks": lambda: by_blocks(nbytes, options.repeat),
-        "gemm": lambda: beside_gemm(options.pairs),
     }
-    found: dict[str, object] = {"machine": machine(), "command": sys.argv, "mib": options.mib}
+    found: dict[str, object] = {"mib": options.mib}
     for part in options.parts:
         found[part] = measures[part]()
-        if options.output:  # after each part: a later one that fails loses nothing
-            options.output.write_text(json.dumps(found, indent=1) + "\n")
+        record(options.json, found, "cupy-cuda13x")  # after each: a later one may fail
 
 
 if __name__ == "__main__":

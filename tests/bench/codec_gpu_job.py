@@ -17,6 +17,7 @@ from storm_kernels.ancf.dtypes import dtype_of
 
 HEAD_START_CYCLES = 500_000  # the device waits this long first, so that launches are never late
 WARM_UP = 3
+PROFILED = 5
 POISON = 0xA5
 
 
@@ -34,6 +35,19 @@ def milliseconds(action: Callable[[], object], repeat: int) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times)
+
+
+def kernel_microseconds(action: Callable[[], object]) -> dict[str, float]:
+    """Return the mean time on the GPU of each codec kernel that `action` launches, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            action()
+        torch.cuda.synchronize()
+    return {
+        event.key: event.device_time_total / event.count
+        for event in profile.key_averages()
+        if event.key.startswith("ancf")
+    }
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

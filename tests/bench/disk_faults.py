@@ -9,16 +9,14 @@ a lane of this program fills blocks and compares what comes back.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import queue
 import time
 from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench.recording import parser_of, show
 from support.failing_file import FAULTS, FailingFile
 from support.spilling import ENCRYPT
 
@@ -39,7 +37,6 @@ from stormd.ledger.events import (
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.on_disk import Disk
 from stormd.ledger.sessions import Limits, SessionInfo
-from stormd.machine import describe
 from stormd.memory.arena import Block, Space, slack_of
 from stormd.memory.extents import PAGE
 from stormd.monitoring.counters import Counters
@@ -237,18 +234,10 @@ def run(faults: int, chance: float = 0.02, seed: int = 0) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.disk_faults")
+    parser = parser_of(__doc__)
     parser.add_argument("--faults", type=int, default=10_000)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = {
-        "machine": describe() | {"command": f"python -m bench.disk_faults --faults {args.faults}"},
-        **run(args.faults),
-    }
-    text = json.dumps(result, indent=2)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    show(args.json, run(args.faults))
 
 
 if __name__ == "__main__":

@@ -31,13 +31,14 @@ def llama(options: argparse.Namespace) -> Any:
     """Return a Llama in bfloat16, in the proportions of 8B, or small."""
     transformers = import_module("transformers")
     wide = not options.small
+    heads = max(1, options.width // 128)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.width if wide else 64,
         intermediate_size=options.width * 7 // 2 if wide else 256,
         num_hidden_layers=options.layers if wide else 2,
-        num_attention_heads=32 if wide else 4,
-        num_key_value_heads=8 if wide else 2,
+        num_attention_heads=heads if wide else 4,
+        num_key_value_heads=max(1, heads // 4) if wide else 2,
         max_position_embeddings=options.tokens,
         use_cache=False,
         pad_token_id=0,

@@ -24,16 +24,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import framework_models as models
 import storm_client as storm
 import torch
 from framework_models import REENTRANT, Workload, llama, rows
+from recording import machine, parser_of
+from storm_bench.devices import device_here
 from torch import Tensor, nn
-
-from stormd.machine import describe, package_versions
 
 GIB = 1 << 30
 MEASURED = 10
@@ -416,7 +415,7 @@ def show(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=40)
@@ -425,10 +424,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--budget", default=None)
     parser.add_argument("--small", action="store_true", help="narrow and short, to try it")
-    parser.add_argument("--json", type=Path, help="append the run to this file")
     parser.add_argument("--row", nargs=2, metavar=("FRAMEWORK", "METHOD"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options.device = torch.device(device_here())
     options.offload = {"budget": options.budget}
     if options.small:
         options.tokens = 256
@@ -441,9 +439,7 @@ def main() -> int:
     if options.json and options.json.exists():
         runs = json.loads(options.json.read_text())["runs"]
     found: list[dict[str, Any]] = []
-    machine = describe() | {"packages": package_versions(PACKAGES)}
-    machine["command"] = " ".join(["python", "tests/bench/frameworks.py", *sys.argv[1:]])
-    runs.append({"machine": machine, "rows": found})
+    runs.append({"machine": machine(*PACKAGES), "rows": found})
     for row in all_rows(options, sys.argv[1:]):
         compare(row, found)
         found.append(row)

@@ -18,18 +18,16 @@ import queue
 import statistics
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from recording import parser_of, record
 from storm_bench.child_daemon import ChildDaemon
 from storm_bench.train.gpt import attention
 from storm_bench.train.measure import _step as step
 from storm_bench.train.methods import method_of
 from storm_bench.train.workloads import WORKLOADS, make
-
-from stormd.machine import describe, package_versions
 
 TRAINERS = 2
 WARM_UPS = 50
@@ -124,21 +122,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["W0"])
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS, help="steps of each before that")
     parser.add_argument("--pool-bytes", default="32GiB", help="of each daemon (default: 32GiB)")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    rows = measure(options)
-    if options.json:
-        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-        command = " ".join(["python tests/bench/front.py", *sys.argv[1:]])
-        machine = describe() | {"device": name, "command": command}
-        machine |= {"versions": package_versions(("torch",))}
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    record(options.json, {"rows": measure(options)})
 
 
 if __name__ == "__main__":

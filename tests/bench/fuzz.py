@@ -8,24 +8,20 @@ AssertionError and no figure; the same seed sends the same frames.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import select
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import zmq
+from bench.deaths import reclaimed
+from bench.recording import parser_of, show
 from storm_bench.child_daemon import ChildDaemon
 from support.frames import FrameFuzzer
 from support.raw_client import RawClient
 from support.trainers import Trainers
-from support.waiting import wait_until
-
-from stormd.machine import describe
 
 DRAIN_EVERY = 16
 STRANGER_SHARE = 0.05
@@ -103,7 +99,7 @@ def fuzz(frames: int, seed: int = 0) -> dict[str, Any]:
         seconds = time.monotonic() - began
         attacker.close()
         trainers.kill(neighbour)
-        _await_empty(daemon)
+        reclaimed(daemon, 0)
         state = daemon.status()
         counters, throughput = state["counters"], state["throughput"]
         assert not counters["ended"]["failed"], counters
@@ -145,13 +141,6 @@ def _send(attacker: Attacker, frames: int, trainers: Trainers, neighbour: int) -
     return steps
 
 
-def _await_empty(daemon: ChildDaemon) -> None:
-    wait_until(lambda: not daemon.status()["sessions"], found=daemon.status)
-    state = daemon.status()
-    assert state["entries"] == 0
-    assert state["pool"]["used_bytes"] == state["pool"]["promised_bytes"] == 0
-
-
 def _memory(daemon: ChildDaemon) -> int:
     """Return the resident bytes that are the daemon's alone, without the sessions' areas."""
     info = psutil.Process(daemon.pid).memory_info()
@@ -159,15 +148,10 @@ def _memory(daemon: ChildDaemon) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz")
+    parser = parser_of(__doc__)
     parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    command = f"python -m bench.fuzz --frames {args.frames}"
-    result = {"machine": describe() | {"command": command}, "fuzz": fuzz(args.frames)}
-    text = json.dumps(result, indent=2)
-    args.json.write_text(text + "\n")
-    print(text)
+    show(args.json, {"fuzz": fuzz(args.frames)})
 
 
 if __name__ == "__main__":

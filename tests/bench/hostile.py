@@ -8,8 +8,6 @@ so, on a daemon of its own. A neighbour pings all the while; what an attack keep
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import socket
 import subprocess
@@ -24,10 +22,10 @@ from typing import Any
 
 import psutil
 import zmq
+from bench.recording import parser_of, show
 from support.daemon_process import start_daemon
 from support.raw_client import RawClient
 
-from stormd.machine import describe
 from stormd.protocol import (
     CACHE_FEATURE,
     PROTOCOL_VERSION,
@@ -262,9 +260,8 @@ def hello() -> Hello:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.hostile")
+    parser = parser_of(__doc__)
     parser.add_argument("attacks", nargs="*", default=list(ATTACKS))
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--attack", nargs=2, metavar=("NAME", "ADDRESS"))
     parser.add_argument("--uid", type=int)
     args = parser.parse_args()
@@ -276,14 +273,7 @@ def main() -> None:
             os.setuid(args.uid)
         ATTACKS[name][0](address)
         os._exit(0)  # what is unread or unsent is nobody's
-    result = {
-        "machine": describe() | {"command": "python -m bench.hostile"},
-        "attacks": {name: attack(name) for name in args.attacks},
-    }
-    text = json.dumps(result, indent=2)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    show(args.json, {"attacks": {name: attack(name) for name in args.attacks}})
 
 
 if __name__ == "__main__":

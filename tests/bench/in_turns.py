@@ -17,17 +17,17 @@ import argparse
 import json
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import storm_client as storm
 import torch
+from recording import parser_of, record
+from storm_bench.devices import device_here
 from storm_bench.train import BUDGET_PREFIX
 from storm_bench.train.gpt import attention
 from storm_bench.train.measure import _step as step
@@ -36,8 +36,6 @@ from storm_bench.train.workloads import WORKLOADS, make
 from storm_bench.zoo import MODELS
 from storm_bench.zoo.models import Size
 from storm_bench.zoo.row import Training, Trial
-
-from stormd.machine import describe, package_versions
 
 GIB = 1 << 30
 
@@ -73,7 +71,7 @@ def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str
 
 def measure_model(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what each method took in each turn, with a model of the zoo."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_here())
     size = Size(device, is_small=device.type == "cpu")
     budgets = {BUDGET_PREFIX + budget: budget for budget in options.budgets}
     trainings: dict[str, Training] = {}
@@ -113,7 +111,7 @@ def in_turns(
 
 def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
     """Return what each method took in each turn, with a workload, beside the daemon there."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_here())
     training = make(WORKLOADS[options.workload], device)
     names = [*options.methods, *(BUDGET_PREFIX + budget for budget in options.budgets)]
     with ExitStack() as held, attention(device):
@@ -140,7 +138,7 @@ def plans_shown(plans: dict[str, list[str]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--workload", choices=WORKLOADS, default="llama-small")
     which.add_argument("--model", choices=MODELS, help="of `stormd bench zoo`")
@@ -151,14 +149,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS, help="steps of each before that")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     with storm.connect(timeout=60.0) as client:
         rows = measure_model(options) if options.model else measure(options, client.address)
-    if options.json:
-        command = " ".join(["python tests/bench/in_turns.py", *sys.argv[1:]])
-        machine = describe() | {"command": command, "versions": package_versions(("torch",))}
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    record(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,24 +12,21 @@ program ends with an AssertionError. Liger's are there if `liger_kernel` is inst
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import storm_client as storm
 import torch
 import torch.nn.functional as F
+from bench.recording import parser_of, record
+from storm_bench.contenders import seconds_of
+from storm_bench.devices import device_here
 from support.peak_memory import peak_bytes
 from torch import Tensor
-
-from stormd.machine import describe, package_versions
 
 SHAPES = {"cuda": [(8192, 32_000), (8192, 128_256)], "cpu": [(512, 32_000)]}
 WIDTH = {"cuda": 4096, "cpu": 256}
@@ -62,51 +59,39 @@ class _Given(torch.autograd.Function):
 
 
 def of_logits(loss: Loss, values: Tensor, target: Tensor) -> Taken:
-    """Run a loss of logits."""
+    """Run a loss of logits, which it alone holds."""
     found: list[Tensor] = []
     logits = [_Given.apply(torch.ones(1, requires_grad=True), values, found)]
-    results: list[Tensor] = []
-
-    def step() -> None:
-        result = loss(logits.pop(), target)
-        result = result[0] if isinstance(result, tuple) else result  # some of Liger's versions
-        results.append(result.detach())
-        result.backward()
-
-    milliseconds, nbytes = _measured(step, values.device)
-    return Taken(milliseconds, nbytes, tuple(found), results[0])
+    milliseconds, nbytes, result = _measured(lambda: loss(logits.pop(), target), values.device)
+    return Taken(milliseconds, nbytes, tuple(found), result)
 
 
 def of_head(loss: Loss, hidden: Tensor, weight: Tensor, target: Tensor) -> Taken:
     """Run a loss of a head."""
     inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    milliseconds, nbytes, result = _measured(lambda: loss(*inputs, target), hidden.device)
+    return Taken(milliseconds, nbytes, tuple(one.grad for one in inputs), result)
+
+
+def _measured(loss: Callable[[], Any], device: torch.device) -> tuple[float, int, Tensor]:
+    """Return the milliseconds of a loss with its backward pass, the most they had, and the loss."""
     results: list[Tensor] = []
 
     def step() -> None:
-        result = loss(*inputs, target)
+        result = loss()
         result = result[0] if isinstance(result, tuple) else result  # some of Liger's versions
         results.append(result.detach())
         result.backward()
 
-    milliseconds, nbytes = _measured(step, hidden.device)
-    return Taken(milliseconds, nbytes, tuple(one.grad for one in inputs), results[0])
-
-
-def _measured(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
-    """Return the milliseconds of a call and the most that it had allocated."""
     if device.type == "cpu":
         begin = time.perf_counter()
         nbytes = peak_bytes(step)
-        return 1e3 * (time.perf_counter() - begin), nbytes
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        return 1e3 * (time.perf_counter() - begin), nbytes, results[0]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    events[0].record()
-    step()
-    events[1].record()
-    torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]), torch.cuda.max_memory_allocated() - before
+    seconds = seconds_of(step, "cuda")
+    return 1e3 * seconds, torch.cuda.max_memory_allocated() - before, results[0]
 
 
 def _plain(logits: Tensor, target: Tensor) -> Tensor:
@@ -195,25 +180,15 @@ def measure(rows: int, classes: int, device: str, runs: int) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.losses")
-    parser.add_argument("--device", choices=tuple(SHAPES), default=None)
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", choices=tuple(SHAPES), default=device_here())
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     figures = []
-    for rows, classes in SHAPES[device]:
-        figures += measure(rows, classes, device, options.runs)
-    command = " ".join(["python -m bench.losses", *sys.argv[1:]])
-    versions = package_versions(("torch", "triton", "liger-kernel"))
-    result = {
-        "machine": describe() | {"command": command, "versions": versions},
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-    }
-    for one in figures:
-        print(one)
-    if options.json:
-        options.json.write_text(json.dumps(result | {"figures": figures}, indent=1) + "\n")
+    for rows, classes in SHAPES[options.device]:
+        figures += measure(rows, classes, options.device, options.runs)
+    print(*figures, sep="\n")
+    record(options.json, {"figures": figures}, "triton", "liger-kernel")
 
 
 if __name__ == "__main__":

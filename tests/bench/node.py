@@ -25,13 +25,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import product
 from math import nan
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 import storm_client as storm
 import torch
+from recording import parser_of, record
 from storm_bench.child_daemon import ChildDaemon
 from storm_bench.devices import device_here, mps_is_on
 from storm_bench.interrupts import noted_interrupts
@@ -39,7 +39,6 @@ from storm_bench.link import _Save
 from torch import Tensor
 
 from stormd.errors import NoDaemon
-from stormd.machine import describe, package_versions
 from stormd.memory.numa import NODES, near_gpus, nodes_cpus, prefer_node
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.supervise.processes import die_with_parent
@@ -316,12 +315,11 @@ def table(devices: list[str], rates: dict[tuple[str, ...], float]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=tuple(TENSORS), default=device_here())
     parser.add_argument("--clients", type=int, help="the first devices; default: all, 2 on a CPU")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--numa", action="store_true", help="also copies to another node's memory")
-    parser.add_argument("--json", type=Path, default=Path(os.devnull), help="where figures go")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -339,13 +337,8 @@ def main() -> None:
         except NoDaemon as error:
             bench.add("failed", error=str(error))
     print(*table(devices, bench.rates), sep="\n")
-    versions = package_versions(("torch", "cupy-cuda13x", "cuda-bindings", "pyzmq", "uvloop"))
-    machine = describe() | {
-        "command": " ".join(["python tests/bench/node.py", *sys.argv[1:]]),
-        "versions": versions,
-    }
-    result = {"machine": machine, "mps": mps_is_on(options.device), "rows": bench.rows}
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    figures = {"mps": mps_is_on(options.device), "rows": bench.rows}
+    record(options.json, figures, "cupy-cuda13x", "cuda-bindings", "uvloop")
     sys.exit(any("error" in row for row in bench.rows))
 
 

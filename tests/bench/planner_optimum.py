@@ -11,19 +11,17 @@ and 12 GB/s. What is timed is the choosing alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import storm_client as storm
+from bench.recording import parser_of, record
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 from storm_bench.child_daemon import ChildDaemon
@@ -38,8 +36,6 @@ from storm_client.planner.problem import Problem, Value
 from storm_client.planner.solver import Choice, choose
 from torch import device as torch_device
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from stormd.machine import describe, package_versions
 
 SCALE = 16
 RATIO = 1.42
@@ -64,12 +60,11 @@ STEP = 3.0
 CPU = torch_device("cpu")
 
 
-def main() -> int:
+def main() -> None:
     """Compare as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS)[1:])
     parser.add_argument("--seconds", type=float, default=60.0, help="for the solver, each time")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     with ChildDaemon(flags=["--pool-bytes=1GiB", "--device=cpu"]) as daemon:
@@ -79,19 +74,10 @@ def main() -> int:
             for link, room in product(LINKS, ROOMS):
                 row = compared(problem, int(room * saved), 1e-9 / link, args.seconds)
                 rows.append({"workload": name, "link": link, "room": room, **row})
-                sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+                print(json.dumps(rows[-1]))
     worst = max(row["ratio"] for row in rows)
-    sys.stdout.write(f"worst: {worst:.4f} of the optimum\n")
-    if args.json:
-        figures = {
-            "machine": {name: text for name, text in describe().items() if name != "command"},
-            "versions": package_versions(),
-            "command": " ".join(["python -m bench.planner_optimum", *sys.argv[1:]]),
-            "worst": worst,
-            "rows": rows,
-        }
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
+    print(f"worst: {worst:.4f} of the optimum")
+    record(args.json, {"worst": worst, "rows": rows})
 
 
 def recorded(name: str, address: str) -> Problem:
@@ -230,4 +216,4 @@ def optimum(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,7 +4,7 @@
         einops vit-pytorch torch_geometric torchdiffeq gpytorch linear_operator jaxtyping \
         wadler-lindig monai kornia kornia_rs denoising-diffusion-pytorch ema-pytorch
     PYTHONPATH=tests:zoo python -m bench.real_models --json tests/bench/results/real_models.json
-    stormd run --mps=on -- python -m bench.real_models --device cuda --libraries timm torchvision
+    stormd run --mps=on -- python -m bench.real_models --device cuda
 
 Each model does some steps with AdamW, in float32 and under autocast to bfloat16, twice without
 offload, and then each way: hooks at several options, `storm.compile`, `storm.compile_step`. The
@@ -16,10 +16,8 @@ possible is taken.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
-import json
 import math
 import os
 import random
@@ -31,19 +29,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import storm_client as storm
 import torch
-from bench.library_models import LIBRARIES, Maker, Trained, library_models
+from bench.recording import parser_of, record
 from storm_client.errors import UsageError
 from support.planning import replay_all
 from support.training import bits
 from torch import Tensor, nn
-
-from stormd.machine import describe
 
 STEPS = 5
 HOOKS: dict[str, dict[str, Any]] = {
@@ -59,6 +54,16 @@ STEP: dict[str, Any] = {"min_bytes": 64, "codegen": "eager"}
 WAYS = ("hooks", "compile", "step")
 MAX_CHARACTERS = 300
 POOL_BYTES = 1 << 30
+
+
+class Trained(NamedTuple):
+    """A model, and what a step computes with it."""
+
+    module: nn.Module
+    forward: Callable[[nn.Module], Any]
+
+
+Maker = Callable[[], Trained]
 
 
 def _diffusers(name: str, shape: tuple[int, ...], more: dict[str, Any], **config: Any) -> Maker:
@@ -458,31 +463,20 @@ def _connected(device: str) -> storm.Client:
 
 def main() -> None:
     """Train what the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="(default: all there are)")
-    parser.add_argument(
-        "--libraries",
-        nargs="*",
-        choices=LIBRARIES,
-        default=(),
-        help="train all architectures of these instead",
-    )
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="the first of how many")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="what is left then is not")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--costs", choices=("free", "real"), default="free", help="of replays")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if args.costs == "free":
         replay_all(pytest.MonkeyPatch())
     if args.device == "cuda":
         torch.use_deterministic_algorithms(True)
-    models = library_models(args.libraries) if args.libraries else MODELS
-    first, every = args.part
-    names = list(args.models or models)[first::every]
+    names = args.models or MODELS
     rows: dict[str, dict[str, str]] = {}
     end = time.monotonic() + args.seconds
     with _connected(args.device) as client:
@@ -491,14 +485,12 @@ def main() -> None:
             if time.monotonic() > end:
                 break
             how = {"half": half, "device": args.device, "steps": args.steps}
-            row = compare(models[name], client, args.ways, **how)
+            row = compare(MODELS[name], client, args.ways, **how)
             rows[f"{name}, {'bfloat16' if half else 'float32'}"] = row
             print(f"{name}, {'bfloat16' if half else 'float32'}: {row}", flush=True)
     counts = Counter(outcome.partition(":")[0] for row in rows.values() for outcome in row.values())
     print(dict(counts))
-    if args.json:
-        figures = {"machine": describe(), "costs": args.costs, "counts": counts, "models": rows}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    record(args.json, {"costs": args.costs, "counts": counts, "models": rows})
     sys.exit(any(outcome.startswith(("differs", "raised")) for outcome in counts))
 
 

@@ -17,17 +17,15 @@ not. Models whose package is missing are said to be.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import storm_client as storm
 import torch
+from bench.recording import parser_of, record
 from bench.saved_models import MODELS, SMALL
 from storm_bench.child_daemon import ChildDaemon
 from storm_bench.zoo.models import WORKLOADS, Workload
@@ -35,8 +33,6 @@ from storm_client.planner import Keep
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from storm_client.policy import Policy
 from torch import Tensor
-
-from stormd.machine import describe, package_versions
 
 ZOO = ("llama", "lora", "moe", "fp32amp", "gpt2", "bert")
 """Of the zoo what is small enough for a CPU; the others have a twin among the models here."""
@@ -128,11 +124,10 @@ def makers() -> dict[str, Callable[[], Workload]]:
 def main() -> None:
     """Measure as the arguments say."""
     every = makers()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(every)}; all of them by default")
     parser.add_argument("--min-bytes", type=int, default=MIN_BYTES)
     parser.add_argument("--largest", type=int, default=3, help="nodes to name")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     with (
@@ -148,10 +143,7 @@ def main() -> None:
             rows[name] = row
             sys.stdout.write(f"{line(name, row)}\n")
             sys.stdout.flush()
-    if args.json:
-        versions = package_versions(("torch", "transformers", "peft"))
-        figures = {"machine": describe(), "packages": versions, "rows": rows}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    record(args.json, {"rows": rows}, "transformers", "peft")
 
 
 def line(name: str, row: dict[str, Any]) -> str:

@@ -12,23 +12,19 @@ After --seconds no further tile is begun.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from recording import parser_of, record
 from storm_kernels import scan
 from storm_kernels.scan import cuda
 from storm_kernels.scan.launches import Columns, Rows
@@ -336,31 +332,8 @@ def host_microseconds() -> dict[str, float]:
     return found
 
 
-def about() -> dict[str, Any]:
-    import triton
-
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    return {
-        "benchmark": "scan kernels alone",
-        "machine": {
-            "date": datetime.now(UTC).date().isoformat(),
-            "gpu": torch.cuda.get_device_name(),
-            "versions": versions | {"python": sys.version.split()[0]},
-        },
-        "method": " ".join((__doc__ or "").split("\n\n")[-1].split()),
-    }
-
-
-def written(figures: dict[str, Any]) -> str:
-    """Return JSON with a row a line."""
-    rows = ",\n    ".join(json.dumps(one) for one in figures["rows"])
-    rest = {name: value for name, value in figures.items() if name != "rows"}
-    return json.dumps(rest, indent=2)[:-2] + f',\n  "rows": [\n    {rows}\n  ]\n}}\n'
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--only", nargs="+", choices=sorted(STREAMS), default=sorted(STREAMS))
     args = parser.parse_args()
@@ -369,14 +342,14 @@ def main() -> None:
     compile_all(cases)
     print(f"compiled, {deadline - time.monotonic():.0f} s left", flush=True)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    figures = about() | {"host_microseconds": host_microseconds(), "rows": []}
+    rows: list[dict[str, Any]] = []
+    figures = {"host_microseconds": host_microseconds(), "rows": rows}
     print(figures["host_microseconds"], flush=True)
     for case in cases:
         for found in measured(case, flushed, deadline):
-            figures["rows"].append(found)
+            rows.append(found)
             print(*found.values(), flush=True)
-            if args.json:
-                args.json.write_text(written(figures))
+            record(args.json, figures, "triton")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ wrong byte or a broken invariant is an error and no figure.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -25,11 +24,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import psutil
+from bench.recording import parser_of, show
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 
 from stormd.config import Config
-from stormd.machine import describe
 from stormd.memory.arena import Block, Space
 from stormd.protocol import Rejected, Restore, Restored, Store, Stored
 
@@ -313,21 +312,15 @@ def _usable(space: Space) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.soak")
+    parser = parser_of(__doc__)
     parser.add_argument("--operations", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--client", nargs=3, metavar=("ADDRESS", "SEED", "OPERATIONS"))
     args = parser.parse_args()
     if args.client:
         address, seed, operations = args.client
         client_main(address, int(seed), int(operations))
-        return
-    command = f"python -m bench.soak --operations {args.operations}"
-    result = {"machine": describe() | {"command": command}, "soak": soak(args.operations)}
-    text = json.dumps(result, indent=2)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    else:
+        show(args.json, {"soak": soak(args.operations)})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ counts, as of the tier the last step does. Random bytes, which neither disk nor 
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import statistics
@@ -20,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.recording import parser_of, show
 from storm_bench.child_daemon import ChildDaemon
 from support.raw_client import RawClient
 
-from stormd.machine import describe
 from stormd.memory.extents import RECORD_BYTES
 from stormd.protocol import Restore, Restored, Store, Stored
 from stormd.spill.file import SpillFile
@@ -176,28 +174,16 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.spill")
+    parser = parser_of(__doc__)
     parser.add_argument("--path", type=Path, default=Path.cwd())
     parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--disk", default="", help="what the disk is, for the record")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = {
-        "machine": describe() | {"command": f"python -m bench.spill --mib {args.mib}"},
-        "disk": args.disk,
-        "load_average": os.getloadavg()[0],
-        "stored_bytes": args.mib * MIB,
-        "pool_bytes": args.mib * MIB // 4,
-        **{
-            f"encrypt_{encrypt}": compare(args.path, args.mib * MIB, encrypt, args.rounds)
-            for encrypt in ("on", "off")
-        },
-    }
-    text = json.dumps(result, indent=2)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    given = args.path, args.mib * MIB
+    figures = {f"encrypt_{one}": compare(*given, one, args.rounds) for one in ("on", "off")}
+    about = {"disk": args.disk, "stored_bytes": args.mib * MIB, "pool_bytes": args.mib * MIB // 4}
+    show(args.json, about | {"load_average": os.getloadavg()[0]} | figures)
 
 
 if __name__ == "__main__":

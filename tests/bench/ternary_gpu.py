@@ -11,17 +11,14 @@ exceed the second-level cache, so host time is not in it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from recording import parser_of, record
 from storm_kernels.ternary import TernaryTensor, cuda, hopper
 from storm_kernels.ternary.hopper import Way
 from storm_kernels.ternary.planes import Kind
@@ -227,8 +224,7 @@ def others() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--hopper", type=float, metavar="SECONDS")
     args = parser.parse_args()
     figures: dict[str, object]
@@ -236,15 +232,7 @@ def main() -> None:
         figures = hopper_figures(args.hopper)
     else:
         figures = {"others_us": others(), "microseconds": [r for s in SHAPES for r in rows_of(*s)]}
-    if args.json:
-        about = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "date": time.strftime("%Y-%m-%d"),
-            "command": "tests/bench/ternary_gpu.py " + " ".join(sys.argv[1:]),
-        }
-        args.json.write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n")
+    record(args.json, {"figures": figures})
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from typing import Any
 
 import storm_client as storm
 import torch
+from bench.recording import parser_of, record
+from storm_bench.devices import device_here
 from storm_bench.train.gpt import attention
 from storm_bench.train.llama import Llama
 from storm_bench.train.methods import MIN_BYTES
@@ -40,7 +42,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from stormd import cli
-from stormd.machine import describe
 
 Span = tuple[float, float]
 Events = list[dict[str, Any]]
@@ -297,19 +298,18 @@ def _length(spans: list[Span]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.trace")
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", choices=tuple(WORKLOADS))
     parser.add_argument("--budgets", nargs="+", default=["least"], help=f"{NONE!r}: no offload")
     parser.add_argument("--compiled", action="store_true", help="block by block")
     parser.add_argument("--pool", default="16GiB")
     parser.add_argument("--traces", type=Path, help="the folder where the merged traces go")
-    parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--daemon", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.daemon:
         traced_daemon(*args.daemon)
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here()
     workload = args.workload or ("W1" if device == "cuda" else "W0")
     with tempfile.TemporaryDirectory(prefix="storm-") as base:
         directory = Path(base)
@@ -321,23 +321,15 @@ def main() -> None:
             budget: merged(json.loads((directory / f"{budget}.json").read_text()), theirs)
             for budget in args.budgets
         }
-    command = f"python -m bench.trace --workload {workload} --budgets {' '.join(args.budgets)}"
-    command += " --compiled" * args.compiled
-    result = {
-        "machine": describe() | {"command": command},
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "workload": workload,
-        "figures": {
-            budget: {**overlap(trace), "longest_idle_ms": idle(trace), "kernels": kernels(trace)}
-            for budget, trace in traces.items()
-        },
+    figures = {
+        budget: {**overlap(trace), "longest_idle_ms": idle(trace), "kernels": kernels(trace)}
+        for budget, trace in traces.items()
     }
     if args.traces:
         for budget, trace in traces.items():
             (args.traces / f"{workload}-{budget}.json").write_text(json.dumps(trace))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["figures"], indent=1))
+    record(args.json, {"workload": workload, "figures": figures})
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,26 +15,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import storm_client as storm
 import torch
+from framework_models import llama, rows
+from recording import parser_of, record
+from storm_bench.devices import device_here
 from storm_client.integrations.transformers import offload_trainer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-from stormd.machine import describe, package_versions
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 GIB = 1 << 30
-HEAD_WIDTH, QUERIES_A_KEY, VOCABULARY = 128, 4, 32_000
 WARM_UPS = 6
 RATE = 1e-5
 
@@ -104,8 +102,8 @@ def loop(
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     model.train()
     for step in range(arguments.steps + WARM_UPS):
-        rows = data[step * arguments.rows : (step + 1) * arguments.rows]
-        numbers = torch.stack([row["input_ids"] for row in rows]).to(device)
+        batch = data[step * arguments.rows : (step + 1) * arguments.rows]
+        numbers = torch.stack([row["input_ids"] for row in batch]).to(device)
         with offload or nullcontext():
             loss = model(input_ids=numbers, labels=numbers).loss
         loss.backward()
@@ -135,7 +133,7 @@ def trainer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=2)
@@ -143,31 +141,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget", default="least")
     parser.add_argument("--methods", nargs="+", help="some of those printed")
-    parser.add_argument("--json", type=Path)
+    parser.set_defaults(small=False, device=torch.device(device_here()))
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    with torch.device(device):
-        model = made_model(arguments).bfloat16()
-    data = made_data(arguments)
-    rows: list[Row] = []
+    model = llama(arguments)
+    count = (arguments.steps + WARM_UPS) * arguments.rows
+    data = rows(argparse.Namespace(**vars(arguments) | {"steps": count}))
+    found: list[Row] = []
     with storm.connect() as client:
         for name, train in methods(model, data, arguments, client).items():
             if arguments.methods and name not in arguments.methods:
                 continue
             clock = Steps(WARM_UPS)
             offload = train(clock)
-            rows.append(clock.row(name, "" if offload is None else f"{offload.plan}"))
+            found.append(clock.row(name, "" if offload is None else f"{offload.plan}"))
             model.zero_grad()
             model.gradient_checkpointing_disable()
             gc.collect()
-            if device == "cuda":
+            if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            print(
-                f"{name}: {rows[-1].milliseconds:.1f} ms, {rows[-1].peak_gib:.2f} GiB", flush=True
-            )
-            if arguments.json:  # after each row: what is cut off has its figures
-                write(arguments, rows)
+            print(f"{name}: {found[-1].milliseconds:.1f} ms, {found[-1].peak_gib:.2f} GiB")
+            # after each row: what is cut off has its figures
+            figures = {"rows": [one._asdict() for one in found]}
+            record(arguments.json, figures, "transformers", "accelerate", "trl")
 
 
 def methods(
@@ -191,39 +187,6 @@ def methods(
     if torch.cuda.is_available():  # TRL has nothing to offload from without
         found["Trainer, TRL"] = lambda clock: trainer(*given, clock, kind=TrlTrainer)
     return found
-
-
-def made_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
-    heads = max(1, arguments.width // HEAD_WIDTH)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=arguments.width,
-            intermediate_size=7 * arguments.width // 2,
-            num_hidden_layers=arguments.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // QUERIES_A_KEY),
-            max_position_embeddings=arguments.tokens,
-            use_cache=False,
-        )
-    )
-
-
-def made_data(arguments: argparse.Namespace) -> Data:
-    count = (arguments.steps + WARM_UPS) * arguments.rows
-    numbers = torch.randint(VOCABULARY, (count, arguments.tokens))
-    return [{"input_ids": row, "labels": row} for row in numbers]
-
-
-def write(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    figures = {
-        "machine": describe(),
-        "packages": package_versions(("transformers", "accelerate", "trl")),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "json"},
-        "rows": [row._asdict() for row in rows],
-    }
-    arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,15 +33,12 @@ DAEMON = {
 }
 
 
-def test_the_daemons_events_are_brought_to_the_clients_time() -> None:
-    events = merged(CLIENT, DAEMON)["traceEvents"]
-    theirs = [event for event in events if event["pid"] >= DAEMON_PID]
+def test_overlap_is_what_is_in_both_and_idle_what_is_in_neither() -> None:
+    trace = merged(CLIENT, DAEMON)
+    theirs = [event for event in trace["traceEvents"] if event["pid"] >= DAEMON_PID]
     assert theirs[0]["args"]["name"] == "stormd: python3"
     assert [event["ts"] for event in theirs[1:]] == [2_000, 3_500, 6_500]  # the last is too late
-
-
-def test_overlap_is_what_is_in_both() -> None:
-    assert overlap(merged(CLIENT, DAEMON)) == {
+    assert overlap(trace) == {
         "client_kernel_ms": 4.0,
         "client_idle_ms": 2.0,
         "download_ms": 1.5,
@@ -51,24 +48,8 @@ def test_overlap_is_what_is_in_both() -> None:
         "codec_ms": 0.5,
         "codec_beside_kernels_ms": 0.5,
     }
-
-
-def test_when_the_client_is_idle_and_what_runs() -> None:
-    trace = merged(CLIENT, DAEMON)
     # After how many ms, for how many, and what comes next.
     assert idle(trace) == {"kernels": [(3.0, 2.0, "norm")], "download": [], "upload": []}
     found = kernels(trace)
     assert found["stormd: encode"] == [1, 0.5]
     assert found["norm"] == [1, 1.0]
-
-
-def test_what_runs_while_the_link_is_idle() -> None:
-    copy = "Memcpy HtoD (Pinned -> Device)"
-    more = [span(0, "gpu_memcpy", copy, 3_200, 3_300), span(0, "gpu_memcpy", copy, 4_000, 4_100)]
-    trace = merged(CLIENT, {**DAEMON, "traceEvents": DAEMON["traceEvents"] + more})
-    assert idle(trace)["upload"] == [(1.3, 0.7, "gemm"), (2.1, 3.4, "gemm")]
-
-
-def test_a_trace_without_kernels() -> None:
-    empty = {"baseTimeNanoseconds": 0, "traceEvents": [span(10, "cpu_op", "step", 0, 10)]}
-    assert idle(empty) == {}
