@@ -226,31 +226,18 @@ def test_a_log_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path, write: Callable[..., Path]) -> None:
-    path = write()
-    command = ["nohup", sys.executable, "-m", "stormd.cli", "serve", "--config", str(path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        daemon = Managed(process)
-        daemon.logged("ready")
-        assert ignores(process.pid, signal.SIGHUP)
-        process.send_signal(signal.SIGHUP)
-        process.send_signal(signal.SIGTERM)
-        daemon.logged("ended")
-        assert process.wait(SECONDS) == 0
-
-
-def test_what_is_for_a_daemon_alone_is_heard_though_it_was_ignored(tmp_path: Path) -> None:
-    """A shell has jobs in the background ignore SIGINT, which stays so."""
-    line = shlex.join([sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)])
-    script = f"trap '' INT TERM USR2; exec {line}"
+def test_what_jobs_ignore_stays_ignored_and_what_is_for_a_daemon_alone_is_heard(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    """As under nohup, and in the background of a shell."""
+    line = shlex.join([sys.executable, "-m", "stormd.cli", "serve", "--config", str(write())])
+    script = f"trap '' HUP INT TERM USR2; exec {line}"
     with subprocess.Popen(["sh", "-c", script], stderr=subprocess.PIPE, text=True) as process:
         daemon = Managed(process)
         daemon.logged("ready")
-        assert ignores(process.pid, signal.SIGINT)
-        assert not ignores(process.pid, signal.SIGHUP)
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGHUP)
-        daemon.logged("SIGHUP changes nothing: there is no --config FILE to be read again")
+        for number in (signal.SIGHUP, signal.SIGINT):
+            assert ignores(process.pid, number)
+            process.send_signal(number)
         process.send_signal(signal.SIGUSR2)
         daemon.logged("SIGUSR2 changes nothing: nothing outlives a daemon without --resumable")
         process.send_signal(signal.SIGTERM)

@@ -161,30 +161,6 @@ def test_files_of_the_address_that_were_removed_are_made_again(
     assert list(directory.iterdir()) == []
 
 
-def test_a_daemon_whose_address_another_has_taken_ends_in_order_and_leaves_it(
-    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect, ticks_often: None
-) -> None:
-    first = make_daemon()
-    client = connect(first).open()
-    data = os.urandom(MIB)
-    entry = client.stored(data)
-    # In one turn of the first one's loop, which looks after its files.
-    second = first.on_loop(lambda: replaced(tmp_path, make_daemon))
-    assert client.restored(entry, MIB) == data
-    client.release(entry)
-    assert client.is_cut_off()
-    wait_until(lambda: not first.is_alive)
-    assert isinstance(first.error, AddressInUse)
-    connect(second).open().stored(b"served")
-
-
-def replaced(directory: Path, make_daemon: MakeDaemon) -> DaemonThread:
-    """Remove a daemon's files and start another at its address."""
-    for path in directory.iterdir():
-        path.unlink()
-    return make_daemon()
-
-
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 

@@ -135,16 +135,6 @@ def test_room_is_made_by_the_user_who_holds_most(made: Fixture) -> None:
     made.cache.assert_invariants()
 
 
-def test_what_a_put_has_so_far_counts_for_its_user(made: Fixture) -> None:
-    for name in ("a", "b"):
-        made.put(name, caller=ANNA)
-    made.put("c", caller=BERT)
-    assert made.space.promise(4 * GRANULE)
-    assert not made.promise(8 * GRANULE, BERT, putting=8 * GRANULE), "Anna holds less by then"
-    assert made.held("a", "b") == ["a", "b"]
-    made.space.withdraw(4 * GRANULE)
-
-
 def test_one_who_reads_all_that_is_its_own_takes_nothing_of_who_holds_less(made: Fixture) -> None:
     item = made.put("a", 12, caller=BERT)
     made.put("b", caller=ANNA)

@@ -240,19 +240,6 @@ def test_a_store_before_the_lifeline_is_rejected(daemon: DaemonThread, connect: 
     client.send(Goodbye())
 
 
-def test_a_lifeline_needs_the_right_token(daemon: DaemonThread, connect: Connect) -> None:
-    client = connect(daemon)
-    welcome = client.hello()
-    assert isinstance(welcome, Welcome)
-    for token in (bytes(16), welcome.token[:-1], welcome.token + b"x"):
-        assert client.connect_lifeline(welcome.lifeline, token) == []
-        client.line.close()  # type: ignore[union-attr]
-    for descriptor in client.connect_lifeline(welcome.lifeline, welcome.token):
-        os.close(descriptor)
-    other = connect(daemon)
-    assert other.connect_lifeline(welcome.lifeline, welcome.token) == []
-
-
 def test_a_client_that_is_late_to_read_gets_all_its_answers(
     make_daemon: MakeDaemon, connect: Connect
 ) -> None:

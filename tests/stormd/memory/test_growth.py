@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 
 from stormd.errors import LaneUnavailable
-from stormd.memory import growth, host_pool
+from stormd.memory import growth
 from stormd.memory.arena import GRANULE, Space
 from stormd.memory.growth import FIRST_BYTES, MAX_A_STEP, PoolGrowth, left_to_others, next_step
 from stormd.memory.host_pool import HostPool
+from stormd.memory.shared_rows import PoolBudget
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -61,29 +61,40 @@ def test_others_are_left_some_memory(
 
 
 class Growing:
-    """A pool of three times the first step whose steps a test looks at."""
+    """A pool of twice the first step, which others may want, and whose steps a test looks at."""
 
     def __init__(self) -> None:
         self.extended: list[tuple[int, int]] = []
+        self.retracted: list[tuple[int, int]] = []
         self.refused = False
         self.steps = 0
+        self.surplus = 0  # what others want back
+        self.claimed = 0
         self._ended = asyncio.Event()
-        self.threads: set[int] = set()
-        self.pool = HostPool(3 * FIRST_BYTES, first=FIRST_BYTES)
+        self.pool = HostPool(2 * FIRST_BYTES, first=FIRST_BYTES)
         self.space = Space(2 * FIRST_BYTES, committed=FIRST_BYTES)
-        self.other = Space(FIRST_BYTES, base=2 * FIRST_BYTES, committed=0)
         loop: Any = asyncio.get_running_loop()
-        spaces, lanes = [self.space, self.other], [self]
-        self.growth = PoolGrowth(self.pool, spaces, lanes, loop, self._stepped)  # type: ignore[list-item]
+        spaces, lanes, budget = [self.space], [self], cast("PoolBudget", self)
+        self.growth = PoolGrowth(self.pool, spaces, lanes, loop, self._stepped, budget=budget)
 
     def extend(self, offset: int, nbytes: int) -> None:
-        self.threads.add(threading.get_ident())
         if self.refused:
             raise LaneUnavailable("the driver does not take it")
         self.extended.append((offset, nbytes))
 
+    def retract(self, offset: int, nbytes: int) -> None:
+        self.retracted.append((offset, nbytes))
+
+    def claim(self, nbytes: int) -> int:
+        self.claimed += nbytes
+        return nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self.claimed -= nbytes
+
     async def step(self) -> None:
-        """Wait until the next step has ended."""
+        """Begin a step if one is due, and wait until the next has ended."""
+        self.growth.grow_if_due()
         async with asyncio.timeout(SECONDS):
             await self._ended.wait()
         self._ended.clear()
@@ -93,119 +104,61 @@ class Growing:
         self._ended.set()
 
 
-@contextmanager
-def growing() -> Iterator[Growing]:
-    made = Growing()
-    yield made
-    made.growth.close()
-    made.pool.close()
+@pytest_asyncio.fixture
+async def made() -> AsyncIterator[Growing]:
+    growing = Growing()
+    yield growing
+    growing.growth.close()
+    growing.pool.close()
 
 
-@pytest.mark.parametrize("cause", ["memory", "lane"])
-def test_a_step_that_fails_leaves_the_pool_as_it_is_and_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cause: str
+async def test_a_step_that_fails_leaves_the_pool_as_it_is_and_is_tried_again(
+    made: Growing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        with growing() as made:
-            if cause == "memory":
-                monkeypatch.setattr(host_pool, "memory_available", lambda: 0)
-            made.refused = cause == "lane"
-            monkeypatch.setattr(growth, "RETRY_SECONDS", 0.02)
-            assert made.space.promise(FIRST_BYTES)
-            made.space.request_growth(GRANULE)
+    monkeypatch.setattr(growth, "RETRY_SECONDS", 0.02)
+    made.refused = True
+    assert made.space.promise(FIRST_BYTES)
+    made.space.request_growth(GRANULE)
+    await made.step()
+    assert (made.space.is_growing, made.space.wanted, made.claimed) == (False, 0, 0)
+    assert made.pool.ranges == ((0, FIRST_BYTES),)
+    async with asyncio.timeout(SECONDS):
+        while made.steps < 3:  # as often as there is time for it, told of once
             made.growth.grow_if_due()
-            await made.step()
-            assert not made.space.is_growing
-            assert made.space.wanted == 0
-            assert made.pool.ranges == ((0, FIRST_BYTES),)
-            for step in range(2, 4):  # as often as there is time for it, told of once
-                while made.steps < step:
-                    made.growth.grow_if_due()
-                    await asyncio.sleep(0.005)
-            assert caplog.text.count("the pool stays at 64.0 MiB") == 1
-            monkeypatch.undo()
-            made.refused = False
-            while made.space.committed == FIRST_BYTES:
-                made.growth.grow_if_due()
-                await asyncio.sleep(0.005)
-            assert made.space.promise(FIRST_BYTES)
-
-    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
-
-
-def test_an_end_waits_for_the_step_under_way_and_takes_nothing_in() -> None:
-    async def scenario() -> None:
-        with growing() as made:
-            assert made.space.promise(FIRST_BYTES)
+            await asyncio.sleep(0.005)
+        assert caplog.text.count("the pool stays at 64.0 MiB") == 1
+        made.refused = False
+        while made.space.committed == FIRST_BYTES:
             made.growth.grow_if_due()
-            made.growth.close()
-            assert made.extended == [(FIRST_BYTES, FIRST_BYTES)]
-            await asyncio.sleep(0.05)
-            made.growth.grow_if_due()
-            assert (made.steps, made.space.committed) == (0, FIRST_BYTES)
-
-    asyncio.run(scenario())
+            await asyncio.sleep(0.005)
+    assert made.space.promise(FIRST_BYTES)
 
 
-class Budget:
-    """Grants what it is told, and wants back what it is told."""
-
-    def __init__(self) -> None:
-        self.room = GIB
-        self.surplus = 0
-        self.given_back = 0
-
-    def claim(self, nbytes: int) -> int:
-        granted = min(nbytes, self.room)
-        self.room -= granted
-        return granted
-
-    def give_back(self, nbytes: int) -> None:
-        self.room += nbytes
-        self.given_back += nbytes
+async def test_an_end_waits_for_the_step_under_way_and_takes_nothing_in(made: Growing) -> None:
+    assert made.space.promise(FIRST_BYTES)
+    made.growth.grow_if_due()
+    made.growth.close()
+    assert made.extended == [(FIRST_BYTES, FIRST_BYTES)]
+    await asyncio.sleep(0.05)
+    made.growth.grow_if_due()
+    assert (made.steps, made.space.committed) == (0, FIRST_BYTES)
 
 
-class Lending(Growing):
-    """One space whose memory others may want."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.growth.close()
-        self.budget = Budget()
-        self.retracted: list[tuple[int, int]] = []
-        loop: Any = asyncio.get_running_loop()
-        spaces, lanes, budget = [self.space], [self], self.budget
-        self.growth = PoolGrowth(self.pool, spaces, lanes, loop, self._stepped, budget=budget)
-
-    def retract(self, offset: int, nbytes: int) -> None:
-        self.retracted.append((offset, nbytes))
-
-
-def test_what_others_want_goes_back_once_it_is_free() -> None:
-    async def scenario() -> None:
-        made = Lending()
-        assert made.space.promise(FIRST_BYTES)
-        made.growth.grow_if_due()
-        await made.step()
-        assert made.space.committed == 2 * FIRST_BYTES
-        assert made.space.promise(GRANULE)
-        made.budget.surplus = FIRST_BYTES
-        made.growth.grow_if_due()
-        assert made.growth._step is None, "it is promised"
-        made.space.withdraw(FIRST_BYTES)
-        made.growth.grow_if_due()
-        await made.step()
-        assert made.retracted == made.extended == [(FIRST_BYTES, FIRST_BYTES)]
-        assert (made.budget.given_back, made.space.committed) == (FIRST_BYTES, FIRST_BYTES)
-        assert made.pool.ranges == ((0, FIRST_BYTES),)
-        made.growth.grow_if_due()
-        assert made.growth._step is None, "the first range stays"
-        made.budget.surplus = 0
-        made.space.request_growth(FIRST_BYTES)
-        made.growth.grow_if_due()
-        await made.step()
-        assert made.space.committed == 2 * FIRST_BYTES
-        made.growth.close()
-        made.pool.close()
-
-    asyncio.run(scenario())
+async def test_what_others_want_goes_back_once_it_is_free(made: Growing) -> None:
+    assert made.space.promise(FIRST_BYTES)
+    await made.step()
+    assert made.space.promise(GRANULE)
+    made.surplus = FIRST_BYTES
+    made.growth.grow_if_due()
+    assert made.growth._step is None, "it is promised"
+    made.space.withdraw(FIRST_BYTES)
+    await made.step()
+    assert made.retracted == made.extended == [(FIRST_BYTES, FIRST_BYTES)]
+    assert (made.claimed, made.space.committed) == (0, FIRST_BYTES)
+    assert made.pool.ranges == ((0, FIRST_BYTES),)
+    made.growth.grow_if_due()
+    assert made.growth._step is None, "the first range stays"
+    made.surplus = 0
+    made.space.request_growth(FIRST_BYTES)
+    await made.step()
+    assert made.space.committed == 2 * FIRST_BYTES

@@ -44,13 +44,20 @@ def test_a_start_that_is_given_up_leaves_the_rest_untouched() -> None:
     assert resident_bytes() - before < 20 * MIB
 
 
-def test_a_pool_that_leaves_no_room_beside_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_leaves_no_room_beside_it_is_refused_and_grows_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = HostPool(64 * MIB, first=MIB)
     monkeypatch.setattr(host_pool, "memory_available", lambda: 24 * MIB)
     HostPool(16 * MIB, beside=7 * MIB).close()
     with pytest.raises(
         PoolUnavailable, match=r"16\.0 MiB together.* 8\.0 MiB beside.*24\.0 MiB of"
     ):
         HostPool(16 * MIB, beside=8 * MIB)
+    with pytest.raises(PoolUnavailable, match=r"grow by 8\.0 MiB.*24\.0 MiB.*16\.0 MiB are left"):
+        pool.commit(MIB, 8 * MIB, beside=16 * MIB)
+    pool.commit(MIB, 7 * MIB, beside=16 * MIB)
+    pool.close()
 
 
 def test_a_pool_may_begin_with_a_part_of_its_memory_and_take_more() -> None:
@@ -64,17 +71,6 @@ def test_a_pool_may_begin_with_a_part_of_its_memory_and_take_more() -> None:
     ctypes.memset(pool.address + 128 * MIB, 7, 96 * MIB)
     pool.give_back(128 * MIB, 96 * MIB)
     assert resident_bytes() - before < 80 * MIB
-    pool.close()
-
-
-def test_a_pool_grows_no_further_than_the_memory_that_others_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = HostPool(64 * MIB, first=MIB)
-    monkeypatch.setattr(host_pool, "memory_available", lambda: 40 * MIB)
-    with pytest.raises(PoolUnavailable, match=r"grow by 8\.0 MiB.*40\.0 MiB.*32\.0 MiB are left"):
-        pool.commit(MIB, 8 * MIB, beside=32 * MIB)
-    pool.commit(MIB, 7 * MIB, beside=32 * MIB)
     pool.close()
 
 
@@ -104,12 +100,10 @@ def test_what_could_not_be_taken_is_given_back(
     pool.close()
 
 
-def test_too_much_is_refused_with_what_there_is() -> None:
+def test_what_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PoolUnavailable, match=r"pool_bytes.*1024.0 TiB.*--pool-bytes"):
         HostPool(1 << 50)
 
-
-def test_what_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: object) -> int:
         ctypes.set_errno(12)
         return -1

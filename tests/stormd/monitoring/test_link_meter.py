@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from stormd.monitoring.link_meter import MIN_COPIED, LinkMeter
@@ -68,17 +66,3 @@ def test_the_speed_of_late_is_what_others_leave_and_stays_while_nothing_is_copie
     for _ in range(100):
         meter.copied("store", 1 << 20, 1e-3)
     assert meter.bytes_per_second() == pytest.approx(50 * GB, rel=0.01), "small ones say nothing"
-
-
-def test_no_copy_of_several_threads_is_lost(meter: LinkMeter) -> None:
-    def copy() -> None:
-        for _ in range(2000):
-            meter.copied("store", 3, 0.25)
-
-    threads = [threading.Thread(target=copy) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert meter.as_status()["store"]["bytes"] == 4 * 2000 * 3
-    assert meter.as_status()["store"]["busy_seconds"] == 4 * 2000 * 0.25

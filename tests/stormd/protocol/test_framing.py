@@ -27,7 +27,6 @@ from stormd.protocol import (
     Message,
     Ping,
     ProtocolError,
-    Release,
     ReserveRange,
     RestoredParts,
     RestoreParts,
@@ -202,11 +201,6 @@ def test_messages_are_returned_up_to_the_first_that_is_not_valid() -> None:
         next(reading)
 
 
-def test_what_follows_a_batch_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="bytes after"):
-        list(decode_each(encode([Envelope(1, Ping())]) + b"x"))
-
-
 def test_a_frame_that_claims_to_be_huge_is_refused() -> None:
     with pytest.raises(ProtocolError):
         decode(b"\xdd\xff\xff\xff\xff")
@@ -230,11 +224,6 @@ def test_few_of_what_costs_milliseconds_may_be_in_a_frame() -> None:
         assert len(decode(encode([*costly, *others]))) == 1000 + MAX_COSTLY
         with pytest.raises(ProtocolError, match=f"{MAX_COSTLY + 1} requests .* is {MAX_COSTLY}"):
             decode(encode([*costly, *others, Envelope(1, message)]))
-
-
-def test_the_largest_release_fits() -> None:
-    frame = encode([Envelope(0, Release([MAX_ID] * MAX_BATCH))])
-    assert decode(frame)[0].message == Release([MAX_ID] * MAX_BATCH)
 
 
 def test_a_hello_of_any_version_says_which() -> None:

@@ -99,15 +99,6 @@ def test_in_pieces_on_both_sides(place: _Place, nbytes: int) -> None:
             assert beside in held or place.pool[beside] == b"\xaa"
 
 
-def test_another_blobs_records_are_not_taken(place: _Place) -> None:
-    block, extent = _block(9000), _block(disk_bytes(9000))
-    place.write(block, extent)
-    for name in ((9, 2, 3), (1, 9, 3), (1, 2, 9)):
-        with pytest.raises(Damaged, match="bytes 0 to 9000 are not what was written"):
-            place.read(extent, block, name)
-    place.read(extent, block)
-
-
 def test_an_older_record_in_the_middle_is_found(place: _Place) -> None:
     """A write of which a part came to nothing, where something was before."""
     nbytes = 2 * RECORD_BYTES

@@ -35,62 +35,53 @@ def pair() -> tuple[End, End]:
     return End(one), End(other)
 
 
-def test_messages_come_in_order_with_their_descriptors() -> None:
-    async def run() -> None:
-        here, there = pair()
-        pipes = [os.pipe() for _ in range(40)]
-        for number, (_, writing) in enumerate(pipes):
-            here.line.send("plain", number)
-            here.line.send("with", number, descriptor=writing)
-        await there.hears(80)
-        for number, (reading, _) in enumerate(pipes):
-            assert there.heard[2 * number] == ("plain", [number], -1)
-            kind, values, descriptor = there.heard[2 * number + 1]
-            assert (kind, values) == ("with", [number])
-            os.write(descriptor, b"%d" % number)
-            os.close(descriptor)
-            assert os.read(reading, 10) == b"%d" % number
-            assert os.read(reading, 1) == b""  # ours was closed once it had left
-            os.close(reading)
-        here.line.close()
-        async with asyncio.timeout(30):
-            await there.ended.wait()
-
-    asyncio.run(run())
+async def test_messages_come_in_order_with_their_descriptors() -> None:
+    here, there = pair()
+    pipes = [os.pipe() for _ in range(40)]
+    for number, (_, writing) in enumerate(pipes):
+        here.line.send("plain", number)
+        here.line.send("with", number, descriptor=writing)
+    await there.hears(80)
+    for number, (reading, _) in enumerate(pipes):
+        assert there.heard[2 * number] == ("plain", [number], -1)
+        kind, values, descriptor = there.heard[2 * number + 1]
+        assert (kind, values) == ("with", [number])
+        os.write(descriptor, b"%d" % number)
+        os.close(descriptor)
+        assert os.read(reading, 10) == b"%d" % number
+        assert os.read(reading, 1) == b""  # ours was closed once it had left
+        os.close(reading)
+    here.line.close()
+    async with asyncio.timeout(30):
+        await there.ended.wait()
 
 
-def test_what_does_not_fit_waits_and_nobody_with_it() -> None:
-    async def run() -> None:
-        here, there = pair()
-        large = {"sessions": ["x" * 100] * 20_000}
-        for _ in range(3):
-            here.line.send("report", large)
-        await there.hears(3)
-        assert there.heard == [("report", [large], -1)] * 3
-        there.line.close()
-        there.line.close()
-        there.line.send("late")
-        async with asyncio.timeout(30):
-            await here.ended.wait()
-
-    asyncio.run(run())
+async def test_what_does_not_fit_waits_and_nobody_with_it() -> None:
+    here, there = pair()
+    large = {"sessions": ["x" * 100] * 20_000}
+    for _ in range(3):
+        here.line.send("report", large)
+    await there.hears(3)
+    assert there.heard == [("report", [large], -1)] * 3
+    there.line.close()
+    there.line.close()
+    there.line.send("late")
+    async with asyncio.timeout(30):
+        await here.ended.wait()
 
 
-def test_an_end_closes_what_nobody_takes() -> None:
-    async def run() -> None:
-        here, there = pair()
-        reading, writing = os.pipe()
-        there.line.close()
-        here.line.send("with", descriptor=writing)
-        async with asyncio.timeout(30):
-            await here.ended.wait()
-        reading_again, writing_again = os.pipe()
-        here.line.send("with", descriptor=writing_again)
-        for one in (reading, reading_again):
-            assert os.read(one, 1) == b""
-            os.close(one)
-
-    asyncio.run(run())
+async def test_an_end_closes_what_nobody_takes() -> None:
+    here, there = pair()
+    reading, writing = os.pipe()
+    there.line.close()
+    here.line.send("with", descriptor=writing)
+    async with asyncio.timeout(30):
+        await here.ended.wait()
+    reading_again, writing_again = os.pipe()
+    here.line.send("with", descriptor=writing_again)
+    for one in (reading, reading_again):
+        assert os.read(one, 1) == b""
+        os.close(one)
 
 
 def test_the_first_message_is_waited_for() -> None:

@@ -54,16 +54,6 @@ def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Benc
     bench.expect(RestoreDone)
 
 
-def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
-    bench.map()
-    fill(bench)
-    bench.store(1, 0, PART)
-    bench.lane.unmap_segment(SESSION, 0)
-    bench.publish(1)
-    bench.expect(StoreDone)
-    wait_until(lambda: not any(isinstance(o, fake_cuda.IpcMapping) for o in list(fake_cuda.live)))
-
-
 def test_a_session_that_finds_no_memory_holds_none(bench: Bench) -> None:
     with fake_cuda.entered(0):
         before = set(fake_cuda.live)

@@ -17,16 +17,6 @@ def settle(known: Guesses, mode: str, times: int = SAME_BEFORE) -> None:
         known.learn(*KIND, known.likely(*KIND), mode)
 
 
-def test_what_was_the_same_for_a_while_is_guessed() -> None:
-    known = Guesses()
-    settle(known, "window", SAME_BEFORE - 1)
-    assert known.likely(*KIND) is None
-    settle(known, "window", 1)
-    assert known.likely(*KIND) == "fast"
-    assert known.likely(KIND[0], DType.FLOAT32) is None
-    assert known.likely(KIND[0] + 2, DType.BFLOAT16) is None
-
-
 def test_a_wrong_guess_is_not_repeated_and_the_next_takes_longer() -> None:
     known = Guesses()
     settle(known, "window")

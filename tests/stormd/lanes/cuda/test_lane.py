@@ -105,21 +105,6 @@ def test_a_store_that_is_not_ready_is_overtaken_and_keeps_the_counter(bench: Ben
     assert np.array_equal(bench.memory[:PART], before[PART : 2 * PART])
 
 
-def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> None:
-    bench.map()
-    fill(bench)
-    bench.store(1, 0, PART)
-    bench.publish(1)
-    block = bench.expect(StoreDone).block
-    bench.memory[:] = 0x77
-    bench.restore(2, block, 0, PART)
-    bench.store(3, 2 * PART, PART)  # the other direction goes on meanwhile
-    assert (bench.memory[:PART] == 0x77).all()
-    bench.publish(3)
-    bench.expect(RestoreDone)
-    bench.expect(StoreDone, 2)
-
-
 def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> None:
     """A client's stream may wait for a store before it comes to what the restores wait for."""
     bench.map()
@@ -230,18 +215,6 @@ def test_a_gpu_that_is_not_served_and_handles_of_nothing_are_refused(bench: Benc
     assert "1048576 bytes, not 1048577" in bench.expect(SegmentRefused).detail
     bench.lane.map_segment(SESSION, MapSegment(segment=0, handle=b"x" * 64, nbytes=8))
     assert "CUDA_ERROR_INVALID_VALUE" in bench.expect(SegmentRefused, 2).detail
-
-
-def test_an_encoder_that_fails_costs_its_own_store_only(bench: Bench) -> None:
-    bench.map()
-    fill(bench)
-    fake_cuda.CudaCodec.broken = 0
-    bench.store(1, 0, PART)
-    bench.store(2, 0, PART)
-    bench.publish(2)
-    assert "does not start" in bench.expect(StoreFailed).detail
-    bench.expect(StoreDone)
-    wait_until(lambda: bench.counters.read(STORED) == 2)
 
 
 def test_a_store_that_fails_frees_no_source_that_is_yet_to_be_read(

@@ -106,20 +106,6 @@ def test_a_damaged_blob_among_others_fails_alone(bench: Bench, place: int) -> No
         assert index == 2 or np.array_equal(bench.memory[begin:end], before[begin:end])
 
 
-def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) -> None:
-    bench.map()
-    fill(bench)
-    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
-        for entry in (1, 2):
-            bench.store(entry, (entry - 1) * PART, SMALL[entry])
-    bench.publish(1)
-    bench.expect(StoreDone)
-    assert bench.counters.read(STORED) == 1
-    bench.publish(2)
-    bench.expect(StoreDone, 2)
-    assert batches == [1, 1]
-
-
 @pytest.mark.parametrize("published", [0, 2])
 def test_a_client_may_wait_for_what_comes_first_before_more_may_be_written(
     bench: Bench, published: int
