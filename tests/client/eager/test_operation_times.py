@@ -13,8 +13,6 @@ import torch
 from storm_client.eager import operation_times
 from storm_client.eager.operation_times import (
     LONG_SECONDS,
-    MAX_SECONDS,
-    REPEATS,
     OperationTimes,
 )
 from storm_client.eager.recorder import Mark, Span
@@ -84,35 +82,6 @@ class Took:
 def took(times: OperationTimes, function: Any, *arguments: Any, seconds: float = SHORT) -> Any:
     made = function(*arguments)
     return times.of(function, arguments, {}, made, Took(seconds))
-
-
-@pytest.mark.usefixtures("cuda")
-def test_operations_that_are_alike_are_run_again_once() -> None:
-    times, one = OperationTimes(), torch.ones(8, 8)
-    silus = [took(times, torch.sigmoid, one), took(times, torch.sigmoid, torch.zeros(8, 8))]
-    other = took(times, torch.sigmoid, one.t())
-    assert [one() for one in (*silus, *silus, other)] == pytest.approx([1e-6] * 5)
-    assert len(made_busy) == 2, "one of the other strides is another"
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(
-    ("seconds", "runs"), [(1e-6, 1 + REPEATS), (LONG_SECONDS, 2), (MAX_SECONDS, 1)]
-)
-def test_the_longer_an_operation_takes_the_less_often_it_is_run_again(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int
-) -> None:
-    monkeypatch.setattr(Event, "seconds", seconds)
-    calls: list[torch.Tensor] = []
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append(tensor)
-        return torch.sigmoid(tensor)
-
-    timing = OperationTimes().of(counted, (torch.ones(8),), {}, torch.ones(8))
-    assert timing is not None
-    assert timing() == pytest.approx(seconds)
-    assert len(calls) == runs
 
 
 def test_events_are_let_go_of_once_they_are_known_though_nobody_plans(

@@ -130,15 +130,6 @@ def test_the_plan_says_what_becomes_of_what(
         plan.draw(tmp_path / "plan.nothing")
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs(seed: int, device: str, client: storm.Client) -> None:
-    offload = client.offload(min_bytes=1, verify="always" if seed % 2 else "learn")
-    expected = run(seed, device, nullcontext)
-    for _ in range(STEPS):
-        assert_identical(run(seed, device, lambda: offload), expected)
-    assert offload.stats().replayed_bytes > 0
-
-
 @torch.library.custom_op("storm_tests::scaled", mutates_args=())
 def scaled(x: Tensor, scale: float) -> Tensor:
     """An operator of the user's own, which its name does not tell."""
@@ -575,9 +566,9 @@ def test_steps_part_in_the_middle(other: str, device: str, client: storm.Client)
     assert all(replayed.values()), replayed
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_programs_take_turns(seed: int, device: str, client: storm.Client) -> None:
-    offload = client.offload(min_bytes=1)
+    offload = client.offload(min_bytes=1, verify="always" if seed % 2 else "learn")
     seeds = [3 * seed, 3 * seed + 1, 3 * seed + 2]
     expected = {one: run(one, device, nullcontext) for one in seeds}
     for number in range(24):

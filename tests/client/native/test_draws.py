@@ -263,36 +263,6 @@ def test_without_compiled_code_nothing_is_drawn_again(
     assert "dropout" not in operations
 
 
-def test_a_model_of_transformers_with_dropout(
-    device: str, client: storm.Client, path: str, followed: Followed
-) -> None:
-    pytest.importorskip("transformers")
-    from support.small_models import MODELS
-
-    model, inputs = MODELS["bert"]()
-    model.to(device).train()
-    inputs = {key: value.to(device) for key, value in inputs.items()}
-
-    class Cast(nn.Module):
-        def forward(self, _: Tensor) -> Tensor:
-            with torch.autocast(device, torch.bfloat16):
-                return model(**inputs).loss  # type: ignore[no-any-return]
-
-    net, x = Cast(), torch.empty(0, device=device)
-    net.model = model
-    expected = [one.clone() for one in step(net, x, nullcontext)]
-    offload = client.offload(model, min_bytes=256)
-    for _ in range(STEPS):
-        assert_identical(step(net, x, lambda: offload), expected)
-    decisions = {(row.operation, row.decision) for row in offload.plan.rows}
-    assert ("dropout", "replay") in decisions, str(offload.plan)
-    attention = "scaled_dot_product_attention" if device == "cuda" else "_safe_softmax"
-    assert (attention, "replay") in decisions, str(offload.plan)
-    assert offload.stats().replayed_bytes > 0
-    assert followed[-1] == (path == "compiled")
-    assert not followed.left
-
-
 # --- on a GPU -----------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.planner.agreement import (
@@ -151,16 +150,6 @@ def test_all_follow_the_same_from_the_same_step_on_or_each_is_alone(data: st.Dat
         assert len({rank.agreement.phase.round for rank in left}) == 1  # type: ignore[union-attr]
 
 
-def test_stages_of_a_pipeline_agree_among_those_that_run_the_same() -> None:
-    ranks = ranks_of(5, ["a", "a", "b", "b", "c"])
-    for step in range(6):
-        for rank in ranks:
-            rank.begin(float(step))
-    assert ranks[0].choice == ranks[1].choice != ranks[2].choice == ranks[3].choice
-    assert ranks[4].agreement.phase == Alone("")
-    assert ranks[4].step == 6, "it waited for nobody"
-
-
 def test_a_rank_that_joins_late_takes_over_what_the_others_follow() -> None:
     ranks = ranks_of(3)
     for step in range(20):
@@ -178,21 +167,6 @@ def test_a_rank_that_joins_late_takes_over_what_the_others_follow() -> None:
             rank.begin(float(step))
     assert "figures of 2" in ranks[0].choice
     assert ranks[2].choice == ranks[0].choice == ranks[1].choice
-
-
-@pytest.mark.parametrize("dead", [0, 1, 2])
-def test_a_rank_that_dies_is_waited_for_until_the_deadline(dead: int) -> None:
-    """The others follow on until there is something new; then each plans for itself."""
-    ranks = ranks_of(3)
-    for step in range(10):
-        for rank in ranks:
-            rank.begin(float(step))
-    left = [rank for rank in ranks if rank is not ranks[dead]]
-    for step in range(10, 80):
-        for rank in left:
-            rank.begin(float(step), has_news=step == 12)
-    assert all(rank.is_alone for rank in left)
-    assert all(rank.agreement.phase != Alone("") for rank in left)
 
 
 def test_a_rank_that_never_comes_leaves_the_other_alone_with_a_word() -> None:

@@ -119,16 +119,6 @@ def test_where_moments_are_not_known_as_much_as_of_blocks_is_kept(
     assert not is_below_checkpointing(problem, found)
 
 
-def test_what_pytorchs_own_loss_would_take_is_room_for_a_step_with_a_loss_in_tiles() -> None:
-    problem = step(12)
-    tiled = replace(problem, plain_loss_bytes=300 * MIB)
-    found = choose_below_checkpointing(tiled, CUDA)
-    assert is_below_checkpointing(tiled, found)
-    assert not is_below_checkpointing(problem, found)
-    before = kept_bytes(problem, choose_below_checkpointing(problem, CUDA))
-    assert before < kept_bytes(tiled, found) <= before + 300 * MIB
-
-
 @pytest.mark.parametrize("lacked", [100, 5000])
 def test_what_devices_have_lacked_is_left_free(lacked: int) -> None:
     problem = replace(step(12), plain_loss_bytes=600 * MIB)

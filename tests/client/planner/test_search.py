@@ -43,29 +43,6 @@ def settled(
     raise AssertionError(f"not settled: {search}")
 
 
-def settled_in_turn(search: PlanSearch, seconds: Seconds) -> int:
-    """Follow plans as ranks do, four steps each and one after another; return the steps."""
-    count = 0
-    for _ in range(LONGEST):
-        turns = [search.current, *search.upcoming()]
-        assert len(set(turns)) == len(turns)
-        count += len(turns) * (SKIPPED + MEASURED)
-        search.record_turns((one, 0, [9.0, *[seconds(one)] * 2]) for one in turns)
-        if search.is_settled:
-            return count
-    raise AssertionError(f"not settled: {search}")
-
-
-@pytest.mark.parametrize("best", [NOTHING, TWO_THIRDS, PREDICTED, *AS_BLOCKS, OFFLOAD_ALONE])
-def test_plans_that_are_followed_in_turn_end_the_search_in_few_rounds(best: Alternative) -> None:
-    search = PlanSearch((*AS_BLOCKS, OFFLOAD_ALONE))
-    assert [search.current, *search.upcoming()] == [*AS_BLOCKS, NOTHING, TWO_THIRDS]
-    seconds = lambda one: 0.1 if one == best else 0.2  # noqa: E731
-    assert settled_in_turn(search, seconds) <= LONGEST
-    assert search.current == best
-    assert not search.upcoming()
-
-
 def test_smaller_steps_are_not_compared_and_end_the_search_in_time() -> None:
     search = PlanSearch()
     for number in range(MAX_STEPS):
@@ -132,13 +109,6 @@ def test_less_stays_if_that_takes_hardly_longer() -> None:
             lambda one: staying.get(one, 200),
         )
         assert search.current == chosen
-
-
-def test_what_has_settled_stays_as_long_as_steps_take_as_long() -> None:
-    search = settled(PlanSearch(), by_share(PREDICTED.link_share))
-    for seconds in (0.1, 0.09, 0.3, 0.08) * LATEST:
-        assert not search.record_step(search.current, seconds)
-    assert search.is_settled
 
 
 def test_all_is_measured_anew_where_steps_take_much_less_for_long() -> None:
