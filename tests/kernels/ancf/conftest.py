@@ -13,28 +13,7 @@ import pytest
 from storm_kernels import ancf, backends
 from storm_kernels.ancf import cpu
 from storm_kernels.native import available_sets
-from support.cuda_on_cpu import Kernels, build_kernels
-
-GUARD = 64  # bytes on either side of a buffer
-POISON = 0xA5
-
-
-class Guarded:
-    """A poisoned buffer at any alignment, whose surroundings must stay as they are."""
-
-    def __init__(self, nbytes: int, offset: int = 0) -> None:
-        self._memory = np.full(nbytes + 2 * GUARD + offset, POISON, np.uint8)
-        self.data = self._memory[GUARD + offset : GUARD + offset + nbytes]
-        self._start = GUARD + offset
-
-    @property
-    def address(self) -> int:
-        return self._memory.ctypes.data + self._start
-
-    def check(self) -> None:
-        end = self._start + self.data.size
-        assert (self._memory[: self._start] == POISON).all(), "bytes before the buffer written"
-        assert (self._memory[end:] == POISON).all(), "bytes after the buffer written"
+from support.cuda_on_cpu import Guarded, Kernels, build_kernels
 
 
 @pytest.fixture(params=["numpy", "cpu"])
@@ -57,7 +36,12 @@ class Codec:
         source.data[:] = data
         target = Guarded(ancf.max_encoded_bytes(data.size, dtype), offset)
         size = self._backend.encode_into(
-            source.address, data.size, dtype, target.address, target.data.size, **options
+            source.address.value,
+            data.size,
+            dtype,
+            target.address.value,
+            target.data.size,
+            **options,
         )
         assert (source.data == data).all(), "the source was changed"
         source.check()
@@ -69,7 +53,9 @@ class Codec:
         source.data[:] = blob
         target = Guarded(nbytes, offset)
         try:
-            self._backend.decode_into(source.address, blob.size, target.address, nbytes, **options)
+            self._backend.decode_into(
+                source.address.value, blob.size, target.address.value, nbytes, **options
+            )
         finally:
             target.check()
         return target.data.copy()

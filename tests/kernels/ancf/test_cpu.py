@@ -11,8 +11,9 @@ from storm_kernels import ancf
 from storm_kernels.ancf import DType, Mode, cpu
 from storm_kernels.errors import BackendUnavailable
 from storm_kernels.native import InstructionSet, available_sets
+from support.cuda_on_cpu import Guarded
 
-from .conftest import Codec, Guarded
+from .conftest import Codec
 
 available, detail = cpu.probe()
 pytestmark = pytest.mark.skipif(not available, reason=f"C library: {detail}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from storm_kernels.ancf import DType, cuda_modules
 from storm_kernels.ancf.cuda_launches import PIPELINES
-from storm_kernels.ancf.cuda_modules import Modules, Preparation, Wanted, wanted
+from storm_kernels.ancf.cuda_modules import Modules, Wanted, wanted
 from storm_kernels.errors import BackendUnavailable
 
 THREADS = 6
@@ -81,15 +81,6 @@ def test_what_is_prepared_is_compiled_side_by_side_and_not_again(
     modules.prepare([*parts, *parts])
     assert [modules.get(which) for which in parts] == parts
     assert compiler.asked == dict.fromkeys(parts, 1)
-
-
-def test_an_ended_preparation_begins_nothing_more() -> None:
-    parts = [wanted(f"ancf_decode_{pipeline}", DType.BYTES) for pipeline in PIPELINES]
-    preparation = Preparation(parts)
-    taken = iter(preparation)
-    assert next(taken) == parts[0]
-    preparation.end()
-    assert list(taken) == []
 
 
 @pytest.fixture

@@ -7,7 +7,10 @@ compile for one in test_cuda_sources.py.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +24,9 @@ from storm_kernels.ancf.options import POLICIES
 from storm_kernels.ancf.plan import Plan
 from support.cuda_on_cpu import NOT_DECODED, OK, POISON
 
+UNDER_FENCES = Path(__file__).with_name("cuda_under_fences.py")
 FLOATS = [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64]
+E4M3 = DType.FLOAT8_E4M3FN
 RARE = (DType.FLOAT16, DType.FLOAT64, DType.INT64, DType.UINT64, DType.FLOAT8_E5M2)
 """Types whose kernels have no other use here: to compile each kind takes 3 to 5 s."""
 
@@ -259,3 +264,17 @@ def test_kernels_of_another_element_type_touch_nothing_and_say_so(kernels):
         status, out = kernels(DType.FLOAT32).decode(blob, data.size)
         assert status == NOT_DECODED
         assert (out == POISON).all()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [DType.BFLOAT16, *(pytest.param(one, marks=pytest.mark.slow) for one in (*FLOATS[1:], E4M3))],
+)
+def test_nothing_outside_of_fences_is_touched(cuda_on_cpu, dtype):
+    """In a process of its own, which an access outside ends, or one that is not aligned."""
+    done = subprocess.run(
+        [sys.executable, str(UNDER_FENCES), str(cuda_on_cpu), dtype.name],
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"ended with {done.returncode}: {done.stdout}{done.stderr}"
+    assert "blobs decoded" in done.stdout

@@ -122,59 +122,6 @@ def test_a_device_gives_the_same(both: tuple[np.ndarray, Results, Results], oper
         )
 
 
-OF_THREE_WORDS = [
-    ("ones", 0, 0, 0, 0),
-    ("ones", 0xFFFF_FFFF, 0, 0, 32),
-    ("lowest_bit", 1, 0, 0, 0),
-    ("lowest_bit", 0x8000_0000, 0, 0, 31),
-    ("lowest_bit", 0x0012_3400, 0, 0, 10),
-    ("highest_bit", 1, 0, 0, 0),
-    ("highest_bit", 0xFFFF_FFFF, 0, 0, 31),
-    ("highest_bit", 0x0012_3400, 0, 0, 20),
-    ("nonzero_halves", 0, 0, 0, 0),
-    ("nonzero_halves", 0x8000_0000, 0, 0, 0x0001_0000),
-    ("nonzero_halves", 0x0000_8000, 0, 0, 0x0000_0001),
-    ("nonzero_halves", 0x0001_0001, 0, 0, 0x0001_0001),
-    ("pick_bytes", 0x3322_1100, 0x7766_5544, 0x3210, 0x3322_1100),
-    ("pick_bytes", 0x3322_1100, 0x7766_5544, 0x7531, 0x7755_3311),
-    ("pick_bytes", 0x3322_1100, 0x7766_5544, 0xFDB9, 0x7755_3311),
-    ("pick_bytes", 0x8000_0080, 0xFF00_0000, 0xFB98, 0xFF80_0080),
-    ("pick_bytes_or_signs", 0x3322_1100, 0x7766_5544, 0x7531, 0x7755_3311),
-    ("pick_bytes_or_signs", 0x8000_0080, 0xFF00_0000, 0xFB98, 0xFFFF_00FF),
-    ("pick_bytes_or_signs", 0x8000_0080, 0x7F00_0000, 0xF3B0, 0x0080_FF80),
-    ("funnel_right", 0x8765_4321, 0x0FED_CBA9, 0, 0x8765_4321),
-    ("funnel_right", 0x8765_4321, 0x0FED_CBA9, 4, 0x9876_5432),
-    ("funnel_right", 0x8000_0000, 0x0000_0003, 31, 0x0000_0007),
-    ("funnel_right", 0x8765_4321, 0x0FED_CBA9, 32, 0x8765_4321),
-    ("funnel_right", 0x8765_4321, 0x0FED_CBA9, 36, 0x9876_5432),
-]  # fmt: skip
-
-
-def test_the_cpu_gives_of_three_words(on_cpu: Run) -> None:
-    words = np.array([row[1:4] for row in OF_THREE_WORDS], np.uint32)
-    found = on_cpu(np.repeat(words[:, :, None], LANES, axis=2))
-    for number, (operation, *_, expected) in enumerate(OF_THREE_WORDS):
-        given = in_hex(words[number])
-        assert (found[operation][number] == [expected, 0, 0, 0]).all(), (operation, given)
-
-
-def test_the_cpu_gives_of_all_lanes(on_cpu: Run) -> None:
-    lanes = np.arange(LANES, dtype=np.uint32)
-    found = on_cpu(np.stack([100 + lanes, np.full_like(lanes, 3), lanes])[None])
-    for operation, expected in {
-        "shuffle": [103] * LANES,
-        "shuffle_up": [100, 101, 102, *range(100, 129)],
-        "shuffle_xor": [100 + (lane ^ 3) for lane in range(LANES)],
-        "add_from_below": [100, 101, 102, *(200 + lane + lane - 3 for lane in range(3, LANES))],
-        "lanes_where": [0xFFFF_FFFF] * LANES,
-        "most_of_lanes": [131] * LANES,
-        "sum_of_lanes": [3200 + 496] * LANES,
-        "bits_of_lanes": [0xFF] * LANES,
-        "any_lane": [1] * LANES,
-    }.items():
-        assert found[operation][0, :, 0].tolist() == expected, operation
-
-
 @pytest.mark.parametrize("folder", [SOURCES, HOST], ids=["device", "cpu"])
 def test_no_operation_is_left_out(folder: Path) -> None:
     assert len(set(OPERATIONS)) == len(OPERATIONS)

@@ -1,19 +1,15 @@
-"""layout.py: the constants are FORMAT.md's, and the headers of C and CUDA have the same ones."""
+"""layout.py and dtypes.py: the constants are FORMAT.md's, the element types torch's."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-import pytest
+import torch
 from storm_kernels import ancf
-from storm_kernels.ancf import layout
+from storm_kernels.ancf import DType, dtype_of, layout
 
 MASK = (1 << 64) - 1
-ANCF = Path(ancf.__file__).parent
-C_HEADER = ANCF / "csrc" / "format.h"
-CUDA_HEADER = ANCF / "csrc" / "cuda" / "ancf_format.cuh"
-FORMAT = (ANCF / "FORMAT.md").read_text()
+FORMAT = (Path(ancf.__file__).parent / "FORMAT.md").read_text()
 
 
 def splitmix64(count: int) -> list[int]:
@@ -44,41 +40,14 @@ def test_format_lists_every_mode_and_dtype_with_its_number():
         assert f"| {dtype.value} | {dtype.torch_name} |" in FORMAT or dtype.name == "BYTES"
 
 
-NUMBERS = {  # ours: C's, CUDA's
-    "VERSION": ("ANCF_VERSION", "kVersion"),
-    "HEADER_BYTES": ("ANCF_HEADER_BYTES", "kHeaderBytes"),
-    "TILE": ("ANCF_TILE", "kTile"),
-    "DIRECTORY_ALIGN": ("ANCF_ALIGN", "kDirectoryAlign"),
-    "WINDOW_SLOTS": ("ANCF_WINDOW_SLOTS", "kWindowSlots"),
-    "SAMPLE_MAX": ("ANCF_SAMPLE", "kSampleMax"),
-    "SAMPLE_RUN": ("ANCF_SAMPLE_RUN", "kSampleRun"),
-    "CHECK_CHUNK_BYTES": ("ANCF_CHUNK_BYTES", "kCheckChunkBytes"),
-    "CHECK_INDEX": ("ANCF_C1", "kCheckIndex"),
-    "CHECK_MIX": ("ANCF_C2", "kCheckMix"),
-    "CHECK_LENGTH": ("ANCF_C3", "kCheckLength"),
-    "FLAG_CHECKSUM": ("ANCF_FLAG_CHECKSUM", "kFlagChecksum"),
-    "BITMAP_PLAIN": ("ANCF_PLAIN", "kBitmapPlain"),
-    "BITMAP_PAIRS": ("ANCF_PAIRS", "kBitmapPairs"),
-    "BITMAP_SIGNS": ("ANCF_SIGNS", "kBitmapSigns"),
-}
-
-
-def number_in(header: str, name: str) -> int:
-    """Return the integer that `header` gives `name`, in C's or in C++'s way."""
-    found = re.search(rf"\b{name}\b\s*=?\s*(?:UINT64_C\()?(0[xX][0-9A-Fa-f]+|\d+)", header)
-    assert found, f"{name} is not in the header"
-    return int(found[1], 0)
-
-
-@pytest.mark.parametrize("path", [C_HEADER, CUDA_HEADER], ids=["C", "CUDA"])
-def test_headers_have_the_same_numbers(path):
-    text = path.read_text()
-    for name, both in NUMBERS.items():
-        assert number_in(text, both[path is CUDA_HEADER]) == getattr(layout, name)
-    magic = "ANCF_MAGIC" if path is C_HEADER else "kMagic"
-    assert number_in(text, magic).to_bytes(4, "little") == layout.MAGIC
-    keys = re.search(r"\{((?:[\s\\]*0x[0-9A-Fa-f]{8},?){16})", text)
-    assert tuple(int(k, 16) for k in re.findall(r"0x\w{8}", keys[1])) == layout.CHECK_KEYS
-    for mode in layout.Mode:
-        name = f"ANCF_{mode.name}" if path is C_HEADER else f"k{mode.name.capitalize()}"
-        assert number_in(text, name) == mode
+def test_torch_agrees():
+    for dtype in set(DType) - {DType.BYTES}:
+        theirs = getattr(torch, dtype.torch_name)
+        assert dtype_of(theirs) is dtype
+        assert dtype.item_bytes == theirs.itemsize
+        assert dtype.is_complex == theirs.is_complex
+        assert dtype.is_float == (theirs.is_floating_point or theirs.is_complex)
+        integer = not dtype.is_float and theirs is not torch.bool
+        assert dtype.is_signed_integer == (integer and theirs.is_signed)
+        if dtype.is_float and not dtype.is_complex:
+            assert 2.0**-dtype.mantissa_bits == torch.finfo(theirs).eps

@@ -1,13 +1,11 @@
-"""window.py: which exponents get codes, and how much memory a blob is given."""
+"""window.py: which exponents get codes."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from storm_kernels import UsageError
-from storm_kernels.ancf import DType, read_header
-from storm_kernels.gemm import reference
-from storm_kernels.gemm.window import Window, full_room, geometry, window_of
+from storm_kernels.ancf import DType
+from storm_kernels.gemm.window import geometry, window_of
 
 SYMBOLS = {DType.BFLOAT16: 256, DType.FLOAT16: 32}
 
@@ -37,15 +35,3 @@ def test_counts_that_no_window_follows_from_are_refused() -> None:
         window_of([0] * 256, DType.BFLOAT16)
     with pytest.raises(UsageError, match="float32 are not encoded; use bfloat16"):
         geometry(DType.FLOAT32, 4096)
-
-
-def test_a_blob_as_expected_fits_its_room() -> None:
-    elements = 1 << 16
-    bits = np.random.default_rng(0).normal(size=elements).astype(np.float16).view(np.uint16)
-    window = reference.window(bits, DType.FLOAT16)
-    blob = reference.encode(bits, DType.FLOAT16, window.base)
-    room = window.room(DType.FLOAT16, elements)
-    assert blob.size <= room < full_room(DType.FLOAT16, elements)
-    assert read_header(blob).plan.dictionary == tuple(range(window.base, window.base + 7))
-    worst = Window(window.base, 1.0).room(DType.FLOAT16, elements)
-    assert worst == full_room(DType.FLOAT16, elements)

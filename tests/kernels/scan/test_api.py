@@ -102,6 +102,26 @@ def test_recurrence(backend, device, dtype, reverse, given_state):
         assert torch.equal(last, h.select(dim, 0 if reverse else -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_long_sequences_and_their_gradients(backend, device, dtype):
+    """Gates close to one, as in gated recurrences: against the reference in float64."""
+    for shape, dim in (((2, 3, 8000), -1), ((2, 1000, 20), 1), ((1, 16_323), -1)):
+        a = (0.999 - 0.5 * torch.rand(shape, device=device)).to(dtype).requires_grad_()
+        b = torch.randn(shape, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(shape, device=device).to(dtype)
+        h, _ = scan.linear_scan(a, b, dim=dim, backend=backend)
+        found = (h, *torch.autograd.grad(h, (a, b), weight))
+        wide = [one.detach().cpu().double().requires_grad_() for one in (a, b)]
+        h, _ = scan.linear_scan(*wide, dim=dim, backend="numpy")
+        expected = (h, *torch.autograd.grad(h, wide, weight.cpu().double()))
+        for one, other in zip(found, expected, strict=True):
+            tolerance = 4 * TOLERANCE[dtype]
+            size = max(1.0, other.abs().max().item())
+            torch.testing.assert_close(
+                one.cpu().double(), other, rtol=tolerance, atol=tolerance * size
+            )
+
+
 def test_factors_are_broadcast_and_types_promoted(backend, device):
     b = torch.randn(2, 33, 4, device=device).half()
     for shape in ((4,), (33, 1), (2, 1, 1), (1,)):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,39 +12,12 @@ from storm_kernels.scan import cpu, reference
 from storm_kernels.scan.cpu import CpuScans
 from support.guarded_tensors import Guarded
 
-SOURCES = Path(__file__).parents[3] / "kernels" / "storm_kernels" / "scan" / "csrc"
-HEADER = (SOURCES / "scan.h").read_text()  # a wheel has no headers
-
 pytestmark = pytest.mark.skipif(
     not backends("scan")["cpu"].available, reason=backends("scan")["cpu"].detail
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 SHAPES = (((2, 37, 130), 1), ((7, 300), 1), ((3, 5, 1), 1), ((1, 1), 0))
-
-
-def _numbers(name: str) -> dict[str, int]:
-    body = re.search(rf"enum {name} \{{(.*?)\}};", HEADER, re.DOTALL)
-    assert body is not None
-    return {key: int(value) for key, value in re.findall(r"(STORM_SCAN_\w+) = (\d+)", body[1])}
-
-
-def _fields(name: str) -> list[str]:
-    body = re.search(rf"struct {name} \{{(.*?)\}};", HEADER, re.DOTALL)
-    assert body is not None
-    declared = re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL)
-    return [one.strip(" *") for line in re.findall(r"\w+_t ([^;]*);|void \*(\w+);", declared)
-            for part in line if part for one in part.split(",")]  # fmt: skip
-
-
-def test_the_headers_numbers_and_fields_are_ours():
-    assert list(_numbers("storm_scan_dtype").values()) == list(cpu._DTYPES.values())
-    assert {f"STORM_SCAN_{name.upper()}": at for name, at in cpu._OPS.items()} == _numbers(
-        "storm_scan_op"
-    )
-    for name, ours in (("shape", cpu._Shape), ("array", cpu._Array), ("options", cpu._Options)):
-        assert _fields(f"storm_scan_{name}") == [field[0] for field in ours._fields_]
-    assert ctypes.sizeof(cpu._Options) == 4 * len(cpu._Options._fields_)
 
 
 @pytest.fixture(params=list(available_sets()) if backends("scan")["cpu"].available else [])

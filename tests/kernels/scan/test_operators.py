@@ -190,17 +190,6 @@ def test_vmap_scans_each_by_itself(backend, device):
         )
 
 
-def test_many_gradients_at_once(backend, device):
-    a, b = (torch.rand(5, 3, device=device, requires_grad=True) for _ in range(2))
-    h = scan.linear_scan(a, b, dim=0, backend=backend)[0]
-    every = torch.eye(15, device=device).view(15, 5, 3)
-    together = grad(h, (a, b), every, is_grads_batched=True, retain_graph=True)
-    for at in range(15):
-        single = grad(h, (a, b), every[at], retain_graph=True)
-        for one, other in zip(together, single, strict=True):
-            torch.testing.assert_close(one[at], other)
-
-
 def test_autocast_makes_sums_in_float32(backend, device):
     x = torch.randn(2, 9, 4, device=device).bfloat16()
     with torch.autocast(device, torch.bfloat16):
@@ -210,14 +199,3 @@ def test_autocast_makes_sums_in_float32(backend, device):
         assert scan.cumsum(x.double(), backend=backend).dtype == torch.float64
         assert scan.cumsum(x.long(), backend=backend).dtype == torch.int64
     assert scan.cumsum(x, backend=backend).dtype == torch.bfloat16
-
-
-def test_deterministic_mode_is_no_obstacle(backend, device):
-    x = torch.randn(2, 99, 4, device=device, requires_grad=True)
-    expected = scan.cumsum(x, backend=backend)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.equal(scan.cumsum(x, backend=backend), expected)
-        scan.linear_scan(x, x, backend=backend)[0].sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ COLUMNS = [
     *range(1, 9), 31, 32, 33, *range(60, 67), 127, 128, 129, 255, 256, 257, 320, 511, 512, 513, 640,
     1025, 2100,
 ]  # fmt: skip
-HEADER = Path(cpu.__file__).parent / "csrc" / "ternary.h"
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda one: one.name.lower())
@@ -67,20 +64,6 @@ def products(w: np.ndarray, batch: int, guard: object = lambda array: array) -> 
 def check(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.dtype == expected.dtype
     assert found.tobytes() == expected.tobytes()
-
-
-@needs_library
-def test_numbers_and_structs_are_the_headers():
-    text = HEADER.read_text() if HEADER.is_file() else pytest.skip("a wheel has no headers")
-    found = dict(re.findall(r"STORM_TERNARY_(\w+) = (-?\d+)", text))
-    for one in cpu.Variant:
-        assert int(found[one.name]) == one
-    for kind in Kind:
-        assert int(found[kind.name]) == kind
-    body = re.search(r"struct storm_ternary_product \{(.*?)\};", text, re.DOTALL)
-    names = re.findall(r"[ *](\w+);(?: |\n)", re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL))
-    assert names == [field[0] for field in cpu._Product._fields_]
-    assert ctypes.sizeof(cpu._Product) == 12 * 8 + 4 * 4
 
 
 def test_planes_and_values(variant):

@@ -82,16 +82,7 @@ def test_products_that_no_other_way_takes_go_to_the_kernels(monkeypatch):
         assert taken(monkeypatch, kind, 8192, 8192, 9, on_hopper=False) == "few"
 
 
-def test_sources_have_the_same_numbers():
-    text = (SOURCES / "ternary_hopper.cuh").read_text()
-    numbers = {
-        "kHopperSpan": hopper.SPAN_COLUMNS, "kHopperOrderThreads": hopper.ORDER_THREADS,
-        "kGroupThreads": hopper.GROUP_THREADS, "kGroupRows": hopper.GROUP_ROWS,
-        "kMaxStages": hopper.MAX_STAGES, "kBarrierBytes": hopper.BARRIER_BYTES,
-        "kMeetingPad": hopper.MEETING_PAD,
-    }  # fmt: skip
-    for name, value in numbers.items():
-        assert f" {name} = {value};" in text
+def test_what_is_compiled_is_what_may_be_chosen():
     compiled = re.findall(
         r"^HOPPER_BOTH\((\d+), (\d+)\)", (SOURCES / hopper.SOURCE).read_text(), re.MULTILINE
     )
