@@ -23,9 +23,7 @@ FREE = 1 << 30
 
 
 class Event:
-    """An event of a device on which an operation takes a microsecond, or as long as is set."""
-
-    seconds = 1e-6
+    """An event of a device on which an operation takes a microsecond."""
 
     def __init__(self, **_: object) -> None:
         pass
@@ -40,12 +38,12 @@ class Event:
         return False
 
     def elapsed_time(self, _: Event) -> float:
-        return 1e3 * self.seconds
+        return 1e-3
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stand for a device whose tensors are the host's; its operations are counted."""
+    """Stand for a device whose tensors are the host's."""
     made = SimpleNamespace(
         Event=Event,
         device=lambda _: nullcontext(),
@@ -53,18 +51,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         mem_get_info=lambda _: (made.free, FREE),
         memory_reserved=lambda _: 0,
         memory_allocated=lambda _: 0,
-        _sleep=made_busy.append,
+        _sleep=lambda _: None,
         free=FREE,
     )
-    made_busy.clear()
     names = {name: getattr(torch, name) for name in ("Tensor", "nn", "empty_strided")}
     monkeypatch.setattr(operation_times, "torch", SimpleNamespace(cuda=made, **names))
     monkeypatch.setattr(operation_times, "is_capturing", lambda _: False)
     return made
-
-
-made_busy: list[int] = []
-"""What the device was kept busy for."""
 
 
 class Took:

@@ -15,6 +15,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.eager import plan_maker
+from storm_client.eager.recorder import Recorder
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.machine import CPU
 from support.altering_modes import ScaledBelow, SteeperSlopes
@@ -24,6 +25,7 @@ from support.thread_counts import omp_threads, one_thread, one_thread_more
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, layer_norm, leaky_relu, silu
+from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
 STEPS = 6
@@ -520,6 +522,10 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
     with offload:
         for _ in range(20):
             assert_identical(step(net, x, nullcontext), expected)
+        recorder = _get_current_function_mode()
+        assert isinstance(recorder, Recorder)
+        assert recorder._recording is not None
+        assert not recorder._recording.pins.storages
     assert not signatures(offload)
 
 

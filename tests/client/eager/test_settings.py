@@ -123,20 +123,14 @@ def test_each_setting_counts(is_compiled: bool) -> None:
 @pytest.mark.parametrize(
     ("other", "device", "is_simple", "counts"),
     [
-        (OTHERS["attention"], "cpu", False, True),
         (OTHERS["attention"], "cuda", False, True),
-        (OTHERS["attention"], "cpu", True, False),
         (OTHERS["attention"], "cuda", True, False),
-        (OTHERS["oneDNN"], "cpu", True, True),
         (OTHERS["oneDNN"], "cuda", True, False),
-        (one_thread_more, "cpu", False, True),
         (one_thread_more, "cpu", True, True),
         (one_thread_more, "cuda", False, False),
         (small_numbers_as_zero, "cpu", True, True),
         (small_numbers_as_zero, "cuda", False, False),
-        (overridden, "cpu", True, True),
         (overridden, "cuda", True, True),
-        (double_precision, "cpu", True, True),
         (double_precision, "cuda", True, True),
     ],
 )

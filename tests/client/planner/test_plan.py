@@ -30,25 +30,15 @@ PLAN = Plan(
 
 def test_what_stays_is_said_beside_what_checkpointing_would_keep() -> None:
     assert "checkpointing each block would keep 4.0 MiB, the plan 4.0 MiB" in str(PLAN)
-    assert "would recompute" not in str(PLAN)
-    assert "predicted peak" not in str(PLAN)
-
-
-def test_the_fullest_moment_is_said_beside_that_with_checkpointing() -> None:
-    plan = replace(PLAN, fullest_bytes=5 * MIB, checkpointed_fullest_bytes=7 * MIB)
-    assert "predicted peak: 5.0 MiB; with each block checkpointed: 7.0 MiB" in str(plan)
-
-
-def test_where_more_stays_it_is_said_of_what() -> None:
-    more = replace(PLAN, checkpointed_bytes=3 * MIB)
-    assert "keep 3.0 MiB, the plan 4.0 MiB, of which it would recompute linear 3.0 MiB" in str(more)
-    assert "add 1.0 MiB" not in str(more)
-
-
-def test_without_blocks_nothing_is_said_of_them() -> None:
+    for unsaid in ("would recompute", "predicted peak", "measured"):
+        assert unsaid not in str(PLAN)
+    more = str(replace(PLAN, checkpointed_bytes=3 * MIB))
+    assert "keep 3.0 MiB, the plan 4.0 MiB, of which it would recompute linear 3.0 MiB" in more
+    assert "add 1.0 MiB" not in more
     assert "checkpointing" not in str(replace(PLAN, checkpointed_bytes=None))
 
 
-def test_figures_that_were_measured_are_named() -> None:
+def test_the_fullest_moment_and_what_was_measured_are_said() -> None:
+    plan = replace(PLAN, fullest_bytes=5 * MIB, checkpointed_fullest_bytes=7 * MIB)
+    assert "predicted peak: 5.0 MiB; with each block checkpointed: 7.0 MiB" in str(plan)
     assert "measured: link, thread" in str(replace(PLAN, measured=frozenset({"thread", "link"})))
-    assert "measured" not in str(PLAN)

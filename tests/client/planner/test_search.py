@@ -147,15 +147,6 @@ def test_what_takes_little_longer_or_less_than_all_others_stays(seconds: float) 
     assert search.current is TWO_THIRDS
 
 
-def test_it_says_in_one_line_what_it_has_found() -> None:
-    search = PlanSearch()
-    assert "not settled yet" in str(search)
-    settled(search, by_share(PREDICTED.link_share))
-    assert str(search).startswith(f"by prediction, settled after {search.steps} steps (")
-    assert "by prediction 100.0 ms, " in str(search)
-    assert "\n" not in str(search)
-
-
 alternatives = [*LADDER, OFFLOAD_ALONE, ALL_KEPT, *AS_BLOCKS, MORE_BESIDE]
 
 
