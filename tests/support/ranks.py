@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-RANKS, STEPS, ACCUMULATED = 2, 3, 2
+RANKS, STEPS, ACCUMULATED = 2, 2, 2
 WIDTH, ROWS, LAYERS = 64, 32, 3
 
 

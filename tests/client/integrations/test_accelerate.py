@@ -74,8 +74,7 @@ def _plugin(**settings: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("only_layers", [False, True])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(("precision", "only_layers"), [("no", True), ("bf16", False)])
 def test_losses_and_weights_are_identical(
     precision: str, only_layers: bool, client: storm.Client
 ) -> None:

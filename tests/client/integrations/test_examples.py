@@ -31,7 +31,7 @@ def printed(
 
 
 @pytest.mark.parametrize(
-    "line", ["transformers_trainer.py --steps=2", "lightning_fit.py --steps=2"]
+    "line", ["transformers_trainer.py --steps=1", "lightning_fit.py --steps=1"]
 )
 def test_the_losses_are_the_same_without(
     line: str,
@@ -45,7 +45,7 @@ def test_the_losses_are_the_same_without(
     assert "stored in the pool" not in plain
     assert "stored in the pool" in offloaded
     losses = [re.findall(r"\bloss\W+([\d.]+)", text) for text in (plain, offloaded)]
-    assert len(losses[0]) == 2
+    assert len(losses[0]) == 1
     assert losses[0] == losses[1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -41,7 +40,8 @@ def test_only_the_layers_activations_leave(client: storm.Client) -> None:
     plain, net = Net(), Net()
     expected = trained(plain, None)
     offload = client.offload(net, min_bytes=1)
-    offload_only(offload, net.layers[:2])
+    offload_only(offload, net.layers)
+    offload_only(offload, net.layers[:2])  # in the place of the first choice
     assert_identical(trained(net, offload), expected)
     stats = offload.stats()
     size = 64 * 32 * 4
@@ -49,34 +49,6 @@ def test_only_the_layers_activations_leave(client: storm.Client) -> None:
     assert stats.offloaded_bytes == (outputs + tanh) * size
     assert stats.skipped["outside"] > sigmoid
     assert not stats.kept
-
-
-def test_a_second_choice_replaces_the_first(client: storm.Client) -> None:
-    net = Net()
-    offload = client.offload(net, min_bytes=1)
-    offload_only(offload, net.layers)
-    offload_only(offload, net.layers[:1])
-    trained(net, offload)
-    assert offload.stats().offloaded_bytes == 2 * 64 * 32 * 4
-
-
-def test_another_thread_is_not_inside(client: storm.Client) -> None:
-    net = Net()
-    offload = client.offload(net, min_bytes=1)
-    offload_only(offload, net.layers[:1])
-    depth = offload._policy.layers
-    seen: list[int] = []
-
-    def look(*_: object) -> None:
-        seen.append(depth.depth)
-        thread = threading.Thread(target=lambda: seen.append(depth.depth))
-        thread.start()
-        thread.join(30)
-
-    with net.layers[0][1].register_forward_hook(look):
-        trained(net, offload)
-    assert seen == [1, 0]
-    assert depth.depth == 0
 
 
 def test_nobody_is_inside_after_a_forward_that_was_interrupted(client: storm.Client) -> None:
@@ -89,7 +61,10 @@ def test_nobody_is_inside_after_a_forward_that_was_interrupted(client: storm.Cli
 
     with net.layers[1][1].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
         trained(net, offload)
-    assert offload._policy.layers.depth == 0
+    before = offload.stats().offloaded_bytes
+    with offload:
+        seeded("cpu", 64, 32, grad=True).exp().sum().backward()
+    assert offload.stats().offloaded_bytes == before
 
 
 @pytest.mark.parametrize(
@@ -102,7 +77,6 @@ def test_what_are_no_layers_is_refused(
     offload = client.offload()
     with pytest.raises(storm.UsageError, match=text):
         offload_only(offload, layers)  # type: ignore[arg-type]
-    assert offload._policy.layers is None
     assert not any("forward" in vars(one) for one in layers if isinstance(one, nn.Module))
 
 

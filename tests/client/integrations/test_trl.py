@@ -116,9 +116,10 @@ def _outcome(trainer: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_our_context_in_the_place_of_theirs(
+def test_our_context_or_the_line_for_a_trainer_in_the_place_of_theirs(
     make: Callable[..., Any], client: storm.Client, tmp_path: Path
 ) -> None:
+    """TRL makes its own only where there is an accelerator: PyTorch's stands for it."""
     plain = _outcome(make(tmp_path))
     trainer = make(tmp_path)
     offload = get_act_offloading_ctx_manager(
@@ -129,6 +130,13 @@ def test_our_context_in_the_place_of_theirs(
     stats = offload.stats()
     assert stats.offloaded_bytes > 0
     assert set(stats.kept) <= frameworks.may_keep()
+    trainer = make(tmp_path)
+    trainer.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
+    offload_trainer(trainer, client=client, min_bytes=MIN_BYTES)
+    assert isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    assert_identical(_outcome(trainer), plain)
+    assert trainer.storm_offload.stats().offloaded_bytes > 0
+    assert all("offload_ratio" in one for one in trainer.state.log_history if "loss" in one)
 
 
 def test_with_the_checkpointing_that_is_their_default(client: storm.Client, tmp_path: Path) -> None:
@@ -140,22 +148,6 @@ def test_with_the_checkpointing_that_is_their_default(client: storm.Client, tmp_
     )
     assert_identical(_outcome(trainer), plain)
     assert offload.stats().offloaded_bytes > 0
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_the_line_for_a_trainer_takes_the_place_of_their_context(
-    make: Callable[..., Any], client: storm.Client, tmp_path: Path
-) -> None:
-    """TRL makes its own only where there is an accelerator: PyTorch's stands for it."""
-    plain = _outcome(make(tmp_path))
-    trainer = make(tmp_path)
-    trainer.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
-    offload_trainer(trainer, client=client, min_bytes=MIN_BYTES)
-    assert isinstance(trainer.maybe_activation_offload_context, nullcontext)
-    assert_identical(_outcome(trainer), plain)
-    stats = trainer.storm_offload.stats()
-    assert stats.offloaded_bytes > 0
-    assert all("offload_ratio" in one for one in trainer.state.log_history if "loss" in one)
 
 
 def test_the_signature_begins_with_theirs() -> None:
