@@ -22,6 +22,7 @@ from storm_client.checkpointing import CheckpointedLayers
 from storm_client.errors import UsageError
 from support.training import Context, assert_identical, gradients
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, ROWS, LAYERS = 32, 64, 3
@@ -284,6 +285,15 @@ def test_the_innermost_block_decides(client: storm.Client, net: Model) -> None:
             assert calls(net) == [expected] * LAYERS
             assert is_untouched(net) is (outer is other)
         assert is_untouched(net)
+
+
+def test_within_other_hooks_a_layer_is_called_once(client: storm.Client, net: Model) -> None:
+    plain = step(net, nullcontext)
+    calls(net)
+    with client.offload(net, layers=net.blocks):
+        found = step(net, lambda: saved_tensors_hooks(lambda x: x, lambda x: x))
+    assert_identical(found, plain)
+    assert calls(net) == [1] * LAYERS
 
 
 def test_gradients_of_gradients_and_graphs_that_are_used_twice(

@@ -74,17 +74,24 @@ def test_an_embedded_daemon_ends_with_its_client(
     assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
-def test_an_embedded_daemon_ends_with_a_killed_client(run: Run) -> None:
+def test_an_embedded_daemon_ends_with_a_killed_client_and_with_no_forked_child(run: Run) -> None:
     [line] = run("""
         import os, signal, storm_client
-        child = os.fork()
-        if child == 0:
+        script = os.fork()
+        if script == 0:
             client = storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30)
-            print(client.status().details["pid"], client.address, flush=True)
+            child = os.fork()
+            if child == 0:
+                client.close()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            status = client.status()
+            print(status.details["pid"], len(status.sessions), client.address, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.waitpid(script, 0)
     """)
-    pid, address = line.split()
+    pid, sessions, address = line.split()
+    assert sessions == "1"
     socket = Path(address.removeprefix("ipc://"))
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
     assert not list(socket.parent.glob(f"{socket.stem}*"))
@@ -94,20 +101,6 @@ def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
     named = r"connect\(pool_bytes=\) and STORMD_POOL_BYTES"
     with pytest.raises(storm.DaemonUnavailable, match=named):
         storm.connect(pool_bytes="100TiB")
-
-
-def test_a_forked_child_that_ends_harms_nobody(run: Run) -> None:
-    printed = run("""
-        import os, sys, storm_client
-        with storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
-            child = os.fork()
-            if child == 0:
-                client.close()
-                sys.exit()
-            assert os.waitpid(child, 0)[1] == 0
-            print(len(client.status().sessions))
-    """)
-    assert printed == ["1"]
 
 
 def test_directories_into_which_no_socket_fits_are_passed_over(run: Run, tmp_path: Path) -> None:

@@ -69,3 +69,12 @@ def test_parameters_and_buffers_are_known_by_their_storage() -> None:
     for tensor in (weight.detach(), weight.data.t(), weight.detach()[2:], mean, mean.view(4, 4)):
         assert policy.decide(tensor) == Keep("parameter")
     assert policy.decide(weight.detach().clone()) == OFFLOAD
+
+
+def test_a_module_that_moved_is_known_again_after_refresh() -> None:
+    net = nn.Linear(16, 16)
+    policy = Policy([net], min_bytes=1)
+    for dtype in (torch.float32, torch.float64):
+        net.to(dtype)
+        policy.refresh()
+        assert policy.decide(net.weight.data) == Keep("parameter")

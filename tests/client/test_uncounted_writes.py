@@ -45,6 +45,13 @@ def assert_as_without(run: Case, device: str, client: storm.Client) -> None:
     assert offload.stats().saved_bytes > 0
 
 
+def ended(way: Way, loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """Go backward once what was saved has left; return the loss and the leaves' gradients."""
+    way.stats()
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
 # --- recurrent layers split their gates by unsafe_chunk -------------------------------------
 
 
@@ -55,9 +62,7 @@ def gru_bidirectional(way: Way, device: str) -> list[Tensor]:
     x = seeded(device, 64, 4, 32, grad=True)
     with way:
         loss = module(x)[0].square().sum()
-    way.stats()
-    loss.backward()
-    return [loss.detach(), *gradients(module), x.grad]
+    return ended(way, loss, *module.parameters(), x)
 
 
 @case
@@ -68,9 +73,7 @@ def lstm_of_packed_sequences(way: Way, device: str) -> list[Tensor]:
     lengths = torch.arange(64).remainder(5).add(1).sort(descending=True).values
     with way:
         loss = module(pack_padded_sequence(x, lengths))[0].data.square().sum()
-    way.stats()
-    loss.backward()
-    return [loss.detach(), *gradients(module), x.grad]
+    return ended(way, loss, *module.parameters(), x)
 
 
 @case
@@ -81,9 +84,7 @@ def siblings_of_unsafe_chunk(way: Way, device: str) -> list[Tensor]:
         for part in (x * 2).unsafe_chunk(2):
             loss = loss + (part.mul_(3).sigmoid_() ** 2).sum()
     del part
-    way.stats()
-    loss.backward()
-    return [loss.detach(), x.grad]
+    return ended(way, loss, x)
 
 
 @case
@@ -94,9 +95,7 @@ def siblings_of_unsafe_split_that_live_on(way: Way, device: str) -> list[Tensor]
         loss = torch.zeros((), device=device)
         for part in parts:
             loss = loss + (part.sigmoid_() ** 2).sum()
-    way.stats()
-    loss.backward()
-    return [loss.detach(), x.grad]
+    return ended(way, loss, x)
 
 
 # --- operations that fill what they have saved ----------------------------------------------
@@ -111,9 +110,7 @@ def rrelu_twice_of_one_input_and_in_place(way: Way, device: str) -> list[Tensor]
         loss = (module(once) * module(once)).square().sum()
         loss = loss + F.rrelu(twice, training=True, inplace=True).square().sum()
     del once, twice
-    way.stats()
-    loss.backward()
-    return [loss.detach(), x.grad]
+    return ended(way, loss, x)
 
 
 # --- slices of one buffer, each written and then saved --------------------------------------
@@ -179,9 +176,7 @@ def test_rows_of_a_buffer_that_are_written_and_saved_in_turn(
                 loss = loss + (weight[i] * rows[i]).sum()
         if rows_are != "kept":
             del rows
-        way.stats()
-        loss.backward()
-        return [loss.detach(), weight.grad]
+        return ended(way, loss, weight)
 
     assert_as_without(run, device, client)
 
@@ -198,9 +193,7 @@ def test_a_buffer_that_is_written_after_it_was_saved(
             write(rows, 0, torch.full((WIDTH,), 7.0, device=device))
         write(rows, 1, torch.full((WIDTH,), 9.0, device=device))
         del rows
-        way.stats()
-        loss.backward()
-        return [loss.detach(), weight.grad]
+        return ended(way, loss, weight)
 
     assert_as_without(run, device, client)
 
@@ -236,9 +229,7 @@ def copied_batch_norm_evaluated_and_trained(way: Way, device: str) -> list[Tenso
         loss = norm.eval()(x * scale).square().sum() + norm.train()(x * scale).square().sum()
         loss = loss + norm.eval()(x * scale).tanh().sum()
     del norm
-    way.stats()
-    loss.backward()
-    return [loss.detach(), scale.grad]
+    return ended(way, loss, scale)
 
 
 # --- tensors that are given other data ------------------------------------------------------
@@ -362,9 +353,7 @@ def through(function: type[torch.autograd.Function], way: Way, device: str) -> l
     x = torch.arange(10000.0, device=device).remainder(40).requires_grad_()
     with way:
         loss = function.apply(x * 3)
-    way.stats()
-    loss.backward()
-    return [loss.detach(), x.grad]
+    return ended(way, loss, x)
 
 
 @case
@@ -399,9 +388,7 @@ def dual_tensors(way: Way, device: str) -> list[Tensor]:
         primal, tangent = forward_ad.unpack_dual((dual * dual).exp() + F.relu(dual).sum() * dual)
         loss = (primal * tangent).sum()
         del dual, primal, tangent
-        way.stats()
-        loss.backward()
-    return [loss.detach(), x.grad]
+        return ended(way, loss, x)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -194,23 +194,15 @@ def test_a_tensor_larger_than_the_cache_is_refused_and_nothing_changes(
 
 
 def test_threads_put_and_get_through_one_small_staging_area(client: storm.Client) -> None:
-    errors: list[BaseException] = []
+    def work(number: int) -> bool:
+        tensor = torch.full((500_000,), number, dtype=torch.uint8)
+        for _ in range(3):
+            client.cache.put(f"{number}", tensor)
+            assert same(client.cache.get(f"{number}"), tensor)
+        return True
 
-    def work(number: int) -> None:
-        try:
-            tensor = torch.full((500_000,), number, dtype=torch.uint8)
-            for _ in range(3):
-                client.cache.put(f"{number}", tensor)
-                assert same(client.cache.get(f"{number}"), tensor)
-        except BaseException as error:  # noqa: BLE001 - raised by the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
 
 
 # --- errors -------------------------------------------------------------------------------------

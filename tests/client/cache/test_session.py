@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,25 @@ from storm_client.errors import (
     ActivationLost,
     CorruptBlob,
     ProtocolMismatch,
+    QuotaExceeded,
+    StormError,
     UsageError,
 )
 from storm_client.lanes import Slot
 from storm_client.lanes.cpu import CpuLane
+from storm_client.transport.transfer import Transfer
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
 from stormd.protocol import (
     CacheCancel,
+    CacheFind,
     CacheFound,
     CacheGet,
     CacheTensor,
+    Envelope,
     Failed,
+    Rejected,
     Restored,
 )
 
@@ -116,6 +123,34 @@ def test_a_fetch_that_fails_lets_go_of_what_is_under_way(
         with pytest.raises(MemoryError):
             fetch(session, "a")
     assert fetch(session, "a").numel() == 8 * PART
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("quota", QuotaExceeded), ("draining", StormError)],
+)
+def test_a_part_that_is_rejected_ends_the_put(
+    session: CacheSession,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    kind: type[StormError],
+) -> None:
+    stores, connection = session._transfers.stores, session._connection
+    store = stores.store
+
+    def rejects(*told: Any) -> Transfer:
+        """Have the daemon not hear of the store, and answer it itself."""
+        transfer = store(*told)
+        assert connection.outbox.pop().request == transfer.number
+        answer = Rejected(transfer.number, reason, "because")
+        connection._messages._inbox.append(Envelope(transfer.number, answer))
+        return transfer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "store", rejects)
+        with pytest.raises(kind, match="because"):
+            put(session, "rejected", data(PART))
+    assert session.ask(CacheFind("rejected")) == CacheFound(found=False)
 
 
 def test_a_damaged_part_is_raised_and_nothing_returned(

@@ -136,6 +136,21 @@ def test_a_base_that_died_proves_nothing() -> None:
     assert not proof.holds_for(alias)
 
 
+def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
+    tensor, table = torch.ones(64), SavedStorages()
+    record = record_of(tensor)
+    one, two, three = (handle_of(record, tensor, table) for _ in range(3))
+    record.source = None
+    del tensor
+    record.keep_restored(torch.ones(64).untyped_storage(), one)
+    assert record.locate() is not None
+    record.unpacked(two)
+    assert record.locate() is not None
+    del three  # never unpacked: its death counts as well
+    assert not list(table.dead())
+    assert record.locate() is None
+
+
 def test_deaths_run_no_code_of_ours() -> None:
     """A signal's exception would be swallowed in it."""
     table = SavedStorages()
@@ -153,3 +168,14 @@ def test_deaths_run_no_code_of_ours() -> None:
     sys.setprofile(None)
     assert reference() is None
     assert "call" not in ran
+
+
+def test_a_later_record_takes_the_place_and_keeps_it() -> None:
+    table, tensor = SavedStorages(), torch.ones(64)
+    first, second = record_of(tensor), record_of(tensor)
+    for record in (first, second):
+        table.add(record)
+    del first, record
+    assert len(list(table.dead())) == 1
+    assert table.find(tensor.untyped_storage()) is second
+    assert len(table) == 1

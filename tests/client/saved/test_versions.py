@@ -74,6 +74,15 @@ def test_the_operation_is_that_which_made_what_was_saved(
     assert "FloatTensor [64, 64]], which is output 0 of Mul" in message
 
 
+def test_an_output_that_was_saved_and_changed(device: str, client: storm.Client) -> None:
+    x = torch.ones(64, 64, device=device, requires_grad=True)
+    with client.offload(min_bytes=1):
+        h = x.exp()
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="is at version 1; expected version 0"):
+        h.sum().backward()
+
+
 def test_a_parameter_changed_between_forward_and_backward(
     device: str, client: storm.Client
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,17 +129,11 @@ def told(both: tuple[Connection, Told]) -> Told:
 
 
 def test_many_threads_request_at_once(connection: Connection) -> None:
-    kinds: list[str] = []
+    def ask(_: int) -> str:
+        return type(connection.request(Ping(), 30)).__name__
 
-    def ask() -> None:
-        kinds.extend(type(connection.request(Ping(), 30)).__name__ for _ in range(50))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert kinds == ["Pong"] * 200
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(ask, range(200))) == {"Pong"}
 
 
 def test_an_answer_that_does_not_come(connection: Connection) -> None:

@@ -6,7 +6,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -53,15 +52,20 @@ def keeping(place: Place) -> Iterator[storm.Client]:
 def test_steps_go_on_without_a_daemon_and_return_to_the_next(
     place: Place, keeping: storm.Client
 ) -> None:
-    training = Training()
+    training, x = Training(), torch.ones(1 << 16, requires_grad=True)
     offload = keeping.offload(training.model, min_bytes=MIN_BYTES)
     assert training.is_right(offload)
+    with keeping.offload(min_bytes=1) as other:
+        lost = x.exp().square().sum()
+    other.stats()
     offloaded = offload.stats().offloaded_bytes
     assert offloaded > 0
     place.daemon.kill()
     with pytest.warns(RuntimeWarning, match="stay in memory") as warned:
         assert all(training.is_right(offload) for _ in range(3))
     assert len(warned) == 1
+    with other:
+        kept = x.exp().square().sum()
     stats = offload.stats()
     assert stats.offloaded_bytes == offloaded
     assert stats.kept["daemon_lost"] > 0
@@ -73,22 +77,6 @@ def test_steps_go_on_without_a_daemon_and_return_to_the_next(
         assert training.is_right(offload)
     assert keeping.status().version
     assert len(keeping.status().sessions) == 1
-
-
-def test_what_was_lost_is_lost_also_when_a_daemon_is_back(
-    place: Place, keeping: storm.Client
-) -> None:
-    offload = keeping.offload(min_bytes=1)
-    x = torch.ones(1 << 16, requires_grad=True)
-    with offload:
-        lost = x.exp().square().sum()
-    offload.stats()
-    place.daemon.kill()
-    wait_until(lambda: keeping._supply.sessions.lost, DEADLINE_SECONDS)
-    with pytest.warns(RuntimeWarning), offload:
-        kept = x.exp().square().sum()
-    place.start()
-    wait_until(lambda: _offloads(offload), DEADLINE_SECONDS)
     with pytest.raises(
         storm.DaemonLost, match=r"held for us; repeat the step from its forward pass$"
     ):
@@ -113,12 +101,6 @@ def test_a_death_amid_a_forward_loses_only_what_was_stored(
     assert torch.equal(x.grad, 2 * x.detach().exp().square())
     with pytest.raises(storm.DaemonLost):
         lost.backward()
-
-
-def test_changes_in_place_are_noticed_without_a_daemon(place: Place, keeping: storm.Client) -> None:
-    offload = keeping.offload(min_bytes=1)
-    place.daemon.kill()
-    wait_until(lambda: keeping._supply.sessions.lost)
     with pytest.warns(RuntimeWarning):
         offload.__enter__()
     h = torch.ones(100, requires_grad=True).exp()
@@ -128,24 +110,7 @@ def test_changes_in_place_are_noticed_without_a_daemon(place: Place, keeping: st
         h.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_client_closes_while_it_looks_for_a_daemon(place: Place) -> None:
-    with ExitStack() as stack:
-        client = stack.enter_context(
-            storm.connect(
-                place.daemon.address,
-                embedded="never",
-                on_daemon_loss="keep",
-                timeout=DEADLINE_SECONDS,
-            )
-        )
-        offload = client.offload(min_bytes=1)
-        place.daemon.kill()
-        wait_until(lambda: client._supply.sessions.lost)
-        with pytest.warns(RuntimeWarning), offload:
-            torch.ones(100, requires_grad=True).exp().sum().backward()
-    client.close()
+    keeping.close()  # while it looks for a daemon
     with pytest.raises(storm.UsageError, match="closed"), offload:
         pass
 

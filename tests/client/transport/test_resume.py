@@ -51,36 +51,27 @@ def test_without_a_holder_a_daemon_is_lost_at_once(resumable: ChildDaemon) -> No
 
 
 @pytest.mark.parametrize("resumable", [1], indirect=True)
-def test_a_daemon_that_does_not_come_back_is_lost_in_the_end(resumable: ChildDaemon) -> None:
-    pid = resumable.status()["pid"]
+def test_a_daemon_that_does_not_come_back_is_lost_in_the_end(
+    resumable: ChildDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a client can be closed meanwhile."""
+    monkeypatch.setattr(resume, "ATTEMPT_SECONDS", 0.2)
+    pid, other = resumable.status()["pid"], storm.connect(resumable.address)
+    connection = other._supply.sessions.control.connection
     with storm.connect(resumable.address) as client:
         loss, _ = stored(client)
         os.kill(resumable.pid, signal.SIGSTOP)  # it starts none
         try:
             os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: connection.phase is not Phase.OPEN)
+            began = time.monotonic()
+            other.close()
+            assert time.monotonic() - began < 60
+            assert connection.phase is Phase.LOST
             with pytest.raises(DaemonLost, match="did not answer within"):
                 loss.backward()
         finally:
             os.kill(resumable.pid, signal.SIGCONT)
-
-
-def test_a_client_can_be_closed_while_there_is_no_daemon(
-    resumable: ChildDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resume, "ATTEMPT_SECONDS", 0.2)
-    pid = resumable.status()["pid"]
-    client = storm.connect(resumable.address)
-    connection = client._supply.sessions.control.connection
-    os.kill(resumable.pid, signal.SIGSTOP)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: connection.phase is Phase.RESUMING)
-        began = time.monotonic()
-        client.close()
-        assert time.monotonic() - began < 60
-        assert connection.phase is Phase.LOST
-    finally:
-        os.kill(resumable.pid, signal.SIGCONT)
 
 
 def test_questions_are_asked_again_and_what_died_meanwhile_is_released(

@@ -109,6 +109,8 @@ def end_daemons(
     with ThreadPoolExecutor(TRAINERS) as pool:
         running = [pool.submit(train, daemon.address, is_over) for _ in range(TRAINERS)]
         try:
+            # Who has yet to connect is told of a daemon that ends, and gives up.
+            wait_until(lambda: len(daemon.status()["sessions"]) == TRAINERS, 60.0, daemon.status)
             for number in ends:
                 pid = served_by(daemon)
                 time.sleep(moments.random() * longest)

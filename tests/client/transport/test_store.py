@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
@@ -146,20 +147,8 @@ def test_several_threads_share_a_small_staging_area(narrow: DaemonProcess) -> No
     """Each forward and backward needs more than the whole area, and all go on at once."""
     with connected(narrow) as client:
         offload = client.offload(min_bytes=1)
-        expected = step(nullcontext(), "cpu")
-        found: dict[int, list[Tensor]] = {}
-
-        def train(index: int) -> None:
-            for _ in range(2):
-                found[index] = step(offload, "cpu")
-
-        threads = [threading.Thread(target=train, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        for index in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(found[index], expected, strict=True))
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda _: assert_same(offload, "cpu"), range(6)))
 
 
 def test_a_daemon_that_does_not_read(

@@ -101,16 +101,54 @@ def test_an_answer_may_be_handled_twice() -> None:
     assert one.stats.snapshot().stored_bytes == 10
 
 
+# --- back ---------------------------------------------------------------------------------------
+
+
+def away(transfers: Transfers, nbytes: int = 2 * PART) -> StoredRange:
+    """Return a record that is with the daemon alone."""
+    one = record(nbytes)
+    for transfer in send_all(transfers, one)[1]:
+        transfers.on_reply(0, Admitted(transfer.number))
+        transfers.on_reply(0, stored(transfer))
+    return one
+
+
+def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
+    transfers = transfers_of()
+    one, other = away(transfers), away(transfers)
+    limit = transfers.window.limit
+    transfers.held.hold(transfers.stores.begin_store(record()))
+    for each in (one, other):
+        storage = torch.UntypedStorage(each.nbytes)
+        incoming = transfers.begin_in_place(each.key, each.parts, storage, is_demanded=False)
+        for index in range(2):
+            transfers.restore(incoming, index, Mapped(1, 0), 1)
+    assert transfers.window.limit < limit, "a backward pass has begun"
+    assert transfers.prefetched_bytes == 4 * PART
+    transfers.demand(one.key, one.parts, 0)
+    transfers.cancel_prefetched()
+    assert transfers.prefetched_bytes == 2 * PART, "the daemon may be writing to it"
+    for number in list(transfers._pending):
+        transfers.on_reply(0, Restored(number))
+    assert transfers.prefetched_bytes == 0
+
+
+def test_what_was_stored_may_stay_in_its_slot_and_gives_way() -> None:
+    transfers = transfers_of(keeps_stored=True)
+    one, other = away(transfers, PART), away(transfers, PART)
+    kept = transfers.incoming[one.key]
+    assert None not in [transfers.reserve(PART) for _ in range(3)]
+    assert not kept.transfers, "the oldest goes first"
+    assert transfers.incoming[other.key].transfers
+    transfers.assert_invariants()
+
+
 # --- another daemon -----------------------------------------------------------------------------
 
 
 def handed_out(transfers: Transfers, nbytes: int = 2 * PART) -> tuple[StoredRange, list[int]]:
     """Return a record that is away, and the tickets of its chunks, which a pass uses already."""
-    one = record(nbytes)
-    _, sent = send_all(transfers, one)
-    for transfer in sent:
-        transfers.on_reply(0, Admitted(transfer.number))
-        transfers.on_reply(0, Stored(transfer.number, 10, "raw"))
+    one = away(transfers, nbytes)
     storage = torch.UntypedStorage(nbytes)
     incoming = transfers.begin_in_place(one.key, one.parts, storage, is_demanded=True)
     for index, part in enumerate(one.parts):
