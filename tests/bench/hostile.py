@@ -236,27 +236,18 @@ def attack(name: str) -> dict[str, Any]:
 
 def _is_welcome(address: str) -> bool:
     """Whether somebody new gets a session within two seconds."""
-    client = RawClient(address)
-    try:
-        client.send(hello())
-        welcome = client.wait(lambda _: True, NEWCOMER_SECONDS).message
-        if not isinstance(welcome, Welcome):
-            return False
-        for descriptor in client.connect_lifeline(welcome.lifeline, welcome.token):
-            os.close(descriptor)
-    except (TimeoutError, OSError):
-        return False
-    finally:
-        client.close()
-    return True
-
-
-def hello() -> Hello:
-    """Return this process's, for the cpu lane."""
-    return Hello(
+    hello = Hello(
         protocol=PROTOCOL_VERSION, features=[], pid=os.getpid(), uid=os.getuid(), device="cpu",
         device_uuid="", staging_bytes=0, name="newcomer",
     )  # fmt: skip
+    with suppress(TimeoutError, OSError), RawClient(address) as client:
+        client.send(hello)
+        welcome = client.wait(lambda _: True, NEWCOMER_SECONDS).message
+        if isinstance(welcome, Welcome):
+            for descriptor in client.connect_lifeline(welcome.lifeline, welcome.token):
+                os.close(descriptor)
+            return True
+    return False
 
 
 def main() -> None:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stormd.machine import describe, package_versions
 
 
@@ -24,6 +22,8 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 def machine(*packages: str) -> dict[str, Any]:
     """Return what figures depend on: the machine, the date, the command and the versions."""
+    import torch  # not in the processes that a benchmark starts, some of which need none
+
     found = describe()
     is_gpu = torch.cuda.is_available()
     main = sys.modules["__main__"].__spec__

@@ -30,7 +30,7 @@ from support.raw_client import RawClient
 
 from stormd.config import Config
 from stormd.memory.arena import Block, Space
-from stormd.protocol import Rejected, Restore, Restored, Store, Stored
+from stormd.protocol import Rejected, Stored
 
 KIB, MIB = 1 << 10, 1 << 20
 CLIENTS = 8
@@ -65,7 +65,7 @@ class Client:
         self._source = _source(seed)
         self._held: dict[int, tuple[int, int]] = {}  # entry: where in the source, how much
         self._held_bytes = 0
-        self._numbers = 0
+        self._tickets = 0
         self.operations = 0
         self.rejected = 0
 
@@ -86,70 +86,39 @@ class Client:
         self._raw.close()
 
     def _store_some(self) -> None:
-        assert self._raw.staging is not None
-        batch = []
+        batch = {}
         for slot in range(BATCH):
             nbytes = self._random.choice(SIZES)
             place = self._random.randrange(0, len(self._source) - nbytes, 2)
-            offset = slot * SLOT_BYTES
-            self._raw.staging[offset : offset + nbytes] = self._source[place : place + nbytes]
-            self._numbers += 1
-            self._held[self._numbers] = (place, nbytes)
-            codec = self._random.choice(("ancf", "raw"))
-            batch.append(
-                Store(
-                    entry=self._numbers,
-                    segment=0,
-                    offset=offset,
-                    nbytes=nbytes,
-                    dtype="bfloat16",
-                    codec=codec,
-                    sequence=0,
-                )
-            )
-        self._raw.send(*batch)
-        for message in batch:
+            how = {"codec": self._random.choice(("ancf", "raw")), "dtype": "bfloat16"}
+            data = self._source[place : place + nbytes]
+            batch[self._raw.store(data, offset=slot * SLOT_BYTES, **how)] = place, nbytes
+        for entry, held in batch.items():
             answer = self._raw.wait(
-                lambda got, entry=message.entry: (
+                lambda got, entry=entry: (
                     isinstance(got.message, Stored | Rejected) and got.message.entry == entry
                 )
             ).message
             self.operations += 1
             if isinstance(answer, Stored):
-                self._held_bytes += message.nbytes
+                self._held[entry] = held
+                self._held_bytes += held[1]
             else:
                 assert answer.reason == "pool_full", answer
-                del self._held[message.entry]
                 self.rejected += 1
         self._raw.received.clear()  # Admitted
 
     def _restore_some(self) -> None:
-        assert self._raw.staging is not None
         chosen = self._random.sample(list(self._held), min(BATCH, len(self._held)))
-        batch = []
-        for slot, entry in enumerate(chosen, BATCH):
-            self._numbers += 1
-            nbytes = self._held[entry][1]
-            batch.append(
-                Restore(
-                    ticket=self._numbers,
-                    entry=entry,
-                    segment=0,
-                    offset=slot * SLOT_BYTES,
-                    nbytes=nbytes,
-                    sequence=0,
-                )
-            )
-        if batch:
-            self._raw.send(*batch)
-        for message in batch:
-            self._raw.wait_for(Restored, ticket=message.ticket)
-            place, nbytes = self._held[message.entry]
-            found = self._raw.staging[message.offset : message.offset + nbytes]
+        for slot, entry in enumerate(chosen):
+            self._tickets += 1
+            place, nbytes = self._held[entry]
+            offset = (BATCH + slot) * SLOT_BYTES
+            found = self._raw.restored(entry, nbytes, offset=offset, ticket=self._tickets)
             assert found == self._source[place : place + nbytes], "wrong bytes came back"
             self.operations += 1
             if self._random.random() < 0.5:
-                self._release(message.entry)
+                self._release(entry)
 
     def _release(self, entry: int) -> None:
         self._raw.release(entry)
@@ -239,8 +208,10 @@ def _output(client: subprocess.Popen[str]) -> IO[str]:
 def _watch(daemon: DaemonThread, clients: list[subprocess.Popen[str]]) -> list[Sample]:
     """Check the invariants about once a second until all clients are done; return what was seen."""
     samples = []
-    poll = _Readable([_output(client) for client in clients])
-    while not poll.all_within(1.0):
+    waiting = [_output(client) for client in clients]
+    while waiting:
+        ready, _, _ = select.select(waiting, [], [], 1.0)
+        waiting = [one for one in waiting if one not in ready]
         assert all(client.poll() is None for client in clients), "a client has failed"
         daemon.check()
         samples.append(daemon.on_loop(lambda: _sample(daemon)))
@@ -253,21 +224,6 @@ def _sample(daemon: DaemonThread) -> Sample:
     blocks = [entry.block for session in sessions for entry in session.entries.values()]
     extents = sum(len(block.extents) for block in blocks if block is not None)
     return Sample(info.rss - info.shared, len(blocks), extents)
-
-
-class _Readable:
-    """Waits until every one of some streams has something to read."""
-
-    def __init__(self, streams: list[IO[str]]) -> None:
-        self._waiting = {stream.fileno() for stream in streams}
-
-    def all_within(self, seconds: float) -> bool:
-        """Wait so long at most; tell whether each has had something to read by now."""
-        deadline = time.monotonic() + seconds
-        while self._waiting and (left := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select(list(self._waiting), [], [], left)
-            self._waiting -= set(ready)
-        return not self._waiting
 
 
 def _drift(samples: list[Sample]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from storm_bench.child_daemon import ChildDaemon
 from support.raw_client import RawClient
 
 from stormd.memory.extents import RECORD_BYTES
-from stormd.protocol import Restore, Restored, Store, Stored
+from stormd.protocol import Restore, Restored, Stored
 from stormd.spill.file import SpillFile
 
 MIB = 1 << 20
@@ -115,25 +115,15 @@ def _store(client: RawClient, texts: list[bytes], first: int, count: int) -> Non
             client.wait_for(Stored, entry=first + index - SLOTS + 1)
             client.received = [one for one in client.received if isinstance(one.message, Stored)]
         if index < count:
-            offset = (index % SLOTS) * PART_BYTES
-            client.staging[offset : offset + PART_BYTES] = texts[index % SLOTS]
-            client.send(
-                Store(
-                    entry=first + index + 1,
-                    segment=0,
-                    offset=offset,
-                    nbytes=PART_BYTES,
-                    dtype="uint8",
-                    codec="raw",
-                    sequence=0,
-                )
+            assert client.store(texts[index % SLOTS], offset=index % SLOTS * PART_BYTES) == (
+                first + index + 1
             )
 
 
 def _restore(client: RawClient, texts: list[bytes], first: int, count: int) -> None:
     """Restore them, the newest first, and compare."""
     for index in range(count + SLOTS):
-        offset = (index % SLOTS) * PART_BYTES
+        offset = index % SLOTS * PART_BYTES
         if index >= SLOTS:
             done = count - 1 - (index - SLOTS)
             client.wait_for(Restored, ticket=first + done + 1)
@@ -141,16 +131,8 @@ def _restore(client: RawClient, texts: list[bytes], first: int, count: int) -> N
             assert client.staging[offset : offset + PART_BYTES] == texts[done % SLOTS]
         if index < count:
             entry = first + count - index
-            client.send(
-                Restore(
-                    ticket=entry,
-                    entry=entry,
-                    segment=0,
-                    offset=offset,
-                    nbytes=PART_BYTES,
-                    sequence=0,
-                )
-            )
+            more = {"segment": 0, "offset": offset, "nbytes": PART_BYTES, "sequence": 0}
+            client.send(Restore(ticket=entry, entry=entry, **more))
 
 
 def compare(

@@ -7,78 +7,35 @@
 Layers of Llama in the proportions of the one of 8 billion parameters are trained by AdamW, all from
 one model: by a loop without offload and with, by a Trainer without offload, with `offload_trainer`,
 with checkpointed layers, and with TRL's activation offloading entered where TRL's trainers enter
-it. A step lasts from one optimizer's step to the next, by the clock on the wall, the GPU's work
-awaited. A row has the median and PyTorch's most allocated bytes of the steps after the warm-ups.
+it. What trains and takes the time is that of `frameworks.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-import storm_client as storm
+import frameworks
 import torch
-from framework_models import llama, rows
+from framework_models import Batch, Workload, llama, rows
 from recording import parser_of, record
 from storm_bench.devices import device_here
-from storm_client.integrations.transformers import offload_trainer
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-GIB = 1 << 30
 WARM_UPS = 6
-RATE = 1e-5
 
-Data = list[dict[str, torch.Tensor]]
-
-
-class Row(NamedTuple):
-    """What was measured of one way to train."""
-
-    method: str
-    milliseconds: float
-    peak_gib: float
-    steps_milliseconds: list[float]
-    plan: list[str]
-    """What offload has decided, where it was on."""
-
-
-class Steps:
-    """Takes the time at the end of each step, and the peak of those that count."""
-
-    def __init__(self, warm_ups: int) -> None:
-        self._warm_ups = warm_ups
-        self._ends: list[float] = []
-
-    def end(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._ends.append(time.perf_counter())
-        if len(self._ends) == self._warm_ups and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def row(self, method: str, plan: str) -> Row:
-        counted = self._ends[self._warm_ups - 1 :]
-        times = [1e3 * (end - begin) for begin, end in pairwise(counted)]
-        peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
-        return Row(method, statistics.median(times), peak, times, plan.splitlines())
-
-
-class Clock(TrainerCallback):
-    """Tells Steps of a Trainer's."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-
-    def on_step_end(self, *_args: Any, **_more: Any) -> None:
-        self._steps.end()
+METHODS = {
+    "loop": "none",
+    "loop, stormd": "storm",
+    "Trainer": "none",
+    "Trainer, stormd": "storm",
+    "Trainer, gradient_checkpointing": "checkpoint",
+    "Trainer, TRL": "none",
+}
+"""The ways to train, and what `frameworks.py` calls what is done to the model."""
 
 
 class TrlTrainer(Trainer):
@@ -93,43 +50,30 @@ class TrlTrainer(Trainer):
             return super().training_step(model, *args, **kwargs)
 
 
-def loop(
-    model: nn.Module, data: Data, arguments: argparse.Namespace, clock: Steps,
-    offload: storm.Offload | None = None,
-) -> storm.Offload | None:  # fmt: skip
-    """Train as a script of one's own does; return the Offload."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    model.train()
-    for step in range(arguments.steps + WARM_UPS):
-        batch = data[step * arguments.rows : (step + 1) * arguments.rows]
-        numbers = torch.stack([row["input_ids"] for row in batch]).to(device)
-        with offload or nullcontext():
-            loss = model(input_ids=numbers, labels=numbers).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.end()
-    return offload
-
-
-def trainer(
-    model: nn.Module, data: Data, arguments: argparse.Namespace, clock: Steps,
-    change: Callable[[Any], Any] | None = None, kind: type[Trainer] = Trainer, **more: Any,
-) -> storm.Offload | None:  # fmt: skip
-    """Train as transformers does; return the Offload that `change` has given to the Trainer."""
+def trained(
+    name: str, model: Any, data: list[Batch], options: argparse.Namespace
+) -> frameworks.Trained:
+    """Train a model in one of the ways."""
+    options = argparse.Namespace(**vars(options) | {"framework": name, "method": METHODS[name]})
+    if name.startswith("loop"):
+        places = range(0, len(data), options.rows)
+        batches = [
+            {
+                key: torch.stack([one[key] for one in data[at : at + options.rows]])
+                for key in data[0]
+            }
+            for at in places
+        ]
+        on_device = [{k: one.to(options.device) for k, one in batch.items()} for batch in batches]
+        workload = Workload(model, on_device)
+        return frameworks.loop(options, workload, model, frameworks.offload_of(options, model))
+    kind = TrlTrainer if name == "Trainer, TRL" else Trainer
     with tempfile.TemporaryDirectory() as folder:
+        given = frameworks.trainer_arguments(options, folder)
         settings = TrainingArguments(
-            output_dir=folder, max_steps=arguments.steps + WARM_UPS, learning_rate=RATE,
-            per_device_train_batch_size=arguments.rows, lr_scheduler_type="constant",
-            max_grad_norm=0.0, report_to=[], save_strategy="no", logging_strategy="no",
-            disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **more,
-        )  # fmt: skip
-        made = kind(model=model, args=settings, train_dataset=data, callbacks=[Clock(clock)])
-        if change is not None:
-            change(made)
-        made.train()
-        return made.storm_offload if change is not None else None
+            **given | {"per_device_train_batch_size": options.rows, "max_grad_norm": 0.0}
+        )
+        return frameworks.fit(options, kind(model=model, args=settings, train_dataset=data))
 
 
 def main() -> None:
@@ -140,53 +84,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget", default="least")
-    parser.add_argument("--methods", nargs="+", help="some of those printed")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.set_defaults(small=False, device=torch.device(device_here()))
-    arguments = parser.parse_args()
+    options = parser.parse_args()
+    options.steps += WARM_UPS
+    options.offload = {"budget": options.budget}
     torch.manual_seed(0)
-    model = llama(arguments)
-    count = (arguments.steps + WARM_UPS) * arguments.rows
-    data = rows(argparse.Namespace(**vars(arguments) | {"steps": count}))
-    found: list[Row] = []
-    with storm.connect() as client:
-        for name, train in methods(model, data, arguments, client).items():
-            if arguments.methods and name not in arguments.methods:
-                continue
-            clock = Steps(WARM_UPS)
-            offload = train(clock)
-            found.append(clock.row(name, "" if offload is None else f"{offload.plan}"))
-            model.zero_grad()
-            model.gradient_checkpointing_disable()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            print(f"{name}: {found[-1].milliseconds:.1f} ms, {found[-1].peak_gib:.2f} GiB")
-            # after each row: what is cut off has its figures
-            figures = {"rows": [one._asdict() for one in found]}
-            record(arguments.json, figures, "transformers", "accelerate", "trl")
-
-
-def methods(
-    model: nn.Module, data: Data, arguments: argparse.Namespace,
-    client: storm.Client,
-) -> dict[str, Callable[[Steps], storm.Offload | None]]:  # fmt: skip
-    """Return the ways to train, by name."""
-    given = model, data, arguments
-    budget = {"budget": arguments.budget}
-    found = {
-        "loop": lambda clock: loop(*given, clock),
-        "loop, stormd": lambda clock: loop(*given, clock, client.offload(model, **budget)),
-        "Trainer": lambda clock: trainer(*given, clock),
-        "Trainer, stormd": lambda clock: trainer(
-            *given, clock, lambda one: offload_trainer(one, client=client, **budget)
-        ),
-        "Trainer, gradient_checkpointing": lambda clock: trainer(
-            *given, clock, gradient_checkpointing=True
-        ),
-    }
-    if torch.cuda.is_available():  # TRL has nothing to offload from without
-        found["Trainer, TRL"] = lambda clock: trainer(*given, clock, kind=TrlTrainer)
-    return found
+    model = llama(options).train()
+    count = options.steps * options.rows
+    data = rows(argparse.Namespace(**vars(options) | {"steps": count}))
+    found: list[dict[str, Any]] = []
+    for name in options.methods:
+        if name == "Trainer, TRL" and options.device.type == "cpu":
+            continue  # TRL has nothing to offload from
+        one = trained(name, model, data, options)
+        plan = [] if one.offload is None else f"{one.offload.plan}".splitlines()
+        found.append({"method": name, **one.clock.row(), "plan": plan})
+        del one
+        model.zero_grad()
+        model.gradient_checkpointing_disable()
+        gc.collect()
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{name}: {found[-1]['ms']:.1f} ms, {found[-1]['peak_gib']} GiB", flush=True)
+        # after each row: what is cut off has its figures
+        record(options.json, {"rows": found}, "transformers", "accelerate", "trl")
 
 
 if __name__ == "__main__":
