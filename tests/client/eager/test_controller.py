@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.eager.controller import Planning
+from storm_client.eager.signature import StepSignature
 from storm_client.planner import shortage
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
@@ -131,3 +133,31 @@ def test_a_plan_has_less_room_where_memory_has_run_out(
     shortage.record_shortage(cpu, before // 2)
     train(offload, net)
     assert 0 < offload.plan.bytes_by_decision["keep"] <= before - before // 2
+
+
+def test_a_plan_is_made_by_one_thread_at_a_time(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations are run again for it, in memory that is one thread's."""
+    offload = client.offload(min_bytes=1)
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload:
+        x.exp().sum().backward()
+    planning, making, seen = offload._planning, threading.Event(), []
+    real = planning._make
+
+    def make(signature: StepSignature) -> None:
+        seen.append(threading.get_ident())
+        making.wait(0.2)  # as long as another thread would need
+        real(signature)
+
+    monkeypatch.setattr(planning, "_make", make)
+    signature = planning._signatures.latest
+    assert signature is not None
+    signature.outdate()
+    threads = [threading.Thread(target=planning.plan) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(seen)) == 1

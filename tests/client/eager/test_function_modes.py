@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from storm_client.eager.function_modes import Watching, are_altered, unaltered
 from support.altering_modes import ALTERING
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 WIDTH = 64
@@ -104,6 +105,54 @@ def test_they_have_them_in_a_compiled_step(device: str, client: storm.Client) ->
     expected = trained(lambda step: step)
     found = trained(lambda step: storm.compile_step(step, client=client, codegen="eager"))
     assert_identical(found, expected)
+    assert torch.overrides.has_torch_function is has_torch_function
+
+
+class Theirs(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Ours(Watching):
+    __torch_function__ = Theirs.__torch_function__
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_what_others_override_is_told() -> None:
+    x = torch.ones(2)
+    with Ours():
+        asked = torch.overrides.has_torch_function
+        assert asked is not has_torch_function
+        assert not asked((x, None, nn.Parameter(x)))
+        assert asked((x, x.as_subclass(Subclass)))
+        with Theirs():
+            assert asked((x,))
+        with DeviceContext(torch.device("cpu")):
+            assert asked((x,))
+    assert not asked((x,))
+    assert torch.overrides.has_torch_function is has_torch_function
+
+
+def test_one_thread_ends_while_another_watches() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        with Ours():
+            begun.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert begun.wait(60)
+    Ours().end()
+    assert torch.overrides.has_torch_function is not has_torch_function
+    go_on.set()
+    thread.join()
     assert torch.overrides.has_torch_function is has_torch_function
 
 

@@ -164,6 +164,16 @@ def test_another_thread_raises_on_a_cpu_and_is_left_as_it_is() -> None:
     assert before == after
 
 
+def test_a_copy_lies_in_memory_as_the_tensor_does() -> None:
+    base = seeded("cpu", 8, 12)
+    for tensor in (base[:, 3:9], base.t()[2:], base[0].expand(5, 12), base[1:2, ::5]):
+        copy = copied(tensor)
+        assert torch.equal(copy, tensor)
+        assert copy.stride() == tensor.stride()
+        assert copy.storage_offset() == tensor.storage_offset()
+        assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("nbytes", [MANY * 4, MANY * 4 + 3])
 def test_what_is_compared_and_copied_leaves_a_new_thread_as_it_is(nbytes: int) -> None:
     def work() -> tuple[int, int]:

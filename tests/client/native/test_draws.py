@@ -133,6 +133,18 @@ def test_a_failure_leaves_the_generator_as_it_was(error: type[BaseException], x:
     assert_identical([draw.again(torch.dropout, [x, 0.3, True], {})], [made])
 
 
+def test_a_draw_inside_of_another(x: Tensor) -> None:
+    """As a signal's handler may run a backward pass."""
+    draw, made = drawn(torch.dropout, x, 0.3, True)
+    other, made_by_other = drawn(torch.dropout, x, 0.6, True)
+
+    def interrupted(*arguments: Any) -> Tensor:
+        assert_identical([other.again(torch.dropout, [x, 0.6, True], {})], [made_by_other])
+        return torch.dropout(*arguments)
+
+    assert_identical([draw.again(interrupted, [x, 0.3, True], {})], [made])
+
+
 def test_threads_that_draw_again_take_turns(x: Tensor) -> None:
     draws = [drawn(torch.dropout, x, 0.1 * number, True) for number in range(1, 5)]
     state = generator(x).get_state()
