@@ -121,6 +121,11 @@ def test_what_a_manager_is_told_settings_metrics_and_the_log_of_a_real_daemon(
         assert all(line.startswith("STATUS=pinning the pool") for line in start[:-1])
         daemon.told("WATCHDOG=1")
         assert get(port, "/healthz") == (200, "ok\n")
+        second = [sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)]
+        done = subprocess.run(second, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert done.returncode == 1, "one daemon an address"
+        assert "s.sock" in done.stderr
+        assert "Traceback" not in done.stderr
         path.write_text("max_sesions = 3")
         daemon.process.send_signal(signal.SIGHUP)
         assert "max_sessions" in daemon.logged("settings not reloaded")["reason"]

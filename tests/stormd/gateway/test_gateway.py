@@ -189,15 +189,37 @@ def test_of_a_large_frame_that_is_not_valid_nothing_is_done(client: RawClient) -
     assert client.restored(entry, 4) == b"kept"
 
 
-def test_a_result_that_cannot_be_handled_ends_its_session_alone(
-    daemon: DaemonThread, client: RawClient, connect: Connect
+def test_what_cannot_be_handled_ends_its_session_alone(
+    daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = connect(daemon).open()
-    assert client.welcome is not None
-    lost = StoreFailed(session=client.welcome.session, entry=77, detail="of no entry")
+    """A result of no entry, and a message at which the daemon has a bug."""
+    first, second, other = (connect(daemon).open() for _ in range(3))
+    assert first.welcome is not None
+    lost = StoreFailed(session=first.welcome.session, entry=77, detail="of no entry")
     daemon.on_loop(lambda: daemon.server._gateway.take_results([lost]))
-    assert client.is_cut_off()
+    monkeypatch.setitem(daemon.server._gateway._own_handlers, Ping, lambda *_: 1 / 0)
+    second.send(Ping())
+    assert first.is_cut_off()
+    assert second.is_cut_off()
+    assert daemon.status()["counters"]["ended"]["failed"] == 2
     other.stored(b"served")
+
+
+def test_many_entries_are_released_in_steps_also_those_of_a_client_that_dies(
+    daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormd.gateway.gateway.RELEASED_AT_ONCE", 2)
+    monkeypatch.setattr("stormd.ledger.leases.FREED_A_TURN", 2)
+    client, dying = connect(daemon).open(), connect(daemon).open()
+    for one in (client, dying):
+        for _ in range(9):
+            one.stored(b"held")
+    client.send(*[Release([*range(1, 10)] * 400)] * 10)
+    assert isinstance(client.ask(Ping()), Pong)
+    assert daemon.status()["entries"] == 9
+    dying.close()
+    wait_until(lambda: daemon.status()["entries"] == 0)
+    daemon.check()
 
 
 def test_chunks_of_a_hostile_client_name_nothing_but_its_own(

@@ -245,57 +245,6 @@ def test_without_threads_for_all_workers_it_does_not_open(monkeypatch: pytest.Mo
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_a_lane_without_workers_fails_its_jobs_at_once_and_takes_no_session(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = Bench(threads=2)
-    bench.attach(1)
-    perform = bench.lane._perform
-
-    def dying(codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
-        if isinstance(job, StoreJob) and job.entry in (3, 5):
-            raise SystemExit("no more")
-        return perform(codec, job)
-
-    monkeypatch.setattr(bench.lane, "_perform", dying)
-    for entry in range(1, 9):
-        bench.store(1, entry, bytes(512))
-    answers = [bench.next() for _ in range(8)]
-    failed = [one for one in answers if isinstance(one, StoreFailed)]
-    assert sorted(one.entry for one in answers if isinstance(one, StoreDone | StoreFailed)) == list(
-        range(1, 9)
-    )
-    assert {3, 5} <= {one.entry for one in failed}
-    assert all("a worker of the daemon has ended (SystemExit)" in one.detail for one in failed)
-    assert all("has ended" in one.trouble() for one in bench.lane.heartbeats)
-    bench.store(1, 9, bytes(512))
-    assert isinstance(bench.next(), StoreFailed)
-    with pytest.raises(LaneUnavailable, match="workers have ended"):
-        bench.attach(2)
-    end(bench, 1)
-    bench.close()
-
-
-def test_a_worker_that_ends_leaves_the_rest_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(threads=2)
-    bench.attach(1)
-    perform = bench.lane._perform
-
-    def dying(codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
-        if isinstance(job, StoreJob) and job.entry == 1:
-            raise SystemExit("no more")
-        return perform(codec, job)
-
-    monkeypatch.setattr(bench.lane, "_perform", dying)
-    bench.store(1, 1, bytes(512))
-    assert isinstance(bench.next(), StoreFailed)
-    for entry in range(2, 9):
-        bench.store(1, entry, bytes(512))
-    assert all(isinstance(bench.next(), StoreDone) for _ in range(2, 9))
-    end(bench, 1)
-    bench.close()
-
-
 def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     bench.attach(1)
     bench.begin(1, bench.a_store(1, 4, Chunk.of(10, "uint8", "raw"), offset=2 * MIB))

@@ -69,7 +69,7 @@ class Growing:
         self.refused = False
         self.steps = 0
         self.surplus = 0  # what others want back
-        self.claimed = 0
+        self.claimed, self.room = 0, GIB
         self._ended = asyncio.Event()
         self.pool = HostPool(2 * FIRST_BYTES, first=FIRST_BYTES)
         self.space = Space(2 * FIRST_BYTES, committed=FIRST_BYTES)
@@ -86,8 +86,10 @@ class Growing:
         self.retracted.append((offset, nbytes))
 
     def claim(self, nbytes: int) -> int:
-        self.claimed += nbytes
-        return nbytes
+        granted = min(nbytes, self.room)
+        self.room -= granted
+        self.claimed += granted
+        return granted
 
     def give_back(self, nbytes: int) -> None:
         self.claimed -= nbytes
@@ -132,6 +134,21 @@ async def test_a_step_that_fails_leaves_the_pool_as_it_is_and_is_tried_again(
             made.growth.grow_if_due()
             await asyncio.sleep(0.005)
     assert made.space.promise(FIRST_BYTES)
+
+
+async def test_where_others_have_the_rest_nobody_waits_and_it_is_asked_for_again(
+    made: Growing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "RETRY_CLAIM_SECONDS", 0.0)
+    made.room = 0
+    made.space.request_growth(2 * FIRST_BYTES)
+    await made.step()  # in vain
+    assert (made.space.is_growing, made.space.wanted) == (False, 0)
+    made.room = GIB
+    made.growth.grow_if_due()
+    made.space.request_growth(2 * FIRST_BYTES)
+    await made.step()
+    assert made.space.committed == 2 * FIRST_BYTES
 
 
 async def test_an_end_waits_for_the_step_under_way_and_takes_nothing_in(made: Growing) -> None:

@@ -48,18 +48,30 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
     wait_until(lambda: named() == [], found=named)
 
 
-def test_a_worker_whose_thread_dies_is_named(
+def test_workers_whose_threads_die_are_named_and_the_rest_goes_on(
     make_daemon: Callable[..., DaemonThread],
     connect: Callable[..., RawClient],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end(*_: Any) -> None:
-        raise SystemExit("no scratch")
+    store, dying = HostCodec.store, [True]
+
+    def end(self: HostCodec, *arguments: Any) -> Any:
+        if dying:
+            dying.pop()
+            raise SystemExit("no scratch")
+        return store(self, *arguments)
 
     monkeypatch.setattr(HostCodec, "store", end)
-    daemon = make_daemon(encode_threads=1)
-    client = connect(daemon).open()
-    lost = client.wait_for(Failed, entry=client.store(b"x" * (AT_ONCE_BYTES + 1)))
-    assert lost.kind == "ActivationLost"
-    wait_until(lambda: bool(daemon.server.stuck()), found=daemon.status)
-    assert daemon.server.stuck() == ["stormd-cpu-0 has ended: SystemExit: no scratch"]
+    daemon = make_daemon(encode_threads=2)
+    client, data = connect(daemon).open(), b"x" * (AT_ONCE_BYTES + 1)
+    for left in (1, 0):
+        lost = client.wait_for(Failed, entry=client.store(data))
+        assert lost.kind == "ActivationLost"
+        assert "a worker of the daemon has ended (SystemExit)" in lost.detail
+        wait_until(lambda left=left: len(daemon.server.stuck()) == 2 - left, found=daemon.status)  # type: ignore[misc]
+        if left:
+            client.stored(data)
+            dying.append(True)
+    assert all("has ended: SystemExit: no scratch" in one for one in daemon.server.stuck())
+    client.wait_for(Failed, entry=client.store(data))
+    assert "workers have ended" in connect(daemon).hello().detail

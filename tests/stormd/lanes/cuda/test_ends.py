@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from support import fake_cuda
-from support.cuda_bench import PART, SESSION, Bench, fill, held, offer, prompt_and_late
+from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offer, prompt_and_late
 from support.waiting import wait_until
 
 from stormd.ledger.events import (
@@ -173,14 +173,15 @@ def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
 
     bench.map()
     fill(bench)
-    bench.store(1, 0, PART)
     stores = bench.lane._sessions[SESSION].stores
-    wait_until(lambda: stores._pending)
-    fake_cuda.CudaCodec.broken = 0  # what cannot be begun has the device settled
-    monkeypatch.setattr(stores._stages, breaks, fails)
-    for entry in range(2, 5):
-        bench.store(entry, 0, PART)
-    bench.publish(4)
+    with held_back(bench):
+        bench.store(1, 0, PART, ready=0)
+        wait_until(lambda: stores._begun)
+        fake_cuda.CudaCodec.broken = 0  # what cannot be begun has the device settled
+        monkeypatch.setattr(stores._stages, breaks, fails)
+        for entry in range(2, 5):
+            bench.store(entry, 0, PART)
+        bench.publish(4)
     failed = {bench.expect(StoreFailed, number).entry for number in range(1, 5)}
     bench.store(5, 0, PART)
     failed.add(bench.expect(StoreFailed, 5).entry)

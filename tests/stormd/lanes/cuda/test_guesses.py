@@ -6,6 +6,7 @@ import numpy as np
 from storm_kernels.ancf import DType
 from support.cuda_bench import Bench, fill
 
+from stormd.lanes.cuda import guesses
 from stormd.lanes.cuda.guesses import SAME_BEFORE, Guesses
 from stormd.ledger.events import RestoreDone, StoreDone
 
@@ -26,6 +27,9 @@ def test_a_wrong_guess_is_not_repeated_and_the_next_takes_longer() -> None:
     assert known.likely(*KIND) is None
     settle(known, "sparse", 1)
     assert known.likely(*KIND) == "bitmap"
+    for nbytes in range(guesses.MAX_KINDS):  # of which no more are kept
+        known.learn(nbytes, DType.UINT8, None, "integer")
+    assert known.likely(*KIND) is None
 
 
 def test_tensors_that_differ_are_not_guessed() -> None:

@@ -142,6 +142,19 @@ def test_the_page_says_what_became_of_a_restore(bench: Bench) -> None:
     bench.space.release(done.block)
 
 
+def test_restores_of_one_counter_leave_their_own_status(bench: Bench) -> None:
+    """More than there are counters: of two that share one, only the first is in the page."""
+    fill(bench)
+    (done,) = stored(bench, 1)
+    tickets = (2, 2 + 1024, 2 + 2048)
+    for ticket in tickets:
+        bench.restore(ticket, done.block, PART, PART)
+    bench.publish(max(tickets))
+    bench.expect(RestoreDone, 3)
+    assert bench.counters.read(restored_slot(2)) == max(tickets)
+    bench.space.release(done.block)
+
+
 def test_a_restore_whose_turn_has_not_come_is_left_undone(bench: Bench, lanes: Lanes) -> None:
     """Its client lives, and its memory may be another's until then."""
     before = fill(bench)
