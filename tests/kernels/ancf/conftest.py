@@ -68,6 +68,19 @@ if cpu.probe()[0]:
     CODECS |= {one.name.lower(): Codec(cpu.CpuCodec(one)) for one in available_sets()}
 
 
+def normal(count: int, dtype: ancf.DType, zeros: float = 0.0) -> np.ndarray:
+    """Return N(0,1) elements as bytes, some of them +0: floats, or the high bits of wider ones."""
+    rng = np.random.default_rng(count)
+    values = rng.standard_normal(count)
+    values[rng.random(count) < zeros] = 0.0
+    if dtype.element_bytes == 8:
+        return values.view(np.uint8)
+    if dtype is ancf.DType.FLOAT16:
+        return values.astype("<f2").view(np.uint8)
+    wide = values.astype("<f4").view("<u4") >> (32 - dtype.width)
+    return wide.astype(f"<u{dtype.element_bytes}").view(np.uint8)
+
+
 def round_trip(data: np.ndarray, dtype: ancf.DType, offset: int = 0, **options) -> np.ndarray:
     """Return the blob that every backend makes, and that each decodes to the same bits."""
     expected = REFERENCE.encode(data, dtype, offset, **options)

@@ -13,21 +13,13 @@ from storm_kernels.errors import BackendUnavailable
 from storm_kernels.native import InstructionSet, available_sets
 from support.cuda_on_cpu import Guarded
 
-from .conftest import Codec
+from .conftest import Codec, normal
 
 available, detail = cpu.probe()
 pytestmark = pytest.mark.skipif(not available, reason=f"C library: {detail}")
 
 CODEC = Codec(cpu.CpuCodec())
 MODES = ["auto", *(mode.name.lower() for mode in Mode)]
-
-
-def bell_shaped(count: int, zeros: float) -> np.ndarray:
-    """Return the bytes of about normal bfloat16, some of them +0."""
-    rng = np.random.default_rng(count)
-    values = rng.standard_normal(count)
-    values[rng.random(count) < zeros] = 0.0
-    return (values.astype("<f4").view("<u4") >> 16).astype("<u2").view(np.uint8)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2047, 2048, 2049, 9_000_001])
@@ -53,7 +45,7 @@ def test_checksum_while_copying(nbytes):
 def test_threads_do_not_show_in_the_bytes(mode):
     """Large enough for several ranges of tiles, the last of them not whole."""
     for zeros in (0.0, 0.5):
-        data = bell_shaped(4096 * 200 + 77, zeros)
+        data = normal(4096 * 200 + 77, DType.BFLOAT16, zeros)
         alone = CODEC.encode(data, DType.BFLOAT16, mode=mode)
         for threads in (2, 3, 64):
             blob = CODEC.encode(data, DType.BFLOAT16, mode=mode, threads=threads)
@@ -66,7 +58,7 @@ def test_threads_do_not_show_in_the_bytes(mode):
 def test_ranges_without_records(silent, mode):
     """Of four threads' ranges of tiles some write no record bytes, the first ones among them."""
     elements = np.zeros((4, 4096 * 64), "<u2")
-    noise = bell_shaped(elements.size, 0.5).view("<u2").reshape(elements.shape)
+    noise = normal(elements.size, DType.BFLOAT16, 0.5).view("<u2").reshape(elements.shape)
     for quarter in set(range(4)) - set(silent):
         elements[quarter] = noise[quarter]
     data = elements.reshape(-1).view(np.uint8)
@@ -79,7 +71,7 @@ def test_ranges_without_records(silent, mode):
 
 def test_threads_fall_back_to_raw_together():
     """Only the last range of tiles grows beyond what the others save."""
-    data = bell_shaped(4096 * 256, 0.0).copy()
+    data = normal(4096 * 256, DType.BFLOAT16, 0.0).copy()
     noise = np.random.default_rng(0).integers(0, 256, data.size, np.uint8)
     data[data.size // 8 :] = noise[data.size // 8 :]
     for threads in (1, 4):
@@ -90,7 +82,7 @@ def test_threads_fall_back_to_raw_together():
 
 def test_threads_notice_damage():
     """A changed bit of padding does no harm; every other one is noticed by whichever thread."""
-    data = bell_shaped(4096 * 256, 0.5)
+    data = normal(4096 * 256, DType.BFLOAT16, 0.5)
     blob = CODEC.encode(data, DType.BFLOAT16)
     noticed = 0
     for place in np.linspace(300, blob.size - 1, 20).astype(int):

@@ -15,24 +15,11 @@ from hypothesis import strategies as st
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, Mode
 
-from .conftest import CODECS, REFERENCE, Codec, round_trip
+from .conftest import CODECS, REFERENCE, Codec, normal, round_trip
 
 MODES = ["auto", *(mode.name.lower() for mode in Mode)]
 SPEEDS = ["fast", "dense"]
 FLOATS = [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64]
-
-
-def normal(count: int, dtype: DType, zeros: float = 0.0) -> np.ndarray:
-    """Return N(0,1) elements as bytes, some of them +0: floats, or the high bits of wider ones."""
-    rng = np.random.default_rng(count)
-    values = rng.standard_normal(count)
-    values[rng.random(count) < zeros] = 0.0
-    if dtype.element_bytes == 8:
-        return values.view(np.uint8)
-    if dtype is DType.FLOAT16:
-        return values.astype("<f2").view(np.uint8)
-    wide = values.astype("<f4").view("<u4") >> (32 - dtype.width)
-    return wide.astype(f"<u{dtype.element_bytes}").view(np.uint8)
 
 
 def mode_of(blob: np.ndarray) -> Mode:

@@ -138,15 +138,6 @@ def test_the_gradient_is_right_wherever_it_lies(
         assert (target_memory[begin + target.numel() :] == 77).all()
 
 
-def test_a_row_is_added_as_pytorch_holds_it() -> None:
-    assert cuda.order(9216, 3, 49152) == "strided"
-    assert cuda.order(9220, 0, 49152) == "vectors"
-    assert cuda.order(9220, 1, 49152) == "shifted"
-    assert cuda.order(9222, 0, 49152) == "shifted"
-    assert cuda.order(12256, 0, 49152) == "shifted"
-    assert cuda.order(128256, 0, 49152) == "shifted"
-
-
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
 @pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_it_compiles_for_devices(tmp_path: Path, target: str) -> None:

@@ -203,6 +203,14 @@ def test_nan_and_infinity_spread_from_where_they_are(backend, device, bad, shape
         found = scan.associative_scan(op, x, 1, backend=backend)
         assert torch.equal(found.isnan(), running(op, x, 1).isnan()), op
         assert torch.equal(found.isinf(), running(op, x, 1).isinf()), op
+    factors = torch.rand(1, 40, 3, device=device)
+    start = torch.randn(1, 40, 3, device=device)
+    h, _ = scan.linear_scan(factors, start, backend=backend)
+    for place in (0, 1, 7, 16, 23, 39):
+        infinite = factors.clone()
+        infinite[:, place] = float("inf")
+        found, _ = scan.linear_scan(infinite, start, backend=backend)
+        torch.testing.assert_close(found[:, :place], h[:, :place], rtol=1e-4, atol=1e-4)
     opposite = torch.tensor([1.0, float("inf"), 2.0, -float("inf"), 3.0], device=device)
     result = scan.cumsum(opposite, 0, backend=backend)
     assert result.isinf().tolist() == [False, True, True, False, False]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import shutil
 import subprocess
@@ -12,14 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from storm_kernels.ternary import cuda, encode, hopper
 from storm_kernels.ternary.hopper import Way
-from storm_kernels.ternary.planes import Kind, Product
+from storm_kernels.ternary.planes import Kind
 
 SOURCES = Path(cuda.__file__).parent / "csrc" / "cuda"
 PROGRAM = Path(__file__).parent / "hopper_on_cpu.cpp"
-FIGURES = Path(__file__).parents[2] / "bench" / "results" / "ternary_h200.json"
 KINDS = [Kind.INT8, Kind.BFLOAT16]
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
@@ -40,46 +37,6 @@ def test_the_ways_chosen_are_ones_that_the_kernel_takes():
         assert 2 <= way.stages <= hopper.MAX_STAGES
         assert 1 <= way.depth <= hopper.MAX_DEPTH
         assert way.shared_bytes(kind) <= hopper.MEMORY_BYTES
-
-
-WAYS = {"_hopper": "hopper", "_matmul": "few", "_dense_integers": "dense", "_dense_floats": "dense"}
-"""What cuda.py calls for a product, and the name of its figures."""
-
-
-def taken(
-    patch: pytest.MonkeyPatch, kind: Kind, rows: int, columns: int, batch: int, *, on_hopper: bool
-) -> str:
-    """Return which way a product goes, without going it."""
-    for function, name in WAYS.items():
-        patch.setattr(cuda, function, lambda *_, name=name: name)
-    patch.setattr(cuda, "has_hopper", lambda _: on_hopper)
-    nothing = torch.empty(rows, 0, dtype=torch.uint8)
-    product = Product(nothing, nothing, columns, torch.empty(batch, 0), kind)
-    through = cuda._floats if kind.is_float else cuda._integers
-    return through(product, nothing, nothing)
-
-
-def test_products_go_the_way_that_was_measured_to_be_the_fastest(monkeypatch):
-    names = {Kind.INT8: "int8", Kind.BFLOAT16: "bfloat16"}
-    rows = json.loads(FIGURES.read_text())["figures"]["compared_us"]
-    many = [row for row in rows if row["batch"] > 1]
-    assert {row["batch"] for row in many} >= {8, 12, 16, 32, 64, 96, 128, 192, 512}
-    for row in many:
-        for kind, name in names.items():
-            shape = row["rows"], row["columns"], row["batch"]
-            way = taken(monkeypatch, kind, *shape, on_hopper=True)
-            times = {w: row[f"{name}_{w}"] for w in WAYS.values() if f"{name}_{w}" in row}
-            assert times[way] <= 1.05 * min(times.values()), (name, shape, way, times)
-
-
-def test_products_that_no_other_way_takes_go_to_the_kernels(monkeypatch):
-    for batch in (129, 513, 4000):
-        for rows, columns in ((8190, 8192), (8192, 8190), (2047, 2047)):
-            shape = rows, columns, batch
-            assert taken(monkeypatch, Kind.INT8, *shape, on_hopper=True) == "hopper"
-            assert taken(monkeypatch, Kind.INT8, *shape, on_hopper=False) == "few"
-    for kind in KINDS:
-        assert taken(monkeypatch, kind, 8192, 8192, 9, on_hopper=False) == "few"
 
 
 def test_what_is_compiled_is_what_may_be_chosen():
