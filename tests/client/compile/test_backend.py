@@ -395,34 +395,24 @@ def test_threads_share_what_is_compiled(client: storm.Client) -> None:
 # --- the daemon's end ---------------------------------------------------------------------------
 
 
-def test_what_a_lost_daemon_held_raises_and_the_client_may_go_on(
+def test_what_a_lost_daemon_held_raises_and_a_client_may_go_on(
     make_daemon: Callable[..., DaemonProcess],
 ) -> None:
     daemon = make_daemon("--pool-bytes", "64MiB")
-    with storm.connect(
-        daemon.address, embedded="never", timeout=DEADLINE_SECONDS, on_daemon_loss="keep"
-    ) as client:
-        call = Compiler(client)(perceptron("cpu"))
+    connect = partial(storm.connect, daemon.address, embedded="never", timeout=DEADLINE_SECONDS)
+    with connect(on_daemon_loss="keep") as keeping, connect() as raising:
+        call, other = (Compiler(client)(perceptron("cpu")) for client in (keeping, raising))
         expected = step(call, seeded("cpu", 16, 32))
+        step(other, seeded("cpu", 16, 32))
         loss = call(seeded("cpu", 16, 32)).square().mean()
-        client._supply.sessions.settle(DEADLINE_SECONDS)
+        keeping._supply.sessions.settle(DEADLINE_SECONDS)
         daemon.kill()
         with pytest.raises(storm.DaemonLost, match="repeat the step"):
             loss.backward()
         with pytest.warns(RuntimeWarning, match="stay in memory"):
             assert torch.equal(step(call, seeded("cpu", 16, 32)), expected)
-
-
-def test_a_lost_daemon_raises_in_the_forward_pass(
-    make_daemon: Callable[..., DaemonProcess],
-) -> None:
-    daemon = make_daemon("--pool-bytes", "64MiB")
-    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
-        call = Compiler(client)(perceptron("cpu"))
-        step(call, seeded("cpu", 16, 32))
-        daemon.kill()
         with pytest.raises(storm.DaemonLost, match="on_daemon_loss"):
-            call(seeded("cpu", 16, 32))
+            other(seeded("cpu", 16, 32))
 
 
 def test_a_closed_client_is_named(daemon: DaemonProcess) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from storm_client.compile.costs import seconds_of
-from storm_client.planner.machine import CPU, CUDA
-from torch._subclasses.fake_tensor import FakeTensorMode
+from storm_client.planner.machine import CPU
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
@@ -40,19 +39,3 @@ def test_the_dearest_node(function: object, shapes: list[tuple[int, ...]], secon
     traced = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes))
     found = [seconds_of(n, CPU) for n in traced.graph.nodes if n.op == "call_function"]
     assert max(found) == pytest.approx(seconds)
-
-
-def test_keys_may_be_shared_by_heads() -> None:
-    """No operation of a CPU's takes such, so one of a GPU's stands in a graph by hand."""
-    graph = torch.fx.Graph()
-    with FakeTensorMode():
-        queries = torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16)
-        keys = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16)
-    given = []
-    for value in (queries, keys, keys):
-        given.append(graph.placeholder("given"))
-        given[-1].meta["val"] = value
-    attention = aten._scaled_dot_product_flash_attention.default
-    node = graph.call_function(attention, (*given, 0.0, True))
-    node.meta["val"] = (queries,)
-    assert seconds_of(node, CUDA) == pytest.approx(2 * 8 * 4096 * 4096 * 64 / CUDA.half_flops)

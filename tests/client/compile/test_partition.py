@@ -123,20 +123,6 @@ def test_random_operations_are_not_run_again() -> None:
     assert all(node.op == "placeholder" for node in random if "backward" not in str(node.target))
 
 
-@pytest.mark.parametrize("is_loss", [True, False])
-def test_what_takes_no_more_memory_is_kept_where_the_backward_pass_comes_next(
-    is_loss: bool,
-) -> None:
-    def function(x: Tensor) -> tuple[Tensor]:
-        (x,) = chain(x)
-        return (x.mean() if is_loss else x,)
-
-    _, _, graph = divided(function, x())
-    kept = [row for row in graph.plan.rows if row.reason == "budget"]
-    assert bool(kept) == is_loss
-    assert graph.plan.peak_bytes == graph.schedule.least
-
-
 @pytest.mark.usefixtures("full_link")
 def test_as_much_stays_as_would_be_on_its_way_when_the_backward_pass_comes_next() -> None:
     def function(x: Tensor) -> tuple[Tensor]:
@@ -150,21 +136,6 @@ def test_as_much_stays_as_would_be_on_its_way_when_the_backward_pass_comes_next(
     assert in_flight > graph.plan.rows[0].nbytes, "room for one at least"
     assert least < peak <= least + in_flight
     assert divided(function, x(), budget=0.05)[2].plan.peak_bytes == peak
-
-
-def test_a_fraction_below_the_least_lets_that_much_of_a_block_stay() -> None:
-    """One backward graph needs the least anyway; what blocks keep besides adds up."""
-    saved = sum(row.nbytes for row in divided(chain, x())[2].plan.rows)
-    shares = [0.0, 0.3, 0.6]
-    kept = []
-    for share in shares:
-        _, _, graph = divided(chain, x(), budget=share)
-        assert share * saved < graph.schedule.least or graph.plan.peak_bytes <= share * saved
-        stays = sum(row.nbytes for row in graph.plan.rows if row.reason == "budget")
-        assert stays <= share * saved
-        kept.append(stays)
-    assert kept == sorted(kept)
-    assert kept[0] == 0 < kept[1] < kept[-1]
 
 
 def test_the_graphs_are_pure_but_for_numbers_and_shapes() -> None:

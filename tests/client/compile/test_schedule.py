@@ -206,23 +206,3 @@ def test_what_is_free_below_the_peak_from_each_position_on() -> None:
     assert draft.free_bytes_from[21] == draft.free_bytes_from[25] == 11
     assert draft.free_bytes_from[26] == 15
     assert len(draft.free_bytes_from) >= POSITIONS
-
-
-def test_a_fetch_waits_for_memory() -> None:
-    """Both at once would be the peak: the second begins when the first is not needed any more."""
-    chosen = schedule([saved(8, 3, 6), saved(8, 9)], [100.0] * POSITIONS, MACHINE)
-    assert chosen.least == 8
-    assert chosen.draft(0).fetches == (2, 8)
-    long = [100.0] * 8 + [1.0] * (POSITIONS - 8)
-    chosen = schedule([saved(8, 3, 7), saved(8, 9)], long, MACHINE)
-    assert chosen.least == 8
-    assert chosen.draft(0).fetches == (2, 8)
-
-
-def test_computing_again_does_not_take_more_memory_than_it_spares() -> None:
-    source = saved(8, 20)
-    made = saved(8, 5, recipe=Recipe(0.1, (0,)))
-    other = saved(8, 10)
-    chosen = schedule([source, made, other], [100.0] * POSITIONS, MACHINE)
-    assert chosen.least == 8
-    assert chosen.draft(0).decisions[1] == OFFLOAD

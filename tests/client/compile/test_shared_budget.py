@@ -52,18 +52,6 @@ def test_a_room_that_nobody_has_any_more_is_forgotten() -> None:
     assert all(reference() is not None for reference in budget_module._BUDGETS.values())
 
 
-def test_all_that_share_it_leave_room_for_the_largest_least() -> None:
-    shared, small, large = SharedBudget(1000), Graphs(100), Graphs(300)
-    shared.add_graphs(small)
-    shared.add_graphs(large)
-    assert shared.left() == 0, "which graphs there are is not known"
-    shared.record_backward()
-    assert shared.left(1000) == 700
-    del large
-    gc.collect()
-    assert shared.left(1000) == 900
-
-
 def test_what_one_could_not_use_of_its_part_is_the_next_ones() -> None:
     """Where all but one value is larger than a part, some keep one, and together no less."""
     shared, graphs = SharedBudget(1000), [Graphs(100) for _ in range(4)]

@@ -211,19 +211,6 @@ def test_a_capture_runs_nothing() -> None:
     assert type(one.optimizer.param_groups[0]["lr"]) is float
 
 
-def test_a_variable_that_the_step_counts_in_is_refused() -> None:
-    one = Trained()
-    calls = 0
-
-    def step(x: Tensor) -> Any:
-        nonlocal calls
-        calls += 1
-        return one.step(x)
-
-    with pytest.raises(UsageError, match="'calls'"):
-        storm.compile_step(step, codegen="eager", min_bytes=1 << 40)(seeded("cpu", 4, 8))
-
-
 def test_a_generator_of_the_steps_own_advances() -> None:
     def drawn(wrap: Callable[..., Any]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import signal
 import threading
@@ -19,7 +18,6 @@ from support.compiled_programs import blocks, perceptron
 from support.daemon_process import DaemonProcess
 from support.steps import OPTIMIZERS, PROGRAMS, everything, train
 from support.training import assert_identical, seeded
-from support.waiting import wait_until
 from torch import Tensor, nn
 
 DEADLINE_SECONDS = 60.0
@@ -341,15 +339,6 @@ def test_a_budget_is_kept_and_what_fits_stays(wrap: Wrap) -> None:
     assert steps[0].explain().layout.bound < steps[2].explain().layout.bound
     with pytest.raises(UsageError, match="least possible"):
         wrap(Training().step, budget=16)(seeded("cpu", 8, 32))
-
-
-def test_what_a_step_has_stored_is_gone_when_it_has_ended(wrap: Wrap, client: storm.Client) -> None:
-    training = Training()
-    step = wrap(training.step)
-    for _ in range(3):
-        step(seeded("cpu", 8, 32))
-    gc.collect()
-    wait_until(lambda: client.status().pool.used_bytes == 0, found=client.status)
 
 
 def test_tensors_of_numbers_may_index(wrap: Wrap) -> None:

@@ -72,15 +72,12 @@ def test_leaving_the_loop_early_ends_the_iterable_too() -> None:
     wait_until(lambda: ended.is_set() and not feeders(), SECONDS)
 
 
-def test_a_feeder_is_used_once() -> None:
+def test_a_feeder_is_used_once_and_ends_its_loop_when_it_is_closed() -> None:
     feeder = storm.Feeder([1], device="cpu")
     assert list(feeder) == [1]
     with pytest.raises(storm.UsageError, match="once"):
         iter(feeder)
     feeder.close()
-
-
-def test_a_closed_feeder_ends_its_loop() -> None:
     feeder = storm.Feeder(iter(range(100)), device="cpu")
     items = iter(feeder)
     next(items)
@@ -88,15 +85,13 @@ def test_a_closed_feeder_ends_its_loop() -> None:
     assert list(items) == []
 
 
-@pytest.mark.parametrize("ahead", [0, -1, 1.5, None])
-def test_a_bad_look_ahead_is_named(ahead: object) -> None:
-    with pytest.raises(storm.UsageError, match="ahead is"):
-        storm.Feeder([], ahead=ahead)
-
-
-def test_a_device_that_is_not_there_is_named() -> None:
-    with pytest.raises(storm.UsageError, match="device is 'xyz'"):
-        storm.Feeder([], device="xyz")
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [*(({"ahead": ahead}, "ahead is") for ahead in (0, 1.5, None)), ({"device": "xyz"}, "'xyz'")],
+)
+def test_bad_values_are_named(options: dict[str, object], named: str) -> None:
+    with pytest.raises(storm.UsageError, match=named):
+        storm.Feeder([], **options)
 
 
 def test_a_process_that_was_forked_does_not_wait_for_items() -> None:

@@ -192,6 +192,15 @@ def test_what_a_step_changes_in_its_object_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=f"the step changes its variable '{named}'"):
         wrap(kind().step)(seeded("cpu", 8, 8))
+    calls = 0
+
+    def counting(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * 2
+
+    with pytest.raises(UsageError, match="'calls'"):
+        wrap(counting)(seeded("cpu", 4))
 
 
 class Arguments:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial, wraps
@@ -35,28 +34,6 @@ def test_values_are_compared_by_value() -> None:
         assert before == identified(held)
         held.update({"a": 2}) if isinstance(held, dict) else held.__init__([2])  # type: ignore[misc]
         assert before != identified(held)
-
-
-def test_objects_are_compared_by_identity_and_not_kept() -> None:
-    one, other = Plain(), Plain()
-    assert identified(one) == identified(one) != identified(other)
-    known, weak = identified([one]), identified(one)
-    del one
-    gc.collect()
-    assert weak != identified(other)
-    assert known != identified([other])
-    assert weak != weak
-
-
-def test_what_takes_the_place_of_a_dead_object_is_another() -> None:
-    def noted() -> tuple[object, int]:
-        function = lambda: None  # noqa: E731 - made and dropped
-        return identified(function), id(function)
-
-    known, address = noted()
-    others = [lambda: None for _ in range(64)]
-    again = [one for one in others if id(one) == address]
-    assert all(known != identified(one) for one in (*again, *others))
 
 
 # --- steps, each with what changes one of its variables -------------------------------------------
