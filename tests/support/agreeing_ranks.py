@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 IS_ON_GPU: Final = torch.cuda.is_available()
 WIDTH, ROWS = (2048, 4096) if IS_ON_GPU else (64, 64)
-STEPS: Final = 96 if IS_ON_GPU else 24
+STEPS: Final = 96 if IS_ON_GPU else 32
 FEW_STEPS: Final = 12
 """Enough to agree on a plan and follow it, in the cases "flat" and "tensor_parallel"."""
 STEPS_TO_COMPARE: Final = 100

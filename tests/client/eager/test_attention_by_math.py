@@ -199,7 +199,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 """What is trained, and operations of which something is recomputed in it."""
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [*((name, "compiled") for name in NETS), ("dropout", "python"), ("autocast", "python")],
+)
 def test_steps(name: str, device: str, client: storm.Client, path: str, followed: Followed) -> None:
     make, operations = NETS[name]
     net = make().to(device)
