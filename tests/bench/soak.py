@@ -30,7 +30,7 @@ from support.raw_client import RawClient
 
 from stormd.config import Config
 from stormd.memory.arena import Block, Space
-from stormd.protocol import Rejected, Stored
+from stormd.protocol import Rejected, Restore, Restored, Stored
 
 KIB, MIB = 1 << 10, 1 << 20
 CLIENTS = 8
@@ -110,15 +110,22 @@ class Client:
 
     def _restore_some(self) -> None:
         chosen = self._random.sample(list(self._held), min(BATCH, len(self._held)))
+        batch = []
         for slot, entry in enumerate(chosen):
             self._tickets += 1
-            place, nbytes = self._held[entry]
-            offset = (BATCH + slot) * SLOT_BYTES
-            found = self._raw.restored(entry, nbytes, offset=offset, ticket=self._tickets)
+            where = {"segment": 0, "offset": (BATCH + slot) * SLOT_BYTES, "sequence": 0}
+            nbytes = self._held[entry][1]
+            batch.append(Restore(ticket=self._tickets, entry=entry, nbytes=nbytes, **where))
+        if batch:
+            self._raw.send(*batch)
+        for message in batch:
+            self._raw.wait_for(Restored, ticket=message.ticket)
+            place, nbytes = self._held[message.entry]
+            found = self._raw.staging[message.offset : message.offset + nbytes]
             assert found == self._source[place : place + nbytes], "wrong bytes came back"
             self.operations += 1
             if self._random.random() < 0.5:
-                self._release(entry)
+                self._release(message.entry)
 
     def _release(self, entry: int) -> None:
         self._raw.release(entry)

@@ -42,17 +42,6 @@ def _arguments(*line: str) -> Any:
     return cli.parser().parse_args(["bench", "zoo", *line])
 
 
-def test_every_method_of_every_model_has_a_row() -> None:
-    rows = list(bench_zoo._wanted(_arguments()))
-    assert len(rows) == len(MODELS) * (len(METHODS) - 1 + 4)
-    line = ("--models", "vit", "--methods", "storm", "none", "--budgets", "fit", "4GiB")
-    assert list(bench_zoo._wanted(_arguments(*line))) == [
-        {"model": "vit", "method": "storm", "budget": "fit"},
-        {"model": "vit", "method": "storm", "budget": "4GiB"},
-        {"model": "vit", "method": "none"},
-    ]
-
-
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_zoo(FIGURES)
     lines = capsys.readouterr().out.splitlines()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from storm_bench.zoo import METHODS, MODELS
 from storm_bench.zoo.methods import METHODS as THEIR_METHODS
 from storm_bench.zoo.models import WORKLOADS, Size, Workload
 from storm_bench.zoo.row import Trial, measure
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL = Size(torch.device("cpu"), is_small=True)
 
@@ -58,56 +55,6 @@ def test_recomputing_changes_no_gradient(model: str) -> None:
     assert gradients[0]
     for others in gradients[1:]:
         assert all(torch.equal(*pair) for pair in zip(gradients[0], others, strict=True))
-
-
-class Images(nn.Module):
-    """A model as timm's are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = nn.Linear(8, 8), nn.GELU(), nn.GELU()
-        self.blocks = nn.Sequential(nn.Sequential(*layers), nn.Sequential(*layers))
-        self.is_checkpointed = False
-
-    def set_grad_checkpointing(self, enable: bool) -> None:
-        self.is_checkpointed = enable
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
-class Operators(TorchDispatchMode):
-    """Notes which are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_blocks_of_timm_keep_their_products_and_recompute_the_rest() -> None:
-    model = Images()
-    THEIR_METHODS["checkpoint"].change(model)
-    assert model.is_checkpointed
-    model = Images()
-    x = torch.randn(4, 8, requires_grad=True)
-    THEIR_METHODS["selective"].change(model)
-    assert not model.is_checkpointed
-    loss = model(x).sum()
-    with Operators() as backward:
-        loss.backward()
-    assert "aten.gelu.default" in backward.seen
-    assert "aten.addmm.default" not in backward.seen
-
-
-def test_a_model_of_timm_without_blocks_says_so() -> None:
-    model = Images()
-    del model.blocks
-    with pytest.raises(Unavailable, match="Images has no blocks"):
-        THEIR_METHODS["selective"].change(model)
 
 
 def test_a_row() -> None:
