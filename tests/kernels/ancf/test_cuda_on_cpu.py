@@ -103,7 +103,10 @@ def test_launches_have_the_warps_that_the_kernels_count_on(kernels, dtype):
         assert kernels(dtype).decode_warps(number) * 32 == decoding(1, dtype, pipeline, 1).threads
 
 
-@pytest.mark.parametrize(("dtype", "blocks"), [(DType.BFLOAT16, 3), (DType.FLOAT32, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "blocks"),
+    [(DType.BFLOAT16, 3), pytest.param(DType.FLOAT32, 1, marks=pytest.mark.slow)],
+)
 def test_a_guess_of_the_pipeline_changes_no_bit_and_a_wrong_one_makes_a_raw_blob(
     kernels, dtype, blocks
 ):

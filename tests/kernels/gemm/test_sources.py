@@ -22,9 +22,9 @@ from storm_kernels.gemm.jobs import Variant
 from support.gemm_on_cpu import Emulated, build, tensor_map
 from torch import Tensor
 
-DTYPES = [torch.bfloat16, torch.float16]
 DEPTH = 64
 SLOW = pytest.mark.slow  # what is compiled for one test alone
+DTYPES = [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)]
 
 
 def bits(tensor: Tensor) -> np.ndarray:
@@ -61,7 +61,7 @@ def check_blob(codes: hopper.Codes, which: int, expected: Tensor) -> None:
         assert np.array_equal(bits(decoded), bits(expected))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_pairs_are_encoded_as_the_reference_has_it(emulated: Emulated, dtype: torch.dtype) -> None:
     for rows, columns in ((40, 128), (37, 384), (64, 128), (33, 256)):
         x, gate, up = operands(rows, columns, dtype)
@@ -74,7 +74,7 @@ def test_pairs_are_encoded_as_the_reference_has_it(emulated: Emulated, dtype: to
         assert np.array_equal(bits(h), bits(activate("silu", raw_gate) * raw_up))
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=SLOW)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_is_written_and_encoded(emulated: Emulated, dtype: torch.dtype) -> None:
     for columns in (128, 256, 384):
         x, weight, other = operands(19, columns, dtype)
