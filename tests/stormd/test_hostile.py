@@ -24,7 +24,7 @@ from storm_client.transport.handshake import is_listening
 from support.checked_training import MIN_BYTES, Training
 from support.daemon_process import resident_bytes, start_daemon
 from support.daemon_thread import DaemonThread
-from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
+from support.other_user import ANOTHER_UID, as_another_user, open_directory, root_only
 from support.patience import patient_clients
 from support.raw_client import RawClient
 from support.waiting import wait_until
@@ -90,6 +90,12 @@ for _ in range(400):
 print("sent", flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with open_directory() as path:
+        yield path
 
 
 @pytest.fixture
@@ -294,7 +300,7 @@ def test_a_user_is_heard_from_when_the_settings_say_so(
     daemon: DaemonThread, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the socket's mode lets it in, by what the kernel says of it."""
-    let_pass(Path(daemon.address.removeprefix("ipc://")))
+    Path(daemon.address.removeprefix("ipc://")).chmod(0o666)
     for allowed, answer in (((0,), "Refused"), ((0, ANOTHER_UID), "Welcome"), ((0,), "Refused")):
         daemon.on_loop(lambda uids=allowed: daemon.server.reload(make_config(allowed_uids=uids)))
         told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=300)
@@ -311,7 +317,6 @@ def test_a_user_who_is_not_allowed_fills_nothing_and_keeps_nobody_out(tmp_path: 
     """Neither by frames without end, nor by more connections that say nothing than there may be."""
     process = start_daemon(tmp_path, "--pool-bytes=1MiB", "--cache-bytes=0", "--socket-mode=0666")
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, 256))
-    let_pass(Path(process.address.removeprefix("ipc://")))
     with RawClient(process.address) as neighbour:
         entry = neighbour.open().stored(b"data")
         before = resident_bytes(process.pid)
@@ -335,7 +340,7 @@ def test_a_user_takes_no_more_than_its_own_places(
 ) -> None:
     """By as many sessions without a lifeline as it is told to stop at, and then some."""
     daemon = make_daemon(allowed_uids=(0, ANOTHER_UID), max_sessions=8)
-    let_pass(Path(daemon.address.removeprefix("ipc://")))
+    Path(daemon.address.removeprefix("ipc://")).chmod(0o666)
     greedy = as_another_user(HELLOS, daemon.address)
     assert greedy.stdout is not None
     assert json.loads(greedy.stdout.readline()) == ["Welcome"] * 4 + ["Refused"] * 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,14 +38,16 @@ def as_another_user(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def let_pass(path: Path) -> None:
-    """Let anybody use a socket in a directory of pytest's."""
-    path.chmod(0o666)
-    directory = path.parent
-    while directory.stat().st_uid == os.getuid() and directory != directory.parent:
-        if directory.stat().st_mode & 0o111 != 0o111:
-            directory.chmod(directory.stat().st_mode | 0o111)
-        directory = directory.parent
+@contextmanager
+def open_directory(mode: int = 0o711) -> Iterator[Path]:
+    """Yield a directory that anybody may pass through.
+
+    pytest's own are closed to others each time that another run of pytest starts.
+    """
+    with tempfile.TemporaryDirectory(prefix="storm-") as name:
+        path = Path(name)
+        path.chmod(mode)
+        yield path
 
 
 IMPOSTOR = """
@@ -70,16 +73,15 @@ print(heard, flush=True)
 
 
 @contextmanager
-def impostor_in(directory: Path) -> Iterator[tuple[Path, Callable[[], str]]]:
+def listening_impostor() -> Iterator[tuple[Path, Callable[[], str]]]:
     """Have another user listen at a socket in a directory where anybody may put one, as in /tmp.
 
     Yields its path, and what returns all that was said to that user by those who have hung up.
     """
-    path = directory / "impostor"
-    directory.chmod(0o1777)
-    let_pass(directory)
-    directory.chmod(0o1777)
-    with as_another_user(IMPOSTOR, str(path)) as process:
+    with (
+        open_directory(0o1777) as directory,
+        as_another_user(IMPOSTOR, str(directory / "impostor")) as process,
+    ):
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "listening\n"
@@ -87,4 +89,4 @@ def impostor_in(directory: Path) -> Iterator[tuple[Path, Callable[[], str]]]:
         def heard() -> str:
             return process.communicate("\n", timeout=300)[0].strip()
 
-        yield path, heard
+        yield directory / "impostor", heard

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 from support.daemon_process import DaemonProcess
-from support.other_user import ANOTHER_UID, impostor_in, root_only
+from support.other_user import ANOTHER_UID, listening_impostor, root_only
 
 
 def test_a_socket_that_nobody_accepts_on(tmp_path: Path) -> None:
@@ -33,10 +33,8 @@ def test_another_version(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch)
 
 
 @root_only
-def test_another_users_daemon_where_anybody_could_have_put_it_is_told_nothing(
-    tmp_path: Path,
-) -> None:
-    with impostor_in(tmp_path) as (path, heard):
+def test_another_users_daemon_where_anybody_could_have_put_it_is_told_nothing() -> None:
+    with listening_impostor() as (path, heard):
         with pytest.raises(storm.DaemonUnavailable, match=f"user {ANOTHER_UID} .*STORMD_DAEMON_U"):
             storm.connect(f"ipc://{path}", embedded="never")
         assert heard() == "b''"

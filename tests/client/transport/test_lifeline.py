@@ -11,7 +11,7 @@ import pytest
 import storm_client as storm
 from storm_client.transport.lifeline import Lifeline
 from support.daemon_process import DaemonProcess
-from support.other_user import impostor_in, root_only
+from support.other_user import listening_impostor, root_only
 from support.scripts import Scripts
 from support.waiting import wait_until
 
@@ -78,8 +78,8 @@ def test_a_wrong_token(daemon: DaemonProcess) -> None:
 
 
 @root_only
-def test_the_token_is_not_told_to_another_user(tmp_path: Path) -> None:
-    with impostor_in(tmp_path) as (path, heard):
+def test_the_token_is_not_told_to_another_user() -> None:
+    with listening_impostor() as (path, heard):
         with pytest.raises(storm.DaemonUnavailable, match=f"who listens at {path} is user"):
             Lifeline.attach(str(path), b"0123456789abcdef", 30.0)
         assert heard() == "b''"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.other_user import ANOTHER_UID, impostor_in, root_only
+from support.other_user import ANOTHER_UID, listening_impostor, root_only
 
 from stormd.protocol import ProtocolError, default_addresses, lifeline_path, parse_address
 from stormd.protocol.addresses import (
@@ -123,8 +123,8 @@ def test_what_is_left_of_a_daemon_and_what_is_not_there_are_told_apart(tmp_path:
 
 
 @pytest.fixture
-def impostor(tmp_path: Path) -> Iterator[Path]:
-    with impostor_in(tmp_path) as (path, _):
+def impostor() -> Iterator[Path]:
+    with listening_impostor() as (path, _):
         yield path
 
 
