@@ -223,7 +223,10 @@ async def operated(
 
 
 class StartReport:
-    """Reports the progress of pinning to the manager; called from the threads that pin."""
+    """Reports the progress of pinning: to the manager, and its begin in the log.
+
+    Called from the threads that pin.
+    """
 
     def __init__(self, notifier: Notifier, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._notifier = notifier
@@ -234,6 +237,8 @@ class StartReport:
     def __call__(self, done: int, total: int) -> None:
         """Report `done` of `total` bytes, at most once a second."""
         now = self._clock()
+        if not self._next:
+            log.info("pinning the pool", extra={"pool": format_size(total)})
         if now >= self._next:
             self._next = now + _REPORT_SECONDS
             text = f"pinning the pool, {format_size(done)} of {format_size(total)}"

@@ -117,4 +117,4 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one of this
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

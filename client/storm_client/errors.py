@@ -37,6 +37,8 @@ class DaemonUnavailable(StormError):
 class DaemonLost(StormError):
     """The daemon or its session ended. The data that it held for this process is lost."""
 
+    _is_advised = False
+
 
 class ConnectionClosed(DaemonLost):
     """The session was ended by this process: the client is closed."""
@@ -99,4 +101,8 @@ def lost_in_backward(loss: DaemonLost, *, keeps: bool) -> DaemonLost:
 
 
 def _advised(loss: DaemonLost, advice: str) -> DaemonLost:
-    return loss if isinstance(loss, ConnectionClosed) else DaemonLost(f"{loss}; {advice}")
+    if isinstance(loss, ConnectionClosed) or loss._is_advised:
+        return loss
+    advised = DaemonLost(f"{loss}; {advice}")
+    advised._is_advised = True
+    return advised

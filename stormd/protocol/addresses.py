@@ -110,10 +110,15 @@ def socket_trouble(path: Path, environ: Mapping[str, str] = os.environ) -> Socke
         except (FileNotFoundError, NotADirectoryError):
             return SocketTrouble(f"{path} does not exist", start)
         except ConnectionRefusedError:
-            reason = f"{path} refuses connections: the process that made it has ended"
-            return SocketTrouble(reason, start)
+            return _refusal(path, start)
         except OSError as error:
             return SocketTrouble(f"{path}: {error.strerror or error}", "choose another address")
+
+
+def _refusal(path: Path, start: str) -> SocketTrouble:
+    if not path.is_socket():
+        return SocketTrouble(f"{path} is no socket", "choose another address")
+    return SocketTrouble(f"{path} refuses connections: the process that made it has ended", start)
 
 
 def _distrust_crowded(path: Path, environ: Mapping[str, str]) -> SocketTrouble | None:

@@ -21,7 +21,9 @@ Budget = Literal["least", "fit"] | int | float
 """A word, a number of bytes (int), or a fraction of a step's saved bytes, 0.0 to 1.0 (float)."""
 
 _WORDS: Final = ("least", "fit")
-_WANTED: Final = "write least, fit, a size as in 12GiB, or a fraction from 0.0 to 1.0"
+_WANTED: Final = (
+    "write least, fit, a size in KiB, MiB or GiB, as in 12GiB, or a fraction from 0.0 to 1.0"
+)
 
 
 def parse_budget(value: str | float) -> Budget:

@@ -37,7 +37,7 @@ def describe_savings(
     refused = after["counters"]["rejected"]["pool_full"]
     if refused:
         text += (
-            f" and refused {refused} tensors because the pool was full: set a larger --pool-bytes"
+            f" and refused {refused} stores because the pool was full: set a larger --pool-bytes"
         )
     return text
 

@@ -19,6 +19,7 @@ from storm_bench.demo.run import Plan, run_demo
 from storm_bench.demo.trainers import OnStep
 from storm_bench.interrupts import noted_interrupts
 from stormd.commands.arguments import positive_int
+from stormd.errors import ConfigError
 from stormd.machine import describe
 from stormd.output import EXIT_FAILED, EXIT_OK, write_json
 from stormd.sizes import format_size, parse_size
@@ -42,9 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print its results. SIGTERM also ends the processes that it has started."""
+    """Run the demo and print its results. SIGTERM also ends the processes that it has started.
+
+    Raises:
+        ConfigError: --limit has no --past-vram beside it.
+    """
     with noted_interrupts():
-        return run_past(args) if args.past_vram else _run(args)
+        if args.past_vram:
+            return run_past(args)
+        if args.limit is not None:
+            raise ConfigError(f"--limit {args.limit} limits the GPU of --past-vram: add that")
+        return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -123,7 +132,7 @@ _ROWS: Final[list[tuple[str, Callable[[Comparison], str]]]] = [
 _PEAK_ROWS: Final[list[tuple[str, Callable[[Comparison], str]]]] = [
     ("peak memory without offload", lambda c: format_size(c.peak_bytes_plain)),
     ("peak memory with offload", lambda c: format_size(c.peak_bytes_offload)),
-    ("  fall, of the bytes offloaded", lambda c: f"{c.peak_drop:.0%}"),
+    ("  less, as a share of offloaded bytes", lambda c: f"{c.peak_drop:.0%}"),
 ]
 
 
@@ -140,9 +149,9 @@ def _print_report(report: Report) -> None:
         table.add_row(title, *(show(trainer) for trainer in report.trainers))
     console = Console()
     console.print(table)
+    peak, capacity = map(format_size, (report.pool_peak_bytes, report.pool_capacity_bytes))
     console.print(
-        f"pool: peak {format_size(report.pool_peak_bytes)} of "
-        f"{format_size(report.pool_capacity_bytes)}, {format_size(report.pool_left_bytes)} left"
+        f"pool: peak {peak} of {capacity}, not freed: {format_size(report.pool_left_bytes)}"
     )
     if not memory_fell:
         console.print(

@@ -100,9 +100,14 @@ def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> st
         # Of all steps: a store may be answered in a later step than it was sent.
         ratio = now.stats.ratio
         held = f" ({format_size(int(offloaded / ratio))} of host memory, ratio {ratio:.2f})"
-        # The first steps offload what later ones recompute.
-        enough = exact_size(suggested_pool(int((offloaded + replayed) / ratio)))
-        pool = f'; a pool of {enough} is enough: connect(pool_bytes="{enough}")'
+        # The first steps offload what later ones recompute, and a larger pool takes what this one
+        # refused.
+        refused = (_refused(now) - _refused(before)) // steps
+        enough = exact_size(suggested_pool(int((offloaded + replayed + refused) / ratio)))
+        pool = (
+            f'; a pool of {enough} is enough: connect(pool_bytes="{enough}"), or, of a daemon that '
+            f"you start, --pool-bytes {enough}"
+        )
     spent = (_spent(now.stats) - _spent(before.stats)) / steps
     lasted = (now.seconds - before.seconds) / steps
     measured = "" if peak is None else f"; the GPU's peak so far is {format_size(peak)}"
@@ -125,6 +130,10 @@ def _kept_activations(begin: _Begin) -> int:
     totals = begin.totals
     skipped = sum(n for reason, n in totals.skipped_bytes.items() if reason not in NO_ACTIVATIONS)
     return skipped + sum(totals.kept_bytes.values())
+
+
+def _refused(begin: _Begin) -> int:
+    return sum(begin.totals.kept_bytes.get(reason, 0) for reason in ("pool_full", "quota"))
 
 
 def _small(begin: _Begin) -> int:

@@ -36,6 +36,9 @@ IDS_PER_RELEASE = 256
 _REFUSABLE = {RangePhase.OFFLOADING, RangePhase.KEPT, RangePhase.LOST}
 """Phases in which a daemon may still refuse a range."""
 
+_REASONS = {"DaemonLost": "daemon_lost", "QuotaExceeded": "quota"}
+"""For each error by which a daemon refuses a request, what it is called in statistics."""
+
 
 class Stores:
     """The stores of one session, whose lock protects them; see Transfers."""
@@ -144,7 +147,8 @@ class Stores:
             case Rejected():
                 self._refused(transfer, out, message.reason, message.detail)
             case Refused():  # the daemon refused the message itself, and will not store the chunk
-                self._refused(transfer, out, message.kind, message.detail)
+                reason = _REASONS.get(message.kind, message.kind)
+                self._refused(transfer, out, reason, message.detail)
             case Failed():
                 self._lost(transfer, out, named(message.kind, message.detail))
             case _:

@@ -72,7 +72,7 @@ def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
         "memory, ratio 2.00), 20.0 MiB recomputed, 10.0 MiB kept; the GPU's peak so far is 1.2 "
         "GiB; training threads spent 0.5 s of a step's 2 s (25%) on stores, restores and "
         "recomputation (its launches, not what the GPU does); a pool of 64MiB is enough: "
-        'connect(pool_bytes="64MiB")'
+        'connect(pool_bytes="64MiB"), or, of a daemon that you start, --pool-bytes 64MiB'
     )
 
 
@@ -85,6 +85,16 @@ def test_a_store_of_the_first_steps_may_be_answered_while_nothing_is_offloaded()
         steps.step(replayed=60 * MIB)
     (line,) = steps.lines
     assert "saves 60.0 MiB of activations: 0 B offloaded, 60.0 MiB recomputed" in line
+
+
+def test_a_pool_that_is_enough_takes_what_a_full_one_has_refused() -> None:
+    steps = Steps()
+    for _ in range(7):
+        steps.step(offloaded=100 * MIB)
+        steps.recorder.saved(400 * MIB, 0.0)
+        steps.recorder.kept(400 * MIB, "pool_full")
+    (line,) = steps.lines
+    assert "; a pool of 320MiB is enough" in line, "at a ratio of 2, with a quarter to spare"
 
 
 def test_it_is_told_that_plans_are_compared() -> None:

@@ -68,17 +68,22 @@ def test_an_admitted_part_that_is_lost_raises_where_it_is_needed(
             session.load(handle)
 
 
-def test_a_store_that_is_refused_leaves_the_tensor_here(session: Session) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("QuotaExceeded", "quota"), ("DaemonLost", "daemon_lost")]
+)
+def test_a_store_that_is_refused_leaves_the_tensor_here(
+    session: Session, kind: str, reason: str
+) -> None:
     recorder = StatsRecorder()
     tensor = torch.randn(1000)
     with session.connection.lock:  # so the daemon's own answer comes after this one
         record = store(session, tensor, recorder)
-        session.on_message(record.parts[0].entry, Refused("QuotaExceeded", "too much"))
+        session.on_message(record.parts[0].entry, Refused(kind, "too much"))
     handle = handle_of(record, tensor)
     expected = tensor.clone()
     del tensor
     assert torch.equal(handle.view.rebuild(session.load(handle).storage), expected)
-    assert recorder.snapshot().kept == {"QuotaExceeded": 1}
+    assert recorder.snapshot().kept == {reason: 1}
 
 
 def test_nothing_is_brought_back_into_a_capture(

@@ -63,7 +63,11 @@ def test_the_exit_status_is_the_verdict(
 
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
-    [([], 1, "needs an NVIDIA GPU"), (["--limit=1MiB"], 2, "give it more")],
+    [
+        (["--past-vram"], 1, "needs an NVIDIA GPU"),
+        (["--past-vram", "--limit=1MiB"], 2, "give it more"),
+        (["--limit=1GiB"], 2, "--limit 1GiB limits the GPU of --past-vram"),
+    ],
 )
 def test_why_it_cannot_run_is_said(
     arguments: list[str],
@@ -73,5 +77,5 @@ def test_why_it_cannot_run_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["demo", "--past-vram", *arguments]) == status
+    assert cli.main(["demo", *arguments]) == status
     assert text in capsys.readouterr().err

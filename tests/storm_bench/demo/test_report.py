@@ -76,6 +76,6 @@ def test_memory_that_did_not_fall_is_said_in_words(
     stats = defaultdict(int, {"offloaded_bytes": 800 * MIB, "ratio": 2.0})
     _print_report(_report(dataclasses.replace(PLAIN, peak_bytes=peak, stats=stats)))
     printed = capsys.readouterr().out
-    assert ("fall, of the bytes offloaded" in printed) == (peak < PLAIN.peak_bytes)
+    assert ("less, as a share of offloaded bytes" in printed) == (peak < PLAIN.peak_bytes)
     assert ("peak memory did not fall" in printed) == (peak > PLAIN.peak_bytes)
     assert "-0%" not in printed

@@ -119,6 +119,12 @@ def test_what_is_left_of_a_daemon_and_what_is_not_there_are_told_apart(tmp_path:
         assert not trouble.denies
 
 
+def test_what_is_no_socket_is_none_of_a_daemon(tmp_path: Path) -> None:
+    trouble = socket_trouble(tmp_path)
+    assert trouble is not None
+    assert f"{trouble}: {trouble.advice}" == f"{tmp_path} is no socket: choose another address"
+
+
 # --- whose it must be -----------------------------------------------------------------------
 
 

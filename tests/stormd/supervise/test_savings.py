@@ -31,7 +31,7 @@ def test_of_a_shared_one_it_is_the_difference() -> None:
 
 def test_a_pool_that_was_full_is_told_of_with_the_next_step() -> None:
     text = describe_savings(None, _state(2 << 30, 1 << 30, refused=17))
-    assert text.endswith("refused 17 tensors because the pool was full: set a larger --pool-bytes")
+    assert text.endswith("refused 17 stores because the pool was full: set a larger --pool-bytes")
 
 
 def test_what_was_stored_before_a_restart_counts() -> None:
