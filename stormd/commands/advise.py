@@ -163,10 +163,11 @@ def _print(command: list[str], found: list[dict[str, Any]]) -> None:
     console.print(_table(first["budgets"]))
     pool = exact_size(_pool(found))
     on_gpu = first["device"].startswith("cuda")
-    needs = "beyond the forward pass" if on_gpu else "both ways, as a CPU hides none of it"
+    waits = "beyond the forward pass" if on_gpu else "both ways, which a CPU does not overlap"
     console.print(
-        f"wait, as the planner predicts it: what the link needs {needs}. Take the largest budget "
-        "that fits into memory, in place of the least:"
+        f"wait: the predicted transfer time {waits}. The first steps offload what later ones "
+        "recompute, so the command has a larger pool than the table. In it, replace least by the "
+        "largest budget that fits into memory:"
     )
     line = f"stormd run --pool-bytes {pool} --budget least -- {' '.join(command)}"
     console.print(line, soft_wrap=True)  # to be copied
