@@ -10,7 +10,7 @@ from stormd.ledger import leases
 from stormd.ledger.chunks import blob_bound
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import granules
-from stormd.protocol import Admitted, MapPiece, Rejected, ReserveRange
+from stormd.protocol import Admitted, MapPiece, Message, Rejected, ReserveRange
 
 __all__ = ["LedgerMachine", "SharingMachine"]
 
@@ -20,6 +20,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     limits: Limits = LIMITS
     committed: int | None = None
+    answers: tuple[type[Message], ...] = (Admitted, Rejected)
+    """To a store, whose number may be that of an entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class LedgerMachine(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.living))
         self.made.store(self.next_entry, nbytes, session=session)
         answer = self.made.lane.last()
-        assert isinstance(answer, Admitted | Rejected)
+        assert isinstance(answer, self.answers)
         self.next_entry += data.draw(st.integers(0, 1))
 
     @precondition(lambda self: self.living)

@@ -50,6 +50,7 @@ def successor(made: LedgerBench, journal: Journal) -> tuple[LedgerBench, Journal
     records = JournalRecords(other)
     records.adopt(state)
     again = LedgerBench(made.ledger._state.limits, records=records)
+    again.lane.memory = made.lane.memory
     again.space.adopt(state.pool_blocks(), state.promised_bytes())
     for session in state.sessions:
         again.ledger.leases.adopt(session, 0.0)
@@ -76,6 +77,8 @@ class CrashingMachine(LedgerMachine):
 
     What a lane was doing then is not done. Clients come back, or do not, and ask once more.
     """
+
+    answers = (Admitted, Rejected, Stored)
 
     def __init__(self) -> None:
         self.journal = Journal.make()
