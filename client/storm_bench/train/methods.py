@@ -135,6 +135,8 @@ def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractConte
         _need_gpu(device)
         try:
             offloading = import_module(module)
+            if module.startswith("trl."):
+                import_module("accelerate").PartialState()  # a Trainer has it; TRL's logger asks it
         except ImportError as error:
             package = module.partition(".")[0]
             raise Unavailable(f"{package} cannot be imported: {error}") from error

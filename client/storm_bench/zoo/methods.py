@@ -68,6 +68,7 @@ def _trl(model: nn.Module, _budget: str | None) -> AbstractContextManager[Any]:
     if not torch.cuda.is_available():
         raise Unavailable("TRL copies from a GPU, and there is no GPU here")
     offloading = import_module("trl.models.activation_offloading")
+    import_module("accelerate").PartialState()  # which a Trainer has, and TRL's logger asks
     context: AbstractContextManager[Any] = offloading.get_act_offloading_ctx_manager(model)
     return context
 

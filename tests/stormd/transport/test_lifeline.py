@@ -23,7 +23,8 @@ def _connected(daemon: DaemonThread, token: bytes = b"") -> socket.socket:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     line.settimeout(SECONDS)
     line.connect(daemon.address.removeprefix("ipc://") + ".lifeline")
-    line.sendall(token)
+    if token:  # the daemon may have closed it already
+        line.sendall(token)
     return line
 
 
