@@ -96,11 +96,11 @@ def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[
         "at a peak of 3.0 GiB",
         "link 55.0 GB/s",
         "least 1.0 GiB 1.0 GiB 1.0 GiB 250.0 250.0 250.0 1.0 GiB",
-        "what the link needs beyond the forward pass. Take the largest budget that fits",
+        "wait: the predicted transfer time beyond the forward pass. The first steps offload",
         "stormd run --pool-bytes 25GiB --budget least -- python train.py",
     ):
         assert part in printed
     module._print(["python", "train.py"], [{**trainer, "device": "cpu"}])
-    assert "what the link needs both ways" in " ".join(capsys.readouterr().out.split())
+    assert "transfer time both ways" in " ".join(capsys.readouterr().out.split())
     module._print(["python", "train.py"], [{**trainer, "saved_bytes": 0, "budgets": []}])
     assert "no saved tensor is large enough" in capsys.readouterr().out
