@@ -38,6 +38,7 @@ class DaemonLost(StormError):
     """The daemon or its session ended. The data that it held for this process is lost."""
 
     _is_advised = False
+    """Whether its text says what to do, which is said once."""
 
 
 class ConnectionClosed(DaemonLost):

@@ -166,8 +166,8 @@ def _print(command: list[str], found: list[dict[str, Any]]) -> None:
     waits = "beyond the forward pass" if on_gpu else "both ways, which a CPU does not overlap"
     console.print(
         f"wait: the predicted transfer time {waits}. The first steps offload what later ones "
-        "recompute, so the command has a larger pool than the table. In it, replace least by the "
-        "largest budget that fits into memory:"
+        "recompute, so this command has a larger pool than the table. Replace its budget by the "
+        "largest one that fits into memory:"
     )
     line = f"stormd run --pool-bytes {pool} --budget least -- {' '.join(command)}"
     console.print(line, soft_wrap=True)  # to be copied

@@ -11,7 +11,6 @@ microseconds: medians of steps by all ways in turn.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -20,12 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import storm_client as storm
 import torch
 import transformers
+from bench.recording import parser_of, show
 from storm_bench.child_daemon import ChildDaemon
 from storm_bench.zoo.methods import METHODS
 from storm_bench.zoo.models import Workload
@@ -40,8 +39,6 @@ from support.planning import FREE_REPLAYS
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-from stormd.machine import describe, package_versions
 
 WARM_UPS = 16
 """Steps in which the plan is learned."""
@@ -307,11 +304,10 @@ def nothing_leaves(*given: Any, **options: Any) -> Choice:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.hook_cost")
+    parser = parser_of(__doc__)
     parser.add_argument("--length", type=int, default=200, help="0 leaves the parts out")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--models", nargs="*", choices=_MODELS, default=list(_MODELS))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     build.build()
@@ -326,12 +322,7 @@ def main() -> None:
             "parts": of_parts(client, options.length, options.steps) if options.length else {},
             "models": of_models(client, options.models, options.steps),
         }
-    print(json.dumps(figures, indent=1))
-    if options.json:
-        command = " ".join(["python -m bench.hook_cost", *sys.argv[1:]])
-        versions = package_versions(("torch", "transformers", "pyzmq"))
-        machine = describe() | {"command": command, "versions": versions}
-        options.json.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
+    show(options.json, figures, "torch", "transformers", "pyzmq")
 
 
 if __name__ == "__main__":

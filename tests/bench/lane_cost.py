@@ -12,11 +12,9 @@ the daemon is counted apart from their work, and the daemon's time is what the k
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from typing import Any, NamedTuple
 import psutil
 import storm_client as storm
 import torch
+from recording import parser_of, record
 from storm_bench.child_daemon import ChildDaemon
 from storm_client import hook_stack as blocks
 from storm_client import offloading
@@ -34,8 +33,6 @@ from storm_client.transport.connection import Connection
 from storm_kernels.ancf import DType
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-from stormd.machine import describe, package_versions
 
 MIB = 1 << 20
 WARM_UPS = 3
@@ -257,8 +254,7 @@ def compile_codec() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser = parser_of(__doc__)
     parser.add_argument("--pool", default="4GiB", help="the daemon's pool")
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="some cases")
@@ -266,7 +262,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     TimedHooks.install()
     Connection.wait = timed_wait
-    found: dict[str, Any] = {"machine": machine(device), "cases": []}
+    found: dict[str, Any] = {"cases": []}
     if device.type == "cuda":
         found["compile_seconds"] = round(compile_codec(), 2)
     for case in CASES:
@@ -279,15 +275,8 @@ def main() -> None:
         with ChildDaemon(flags=flags) as daemon:
             found["cases"].append(measure(case, daemon, device))
         print(json.dumps(found["cases"][-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures were measured on."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "none"
-    versions = package_versions(("torch", "cupy-cuda13x", "cuda-bindings", "pyzmq", "uvloop"))
-    return describe() | {"command": " ".join(sys.argv), "gpu": name, "versions": versions}
+    packages = ("torch", "cupy-cuda13x", "cuda-bindings", "pyzmq", "uvloop")
+    record(options.json, found, *packages)
 
 
 if __name__ == "__main__":

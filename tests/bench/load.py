@@ -9,7 +9,6 @@ cores than clients the latencies are mostly those of waiting for a core.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -20,10 +19,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench.recording import parser_of, show
 from storm_bench.child_daemon import ChildDaemon
 from support.raw_client import RawClient
 
-from stormd.machine import describe
 from stormd.protocol import Goodbye, Restore, Restored, Store, Stored
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -238,26 +237,21 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.load")
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--client", nargs=3, metavar=("ROLE", "ADDRESS", "SECONDS"))
     args = parser.parse_args()
     if args.client:
         role, address, seconds = args.client
         client_main(role, address, float(seconds))
         return
-    result = {
-        "machine": describe() | {"command": "python -m bench.load"},
+    figures = {
         "bytes_an_operation": NBYTES,
         "crowds": [crowd(count) for count in COUNTS],
         "fairness": beside_a_greedy_one(),
         "lanes": [lanes(count) for count in LANES],
         f"daemon_with_{START_POOL}": [start_and_end() for _ in range(STARTS)],
     }
-    text = json.dumps(result, indent=2)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    show(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ def record(path: Path | None, figures: Mapping[str, Any], *packages: str) -> Non
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def show(path: Path | None, figures: Mapping[str, Any]) -> None:
+def show(path: Path | None, figures: Mapping[str, Any], *packages: str) -> None:
     """Print figures, and record them."""
     print(json.dumps(figures, indent=1))
-    record(path, figures)
+    record(path, figures, *packages)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

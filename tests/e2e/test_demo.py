@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.devices import DEVICES
 from support.waiting import wait_until
 
 DEMO = [sys.executable, "-m", "stormd.cli", "demo"]
@@ -25,19 +26,7 @@ def _figures(*arguments: str) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_two_trainers_share_a_daemon_and_all_bits_are_the_same(device: str) -> None:
     figures = _figures("--small", "--steps=2", "--pool-bytes=256MiB", f"--device={device}")
     assert figures["passed"] is True
