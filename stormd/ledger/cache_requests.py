@@ -15,7 +15,7 @@ from stormd.cache.items import Cache, CacheChunk, Label
 from stormd.ledger.chunks import blob_bound
 from stormd.ledger.holdings import State, assert_space
 from stormd.ledger.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
-from stormd.memory.arena import Space, granules
+from stormd.memory.arena import granules
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheCancel,
@@ -40,48 +40,21 @@ __all__ = ["CACHE_REQUESTS", "PUT_SECONDS", "CacheRequests"]
 PUT_SECONDS: Final = 60.0
 """Time without a chunk after which an open put is closed: what it has stored is of no use."""
 
-CACHE_REQUESTS: Final = (
-    CachePut, CacheCommit, CacheCancel, CacheGet, CacheFind, CacheDelete, CacheList,
-)  # fmt: skip
-"""The messages that a session for the cache may send besides Store, Restore and Release."""
-
-Handler = Callable[[Session, CacheAccess, Any, float], Message]
-"""Takes a session, its cache access, a message and the time; returns the answer."""
-
 
 class CacheRequests:
-    """Connects one cache to the sessions that use it."""
+    """Connects one cache, whose blobs are in `space`, to the sessions that use it."""
 
     def __init__(self, cache: Cache, state: State) -> None:
         self._cache = cache
         self._state = state
-        self._handlers: dict[type[Message], Handler] = {
-            CachePut: self._put,
-            CacheCommit: self._commit,
-            CacheCancel: self._cancel,
-            CacheGet: self._get,
-            CacheFind: self._find,
-            CacheDelete: self._delete,
-            CacheList: self._list,
-        }
-        assert tuple(self._handlers) == CACHE_REQUESTS
-
-    @property
-    def space(self) -> Space:
-        """The space of the cache's blobs."""
-        return self._cache.space
-
-    @property
-    def size(self) -> int:
-        """Bytes of the cache. The first put waits for all of them if memory is yet to come."""
-        return self._cache.space.capacity
+        self.space: Final = cache.space
 
     def answer(self, record: Session, message: Message, now: float) -> Message:
         """Return the answer to a message of CACHE_REQUESTS."""
         assert record.cache is not None
         if record.phase is not Phase.ATTACHED:
             return _refused(record.phase_problem())
-        return self._handlers[type(message)](record, record.cache, message, now)
+        return _HANDLERS[type(message)](self, record, record.cache, message, now)
 
     def make_room(self, record: Session, nbytes: int, now: float) -> bool:
         """Drop a little for a chunk of up to `nbytes`; return whether to call this again."""
@@ -105,19 +78,6 @@ class CacheRequests:
             return _no_room(wanted, self.space.capacity)
         put.unspent -= wanted
         return None
-
-    def tidy(self, now: float) -> bool:
-        """Drop a few expired tensors, or free a few blocks; return whether there may be more."""
-        return self._cache.tidy(now)
-
-    @property
-    def has_garbage(self) -> bool:
-        """Whether there are blocks that have no owner and are not freed yet."""
-        return self._cache.has_garbage
-
-    def collect(self) -> None:
-        """Free a few of the blocks that have no owner."""
-        self._cache.collect()
 
     def close_idle(self, record: Session, now: float) -> None:
         """Close the session's put if no chunk of it has come for too long."""
@@ -241,6 +201,23 @@ class CacheRequests:
         blocks = [one.block for one in self._state.holdings.remove_all(record, unused)]
         self._cache.discard([block for block in blocks if block is not None])
         return True
+
+
+Handler = Callable[[CacheRequests, Session, CacheAccess, Any, float], Message]
+"""Takes a session, its cache access, a message and the time; returns the answer."""
+
+_HANDLERS: Final[dict[type[Message], Handler]] = {
+    CachePut: CacheRequests._put,
+    CacheCommit: CacheRequests._commit,
+    CacheCancel: CacheRequests._cancel,
+    CacheGet: CacheRequests._get,
+    CacheFind: CacheRequests._find,
+    CacheDelete: CacheRequests._delete,
+    CacheList: CacheRequests._list,
+}
+
+CACHE_REQUESTS: Final = tuple(_HANDLERS)
+"""The messages that a session for the cache may send besides Store, Restore and Release."""
 
 
 # --- helpers --------------------------------------------------------------------------------

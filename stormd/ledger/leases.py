@@ -12,8 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
-from stormd.cache.items import Caller
-from stormd.ledger.cache_requests import CacheRequests
+from stormd.cache.items import Cache, Caller
 from stormd.ledger.events import Detach, Ended, Instruction, Probe
 from stormd.ledger.holdings import State
 from stormd.ledger.records import KeptSession
@@ -36,7 +35,7 @@ FREED_A_TURN: Final = 256
 class Leases:
     """Opens and ends sessions. `cache` is None if the daemon keeps no cache."""
 
-    def __init__(self, state: State, cache: CacheRequests | None) -> None:
+    def __init__(self, state: State, cache: Cache | None) -> None:
         self._state = state
         self._cache = cache
         self._places = Places()
@@ -140,11 +139,9 @@ class Leases:
         )
         self._enter(record)
         self._places.attached(record)
-        touched = self._state.touched
         for number, entry in kept.entries.items():
             self._state.holdings.add(record, number, entry.made(self._state.space, now))
-            if touched is not None:
-                touched.append((record, number))
+            self._state.touch(record, number)
 
     def orphans(self) -> list[Session]:
         """Return the sessions of an earlier daemon whose clients have not come yet."""

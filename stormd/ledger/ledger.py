@@ -101,12 +101,13 @@ class Ledger:
         self._state = State(space, limits, counters, holdings)
         self.holdings = self._state.holdings
         self.holdings.shares.set_share(limits.share_bytes, ())
-        self._cache = None if cache is None else CacheRequests(cache, self._state)
+        self._cache = cache
+        self._requests = None if cache is None else CacheRequests(cache, self._state)
         restores = Restores(self._state)
-        self.leases = Leases(self._state, self._cache)
+        self.leases = Leases(self._state, cache)
         self._disk = disk
         self.spills = None if disk is None else Spills(self._state, restores, disk, reserve)
-        self._stores = Stores(self._state, restores, self._cache, self.spills)
+        self._stores = Stores(self._state, restores, self._requests, self.spills)
         segments = Segments(restores)
         self.on_request: Mapping[type[Message], OnRequest] = {
             Store: self._stores.store,
@@ -146,19 +147,19 @@ class Ledger:
 
     def tick(self, now: float) -> list[Instruction]:
         """Handle expired tensors, puts and leases; to be called about twice a second."""
-        if self._cache is not None:
-            self._cache.tidy(now)
+        if self._requests is not None:
+            self.tidy_cache(now)
             for record in self._records():
-                self._cache.close_idle(record, now)
+                self._requests.close_idle(record, now)
         return self.leases.tick(now)
 
     # --- the shared cache -------------------------------------------------------------------
 
     def make_cache_room(self, record: Session, message: Store, now: float) -> bool:
         """Drop a little before a chunk of a put is stored; return whether to call this again."""
-        if self._cache is None or record.phase is not Phase.ATTACHED:
+        if self._requests is None or record.phase is not Phase.ATTACHED:
             return False
-        return self._cache.make_room(record, blob_bound(message.nbytes), now)
+        return self._requests.make_room(record, blob_bound(message.nbytes), now)
 
     def tidy_cache(self, now: float) -> bool:
         """Drop a few expired tensors before the cache is asked; return whether to call it again."""
@@ -169,16 +170,16 @@ class Ledger:
     ) -> list[Instruction]:
         """Answer a cache request; refuse it if the session is not for the cache."""
         answer: Message
-        if record.cache is None or self._cache is None:
+        if record.cache is None or self._requests is None:
             answer = Refused(
                 "UsageError", "this session's Hello did not say that it is for the cache"
             )
         elif isinstance(message, CachePut) and self._stores.should_wait(
-            record, self._cache.size, now
-        ):
+            record, self._requests.space.capacity, now
+        ):  # the first put waits for all of the cache's memory
             return [Wait(record.info.session)]
         else:
-            answer = self._cache.answer(record, message, now)
+            answer = self._requests.answer(record, message, now)
         return [Reply(session=record.info.session, request=request, message=answer)]
 
     # --- the tier on disk -------------------------------------------------------------------
@@ -251,8 +252,8 @@ class Ledger:
         assert_space(space, [entry for entry in entries if entry.space is space], held=held)
         if self.spills is not None:
             self.spills.assert_invariants()
-        if self._cache is not None:
-            self._cache.assert_invariants(records)
+        if self._requests is not None:
+            self._requests.assert_invariants(records)
         for record in records:
             assert_session(record)
         pool_users = [record for record in records if record.cache is None]

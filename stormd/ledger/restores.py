@@ -95,7 +95,7 @@ class Restores:
             if record.waiting or entry.block is None:
                 record.waiting[number] = Destination(segment, offset, nbytes, sequence)
                 entry.waits += 1
-                self._touch(record, entry_id)
+                self._state.touch(record, entry_id)
             else:
                 entry.restores += 1
                 jobs.append(RestoreJob(
@@ -146,14 +146,9 @@ class Restores:
             entry_id = record.tickets[number].entry
             failed.append(self._fail(record, number, "UsageError", detail))
             record.entries[entry_id].waits -= 1
-            self._touch(record, entry_id)
+            self._state.touch(record, entry_id)
             self._state.holdings.free_unused(record, entry_id)
         return failed
-
-    def _touch(self, record: Session, entry_id: int) -> None:
-        """Have the tier on disk, if there is one, consider an entry again."""
-        if self._state.touched is not None:
-            self._state.touched.append((record, entry_id))
 
     def _fail(self, record: Session, number: int, kind: str, detail: str) -> Reply:
         """Answer a waiting restore with Failed, and forget it; the caller handles its entry."""
@@ -182,8 +177,8 @@ class Restores:
             )
             if entry.released:
                 self._state.holdings.free_unused(record, ticket.entry)
-            elif self._state.touched is not None:
-                self._state.touched.append((record, ticket.entry))
+            else:
+                self._state.touch(record, ticket.entry)
             if ticket.together:
                 together.append(result.ticket)
             else:
@@ -208,7 +203,7 @@ class Restores:
                 self._state.counters.corrupt += 1
                 if entry.loan is not None:
                     entry.loan.drop_damaged()
-            self._touch(record, ticket.entry)
+            self._state.touch(record, ticket.entry)
             self._state.holdings.free_unused(record, ticket.entry)
             if record.phase is not Phase.ENDING:
                 failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)

@@ -255,8 +255,7 @@ class Spills:
     def _free_or_note(self, record: Session, number: int) -> None:
         """Free an entry that the tier has finished with, or have it considered again."""
         self._state.holdings.free_unused(record, number)
-        if self._state.touched is not None:
-            self._state.touched.append((record, number))
+        self._state.touch(record, number)
 
     def _charge(self, record: Session, entry: Entry, nbytes: int) -> None:
         """Set the bytes of the pool that a session is charged for an entry."""

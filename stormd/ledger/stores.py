@@ -159,7 +159,6 @@ class Stores:
         """Take in blobs that have been placed in their space."""
         replies: list[Instruction] = []
         entries, flows = record.entries, self._state.counters.stores
-        touched = self._state.touched
         records = self._state.holdings.records
         freed, charged, sequences = [], 0, []
         for result in results:
@@ -177,8 +176,8 @@ class Stores:
                 sequences.append(result.sequence)
             if entry.released:
                 freed.append(number)
-            elif touched is not None:
-                touched.append((record, number))
+            else:
+                self._state.touch(record, number)
         self._state.holdings.charge(record, charged)
         if record.phase is Phase.ENDING:
             replies = []
