@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from storm_client.devices import devices_in_use
 from storm_client.planner.in_flight import free_bytes
@@ -18,6 +18,8 @@ from storm_client.transport.interrupts import SafeWeakSet
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
+    from storm_client.compile.target import Target
+    from storm_client.compile.tokens import Held
     from storm_client.transport.daemon_loss import Supply
 
 __all__ = ["WHOLE", "BudgetShare", "SharedBudget", "shared_budget_for"]
@@ -46,24 +48,6 @@ WHOLE: Final = BudgetShare()
 """The share of a model that shares its budget with no other."""
 
 
-class Sharing(Protocol):
-    """Graphs that share a budget: the bytes `planned` to be kept, and the `least` they need."""
-
-    @property
-    def planned(self) -> int | None:
-        """Bytes that a run may keep by its plan; None where no graph is compiled."""
-
-    @property
-    def least(self) -> int:
-        """Bytes that one of the backward graphs needs with nothing kept by choice."""
-
-
-class Kept(Protocol):
-    """A value of `nbytes` bytes that a run keeps by choice."""
-
-    nbytes: int
-
-
 class SharedBudget:
     """One shared budget, from which several threads may take bytes at once."""
 
@@ -72,14 +56,14 @@ class SharedBudget:
         self._budget = budget
         self._has_seen_backward = False
         """Whether a backward pass has begun, in any thread; never reset."""
-        self._sharing: SafeWeakSet[Sharing] = SafeWeakSet()
-        self._kept: SafeWeakSet[Kept] = SafeWeakSet()
+        self._sharing: SafeWeakSet[Target] = SafeWeakSet()
+        self._kept: SafeWeakSet[Held] = SafeWeakSet()
 
-    def add_graphs(self, graphs: Sharing) -> None:
+    def add_graphs(self, graphs: Target) -> None:
         """Let graphs share this budget for as long as they are alive."""
         self._sharing.add(graphs)
 
-    def share_of(self, graphs: Sharing) -> BudgetShare:
+    def share_of(self, graphs: Target) -> BudgetShare:
         """Return the share of `graphs`, of which one is about to be compiled."""
         others = [one for one in self._sharing if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
@@ -111,7 +95,7 @@ class SharedBudget:
             planned = BudgetShare(of=max(1, len(leasts))).left(limit, least)
         return min(limit - kept - least, planned)
 
-    def keep(self, held: Kept) -> None:
+    def keep(self, held: Held) -> None:
         """Count a value that is kept by choice, until it is freed."""
         self._kept.add(held)
 

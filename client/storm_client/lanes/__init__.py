@@ -107,43 +107,33 @@ class InPlace(Protocol):
     @property
     def last_number(self) -> int:
         """The latest sequence number."""
-        ...
 
     def is_read(self, sequence: int) -> bool:
         """Return whether the sources of all stores up to `sequence` have been read."""
-        ...
 
     def wait_before_reuse(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Let nothing reuse the memory of `source`, once freed, before `is_read(sequence)`."""
-        ...
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
         """Return where the daemon has mapped the range, None if it has not (yet)."""
-        ...
 
     def offers(self) -> list[Mappable]:
         """Return the offers that make the next daemon map all mapped memory, in this order."""
-        ...
 
     def sweep(self) -> bool:
         """Have freed allocations unmapped; return whether any of them was mapped."""
-        ...
 
     def barrier(self) -> MapSegment:
         """Return an offer that is answered only when all earlier unmapping is done."""
-        ...
 
     def publish_numbers(self, count: int) -> range:
         """Return `count` numbers that are published after the current stream's work so far."""
-        ...
 
     def await_restored(self, tickets: Sequence[int]) -> None:
         """Order this thread's later work after the restores; `end_waits` also ends a wait."""
-        ...
 
     def end_waits(self, ticket: int) -> None:
         """End all waits for a restore: it has failed."""
-        ...
 
     def restore_status(self, ticket: int) -> int | None:
         """Return the status that the device has left of a restore, 0 if it was verified.
@@ -151,11 +141,9 @@ class InPlace(Protocol):
         Return None if the bytes are not there. Call this once the daemon is dead and its device
         does nothing more.
         """
-        ...
 
     def headroom(self) -> int:
         """Return the device's peak of allocated bytes less its present allocated bytes."""
-        ...
 
 
 class Lane(ABC):

@@ -19,42 +19,33 @@ class Driver(Protocol):
 
     def buffer_id(self, address: int) -> int:
         """Return the id of the allocation at `address`."""
-        ...
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Return the first address and the size in bytes of the allocation at `address`."""
-        ...
 
     def exportable(self, address: int) -> bool:
         """Return whether another process can map the allocation by an IPC handle."""
-        ...
 
     def ipc_handle(self, address: int) -> bytes:
         """Return the IPC handle; `address` must be the allocation's first."""
-        ...
 
     def retain_piece(self, address: int) -> int | None:
         """Return the handle of the reserved range's piece that is mapped at `address`, or None.
 
         A retained piece keeps its handle until it is released.
         """
-        ...
 
     def release_piece(self, handle: int) -> None:
         """Release a retained piece."""
-        ...
 
     def holds(self, address: int, handle: int) -> bool:
         """Return whether the piece mapped at `address` has this retained handle."""
-        ...
 
     def share_piece(self, handle: int) -> int:
         """Return a descriptor by which another process can map the piece."""
-        ...
 
     def reserved_range(self, address: int) -> tuple[int, int]:
         """Return the first address and the size in bytes of the reserved range at `address`."""
-        ...
 
 
 class State(Enum):

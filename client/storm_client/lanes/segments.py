@@ -14,19 +14,22 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from storm_kernels.errors import CudaDriverError
 
 from storm_client.lanes import Mapped
 from storm_client.lanes.offers import Driver, Mappable, Offered, State
 from storm_client.lanes.pieces import AddressRange, Piece, Pieces
-from stormd.protocol import MapSegment, Message, UnmapSegment
+from stormd.protocol import MapSegment, UnmapSegment
 from stormd.protocol.limits import MAX_PIECES_WAITING
+
+if TYPE_CHECKING:
+    from storm_client.transport.connection import Connection
 
 __all__ = ["Segments", "send_offers"]
 
@@ -263,16 +266,7 @@ class Segments:
             self.to_unmap.append(UnmapSegment(one.number))
 
 
-class _Connection(Protocol):
-    @property
-    def numbers(self) -> Iterator[int]: ...
-
-    def defer(self, request: int, message: Message) -> None: ...
-
-    def send_descriptor(self, number: int, descriptor: int) -> bool: ...
-
-
-def send_offers(connection: _Connection, segments: Segments) -> None:
+def send_offers(connection: Connection, segments: Segments) -> None:
     """Send the daemon the unmap messages and offers of `segments`; nobody waits for its answers.
 
     Raises:

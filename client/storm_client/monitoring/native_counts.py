@@ -13,11 +13,9 @@ class Tallies(Protocol):
 
     def add_row(self) -> int:
         """Return the number of a new row."""
-        ...
 
     def drain(self) -> tuple[list[tuple[int, int, int]], float]:
         """Return row, count and bytes for each row counted since the last call, and the seconds."""
-        ...
 
 
 class Counted(NamedTuple):

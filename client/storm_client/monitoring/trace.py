@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from storm_client.monitoring.stats import StatsRecorder
 
 __all__ = [
     "EVERY",
@@ -72,19 +75,12 @@ class Timeline:
     pauses: tuple[Pause, ...]
 
 
-class Stored(Protocol):
-    """An object that counts the stored bytes."""
-
-    arrived_bytes: int
-    """Bytes that have arrived in the pool so far."""
-
-
 class StepTrace:
     """The actions of one step so far. Any of its threads may note something."""
 
     __slots__ = ("_began", "_changes", "_of", "_pauses", "_stored", "_unused")
 
-    def __init__(self, stored: Stored, of: Traces) -> None:
+    def __init__(self, stored: StatsRecorder, of: Traces) -> None:
         """Begin; `stored` counts the bytes that have arrived in the pool."""
         self._stored = stored
         self._of: Traces | None = of
@@ -155,7 +151,7 @@ class Traces:
         self.latest: StepTrace | None = None
         self._steps = 0
 
-    def begin(self, stored: Stored, *, seldom: bool = False) -> StepTrace | Untraced:
+    def begin(self, stored: StatsRecorder, *, seldom: bool = False) -> StepTrace | Untraced:
         """Return the next step's trace; `stored` counts the bytes that have arrived in the pool.
 
         A step whose saves are not noted here is `seldom`: no such step is traced.

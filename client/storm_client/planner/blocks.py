@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final, Protocol
 
+from storm_client.planner.prices import MadeValue
+
 __all__ = ["block_ends"]
 
 MIN_MADE: Final = 4
@@ -22,25 +24,14 @@ FEWEST: Final = 2
 """Fewest blocks of one list that a user would probably checkpoint."""
 
 
-class Made(Protocol):
-    """The properties of a value that are used here: where it was made, and from what."""
-
-    nbytes: int
-    is_expensive: bool
-    inputs: tuple[int, ...]
+class PlacedValue(MadeValue, Protocol):
+    """A value whose module is known by its qualified name, `path`."""
 
     @property
-    def path(self) -> str:
-        """The qualified name of the module."""
-        ...
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether autograd saves it."""
-        ...
+    def path(self) -> str: ...
 
 
-def block_ends(values: Sequence[Made]) -> frozenset[int]:
+def block_ends(values: Sequence[PlacedValue]) -> frozenset[int]:
     """Return the numbers of the values that checkpointing keeps; none where there are no blocks.
 
     `values` are those of the step, in order. If a block ends with a norm of a value that is saved
@@ -80,7 +71,7 @@ def _lasts(names: Sequence[str]) -> dict[str, int]:
 
 
 def _chained(
-    block: str, values: Sequence[Made], outer: Sequence[str], inner: Sequence[str]
+    block: str, values: Sequence[PlacedValue], outer: Sequence[str], inner: Sequence[str]
 ) -> dict[str, int]:
     """Return the last values of a block's inner blocks; none unless each continues the one before.
 
@@ -101,7 +92,7 @@ def _chained(
     return lasts
 
 
-def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[Made]) -> int:
+def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[PlacedValue]) -> int:
     """Return the bytes that blocks keep, plus the saved bytes of the largest block."""
     saved: Counter[str] = Counter()
     for name, value in zip(names, values, strict=True):
@@ -110,7 +101,7 @@ def _taken(lasts: dict[str, int], names: Sequence[str], values: Sequence[Made]) 
     return kept + max((saved[name] for name in lasts), default=0)
 
 
-def _made_from(number: int, values: Sequence[Made], names: Sequence[str]) -> int:
+def _made_from(number: int, values: Sequence[PlacedValue], names: Sequence[str]) -> int:
     """Return the saved value that a value is made from by cheap one-input operations, or itself."""
     while True:
         value = values[number]

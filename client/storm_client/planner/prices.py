@@ -20,16 +20,22 @@ __all__ = ["MadeValue", "Priced", "likeness", "operation_seconds"]
 
 
 class MadeValue(Protocol):
-    """A value that an operation made, as the planner or a recording knows it."""
+    """A value of a step, as the planner or a recording knows it; see `Value`."""
 
     @property
     def operation(self) -> str: ...
+    @property
+    def is_expensive(self) -> bool: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
+    def nbytes(self) -> int: ...
+    @property
     def inputs(self) -> tuple[int, ...]: ...
+    @property
+    def is_saved(self) -> bool: ...
 
 
 def operation_seconds(values: Sequence[Value], machine: Machine) -> list[float]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from storm_client.planner.blocks import MIN_MADE
+from storm_client.planner.prices import MadeValue
 
 __all__ = ["repeated_ends"]
 
@@ -26,20 +27,7 @@ MAX_SEGMENTS: Final = 8
 """Most segments of one block."""
 
 
-class Made(Protocol):
-    """The properties of a value that are used here: which operation made it, and from what."""
-
-    operation: str
-    nbytes: int
-    inputs: tuple[int, ...]
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether autograd saves it."""
-        ...
-
-
-def repeated_ends(values: Sequence[Made]) -> frozenset[int]:
+def repeated_ends(values: Sequence[MadeValue]) -> frozenset[int]:
     """Return the numbers of the values that repeated blocks end with; none if nothing repeats.
 
     `values` are those of the step, in order. A block ends at the segment whose joints have the
@@ -65,7 +53,7 @@ def repeated_ends(values: Sequence[Made]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _lightest(values: Sequence[Made], joints: Sequence[int], length: int) -> Sequence[int]:
+def _lightest(values: Sequence[MadeValue], joints: Sequence[int], length: int) -> Sequence[int]:
     """Return one joint of each block, always at the same place in the block."""
 
     def order(numbers: Sequence[int]) -> tuple[float, float]:
@@ -76,7 +64,7 @@ def _lightest(values: Sequence[Made], joints: Sequence[int], length: int) -> Seq
     return min((joints[place::length] for place in reversed(range(length))), key=order)
 
 
-def _joints(values: Sequence[Made]) -> tuple[list[int], set[int]]:
+def _joints(values: Sequence[MadeValue]) -> tuple[list[int], set[int]]:
     """Return a step's joints in order, and the values after which no earlier value is read."""
     counts = Counter(source for value in values for source in set(value.inputs) if source >= 0)
     last_reader = {source: n for n, value in enumerate(values) for source in value.inputs}
