@@ -370,9 +370,8 @@ def _may_resume(record: Session, resume: Resume, uid: int, epoch: int) -> bool:
 
 def _hello_to_keep(hello: Hello, pid: int, attachment: Attachment) -> Hello:
     """Return the Hello to keep for a later daemon: granted staging size and the kernel's pid."""
-    fields: dict[str, Any] = dict(zip(Hello.FIELDS, hello.to_wire(), strict=True))
-    fields |= {"pid": pid, "staging_bytes": attachment.staging_bytes}
-    return Hello(**fields)
+    granted = {"pid": pid, "staging_bytes": attachment.staging_bytes}
+    return Hello(**hello.as_dict() | granted)
 
 
 def _mismatch(version: int) -> Refused:

@@ -24,7 +24,6 @@ from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Detached,
     Instruction,
-    Reply,
     RestoreDone,
     RestoreFailed,
     Result,
@@ -180,7 +179,7 @@ class Ledger:
             return [Wait(record.info.session)]
         else:
             answer = self._requests.answer(record, message, now)
-        return [Reply(session=record.info.session, request=request, message=answer)]
+        return [record.reply(request, answer)]
 
     # --- the tier on disk -------------------------------------------------------------------
 
@@ -213,8 +212,7 @@ class Ledger:
         """
         if record.phase is not Phase.ATTACHED or record.cache or not record.info.has_lane:
             detail = "a plan is of a session that stores what autograd saves, and this is none"
-            refused = Refused("UsageError", detail)
-            return [Reply(session=record.info.session, request=request, message=refused)]
+            return [record.reply(request, Refused("UsageError", detail))]
         record.plan = message
         return []
 

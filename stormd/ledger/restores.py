@@ -87,8 +87,7 @@ class Restores:
         for number, entry_id, segment, offset, nbytes, sequence in asked:
             problem = restore_problem(record, number, entry_id, segment, offset, nbytes)
             if problem is not None:
-                failed = Failed(number, entry_id, *problem)
-                done.append(Reply(session=session, request=request, message=failed))
+                done.append(record.reply(request, Failed(number, entry_id, *problem)))
                 continue
             entry = record.entries[entry_id]
             record.tickets[number] = Ticket(entry_id, request, now, together)
@@ -154,8 +153,7 @@ class Restores:
         """Answer a waiting restore with Failed, and forget it; the caller handles its entry."""
         del record.waiting[number]
         ticket = record.tickets.pop(number)
-        failed = Failed(number, ticket.entry, kind, detail)
-        return Reply(session=record.info.session, request=ticket.request, message=failed)
+        return record.reply(ticket.request, Failed(number, ticket.entry, kind, detail))
 
     # --- results of lanes -------------------------------------------------------------------
 
@@ -165,7 +163,6 @@ class Restores:
         """Take in restores that are done; those requested together are answered together."""
         replies: list[Instruction] = []
         together: list[int] = []
-        session = record.info.session
         entries, flows = record.entries, self._state.counters.restores
         for result in results:
             ticket = record.tickets.pop(result.ticket)
@@ -182,11 +179,10 @@ class Restores:
             if ticket.together:
                 together.append(result.ticket)
             else:
-                restored = Restored(result.ticket)
-                replies.append(Reply(session=session, request=ticket.request, message=restored))
+                replies.append(record.reply(ticket.request, Restored(result.ticket)))
         for begin in range(0, len(together), MAX_BATCH):
             several = RestoredParts(pack(together[begin : begin + MAX_BATCH]))
-            replies.append(Reply(session=session, request=0, message=several))
+            replies.append(record.reply(0, several))
         return replies if record.phase is not Phase.ENDING else []
 
     def failed(
@@ -207,9 +203,7 @@ class Restores:
             self._state.holdings.free_unused(record, ticket.entry)
             if record.phase is not Phase.ENDING:
                 failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
-                replies.append(
-                    Reply(session=record.info.session, request=ticket.request, message=failed)
-                )
+                replies.append(record.reply(ticket.request, failed))
         return replies
 
 

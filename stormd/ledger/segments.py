@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from stormd.ledger.address_ranges import AddressRange
-from stormd.ledger.events import Instruction, Map, Reply, SegmentMapped, SegmentRefused, Unmap
+from stormd.ledger.events import Instruction, Map, SegmentMapped, SegmentRefused, Unmap
 from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Offer, Phase, Session
 from stormd.protocol import (
@@ -69,7 +69,7 @@ class Segments:
                     del record.pieces[piece]
         else:
             refused = Refused("UsageError", f"segment {number} is not mapped")
-            return [_answer(record, request, refused)]
+            return [record.reply(request, refused)]
         return [
             *failed,
             Unmap(session=record.info.session, segment=number),
@@ -84,7 +84,7 @@ class Segments:
         for result in results:
             offer = record.mapping.pop(result.segment)
             if record.phase is not Phase.ENDING:
-                replies.append(_answer(record, offer.request, _added(record, offer)))
+                replies.append(record.reply(offer.request, _added(record, offer)))
         return replies
 
     def refused(
@@ -95,7 +95,7 @@ class Segments:
         for result in results:
             offer = record.mapping.pop(result.segment)
             if record.phase is not Phase.ENDING:
-                replies.append(_answer(record, offer.request, Refused("UsageError", result.detail)))
+                replies.append(record.reply(offer.request, Refused("UsageError", result.detail)))
         return replies
 
 
@@ -135,7 +135,7 @@ def _number_problem(session: Session, number: int) -> str:
 
 def _begin(record: Session, problem: str | None, offer: Offer) -> list[Instruction]:
     if problem is not None:
-        return [_answer(record, offer.request, Refused("UsageError", problem))]
+        return [record.reply(offer.request, Refused("UsageError", problem))]
     record.mapping[offer.message.segment] = offer
     return [Map(session=record.info.session, segment=offer.message)]
 
@@ -157,7 +157,3 @@ def _added(record: Session, offer: Offer) -> Message:
         if isinstance(message, ReserveRange):
             record.ranges[message.segment] = AddressRange(message.nbytes)
     return Mapped(message.segment)
-
-
-def _answer(record: Session, request: int, message: Message) -> Reply:
-    return Reply(session=record.info.session, request=request, message=message)

@@ -19,15 +19,10 @@ from typing import Any, Final, NamedTuple
 
 from stormd.cache.items import Caller, Loan
 from stormd.ledger.address_ranges import AddressRange
-from stormd.ledger.events import Mappable
+from stormd.ledger.events import Mappable, Reply
 from stormd.ledger.on_disk import OnDisk
 from stormd.memory.arena import Block, Space
-from stormd.protocol import (
-    NO_LANE,
-    CachePut,
-    Hello,
-    PlanLearned,
-)
+from stormd.protocol import NO_LANE, CachePut, Hello, Message, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
 
 __all__ = [
@@ -249,6 +244,10 @@ class Session:
         assert phase in _NEXT[self.phase], f"a session that is {self.phase} cannot be {phase}"
         self.phase = phase
 
+    def reply(self, request: int, message: Message) -> Reply:
+        """Return the instruction to send its client a message, which answers a request."""
+        return Reply(session=self.info.session, request=request, message=message)
+
     # --- what may be wrong with any request; empty if nothing is ------------------------------
 
     def phase_problem(self) -> str:
@@ -290,14 +289,5 @@ class Session:
             "used_bytes": self.used_bytes,
             "resumable": self.cell != 0,
             "orphaned": self.phase is Phase.ORPHANED,
-            "plan": None if self.plan is None else _plan_status(self.plan),
+            "plan": None if self.plan is None else self.plan.as_dict(),
         }
-
-
-def _plan_status(plan: PlanLearned) -> dict[str, Any]:
-    return {
-        "kept_bytes": plan.kept_bytes,
-        "offloaded_bytes": plan.offloaded_bytes,
-        "replayed_bytes": plan.replayed_bytes,
-        "budget": plan.budget,
-    }

@@ -16,7 +16,6 @@ from stormd.ledger.events import (
     Instruction,
     Jobs,
     Recorded,
-    Reply,
     Skip,
     StoreDone,
     StoreFailed,
@@ -107,7 +106,7 @@ class Stores:
         self, record: Session, request: int, message: Store, chunk: Chunk
     ) -> list[Instruction]:
         """Answer a repeated store of an earlier daemon's entry; encode it if it has no blob yet."""
-        session, number, entry = record.info.session, message.entry, record.entries[message.entry]
+        number, entry = message.entry, record.entries[message.entry]
         problem = _repeat_problem(record, message, entry, chunk)
         if problem:
             return self._rejected(record, request, message, "invalid", problem)
@@ -115,11 +114,10 @@ class Stores:
         if place is None:
             entry.is_begun = True
             return _begun(record, request, message, chunk, entry.space)
-        stored = Stored(number, place.nbytes, entry.mode)
         return [
-            Reply(session=session, request=request, message=Admitted(number)),
-            Reply(session=session, request=request, message=stored),
-            Skip(session=session, sequence=message.sequence),
+            record.reply(request, Admitted(number)),
+            record.reply(request, Stored(number, place.nbytes, entry.mode)),
+            Skip(session=record.info.session, sequence=message.sequence),
         ]
 
     def list_entries(
@@ -133,8 +131,7 @@ class Stores:
         is_all = begin + len(page) >= len(record.listed)
         if is_all:
             record.listed = []
-        answer = Entries(page, is_all)
-        return [Reply(session=record.info.session, request=request, message=answer)]
+        return [record.reply(request, Entries(page, is_all))]
 
     def pass_over(
         self, record: Session, _request: int, message: PassOver, _now: float
@@ -170,8 +167,7 @@ class Stores:
             if not entry.released:  # else its block is freed below
                 records.stored(record, number, entry)
             flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
-            stored = Stored(number, block.nbytes, result.mode)
-            replies.append(Reply(session=record.info.session, request=0, message=stored))
+            replies.append(record.reply(0, Stored(number, block.nbytes, result.mode)))
             if result.sequence:
                 sequences.append(result.sequence)
             if entry.released:
@@ -194,7 +190,7 @@ class Stores:
     ) -> list[Instruction]:
         """Take in stores that failed, and fail the restores that wait for them."""
         replies: list[Instruction] = []
-        session, sequences = record.info.session, []
+        sequences = []
         for result in results:
             entry = self._state.holdings.remove(record, result.entry)
             self._state.counters.stores[entry.codec].failures += 1
@@ -203,7 +199,7 @@ class Stores:
             if record.phase is Phase.ENDING:
                 continue
             failed = Failed(0, result.entry, "ActivationLost", result.detail)
-            replies.append(Reply(session=session, request=0, message=failed))
+            replies.append(record.reply(0, failed))
             if result.sequence:
                 sequences.append(result.sequence)
             if entry.waits:
@@ -286,10 +282,9 @@ class Stores:
     ) -> list[Instruction]:
         """Reject a store, and tell the lane that its number is skipped."""
         self._state.counters.rejected[reason] += 1
-        session, rejected = record.info.session, Rejected(message.entry, reason, detail)
         return [
-            Reply(session=session, request=request, message=rejected),
-            Skip(session=session, sequence=message.sequence),
+            record.reply(request, Rejected(message.entry, reason, detail)),
+            Skip(session=record.info.session, sequence=message.sequence),
         ]
 
 
@@ -315,11 +310,7 @@ def _begun(
         sequence=message.sequence,
         space=space,
     )
-    admitted = Admitted(message.entry)
-    return [
-        Reply(session=session, request=request, message=admitted),
-        Jobs(session, [job]),
-    ]
+    return [record.reply(request, Admitted(message.entry)), Jobs(session, [job])]
 
 
 # --- checks of a store -----------------------------------------------------------------------

@@ -172,6 +172,10 @@ class Message:
         """Return the fields in wire order."""
         return tuple(getattr(self, field) for field in self.FIELDS)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, in wire order."""
+        return dict(zip(self.FIELDS, self.to_wire(), strict=True))
+
     @classmethod
     def from_wire(cls, values: list[Any]) -> Self:
         """Return the message with these fields; the first call replaces this by compiled code.
@@ -191,8 +195,8 @@ class Message:
         return hash((self.OP, self.to_wire()))
 
     def __repr__(self) -> str:
-        pairs = zip(self.FIELDS, self.to_wire(), strict=True)
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in pairs)})"
+        pairs = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
+        return f"{type(self).__name__}({pairs})"
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         """Refuse: a checked message must not change."""
