@@ -25,7 +25,6 @@ __all__ = [
     "Map",
     "Mappable",
     "Probe",
-    "ReadJob",
     "Recorded",
     "Reply",
     "RestoreDone",
@@ -43,7 +42,6 @@ __all__ = [
     "StoreJob",
     "Unmap",
     "Wait",
-    "WriteJob",
 ]
 
 # --- jobs for lanes -------------------------------------------------------------------------
@@ -103,9 +101,10 @@ class RestoreJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpillJob:
-    """Move an entry's blob between `block` and `extent`; neither is freed before the answer.
+    """Read an entry's blob from `extent` into `block`, or write it from there to `extent`.
 
-    Each written blob gets a new `generation`; it must be read under the same one.
+    Neither is freed before the answer. Each written blob gets a new `generation`; it must be read
+    under the same one.
     """
 
     session: int
@@ -113,16 +112,7 @@ class SpillJob:
     generation: int
     block: Block
     extent: Block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteJob(SpillJob):
-    """Write the blob from the pool to the disk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadJob(SpillJob):
-    """Read the blob from the disk into the pool."""
+    is_read: bool
 
 
 # --- results of lanes and the tier, one for each job -----------------------------------------

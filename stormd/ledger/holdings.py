@@ -230,6 +230,6 @@ def assert_session(record: Session) -> None:
 
 def _charge(entry: Entry) -> int:
     """Return an entry's correct charge: 0 if the cache lends it or it is on disk."""
-    if entry.loan is not None or (entry.disk and entry.disk.phase is not DiskPhase.WRITING):
+    if entry.loan is not None or entry.disk_phase not in (None, DiskPhase.WRITING):
         return 0
     return granules(entry.block.nbytes) if entry.block else entry.promised

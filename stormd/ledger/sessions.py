@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from stormd.cache.items import Caller, Loan
 from stormd.ledger.address_ranges import AddressRange
 from stormd.ledger.events import Mappable, Reply
-from stormd.ledger.on_disk import OnDisk
+from stormd.ledger.on_disk import DiskPhase, OnDisk
 from stormd.memory.arena import Block, Space
 from stormd.protocol import NO_LANE, CachePut, Hello, Message, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
@@ -154,6 +154,11 @@ class Entry:
     mode: str = ""
     cell: int = 0
     is_begun: bool = True
+
+    @property
+    def disk_phase(self) -> DiskPhase | None:
+        """Its phase in the tier on disk; None if it is in the pool alone."""
+        return None if self.disk is None else self.disk.phase
 
     @property
     def in_use(self) -> bool:

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from stormd.ledger.events import ReadJob, SpillJob, WriteJob
+from stormd.ledger.events import SpillJob
 from stormd.ledger.holdings import State
 from stormd.ledger.on_disk import Disk, DiskPhase, OnDisk
 from stormd.ledger.sessions import Entry, Session
 from stormd.ledger.spill_order import Numbered, SpillOrder, SpillOrders
+from stormd.memory.arena import Block
 from stormd.memory.extents import disk_bytes
 
 __all__ = ["Bandwidth", "Direction", "Reads", "Writes"]
@@ -88,8 +89,9 @@ class Bandwidth:
 
 @dataclass(slots=True)
 class Direction:
-    """One direction's jobs that the tier has in flight, and their speed."""
+    """The jobs that the tier has in flight, all reads or all writes, and their speed."""
 
+    is_read: bool
     count: int = 0
     nbytes: int = 0
     by_session: Counter[int] = field(default_factory=Counter)
@@ -100,12 +102,20 @@ class Direction:
         """Whether the tier may get more jobs."""
         return self.nbytes < MOVING_BYTES and self.count < MAX_MOVING
 
-    def begin(self, place: OnDisk, now: float) -> None:
-        """Note that the tier gets a job for a blob."""
+    def begin(self, place: OnDisk, number: int, block: Block, now: float) -> SpillJob:
+        """Return the job for entry `number`, whose blob is in `block` or is read into it."""
         self.count += 1
         self.nbytes += place.pool_bytes
         self.by_session[place.session] += place.pool_bytes
         self.speed.begin(now)
+        return SpillJob(
+            session=place.session,
+            entry=number,
+            generation=place.generation,
+            block=block,
+            extent=place.extent,
+            is_read=self.is_read,
+        )
 
     def end(self, place: OnDisk, now: float, moved: int) -> None:
         """Note that a job has ended, and the bytes it has moved: 0 if it failed."""
@@ -172,7 +182,7 @@ class Writes:
         self._generations = itertools.count(1)
         self._need = _Need()
         self._begun: list[SpillJob] = []
-        self.direction: Final = Direction()
+        self.direction: Final = Direction(is_read=False)
         self.largest_waiting = 0
 
     @property
@@ -228,7 +238,7 @@ class Writes:
 
     def _write(
         self, record: Session, number: int, entry: Entry, wanted: int, now: float
-    ) -> WriteJob:
+    ) -> SpillJob:
         assert entry.block is not None
         place = OnDisk(
             disk=self._disk,
@@ -240,14 +250,7 @@ class Writes:
         )
         entry.disk = place
         self._need.begin(place.pool_bytes)
-        self.direction.begin(place, now)
-        return WriteJob(
-            session=place.session,
-            entry=number,
-            generation=place.generation,
-            block=entry.block,
-            extent=place.extent,
-        )
+        return self.direction.begin(place, number, entry.block, now)
 
 
 class Reads:
@@ -258,7 +261,7 @@ class Reads:
         self._disk = disk
         self._orders = orders
         self._reserve = reserve
-        self.direction: Final = Direction()
+        self.direction: Final = Direction(is_read=True)
 
     def begin(self, now: float, *, prefetch: bool) -> list[SpillJob]:
         """Return the reads to begin now; `prefetch` only when nobody else needs the pool."""
@@ -301,19 +304,12 @@ class Reads:
     def _read_of(self, order: SpillOrder) -> int:
         return self.direction.by_session[order.record.info.session]
 
-    def _read(self, number: int, entry: Entry, now: float) -> ReadJob:
+    def _read(self, number: int, entry: Entry, now: float) -> SpillJob:
         place = entry.disk
         assert place is not None
         place.into = self._state.space.place(place.pool_bytes, place.nbytes)
         place.enter(DiskPhase.READING)
-        self.direction.begin(place, now)
-        return ReadJob(
-            session=place.session,
-            entry=number,
-            generation=place.generation,
-            block=place.into,
-            extent=place.extent,
-        )
+        return self.direction.begin(place, number, place.into, now)
 
     def _make_room(self, entry: Entry, *, is_first: bool) -> bool:
         """Have the pool promise space for an entry to be read, freeing clean blocks for it.

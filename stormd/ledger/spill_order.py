@@ -70,8 +70,7 @@ class SpillOrder:
         for ticket in reversed(record.waiting):
             number = record.tickets[ticket].entry
             entry = record.entries[number]
-            place = entry.disk
-            if place is not None and place.phase is DiskPhase.CLEAN and not entry.restores:
+            if entry.disk_phase is DiskPhase.CLEAN and not entry.restores:
                 return number, entry
         return None
 
@@ -82,8 +81,7 @@ class SpillOrder:
             return None
         number = record.tickets[next(iter(record.waiting))].entry
         entry = record.entries[number]
-        is_away = entry.disk is not None and entry.disk.phase is DiskPhase.AWAY
-        return (number, entry) if is_away else None
+        return (number, entry) if entry.disk_phase is DiskPhase.AWAY else None
 
     def first_requested(self) -> Numbered | None:
         """Return the entry on disk alone whose restore, as far as known, was requested first."""
@@ -210,20 +208,14 @@ def _is_dirty(entry: Entry) -> bool:
 
 
 def _is_clean(entry: Entry) -> bool:
-    place = entry.disk
-    return place is not None and place.phase is DiskPhase.CLEAN and not entry.in_use
+    return entry.disk_phase is DiskPhase.CLEAN and not entry.in_use
 
 
 def _is_away(entry: Entry) -> bool:
-    place = entry.disk
-    return place is not None and place.phase is DiskPhase.AWAY and not entry.waits
+    return entry.disk_phase is DiskPhase.AWAY and not entry.waits
 
 
 def _is_requested(entry: Entry, order: int) -> bool:
     place = entry.disk
-    return (
-        place is not None
-        and place.phase is DiskPhase.AWAY
-        and place.order == order
-        and entry.waits > 0
-    )
+    is_away = place is not None and place.phase is DiskPhase.AWAY and place.order == order
+    return is_away and entry.waits > 0

@@ -47,10 +47,6 @@ class Label(NamedTuple):
 class Sealer(Protocol):
     """Seals and opens records. Addresses are host memory; ranges do not overlap. Thread-safe."""
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether sealed bytes can be read only with the key."""
-
     def seal(self, label: Label, source: int, nbytes: int, target: int) -> None:
         """Write `nbytes` from `source`, sealed, and then their seal of SEAL_BYTES, to `target`."""
 
@@ -69,8 +65,6 @@ class Encryption:
     Raises:
         SpillUnavailable: the package is missing or too old.
     """
-
-    encrypts: Final = True
 
     def __init__(self) -> None:
         self._cipher: Final = _new_cipher()
@@ -99,8 +93,6 @@ class Encryption:
 
 class Checksums:
     """Stores bytes unencrypted, with a checksum of the bytes and of the label."""
-
-    encrypts: Final = False
 
     def __init__(self) -> None:
         self._codec: Final = ancf.host_backend()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from stormd.errors import SpillUnavailable
-from stormd.ledger.events import ReadJob, SpillDone, SpillFailed, SpillJob
+from stormd.ledger.events import SpillDone, SpillFailed, SpillJob
 from stormd.monitoring.health import Heartbeat
 from stormd.sizes import format_size
 from stormd.spill.file import SpillFile
@@ -88,7 +88,7 @@ class SpillTier:
         """Queue jobs; each is answered by SpillDone or SpillFailed."""
         with self._changed:
             for job in jobs:
-                (self._reads if isinstance(job, ReadJob) else self._writes).append(job)
+                (self._reads if job.is_read else self._writes).append(job)
             self._changed.notify(len(jobs))
 
     def fault(self) -> str:
@@ -149,7 +149,7 @@ class SpillTier:
         return SpillDone(session=job.session, entry=job.entry)
 
     def _failed(self, job: SpillJob, reason: str) -> SpillFailed:
-        doing = "read" if isinstance(job, ReadJob) else "write"
+        doing = "read" if job.is_read else "write"
         self._end(f"a {doing} of {format_size(job.block.nbytes)} failed: {reason}"[:500])
         return SpillFailed(session=job.session, entry=job.entry, detail=self._fault)
 
@@ -160,6 +160,6 @@ class SpillTier:
 
 def _steps(mover: BlobMover, job: SpillJob) -> Iterator[None]:
     name = (job.session, job.entry, job.generation)
-    if isinstance(job, ReadJob):
+    if job.is_read:
         return mover.read(name, job.extent, job.block)
     return mover.write(name, job.block, job.extent)

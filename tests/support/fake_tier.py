@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from support.fake_lane import FakeLane
 
-from stormd.ledger.events import ReadJob, RestoreJob, Result, SpillDone, SpillFailed, SpillJob
+from stormd.ledger.events import RestoreJob, Result, SpillDone, SpillFailed, SpillJob
 from stormd.ledger.ledger import Ledger
 from stormd.memory.arena import GRANULE, Block
 from stormd.memory.extents import PAGE
@@ -84,7 +84,7 @@ class FakeTier:
         result: Result
         if fail:
             result = SpillFailed(session=job.session, entry=job.entry, detail="the disk is gone")
-        elif isinstance(job, ReadJob):
+        elif job.is_read:
             self._file.check(job.extent, (*what, job.generation))
             self._lane.memory.put(job.block, what)
             result = SpillDone(session=job.session, entry=job.entry)

@@ -9,7 +9,7 @@ from support.ledger_bench import KIB, LIMITS, LedgerBench, a_store
 
 from stormd.ledger import spill_order, spills
 from stormd.ledger.chunks import blob_bound
-from stormd.ledger.events import ReadJob, Reply, SpillDone, Wait
+from stormd.ledger.events import Reply, SpillDone, Wait
 from stormd.ledger.on_disk import DiskPhase
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
@@ -164,7 +164,7 @@ def test_in_a_backward_pass_the_newest_come_back_ahead() -> None:
         made.lane.finish()
         made.release(entry)
     made.tier.move()
-    read = [job.entry for job in made.tier.jobs if isinstance(job, ReadJob)]
+    read = [job.entry for job in made.tier.jobs if job.is_read]
     assert read == away[: -len(read) - 1 : -1]
     assert read
 

@@ -13,7 +13,6 @@ from support.ledger_machine import LedgerMachine, SharingMachine
 
 from stormd.ledger import spill_moves, spill_order
 from stormd.ledger.chunks import blob_bound
-from stormd.ledger.events import ReadJob, WriteJob
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 
@@ -255,6 +254,6 @@ class _Walk:
         jobs = self.made.tier.jobs
         for _ in range(min(len(jobs), self.random.randint(1, 3))):
             index = self.random.randrange(len(jobs))
-            self.written += isinstance(jobs[index], WriteJob)
-            self.read += isinstance(jobs[index], ReadJob)
+            self.written += not jobs[index].is_read
+            self.read += jobs[index].is_read
             self.made.tier.finish(index)

@@ -15,7 +15,7 @@ from support.spilling import ENCRYPT
 from support.waiting import wait_until
 
 from stormd.errors import SpillUnavailable
-from stormd.ledger.events import ReadJob, SpillDone, SpillFailed, WriteJob
+from stormd.ledger.events import SpillDone, SpillFailed, SpillJob
 from stormd.memory.arena import Block, Extent
 from stormd.memory.extents import PAGE
 from stormd.spill import tier as module
@@ -55,8 +55,9 @@ class _Bench:
         return self.answers.get(timeout=DEADLINE)
 
 
-def _write(number: int, generation: int = 1) -> WriteJob:
-    return WriteJob(
+def _write(number: int, generation: int = 1) -> SpillJob:
+    return SpillJob(
+        is_read=False,
         session=1,
         entry=number,
         generation=generation,
@@ -65,8 +66,9 @@ def _write(number: int, generation: int = 1) -> WriteJob:
     )
 
 
-def _read(number: int, generation: int = 1, into: int | None = None) -> ReadJob:
-    return ReadJob(
+def _read(number: int, generation: int = 1, into: int | None = None) -> SpillJob:
+    return SpillJob(
+        is_read=True,
         session=1,
         entry=number,
         generation=generation,
