@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from storm_client.eager.byproducts import Byproduct
 from storm_client.eager.events import CAST, SAVED
-from storm_client.eager.operations import is_simple, may_draw
+from storm_client.eager.operations import choice_of, may_draw
+from storm_client.eager.settings import KernelChoice
 from storm_client.planner.decisions import Keep, Replay
 
 if TYPE_CHECKING:
@@ -196,10 +197,10 @@ def _with_calls(plan: FollowedPlan, evidence: Evidence, counts: NativeCounts) ->
 def _call(one: LoggedEvent, expected: Expected | None) -> tuple[Any, ...]:
     head = one.name, one.overload, one.kernel, one.place, one.inside
     if expected is None:
-        return (*head, _Does.COUNT, None, True, False, False, False, 0, ())
-    simple = expected.what is CAST or is_simple(expected.what)
+        return (*head, _Does.COUNT, None, KernelChoice.NONE, False, False, False, 0, ())
+    choice = KernelChoice.NONE if expected.what is CAST else choice_of(expected.what)
     if not expected.matters:
-        return (*head, _Does.COUNT, None, simple, False, expected.is_offloaded, False, 0, ())
+        return (*head, _Does.COUNT, None, choice, False, expected.is_offloaded, False, 0, ())
     inputs: tuple[int, ...] = ()
     does = _Does.LOOK_UP
     if isinstance(expected.decision, Replay):
@@ -209,4 +210,4 @@ def _call(one: LoggedEvent, expected: Expected | None) -> tuple[Any, ...]:
     random = may_draw(expected.what)
     depends = expected.what.depends if isinstance(expected.what, Byproduct) else 0
     overwrites = bool(expected.value.over) and not depends
-    return (*head, does, dtype, simple, random, expected.is_offloaded, overwrites, depends, inputs)
+    return (*head, does, dtype, choice, random, expected.is_offloaded, overwrites, depends, inputs)

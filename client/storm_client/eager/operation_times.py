@@ -225,7 +225,6 @@ class _Repeated:
             try:
                 for place in self._places:
                     place.fill()
-                self._recipe.accept_present_settings()
                 first, _ = self._timed(1)  # the first run takes longer than the others
                 return first if first >= MAX_SECONDS else self._behind_a_full_queue(first)
             finally:

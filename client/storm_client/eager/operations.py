@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from storm_client.eager.byproducts import FORMER, Byproduct, Depends
 from storm_client.eager.launches import Kernel
+from storm_client.eager.settings import KernelChoice
 
 __all__ = [
     "EXCHANGED",
@@ -35,10 +36,10 @@ __all__ = [
     "Function",
     "bound",
     "byproduct_of",
+    "choice_of",
     "draws",
     "is_attention",
     "is_bound",
-    "is_simple",
     "may_draw",
     "may_overwrite",
     "may_view",
@@ -380,13 +381,15 @@ def may_overwrite(function: Function) -> bool:
     return function in _MAY_OVERWRITE
 
 
-def is_simple(function: Function) -> bool:
-    """Return whether a function of the table has one kernel per device for its arguments.
+def choice_of(function: Function) -> KernelChoice:
+    """Return what chooses a function's kernel among those that a device has for its arguments.
 
-    Expensive functions and normalizations over the batch have several. A Triton kernel is its own
-    only kernel. The kernel of a byproduct is that of its function.
+    A Triton kernel is its own only kernel. The kernel of a byproduct is that of its function.
     """
-    return function in _SIMPLE or isinstance(function, (Kernel, Byproduct))
+    if function in _SIMPLE or isinstance(function, (Kernel, Byproduct)):
+        return KernelChoice.NONE
+    is_product = function in REPLAYABLE and function is not _ATTENTION
+    return KernelChoice.PRODUCT if is_product else KernelChoice.ATTENTION
 
 
 def read_by(

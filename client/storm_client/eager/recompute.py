@@ -18,7 +18,7 @@ import torch
 
 from storm_client.eager.bits import copied
 from storm_client.eager.function_modes import are_altered, unaltered
-from storm_client.eager.operations import Function, bound, is_simple
+from storm_client.eager.operations import Function, bound, choice_of
 from storm_client.eager.settings import settings_of_kernels
 from storm_client.eager.sources import Source, lost
 from storm_client.saved.ranges import WeakStorage
@@ -49,6 +49,7 @@ class Recipe:
     __slots__ = (
         "_arguments",
         "_autocast",
+        "_choice",
         "_device",
         "_differentiates",
         "_draw",
@@ -83,16 +84,10 @@ class Recipe:
         is_on = casts and _autocasts(device)
         self._autocast = torch.get_autocast_dtype(device) if is_on else None
         """The dtype that autocast casts to; None where it was off."""
-        self._settings = self._present_settings()
-        self._differentiates = not is_simple(function) and torch.is_grad_enabled()
+        self._choice = choice_of(function)
+        self._settings = settings_of_kernels(device, self._choice)
+        self._differentiates = bool(self._choice) and torch.is_grad_enabled()
         """Whether the choice of its kernels may have depended on which inputs need a gradient."""
-
-    def accept_present_settings(self) -> None:
-        """Accept the present settings, for a caller that only times the operation.
-
-        PyTorch itself changes a setting in a process's first step: the order of attention kernels.
-        """
-        self._settings = self._present_settings()
 
     def run(self) -> Any:
         """Run the operation again; its results are part of no graph.
@@ -100,7 +95,7 @@ class Recipe:
         Raises:
             ActivationLost: it would make other bits now.
         """
-        if self._settings != self._present_settings():
+        if self._settings != settings_of_kernels(self._device, self._choice):
             raise lost("settings")
         arguments = [self._filled(argument) for argument in self._arguments]
         options = {name: self._filled(value) for name, value in self._options.items()}
@@ -116,9 +111,6 @@ class Recipe:
             else:
                 made = self._draw.again(function, arguments, options)
         return _detached(made) if records else made
-
-    def _present_settings(self) -> tuple[object, ...]:
-        return settings_of_kernels(self._device, is_simple=is_simple(self._function))
 
     def _autocast_as_then(self) -> AbstractContextManager[object]:
         if self._autocast is None and not _autocasts(self._device):

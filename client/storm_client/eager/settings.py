@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from threading import get_ident
 from typing import Any, Final
@@ -19,6 +20,7 @@ import torch
 __all__ = [
     "DECIDING",
     "GETTERS",
+    "KernelChoice",
     "deciding_settings",
     "kinds_of_casts",
     "omp_threads_address",
@@ -72,15 +74,29 @@ def deciding_settings() -> tuple[object, ...]:
     return tuple([getter(*arguments) for getter, arguments in GETTERS])
 
 
-def settings_of_kernels(device: str, *, is_simple: bool = False) -> tuple[object, ...]:
+class KernelChoice(IntEnum):
+    """Which of the process's settings choose the kernel of a function."""
+
+    NONE = 0
+    """A GPU has one kernel for it. On a CPU, oneDNN has kernels of its own."""
+    PRODUCT = 1
+    """All but those of attention. PyTorch itself changes one of those, in a process's first
+    attention on a GPU; and a script may have set them for its forward pass alone."""
+    ATTENTION = 2
+    """All: attention, and what is not in our table of functions."""
+
+
+def settings_of_kernels(device: str, choice: KernelChoice) -> tuple[object, ...]:
     """Return the settings that decide which bits functions make on a device type, in this thread.
 
-    A simple function is no product and no attention: a GPU has one kernel for it. On a CPU threads
-    share sums, and oneDNN has kernels of its own.
+    On a CPU, threads share sums.
     """
     here = _of_this_thread() if device == "cpu" else ()
-    if not is_simple:
+    if choice is KernelChoice.ATTENTION:
         return (*deciding_settings(), *here, overridden_kernels())
+    if choice is KernelChoice.PRODUCT:
+        products = [getter(*arguments) for getter, arguments in _OF_PRODUCTS]
+        return (*products, *here, overridden_kernels())
     simple = (torch.get_default_dtype(), overridden_kernels())
     return (*simple, torch._C._get_mkldnn_enabled(), *here) if here else simple
 
@@ -174,3 +190,5 @@ GETTERS: Final[tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]] = (
     *[(torch._C._get_fp32_precision_getter, kind) for kind in _OF_SINGLE_PRECISION],
 )
 """C functions, with their arguments, whose results are `deciding_settings`."""
+
+_OF_PRODUCTS: Final = tuple(one for one in GETTERS if "_sdp_" not in one[0].__name__)

@@ -201,7 +201,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
     made.result->made_by(begun.recipe, call.place);
     return true;
   }
-  const auto circumstances = Circumstances::present(output.device().type(), call.is_simple);
+  const auto circumstances = Circumstances::present(output.device().type(), call.choice);
   if (!circumstances) return false;
   std::vector<Source> sources;
   sources.reserve(call.inputs.size());
@@ -269,7 +269,7 @@ bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
     return make_recipe(script, call, begun, byproduct, made, values, model_storages, min_bytes,
                        unpacked);
   }
-  const auto circumstances = Circumstances::present(byproduct.device().type(), call.is_simple);
+  const auto circumstances = Circumstances::present(byproduct.device().type(), call.choice);
   if (!circumstances) return false;
   const bool is_former = call.depends == Depends::FORMER;
   auto recipe = is_former ? binding::of_former(call, begun, values, *circumstances)

@@ -295,13 +295,13 @@ at::Tensor OverwrittenResult::tensor(InputRestorer& restorer) {
 
 // --- recipes ----------------------------------------------------------------------------------
 
-std::optional<Circumstances> Circumstances::present(c10::DeviceType device, bool is_simple) {
-  auto settings = Settings::present(device, is_simple);
+std::optional<Circumstances> Circumstances::present(c10::DeviceType device, KernelChoice choice) {
+  auto settings = Settings::present(device, choice);
   if (!settings) return {};
   std::optional<c10::ScalarType> autocast;
   if (at::autocast::is_autocast_enabled(device)) autocast = at::autocast::get_autocast_dtype(device);
-  const bool records = !is_simple && at::GradMode::is_enabled();
-  return Circumstances{device, autocast, *settings, is_simple, records};
+  const bool records = choice != KernelChoice::NONE && at::GradMode::is_enabled();
+  return Circumstances{device, autocast, *settings, choice, records};
 }
 
 Launch::Launch(PyObject* kernel, PyObject* options)
@@ -397,7 +397,7 @@ bool Recipe::call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack
 
 at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
   look_for_overridden();
-  const auto now = Settings::present(circumstances_.device, circumstances_.is_simple);
+  const auto now = Settings::present(circumstances_.device, circumstances_.choice);
   if (!now || *now != circumstances_.settings) {
     raise_lost("settings");
   }

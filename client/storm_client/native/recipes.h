@@ -152,11 +152,11 @@ struct Circumstances {
   c10::DeviceType device;
   std::optional<c10::ScalarType> autocast;  // its dtype, if it is on
   Settings settings;
-  bool is_simple;
+  KernelChoice choice;
   bool records;  // whether the call may choose kernels by which inputs require gradients
 
   // Returns the current ones; none if they cannot be read.
-  static std::optional<Circumstances> present(c10::DeviceType device, bool is_simple);
+  static std::optional<Circumstances> present(c10::DeviceType device, KernelChoice choice);
 };
 
 // A launch of a kernel, as in eager/launches.py: a function of the tensors that it has read.

@@ -2,7 +2,7 @@
 // compiled.
 #pragma once
 
-#include "common.h"
+#include "settings.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -58,7 +58,7 @@ struct Call {
   uint32_t place = 0;  // among the outputs
   Does does = Does::COUNT;
   std::optional<c10::ScalarType> dtype;
-  bool is_simple = true;      // neither product nor attention: a GPU has one kernel for it
+  KernelChoice choice = KernelChoice::NONE;
   bool is_convolution = false;
   bool is_cast = false;
   bool is_copy = false;       // made inside another call, of that call's input

@@ -6,6 +6,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <pthread.h>
 
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <type_traits>
@@ -30,6 +31,8 @@ using Get = int64_t (*)(at::Context&);
 struct NativeSetting {
   const char* name;
   Get get;
+
+  bool is_of_attention() const { return std::strstr(name, "_sdp_") != nullptr; }
 };
 
 // Adds a getter of a setting, if this PyTorch has the setting.
@@ -126,12 +129,13 @@ int number_of(PyObject* value) {
   return static_cast<int>(seen->size()) - 1;
 }
 
-// Returns a number for the values of all settings, without the GIL. A thread mostly sees the same
+// Returns a number for the values of settings, without the GIL. A thread mostly sees the same
 // values as the last time.
-int number_of(const std::vector<int64_t>& values) {
+int number_of(const std::vector<int64_t>& values, KernelChoice choice) {
   static std::mutex lock;
   static auto* numbers = new std::map<std::vector<int64_t>, int>();
-  thread_local std::pair<std::vector<int64_t>, int> latest{{}, -1};
+  thread_local std::pair<std::vector<int64_t>, int> of_products{{}, -1}, of_attention{{}, -1};
+  auto& latest = choice == KernelChoice::PRODUCT ? of_products : of_attention;
   if (latest.second < 0 || latest.first != values) {
     std::lock_guard<std::mutex> locked(lock);
     latest = {values, numbers->try_emplace(values, static_cast<int>(numbers->size())).first->second};
@@ -161,11 +165,15 @@ bool add_from_python(std::vector<int64_t>& values) {
 }
 
 // Returns a number for the settings; negative if some cannot be read or kernels are measured.
-int present_deciding() {
+int present_deciding(KernelChoice choice) {
   thread_local std::vector<int64_t> values;
   values.clear();
-  for (const auto& [_, get] : native()) values.push_back(get(at::globalContext()));
-  return add_from_python(values) ? number_of(values) : -1;
+  for (const auto& one : native()) {
+    if (choice == KernelChoice::ATTENTION || !one.is_of_attention()) {
+      values.push_back(one.get(at::globalContext()));
+    }
+  }
+  return add_from_python(values) ? number_of(values, choice) : -1;
 }
 
 // Returns whether the smallest normal number, halved, is zero in this thread.
@@ -205,7 +213,7 @@ void look_for_overridden() {
   settings::looked_at = count;
 }
 
-std::optional<Settings> Settings::present(c10::DeviceType device, bool is_simple) {
+std::optional<Settings> Settings::present(c10::DeviceType device, KernelChoice choice) {
   if (PySet_GET_SIZE(settings::names) != settings::looked_at) return {};
   Settings found{c10::get_default_dtype_as_scalartype(), settings::overridden_number};
   if (device == c10::DeviceType::CPU) {
@@ -215,8 +223,8 @@ std::optional<Settings> Settings::present(c10::DeviceType device, bool is_simple
     found.threads = settings::omp_threads();
     found.flushes_denormals = settings::flushes_denormals();
   }
-  if (!is_simple) {
-    found.deciding = settings::present_deciding();
+  if (choice != KernelChoice::NONE) {
+    found.deciding = settings::present_deciding(choice);
     if (found.deciding < 0) return {};
   }
   return found;

@@ -6,6 +6,9 @@
 
 namespace storm {
 
+// Which of the process's settings choose an operator's kernel: the same as in eager/settings.py.
+enum class KernelChoice : int { NONE = 0, PRODUCT = 1, ATTENTION = 2 };
+
 struct Settings {
   c10::ScalarType default_dtype;
   int overridden;  // a number for the set of operators that Python computes
@@ -14,14 +17,14 @@ struct Settings {
   uint64_t thread = 0;
   int threads = 0;  // among which OpenMP shares work
   bool flushes_denormals = false;
-  // For operators that are not simple:
+  // For operators whose kernels settings choose:
   int deciding = 0;  // a number for the values of the process's settings
 
   bool operator==(const Settings&) const = default;
 
-  // Returns this thread's settings for an operator on a type of device. A simple operator has only
-  // one kernel. None if they cannot be read, or say that kernels are chosen by measuring.
-  static std::optional<Settings> present(c10::DeviceType device, bool is_simple);
+  // Returns this thread's settings for an operator on a type of device. None if they cannot be
+  // read, or say that kernels are chosen by measuring.
+  static std::optional<Settings> present(c10::DeviceType device, KernelChoice choice);
 };
 
 // Sets how settings are read. `getters` are functions in C with their arguments, for settings that

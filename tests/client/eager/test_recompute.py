@@ -17,7 +17,7 @@ from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.thread_counts import omp_threads, one_thread
 from support.training import seeded
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from tests.client.eager.test_settings import (
     OTHERS,
@@ -126,17 +126,19 @@ def test_kernels_are_chosen_by_what_needed_a_gradient(
     assert torch.equal(made, torch.matmul(x, weight))
 
 
-SIMPLE = ["default dtype", "oneDNN"]
-"""What decides the bits of functions that are no products."""
+DECIDING_ALL = {"default dtype", "oneDNN"}
+"""What decides the bits of functions that are neither products nor attention, too."""
+
+OF_ATTENTION = {"attention", "order of attention", "sums in attention"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("function", [silu, torch.mm])
+@pytest.mark.parametrize("function", [silu, torch.mm, scaled_dot_product_attention])
 def test_other_settings_raise_where_they_decide(name: str, function: Callable[..., Tensor]) -> None:
-    tensors = [seeded("cpu", 8, 8)] * (2 if function is torch.mm else 1)
+    tensors = [seeded("cpu", 8, 8)] * {silu: 1, torch.mm: 2}.get(function, 3)
     recipe = recipe_of(function, *tensors)
-    decides = function is torch.mm or name in SIMPLE
-    with OTHERS[name](), pytest.raises(ActivationLost) if decides else nullcontext():
+    decide = {silu: DECIDING_ALL, torch.mm: OTHERS.keys() - OF_ATTENTION}.get(function, OTHERS)
+    with OTHERS[name](), pytest.raises(ActivationLost) if name in decide else nullcontext():
         recipe.run()
     assert torch.equal(recipe.run(), function(*tensors))
 

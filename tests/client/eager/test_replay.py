@@ -24,7 +24,14 @@ from support.random_programs import run
 from support.thread_counts import omp_threads, one_thread, one_thread_more
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, layer_norm, leaky_relu, silu
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import (
+    conv2d,
+    layer_norm,
+    leaky_relu,
+    scaled_dot_product_attention,
+    silu,
+)
 from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
@@ -316,6 +323,32 @@ def test_settings_that_are_others_in_the_forward_pass_raise_or_nothing_is_recomp
         assert said is (first is other)
     with pytest.raises(storm.ActivationLost, match="settings of PyTorch"):
         sums_and_convolutions(lambda: offload, other())
+
+
+def test_products_are_recomputed_where_attention_is_set_for_the_forward_pass_alone(
+    client: storm.Client,
+) -> None:
+    """Such a block around the model is PyTorch's own example; products do not read what it sets."""
+    weight = nn.Parameter(seeded("cpu", 64, 64))
+
+    def train(context: Context) -> list[Tensor]:
+        weight.grad = None
+        with context(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            x = (weight * 2) @ weight
+            heads = x.view(1, 4, 16, 64)
+            attended = scaled_dot_product_attention(heads, heads, heads).view(64, 64)
+            loss = (attended.sin() @ (x @ weight).sin()).sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    offload = client.offload(min_bytes=1)
+    assert_steps_are_identical(train, offload)
+    assert offload.plan is not None
+    recomputed = {row.operation for row in offload.plan.rows if row.decision == "replay"}
+    assert "matmul" in recomputed
+    assert "scaled_dot_product_attention" not in recomputed
+    assert "settings of PyTorch" in " ".join(rejected(offload).values())
 
 
 def train_in(

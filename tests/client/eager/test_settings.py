@@ -13,6 +13,7 @@ from storm_client import native
 from storm_client.eager.settings import (
     DECIDING,
     GETTERS,
+    KernelChoice,
     deciding_settings,
     settings_of_kernels,
 )
@@ -120,27 +121,35 @@ def test_each_setting_counts(is_compiled: bool) -> None:
         assert settings() == before, name
 
 
+NONE, PRODUCT, ATTENTION = KernelChoice
+
+
 @pytest.mark.parametrize(
-    ("other", "device", "is_simple", "counts"),
+    ("other", "device", "counts_for"),
     [
-        (OTHERS["attention"], "cuda", False, True),
-        (OTHERS["attention"], "cuda", True, False),
-        (OTHERS["oneDNN"], "cuda", True, False),
-        (one_thread_more, "cpu", True, True),
-        (one_thread_more, "cuda", False, False),
-        (small_numbers_as_zero, "cpu", True, True),
-        (small_numbers_as_zero, "cuda", False, False),
-        (overridden, "cuda", True, True),
-        (double_precision, "cuda", True, True),
+        (OTHERS["attention"], "cuda", [ATTENTION]),
+        (OTHERS["attention"], "cpu", [ATTENTION]),
+        (OTHERS["order of attention"], "cuda", [ATTENTION]),
+        (OTHERS["sums in attention"], "cuda", [ATTENTION]),
+        (OTHERS["products on a GPU"], "cuda", [PRODUCT, ATTENTION]),
+        (OTHERS["oneDNN"], "cuda", [PRODUCT, ATTENTION]),
+        (OTHERS["oneDNN"], "cpu", [NONE, PRODUCT, ATTENTION]),
+        (one_thread_more, "cpu", [NONE, PRODUCT, ATTENTION]),
+        (one_thread_more, "cuda", []),
+        (small_numbers_as_zero, "cpu", [NONE, PRODUCT, ATTENTION]),
+        (small_numbers_as_zero, "cuda", []),
+        (overridden, "cuda", [NONE, PRODUCT, ATTENTION]),
+        (double_precision, "cuda", [NONE, PRODUCT, ATTENTION]),
     ],
 )
-def test_what_counts_for_kernels_is_of_their_device(
-    other: Callable[[], AbstractContextManager[object]], device: str, is_simple: bool, counts: bool
+def test_what_counts_for_kernels_is_of_their_device_and_kind(
+    other: Callable[[], AbstractContextManager[object]], device: str, counts_for: list[KernelChoice]
 ) -> None:
-    before = settings_of_kernels(device, is_simple=is_simple)
+    before = [settings_of_kernels(device, one) for one in KernelChoice]
     with other():
-        assert (settings_of_kernels(device, is_simple=is_simple) != before) is counts
-    assert settings_of_kernels(device, is_simple=is_simple) == before
+        now = [settings_of_kernels(device, one) for one in KernelChoice]
+        assert [one for one in KernelChoice if now[one] != before[one]] == counts_for
+    assert [settings_of_kernels(device, one) for one in KernelChoice] == before
 
 
 NOT_DECIDING = {
