@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -16,18 +18,16 @@ RangeRecorder: TypeAlias = "StatsRecorder | SharedRecorder"
 """A recorder of a range's outcome."""
 
 
+@dataclass(slots=True)
 class _Share:
     """One layer's share of the range, in bytes."""
 
-    __slots__ = ("duplicates", "own", "saved")
-
-    def __init__(self) -> None:
-        self.saved = 0
-        """Bytes of saved tensors that are the first in their storages."""
-        self.duplicates = 0
-        """Bytes of the other saved tensors."""
-        self.own = 0
-        """Bytes of the storages."""
+    saved: int = 0
+    """Of saved tensors that are the first in their storages."""
+    duplicates: int = 0
+    """Of the other saved tensors."""
+    own: int = 0
+    """Of the storages."""
 
 
 class SharedRecorder:
@@ -35,13 +35,11 @@ class SharedRecorder:
 
     def __init__(self) -> None:
         """Start without layers."""
-        self._shares: dict[StatsRecorder, _Share] = {}
+        self._shares: defaultdict[StatsRecorder, _Share] = defaultdict(_Share)
 
     def add(self, recorder: StatsRecorder, nbytes: int, own: int) -> None:
         """Add a saved tensor of `nbytes`; `own` is the size of its storage if new, else 0."""
-        share = self._shares.get(recorder)
-        if share is None:
-            share = self._shares[recorder] = _Share()
+        share = self._shares[recorder]
         share.own += own
         if own:
             share.saved += nbytes

@@ -10,8 +10,8 @@ tensor is a view of a larger storage.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import NamedTuple
@@ -141,9 +141,7 @@ class StatsRecorder:
         """Start at zero; for a layer's recorder, `whole` is the recorder of the Offload."""
         self._whole = whole
         self._lock = threading.Lock()  # protects all attributes below
-        self._tallies: dict[tuple[str, str], _Tally] = {}
-        """By outcome of tensors or ranges, and its reason, dtype or mode."""
-        self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
+        self._own = _Sums()
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}
         self.native: NativeCounts | None = None
@@ -186,7 +184,8 @@ class StatsRecorder:
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a saved tensor for which a new record is made, and the time that this took."""
-        self._count("recorded", "", nbytes, on="store", seconds=seconds)
+        self._count("recorded", "", nbytes)
+        self._add_seconds("store", seconds)
 
     def restored(self, seconds: float) -> None:
         """Count the time that a thread spent on restoring a tensor."""
@@ -231,30 +230,20 @@ class StatsRecorder:
         with self._lock:
             details = dict(self._details)
         return KeptTotals(
-            _totals(sums), sums.nbytes("skipped", "kept_in_use"), sums.nbytes("kept"), details
+            _totals(sums),
+            _by_name(sums.nbytes, "skipped", "kept_in_use"),
+            _by_name(sums.nbytes, "kept"),
+            details,
         )
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
         return _totals(self._sums())
 
-    def _count(
-        self,
-        what: str,
-        name: str,
-        nbytes: int,
-        count: int = 1,
-        *,
-        on: str = "store",
-        seconds: float = 0.0,
-    ) -> None:
+    def _count(self, what: str, name: str, nbytes: int, count: int = 1) -> None:
         with self._lock:
-            self._seconds[on] += seconds
-            tally = self._tallies.get((what, name))
-            if tally is None:
-                tally = self._tallies[what, name] = _Tally()
-            tally.count += count
-            tally.nbytes += nbytes
+            self._own.counts[what, name] += count
+            self._own.nbytes[what, name] += nbytes
 
     def _add_native(self) -> None:
         """Add the counts that compiled code has made since the last call."""
@@ -267,7 +256,7 @@ class StatsRecorder:
 
     def _add_seconds(self, on: str, seconds: float) -> None:
         with self._lock:
-            self._seconds[on] += seconds
+            self._own.seconds[on] += seconds
 
     def _sums(self) -> _Sums:
         """Return the sums of this recorder and its layers."""
@@ -275,14 +264,9 @@ class StatsRecorder:
         sums = _Sums()
         with self._lock:
             layers = list(self._layers.values())
-            for key, tally in self._tallies.items():
-                sums.add(key, tally)
-            sums.seconds.update(self._seconds)
+            sums.add(self._own)
         for layer in layers:
-            of_layer = layer._sums()
-            for key, tally in of_layer.tallies.items():
-                sums.add(key, tally)
-            sums.seconds.update(of_layer.seconds)
+            sums.add(layer._sums())
         return sums
 
 
@@ -290,46 +274,32 @@ _SAVED = ("skipped", "deduplicated", "recorded", "replayed")
 """The outcomes of a tensor that autograd saves: exactly one of these."""
 
 
-class _Tally:
-    """A count and its bytes."""
-
-    __slots__ = ("count", "nbytes")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.nbytes = 0
-
-
 class _Sums:
-    """The sums of some layers' counts."""
+    """Counts and bytes by outcome and its reason, dtype or mode; and seconds by activity."""
 
     def __init__(self) -> None:
-        self.tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
-        self.seconds: Counter[str] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.nbytes: Counter[tuple[str, str]] = Counter()
+        self.seconds = {"store": 0.0, "restore": 0.0, "replay": 0.0}
 
-    def add(self, key: tuple[str, str], more: _Tally) -> None:
-        tally = self.tallies[key]
-        tally.count += more.count
-        tally.nbytes += more.nbytes
+    def add(self, more: _Sums) -> None:
+        self.counts.update(more.counts)
+        self.nbytes.update(more.nbytes)
+        for on, seconds in more.seconds.items():
+            self.seconds[on] += seconds
 
     def total(self, *what: str) -> int:
         """Return the total bytes with these outcomes."""
-        return sum(self.nbytes(*what).values())
+        return sum(_by_name(self.nbytes, *what).values())
 
-    def nbytes(self, *what: str) -> dict[str, int]:
-        """Return the bytes with these outcomes by name, without names that have none."""
-        return self._sums(what, lambda tally: tally.nbytes)
 
-    def counts(self, *what: str) -> dict[str, int]:
-        """Return the counts with these outcomes by name, without names that have none."""
-        return self._sums(what, lambda tally: tally.count)
-
-    def _sums(self, what: Collection[str], of_tally: Callable[[_Tally], int]) -> dict[str, int]:
-        sums: Counter[str] = Counter()
-        for (of, name), tally in self.tallies.items():
-            if of in what:
-                sums[name] += of_tally(tally)
-        return {name: total for name, total in sums.items() if total}
+def _by_name(sums: Counter[tuple[str, str]], *what: str) -> dict[str, int]:
+    """Return the sums of these outcomes by reason, dtype or mode, without those that are 0."""
+    found: Counter[str] = Counter()
+    for (of, name), number in sums.items():
+        if of in what:
+            found[name] += number
+    return {name: total for name, total in found.items() if total}
 
 
 def _totals(sums: _Sums) -> OffloadStats:
@@ -341,13 +311,13 @@ def _totals(sums: _Sums) -> OffloadStats:
         stored_bytes=sums.total("stored"),
         kept_bytes=sums.total("kept"),
         replayed_bytes=sums.total("replayed"),
-        skipped=sums.counts("skipped", "kept_in_use"),
-        kept=sums.counts("kept"),
+        skipped=_by_name(sums.counts, "skipped", "kept_in_use"),
+        kept=_by_name(sums.counts, "kept"),
         store_seconds=sums.seconds["store"],
         restore_wait_seconds=sums.seconds["restore"],
         replay_seconds=sums.seconds["replay"],
-        offloaded_by_dtype=sums.nbytes("offloaded"),
-        stored_by_mode=sums.nbytes("stored"),
+        offloaded_by_dtype=_by_name(sums.nbytes, "offloaded"),
+        stored_by_mode=_by_name(sums.nbytes, "stored"),
     )
 
 
