@@ -70,7 +70,7 @@ class FitHooks:
             UsageError: as `Client.offload`.
             DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
         """
-        self._restore()
+        self.teardown()
         offload = self._offload = make_offload(self._client, pl_module, self._options)
         self._figures = StepFigures(offload.stats(), trainer.global_step)
         strategy = trainer.strategy
@@ -87,27 +87,8 @@ class FitHooks:
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
 
-    def on_train_end(self, *_: object) -> None:
-        """Restore the strategy's method."""
-        self._restore()
-
-    def on_exception(self, *_: object) -> None:
-        """Restore the strategy's method."""
-        self._restore()
-
     def teardown(self, *_: object, **__: object) -> None:
         """Restore the strategy's method."""
-        self._restore()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options only: a spawned process begins anew."""
-        return {"_options": self._options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew, with the process's shared client."""
-        FitHooks.__init__(self, **state["_options"])
-
-    def _restore(self) -> None:
         if self._replaced is None:
             return
         strategy, before = self._replaced
@@ -116,6 +97,16 @@ class FitHooks:
             del strategy.training_step
         else:
             strategy.training_step = before
+
+    on_train_end = on_exception = teardown
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options only: a spawned process begins anew."""
+        return {"_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew, with the process's shared client."""
+        FitHooks.__init__(self, **state["_options"])
 
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ Needs no client, daemon or offload.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -168,12 +169,15 @@ def in_tiles(
 
 
 def of_pytorch(
-    logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
+    logits: Tensor,
+    target: Tensor,
+    options: Options,
+    dtype: torch.dtype | None,
+    function: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    if dtype is not None:
-        logits = logits.to(dtype)
-    return F.cross_entropy(
-        logits,
+    """Return what PyTorch's `function` computes, by default the present one."""
+    return (function or F.cross_entropy)(
+        logits if dtype is None else logits.to(dtype),
         target,
         options.weight,
         ignore_index=options.ignore_index,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from storm_client.hook_stack import innermost, untraced
-from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
+from storm_client.losses.cross_entropy import Options, in_tiles, is_plain, of_pytorch
 from storm_client.losses.deferred import Deferred
 from storm_client.losses.kernels import have_same_bits
 from storm_client.losses.upcasts import are_tiles_enabled, is_eligible, learn_call_site
@@ -39,16 +39,6 @@ ENOUGH_SHAPES: Final = 8
 """After equal bits for so many numbers of rows, other numbers of the same kind are trusted."""
 
 _NAME: Final = "cross_entropy"
-_PARAMETERS: Final = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-    "label_smoothing",
-)
 
 _LOCK: Final = Lock()
 
@@ -79,7 +69,8 @@ def _pytorch_function() -> FunctionType | None:
     function = F.cross_entropy
     if type(function) is not FunctionType or function.__globals__ is not F.__dict__:
         return None
-    return function if tuple(signature(function).parameters) == _PARAMETERS else None
+    known = list(signature(_replacement).parameters)
+    return function if list(signature(function).parameters) == known else None
 
 
 def _replacement(  # noqa: PLR0917 - PyTorch's order
@@ -96,14 +87,7 @@ def _replacement(  # noqa: PLR0917 - PyTorch's order
     from storm_client.losses.in_blocks import cross_entropy as ask
 
     return ask(
-        input,
-        target,
-        weight,
-        size_average,
-        ignore_index,
-        reduce,
-        reduction,
-        label_smoothing,
+        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
     )
 
 
@@ -173,15 +157,7 @@ class _Call(NamedTuple):
         return in_tiles(logits, self.target, self.options, self.dtype)
 
     def plain(self, logits: Tensor) -> Tensor:
-        weight, ignore_index, reduction, smoothing = self.options
-        return _plain(
-            logits if self.dtype is None else logits.to(self.dtype),
-            self.target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=smoothing,
-        )
+        return of_pytorch(logits, self.target, self.options, self.dtype, _plain)
 
     def plain_bytes(self, computed: torch.dtype) -> int:
         """Return the peak bytes of PyTorch's own loss, less the logits that tiles save.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -113,10 +113,7 @@ class Figures:
 
     def to_text(self) -> str:
         """Return the figures as text for another rank."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        machine = {field.name: getattr(self.machine, field.name) for field in fields(Machine)}
-        machine["measured"] = sorted(self.machine.measured)
-        return json.dumps(said | {"machine": machine})
+        return json.dumps(asdict(self), default=sorted)  # the only set is `machine.measured`
 
     @classmethod
     def from_text(cls, text: str) -> Figures:
