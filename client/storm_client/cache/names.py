@@ -184,11 +184,7 @@ class Cache:
 
 
 def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message:
-    """Return a message about `name`.
-
-    Raises:
-        UsageError: `name` is not a valid name.
-    """
+    """Return a message about `name`; raise UsageError if that is not a valid name."""
     try:
         return kind(name)
     except ProtocolError as error:
@@ -196,11 +192,7 @@ def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its bytes describe it completely.
-
-    Raises:
-        UsageError: they do not, or it is not a tensor.
-    """
+    """Return the tensor; raise UsageError if its bytes do not describe it completely."""
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"put() got {type(tensor).__name__}; pass a torch.Tensor")
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -222,11 +214,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _seconds(ttl: float | None) -> float:
-    """Return the time to live as a message carries it.
-
-    Raises:
-        UsageError: `ttl` is not a valid time.
-    """
+    """Return the time to live as a message carries it; raise UsageError for an invalid one."""
     if ttl is None:
         return 0.0
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < MAX_TTL_SECONDS:

@@ -57,11 +57,7 @@ class _Asked:
 
     @classmethod
     def of(cls, mode: str | None, options: Mapping[str, Any]) -> _Asked:
-        """Return torch.compile's mode and options, checked.
-
-        Raises:
-            UsageError: an option does not exist, or its value is bad.
-        """
+        """Return torch.compile's mode and options; raise UsageError for an unknown or bad one."""
         rest = dict(options)
         budget = plan_options(rest.pop("budget", None), "learn", replay=False).budget
         codec = rest.pop("codec", "ancf")

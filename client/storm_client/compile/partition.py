@@ -76,11 +76,7 @@ class Partitioner:
         static_lifetime_input_indices: list[int] | None = None,
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward graph.
-
-        Raises:
-            UsageError: as `divided`.
-        """
+        """Return the forward and the backward graph; raise UsageError as `divided` does."""
         forward, backward = min_cut_rematerialization_partition(
             gm,
             joint_inputs,

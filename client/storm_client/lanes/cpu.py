@@ -87,11 +87,7 @@ class CpuLane(Lane):
         self._shared = None
 
     def _mapped(self) -> _Shared:
-        """Return the shared memory, which remains mapped as long as the caller refers to it.
-
-        Raises:
-            ConnectionClosed: another thread has closed the lane.
-        """
+        """Return the shared memory, mapped while referred to; raise if the lane is closed."""
         shared = self._shared
         if shared is None:
             raise ConnectionClosed("the client was closed while a tensor was being copied")

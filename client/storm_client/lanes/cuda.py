@@ -291,11 +291,7 @@ class CudaLane(Lane):
         return False
 
     def _open(self) -> Shared:
-        """Return the objects shared with the daemon.
-
-        Raises:
-            DaemonLost: another thread has closed the lane.
-        """
+        """Return the objects shared with the daemon; raise DaemonLost if the lane is closed."""
         shared = self._shared
         if shared is None:
             raise closed()

@@ -293,11 +293,7 @@ def _weighs_products(dtype: torch.dtype, dims: int) -> bool:
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check targets if this does not wait for a device.
-
-    Raises:
-        IndexError: a target is not a class.
-    """
+    """Raise IndexError for a target that is no class, unless that would wait for a device."""
     if target.device.type != "cpu":
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)

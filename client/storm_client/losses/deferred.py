@@ -229,11 +229,7 @@ def _full_precision(deferred: Deferred) -> Tensor:
 
 
 def _check_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that an operation below autograd modifies no deferred tensor.
-
-    Raises:
-        RuntimeError: it does.
-    """
+    """Raise RuntimeError if an operation below autograd modifies a deferred tensor."""
     for number, argument in enumerate(func._schema.arguments):
         given = args[number] if number < len(args) else kwargs.get(argument.name)
         info = argument.alias_info

@@ -231,11 +231,7 @@ _PROVED: Final = _Proved()
 
 
 def _compared(call: _Call) -> bool:
-    """Return whether a call has tiles, with the loss and gradient of PyTorch's function.
-
-    Raises:
-        OutOfMemoryError: both together do not fit into memory.
-    """
+    """Return whether tiles have the loss and gradient of PyTorch; raise if memory is short."""
     with saved_tensors_hooks(_same, _same):  # so that no block is innermost
         ours = _run(call.in_tiles, call.logits)
         if ours is None:

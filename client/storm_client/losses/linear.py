@@ -237,11 +237,7 @@ def _weight_of_all(head: Tensor, weight: Tensor | None) -> Tensor | int:
 def _check(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options
 ) -> None:
-    """Check the arguments of linear_cross_entropy.
-
-    Raises:
-        UsageError: some are invalid, or do not match.
-    """
+    """Raise UsageError for arguments that are invalid, or do not match."""
     class_weight = options.weight
     tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
     for name, one in {**tensors, "class_weight": class_weight}.items():

@@ -152,11 +152,7 @@ class _Upcast(Root):
         return self._full_precision is None
 
     def half_precision(self) -> Tensor:
-        """Return the logits.
-
-        Raises:
-            RuntimeError: the logits were modified in place since `float()` was called.
-        """
+        """Return the logits; raise RuntimeError if they were modified in place after `float()`."""
         if self._half._version != self._version:
             raise RuntimeError(
                 f"logits {list(self._half.shape)} were changed in place after float() was called "
@@ -165,11 +161,7 @@ class _Upcast(Root):
         return self._half
 
     def full_precision(self) -> Tensor:
-        """Return the copy; from now on its call site's copies are made at once.
-
-        Raises:
-            RuntimeError: as `half_precision`.
-        """
+        """Return the copy, or raise as above; its call site's next copies are made at once."""
         if self._full_precision is None:
             _deferring.discard(self._site)
             _refused.add(self._site)

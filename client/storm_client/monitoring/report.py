@@ -105,11 +105,7 @@ class Report:
         return table_html(HEADINGS, self._rows(), notes)
 
     def _figure(self) -> Any:
-        """Return the whole figure.
-
-        Raises:
-            UsageError: matplotlib is missing, or there is nothing to draw.
-        """
+        """Return the figure; raise UsageError if there is no step to draw, or no matplotlib."""
         if self.plan is None or self.timeline is None:
             raise UsageError(
                 "there is no step to draw yet: draw the report when a step has had its backward "

@@ -60,11 +60,7 @@ class DaemonStatus:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> DaemonStatus:
-        """Read the object that Status carries.
-
-        Raises:
-            KeyError: a field is missing.
-        """
+        """Read the object that Status carries; raise KeyError if a field is missing."""
         cache = state["cache"]
         return cls(
             version=state["version"],

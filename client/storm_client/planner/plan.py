@@ -228,11 +228,7 @@ class Plan:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure; width and height are in inches.
-
-    Raises:
-        UsageError: matplotlib is missing.
-    """
+    """Return an empty figure, in inches; raise UsageError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -243,11 +239,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the file's suffix names.
-
-    Raises:
-        UsageError: there is no such format.
-    """
+    """Write a figure in the format of the file's suffix; raise UsageError if there is none."""
     try:
         figure.savefig(path)
     except ValueError as error:

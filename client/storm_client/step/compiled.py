@@ -66,11 +66,7 @@ class CompiledStep:
         codegen: str,
         captures: int,
     ) -> None:
-        """Prepare to capture `step` when it is called; the options are those of `compile_step`.
-
-        Raises:
-            UsageError: a bad value.
-        """
+        """Prepare to capture `step` when called; options and errors are those of `compile_step`."""
         if not callable(step):
             raise UsageError(f"step is of type {type(step).__name__}; pass a function")
         if type(captures) is not int or captures < 1:
@@ -229,11 +225,7 @@ class CompiledStep:
         return self._target.recorder.snapshot()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            UsageError: always.
-        """
+        """Raise UsageError: it cannot be copied or pickled."""
         raise UsageError(
             "a compiled step belongs to the model and optimizer that its function uses; copy or "
             "pickle those, and call storm_client.compile_step where they are"

@@ -43,11 +43,7 @@ class Draws:
         self._note("numpy.random", partial(generator_state, np.random))
 
     def check_module(self, module: nn.Module) -> None:
-        """Look at the attributes of a module that is called, and at what its `forward` reads.
-
-        Raises:
-            UsageError: there is an iterator among them.
-        """
+        """Look at the attributes of a called module, and at the variables of its `forward`."""
         kind = type(module).__name__
         for name, value in module.__dict__.items():
             if is_iterator(value):
@@ -106,11 +102,7 @@ class Draws:
         raise self._error
 
     def check(self) -> None:
-        """Check that nothing has been drawn.
-
-        Raises:
-            UsageError: something has.
-        """
+        """Raise UsageError if anything has been drawn."""
         if self._error is not None:
             raise self._error
         for name, where, before in self._places:

@@ -64,11 +64,7 @@ class Generators:
         one.advance()
 
     def check(self) -> None:
-        """Check that each generator is where the step's draws have moved it.
-
-        Raises:
-            UsageError: one is not.
-        """
+        """Raise UsageError if a generator is not where the step's draws have moved it."""
         everyone: list[_Default | _Other] = [self._default, *self._others]
         if any(one.was_set() for one in everyone):
             raise self._refuse()

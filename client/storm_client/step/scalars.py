@@ -130,11 +130,7 @@ class Number:
         return Number(self.numbers, value, value)
 
     def guard_float(self, *_: object) -> float:
-        """Return the value, and note it as a condition of the captured step.
-
-        Raises:
-            UsageError: the step computes the value.
-        """
+        """Return the value as a condition of the captured step; raise if only a run computes it."""
         return float(self._concluded())
 
     def guard_int(self, *_: object) -> int:

@@ -49,11 +49,7 @@ class Objects:
         ]
 
     def check(self) -> None:
-        """Check that the capture has changed nothing that a run would not change.
-
-        Raises:
-            UsageError: it has.
-        """
+        """Raise UsageError if the capture has changed what a run would not change."""
         now = variables(self._step, self._arguments)
         changed = [name for name in now if self._variables.get(name) != now[name]]
         if changed:

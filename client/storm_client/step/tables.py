@@ -245,11 +245,7 @@ def _conclude_module(captured: Captured, seen: _SeenModule) -> None:
 
 
 def check_arguments(captured: Captured, given: object) -> None:
-    """Check that the step put no tensors of its own into the lists and dicts passed to it.
-
-    Raises:
-        UsageError: it did.
-    """
+    """Raise UsageError if the step has put tensors of its own into lists and dicts passed to it."""
     if _holds_a_tensor(captured, given):
         raise UsageError(
             "the step puts a tensor into a list or table that it is given as an argument, which "
