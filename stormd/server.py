@@ -436,7 +436,7 @@ class Server:
             self._handover.keep_memory(self._config, self._spaces)
         self._address.open_to_users()
         open_files.check_room()
-        gateway.start(self._lifelines)
+        gateway.start(self._lifelines, allowed_uids(self._config))
 
     def _make_gateway(self) -> Gateway:
         config, worker = self._config, self._worker
@@ -446,7 +446,6 @@ class Server:
             lanes={**self._lanes, NO_LANE: Lane(self._mailbox.post)},
             control=self._control,
             terms=Terms(
-                allowed_uids=allowed_uids(config),
                 lifeline_path=str(self._address.lifeline),
                 cache_chunk_bytes=cache_chunk_bytes(config),
                 lease_seconds=config.lease_seconds,

@@ -53,11 +53,14 @@ class SessionEnder:
     async def end_all(self, seconds: float) -> None:
         """End all sessions within `seconds`, and the worker processes with theirs."""
         deadline, ledger, fleet = time.monotonic() + seconds, self._ledger, self._fleet
+        holdings = ledger.holdings
         ledger.drain()
         if fleet is not None:
             fleet.drain()
-        if not await self._until(lambda: not ledger.entries, deadline - _reserved_seconds(seconds)):
-            log.warning("clients still hold %d entries, which are lost", ledger.entries)
+        if not await self._until(
+            lambda: not holdings.entries, deadline - _reserved_seconds(seconds)
+        ):
+            log.warning("clients still hold %d entries, which are lost", holdings.entries)
         if fleet is not None:  # each ends its own sessions, by the same deadline
             await self._until(lambda: fleet.is_idle, deadline)
             await fleet.close(deadline)

@@ -42,9 +42,8 @@ def state(
     counters: Counters,
 ) -> dict[str, Any]:
     """Return the state. On the event loop only, so that no part changes meanwhile."""
-    use = space.use()
+    use, holdings = space.use(), ledger.holdings
     sessions = ledger.sessions_status()
-    ratio = ledger.raw_bytes / (use.used + use.promised) if use.used else None
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -65,9 +64,9 @@ def state(
         "spill": _spill_status(config, ledger),
         "sessions": sessions[:SESSIONS_SHOWN],
         "session_count": len(sessions),
-        "entries": ledger.entries,
-        "raw_bytes": ledger.raw_bytes,
-        "ratio": ratio,
+        "entries": holdings.entries,
+        "raw_bytes": holdings.raw_bytes,
+        "ratio": holdings.raw_bytes / use.taken if use.used else None,
         "throughput": counters.throughput(),
         "earlier": asdict(earlier),
         "gpus": _gpus_status(lanes.values(), gauge),

@@ -160,12 +160,16 @@ class Dispatch:
         self.send(peer, request, Pong(link=speed.measured, limit=speed.limit, disk=disk))
 
     def _detach(self, peer: Peer, detach: Detach) -> None:
+        self._cut_off(peer)
+        self.control.session_ended(peer.connection)
+        peer.lane.detach(detach.session)
+
+    def _cut_off(self, peer: Peer) -> None:
+        """Neither hear nor answer a client any more, and drop what waits for it."""
         self.peers.cut_off(peer)
+        peer.close_descriptors()
         self._unsent.pop(peer, None)
         self._may_wait.pop(peer, None)
-        self.control.session_ended(peer.connection)
-        peer.close_descriptors()
-        peer.lane.detach(detach.session)
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:
         self.peers.remove(ended.session)
@@ -176,10 +180,7 @@ class Dispatch:
 
     def drop_connection(self, peer: Peer) -> None:
         """Drop a client's connection but not its session: it has connected again elsewhere."""
-        self.peers.cut_off(peer)
-        peer.close_descriptors()
-        self._unsent.pop(peer, None)
-        self._may_wait.pop(peer, None)
+        self._cut_off(peer)
         self.control.close_connection(peer.connection)
 
     # --- results ----------------------------------------------------------------------------
@@ -191,8 +192,7 @@ class Dispatch:
 
     def _handle_results(self, results: Sequence[Result]) -> None:
         now, peers = time.monotonic(), self.peers.by_session
-        spills = self.ledger.spills
-        is_waited_for = spills is not None and spills.is_waited_for
+        is_waited_for = self.ledger.is_waited_for
         for (session, kind), alike in groupby(results, _alike):
             try:
                 self.perform(self.ledger.on_results[kind](peers[session].record, alike, now))

@@ -132,19 +132,15 @@ class Gateway:
             kind: ask for kind, ask in ledger.on_request.items() if kind not in self._own_handlers
         }
 
-    def start(self, lifelines: LifelineListener) -> None:
-        """Begin to serve."""
+    def start(self, lifelines: LifelineListener, allowed_uids: frozenset[int]) -> None:
+        """Begin to serve these users."""
         self._lifelines = lifelines
         self._dispatch.start(lifelines)
-        self._set_allowed(self._opening.allowed_uids)
+        self.allow(allowed_uids)
         self._control.start(self.take_frame, self._dispatch.flush, self.end_overfull)
 
     def allow(self, uids: frozenset[int]) -> None:
         """Allow these users to connect from now on; open sessions are not affected."""
-        self._opening.allow(uids)
-        self._set_allowed(uids)
-
-    def _set_allowed(self, uids: frozenset[int]) -> None:
         self._control.allow(uids)
         self._lifelines.allow(uids)
 

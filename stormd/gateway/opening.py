@@ -60,14 +60,13 @@ ProvideStatus = Callable[[Callable[[dict[str, Any]], None]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Who may have a session, and the values that every Welcome contains.
+    """The values that every Welcome contains.
 
-    `allowed_uids` are the users that may connect. `cache_chunk_bytes` is the largest chunk in a
-    session for the cache, 0 if there is no cache. `resume_seconds` is how long clients wait for the
-    next daemon, 0.0 if sessions cannot be resumed. `epoch` identifies the sessions that can.
+    `cache_chunk_bytes` is the largest chunk in a session for the cache, 0 if there is no cache.
+    `resume_seconds` is how long clients wait for the next daemon, 0.0 if sessions cannot be
+    resumed. `epoch` identifies the sessions that can.
     """
 
-    allowed_uids: frozenset[int]
     lifeline_path: str
     cache_chunk_bytes: int
     lease_seconds: float
@@ -97,19 +96,10 @@ class Opening:
         self._status = status
         self._fleet = fleet
 
-    @property
-    def allowed_uids(self) -> frozenset[int]:
-        """The users that may connect."""
-        return self._terms.allowed_uids
-
-    def allow(self, uids: frozenset[int]) -> None:
-        """Allow these users to connect from now on; open sessions are not affected."""
-        self._terms = replace(self._terms, allowed_uids=uids)
-
     def problem(self, connection: Connection) -> Refused | None:
         """Return why no message of this connection is read, or None if messages are."""
         uid = connection.credentials.uid
-        if uid not in self._terms.allowed_uids:
+        if uid not in self._control.allowed_uids:
             return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
         if connection.identity:
             return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
@@ -199,7 +189,6 @@ class Opening:
         peer = Peer(
             record=self._record_session(session, connection.credentials, hello, attachment),
             connection=connection,
-            credentials=connection.credentials,
             lane=lane,
             token=secrets.token_bytes(TOKEN_BYTES),
             descriptors=attachment.descriptors,
@@ -212,10 +201,8 @@ class Opening:
         peer = Peer(
             record=self._record_session(session, connection.credentials, hello, NOTHING_SHARED),
             connection=connection,
-            credentials=connection.credentials,
             lane=lane,
             token=b"",
-            descriptors=(),
             is_live=False,
         )
         self._peers.add_of_worker(peer)
@@ -295,10 +282,8 @@ class Opening:
         peer = Peer(
             record=record,
             connection=connection,
-            credentials=connection.credentials,
             lane=self._lanes[NO_LANE],
             token=secrets.token_bytes(TOKEN_BYTES),
-            descriptors=(),
             resumes=lane,
         )
         return self._welcome(peer, hello.staging_bytes)

@@ -11,7 +11,6 @@ from stormd.lanes import Lane
 from stormd.ledger.sessions import Session
 from stormd.protocol import Envelope, MapPiece
 from stormd.transport.control import Connection
-from stormd.transport.listener import Credentials
 
 __all__ = ["Peer", "Peers"]
 
@@ -30,10 +29,9 @@ class Peer:
 
     record: Session
     connection: Connection
-    credentials: Credentials
     lane: Lane
     token: bytes
-    descriptors: tuple[int, ...]
+    descriptors: tuple[int, ...] = ()
     outbox: list[Envelope] = field(default_factory=list)
     is_live: bool = True
     resumes: Lane | None = None
@@ -82,7 +80,7 @@ class Peers:
         """
         found = None
         for peer in self._waiting.values():
-            if hmac.compare_digest(peer.token, token) and peer.credentials.uid == uid:
+            if hmac.compare_digest(peer.token, token) and peer.record.info.uid == uid:
                 found = peer
         if found is not None:
             del self._waiting[found.session]

@@ -124,19 +124,8 @@ class Leases:
 
     def adopt(self, kept: KeptSession, now: float) -> None:
         """Add a session of an earlier daemon, with all it holds; its client has not come yet."""
-        segments = {0: kept.staging_bytes} if kept.staging_bytes else {}
-        record = Session(
-            info=kept.info,
-            chunk_bytes=kept.chunk_bytes,
-            seen=now,
-            segments=segments,
-            phase=Phase.ORPHANED,
-            has_client=False,
-            hello=kept.hello,
-            secret=kept.secret,
-            cell=kept.cell,
-            last_entry=max(kept.entries, default=0),
-        )
+        record = kept.record
+        record.seen, record.last_entry = now, max(kept.entries, default=0)
         self._enter(record)
         self._places.attached(record)
         for number, entry in kept.entries.items():
@@ -279,12 +268,12 @@ class Places:
     def __init__(self) -> None:
         self._taken: dict[int, Session] = {}
         self._by_user: Counter[tuple[bool, int]] = Counter()
-        self._by_kind: Counter[bool] = Counter()
         self._unattached: dict[int, Session] = {}  # the oldest first
 
     def taken(self, uid: int, *, has_lane: bool) -> tuple[int, int]:
         """Return how many places a user has taken, and how many all users have."""
-        return self._by_user[has_lane, uid], self._by_kind[has_lane]
+        every = sum(count for (kind, _), count in self._by_user.items() if kind is has_lane)
+        return self._by_user[has_lane, uid], every
 
     def stalest(self, *, has_lane: bool, uid: int | None = None) -> Session | None:
         """Return the session that is longest without a lifeline, or None.
@@ -302,7 +291,6 @@ class Places:
         session, info = record.info.session, record.info
         self._taken[session] = self._unattached[session] = record
         self._by_user[info.has_lane, info.uid] += 1
-        self._by_kind[info.has_lane] += 1
 
     def awaits_lifeline(self, record: Session) -> None:
         """Note that another daemon's session waits for its lifeline."""
@@ -321,7 +309,6 @@ class Places:
         self._by_user[info.has_lane, info.uid] -= 1
         if not self._by_user[info.has_lane, info.uid]:
             del self._by_user[info.has_lane, info.uid]
-        self._by_kind[info.has_lane] -= 1
 
     def assert_invariants(self, records: Iterable[Session]) -> None:
         """Raise AssertionError if the places are not those of these sessions: for tests."""
@@ -334,4 +321,3 @@ class Places:
             assert session in self._taken or record.phase is Phase.ENDING
         held = [record.info for record in self._taken.values()]
         assert self._by_user == Counter((info.has_lane, info.uid) for info in held)
-        assert +self._by_kind == Counter(info.has_lane for info in held)

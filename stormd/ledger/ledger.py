@@ -217,16 +217,6 @@ class Ledger:
         return []
 
     @property
-    def entries(self) -> int:
-        """The number of entries of all sessions."""
-        return self.holdings.entries
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes, before encoding, of the entries in the pool."""
-        return self.holdings.raw_bytes
-
-    @property
     def sessions(self) -> Mapping[int, Session]:
         """All sessions that are not gone, by id."""
         return self._state.sessions

@@ -20,7 +20,7 @@ from typing import Final
 import msgpack
 
 from stormd.cache.items import CacheChunk, Caller, Item, Label
-from stormd.ledger.sessions import Entry, Session, SessionInfo
+from stormd.ledger.sessions import Entry, Phase, Session, SessionInfo
 from stormd.memory.arena import Block, Extent, Space
 from stormd.memory.journal import Found, Journal, JournalUnusable
 from stormd.protocol import CODECS, Hello, ProtocolError
@@ -248,14 +248,9 @@ class KeptEntry:
 
 @dataclass(slots=True, kw_only=True)
 class KeptSession:
-    """A session as recorded, and its entries by number."""
+    """A session without its entries, and these as recorded, by number."""
 
-    info: SessionInfo
-    chunk_bytes: int
-    staging_bytes: int
-    secret: bytes
-    hello: Hello
-    cell: int
+    record: Session
     entries: dict[int, KeptEntry] = field(default_factory=dict)
 
 
@@ -370,14 +365,18 @@ class _Reading:
             msgpack.unpackb(found.payload)
         )
         info = SessionInfo(session=session, device=device, uid=uid, pid=pid, name=name)
-        self._sessions[session] = KeptSession(
+        record = Session(
             info=info,
             chunk_bytes=chunk_bytes,
-            staging_bytes=staging_bytes,
-            secret=secret,
+            seen=0.0,
+            segments={0: staging_bytes} if staging_bytes else {},
+            phase=Phase.ORPHANED,
+            has_client=False,
             hello=Hello.from_wire(hello),
+            secret=secret,
             cell=found.cell,
         )
+        self._sessions[session] = KeptSession(record=record)
 
     def _read_entry(self, found: Found) -> None:
         session, number, raw_bytes, size, codec, place, length = _KEYS.unpack_from(found.payload)

@@ -180,7 +180,8 @@ class ControlSocket:
         self._held_bytes = 0
         self.has_unsent_answers = False
         """Whether answers must be sent after the waiting input is handled: set by their owner."""
-        self._allowed: frozenset[int] = frozenset()
+        self.allowed_uids: frozenset[int] = frozenset()
+        """The users that are heard, as set by `allow`."""
         self._on_frame: OnFrame
         self._on_batch: Callable[[], None]
         self._on_overfull: Callable[[Connection], None]
@@ -225,7 +226,7 @@ class ControlSocket:
 
     def allow(self, uids: frozenset[int]) -> None:
         """Hear these users from now on; connections that have a session are not affected."""
-        self._allowed = uids
+        self.allowed_uids = uids
         for connection in self._sessionless.all:
             if connection.credentials.uid not in uids:
                 self.close_connection(connection)
@@ -344,7 +345,7 @@ class ControlSocket:
     def _add_sessionless(self, connection: Connection) -> None:
         """Give a connection without a session a place; close the one that must leave for it."""
         uid = connection.credentials.uid
-        places = self._sessionless if uid in self._allowed else self._unwelcome
+        places = self._sessionless if uid in self.allowed_uids else self._unwelcome
         connection.silent_ticks = 0
         leaving = places.add(connection, uid)
         if leaving is not None:
@@ -502,7 +503,7 @@ class ControlSocket:
                     self._answer_commands(connection)
                 else:
                     frame = found if isinstance(found, bytes) else None
-                    if connection.credentials.uid in self._allowed:
+                    if connection.credentials.uid in self.allowed_uids:
                         connection.silent_ticks = 0
                     connection.steps = self._on_frame(connection, frame)
                     connection.work_bytes = 0 if frame is None else len(frame)

@@ -93,7 +93,7 @@ class Round:
             self._restore(stored[::-1][begin : begin + AT_ONCE])
         self._ledger.assert_invariants()
         self._settle()
-        assert self._ledger.entries == 0
+        assert self._ledger.holdings.entries == 0
         assert self._tier.close(DEADLINE)
         assert self.file.closed
 
@@ -147,7 +147,7 @@ class Round:
         self._perform(self._ask(Release(numbers)))
 
     def _settle(self) -> None:
-        while self._ledger.entries:
+        while self._ledger.holdings.entries:
             self._take(self._results.get(timeout=DEADLINE))
 
     # --- ledger and tier --------------------------------------------------------------------

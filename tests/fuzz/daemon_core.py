@@ -75,7 +75,10 @@ class _Control:
     def nothing(self, *_: object) -> None:
         pass
 
-    start = allow = session_opened = session_ended = tick = nothing
+    start = session_opened = session_ended = tick = nothing
+
+    def allow(self, uids: frozenset[int]) -> None:
+        self.allowed_uids = uids
 
     def send(self, connection: _Connection, frame: bytes) -> None:
         self.sent.append((connection, frame))
@@ -176,17 +179,16 @@ class DaemonCore:
             lanes=lanes,
             control=self._control,
             terms=Terms(
-                allowed_uids=frozenset((os.getuid(),)),
                 lifeline_path="/nowhere",
                 cache_chunk_bytes=PART_BYTES,
                 lease_seconds=5.0,
             ),
-            status=lambda tell: tell({"entries": self.ledger.entries}),
+            status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
             on_progress=lambda: None,
             later=Mock(),
         )
         lifelines: Any = _Lifelines()
-        self._gateway.start(lifelines)
+        self._gateway.start(lifelines, frozenset((os.getuid(),)))
         self._connections = (_Connection(), _Connection())
         fuzzer, neighbour = self._connections
         self.neighbour = self._open(neighbour)
@@ -218,7 +220,7 @@ class DaemonCore:
         self._gateway.end_all("shutdown")
         self._settle()
         assert not self.ledger.sessions
-        assert not self.ledger.entries
+        assert not self.ledger.holdings.entries
         self.ledger.assert_invariants()
 
     # --- parts ------------------------------------------------------------------------------

@@ -159,8 +159,8 @@ class LedgerMachine(RuleBasedStateMachine):
         leases.FREED_A_TURN = self.freed_a_turn
         for session in sorted(self.made.lane.detaching):
             self.made.lane.detach(session)
-        assert (self.made.used, self.made.promised, self.made.ledger.entries) == (0, 0, 0)
-        assert self.made.ledger.raw_bytes == 0
+        assert (self.made.used, self.made.promised, self.made.ledger.holdings.entries) == (0, 0, 0)
+        assert self.made.ledger.holdings.raw_bytes == 0
         assert self.made.ledger.sessions == {}
 
 

@@ -130,10 +130,10 @@ def test_what_is_put_or_lent_is_not_counted_as_the_pools(made: Fixture) -> None:
     made.begin(1, "b")
     made.store(1)
     made.ask(1, CacheGet("a"))
-    assert made.ledger.entries == 2
-    assert made.ledger.raw_bytes == 0
+    assert made.ledger.holdings.entries == 2
+    assert made.ledger.holdings.raw_bytes == 0
     made.store(made.open(2, caller=None), 100)
-    assert made.ledger.raw_bytes == 100
+    assert made.ledger.holdings.raw_bytes == 100
 
 
 def test_a_put_without_a_part_takes_nothing(made: Fixture) -> None:

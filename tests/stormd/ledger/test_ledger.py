@@ -96,7 +96,7 @@ def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
     made.store(1)
     made.restore(1)
     made.release(1)
-    assert made.ledger.entries == 1
+    assert made.ledger.holdings.entries == 1
     made.restore(1, ticket=2)
     failed = made.told(Failed)
     assert failed.kind == "ActivationLost", "for its client it is gone at once"
@@ -104,7 +104,7 @@ def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
     assert made.used, "a restore that was asked for before the release is served"
     made.lane.finish()
     assert isinstance(made.lane.last(), Restored)
-    assert (made.used, made.ledger.entries) == (0, 0)
+    assert (made.used, made.ledger.holdings.entries) == (0, 0)
 
 
 def test_a_failed_store_fails_what_waits_for_it_and_lets_those_behind_begin(
@@ -138,7 +138,8 @@ def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
     made.open()
     assert made.ask(1, 7, a_store(1, 4 * KIB)) == [Wait(1)]
     assert made.space.wanted == granules(blob_bound(4 * KIB))
-    assert (made.ledger.entries, made.promised, made.counters.rejected["pool_full"]) == (0, 0, 0)
+    assert (made.ledger.holdings.entries, made.promised) == (0, 0)
+    assert made.counters.rejected["pool_full"] == 0
     made.space.grow(4 * KIB)
     made.store(1, 4 * KIB)
     assert made.lane.last() == Admitted(1)
@@ -156,16 +157,16 @@ def test_what_a_session_held_is_freed_in_slices() -> None:
         made.store(entry, 1)
         made.lane.finish()
     made.end()
-    assert made.ledger.entries == many - FREED_A_TURN
+    assert made.ledger.holdings.entries == many - FREED_A_TURN
     made.lane.detach(1)
     made.ledger.assert_invariants()
     assert made.lane.ended == [], "it holds something yet"
     made.lane.take(made.ledger.leases.free_some())
-    assert made.ledger.entries == many - 2 * FREED_A_TURN
+    assert made.ledger.holdings.entries == many - 2 * FREED_A_TURN
     assert made.ledger.leases.is_freeing
     made.lane.take(made.ledger.leases.free_some())
     assert not made.ledger.leases.is_freeing
-    assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
+    assert (made.used, made.ledger.holdings.entries, made.lane.ended) == (0, 0, [1])
 
 
 def test_all_sessions_end_though_the_end_of_one_lets_another_go() -> None:
@@ -262,7 +263,7 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
     made.ledger.assert_invariants()
     while made.lane.jobs:
         made.lane.finish()
-    assert made.ledger.entries == 1
+    assert made.ledger.holdings.entries == 1
 
 
 def test_of_a_range_only_what_is_mapped_may_be_named(made: LedgerBench) -> None:

@@ -124,7 +124,7 @@ class CrashingMachine(LedgerMachine):
     @invariant()
     def what_is_written_down_is_what_there_is(self) -> None:
         state = left(self.journal)
-        kept = {one.info.session: one for one in state.sessions}
+        kept = {one.record.info.session: one for one in state.sessions}
         records = self.made.ledger.sessions
         assert kept.keys() == {n for n, one in records.items() if one.phase is not Phase.ENDING}
         for session, one in kept.items():
@@ -186,8 +186,11 @@ class _Dying:
 
 def entries(journal: Journal) -> dict[tuple[int, int], Block | None]:
     """Return the block of each entry that is written down; None of one that is promised room."""
-    sessions = left(journal).sessions
-    return {(s.info.session, n): entry.block for s in sessions for n, entry in s.entries.items()}
+    return {
+        (one.record.info.session, number): entry.block
+        for one in left(journal).sessions
+        for number, entry in one.entries.items()
+    }
 
 
 def lived(journal: Journal, changes: float, dying: _Dying) -> tuple[LedgerBench, list[Any]]:
