@@ -8,12 +8,12 @@ from typing import Final, TypeVar
 
 from stormd.config import Config
 from stormd.handover import Handover
+from stormd.lanes.opening import served_uuids
 from stormd.ledger.chunks import blob_bound
 from stormd.ledger.sessions import Limits
 from stormd.memory.arena import Space, slack_of
 from stormd.memory.numa import near_gpus, prefer_node
 from stormd.spill.records import WORKER_BYTES
-from stormd.workers.plan import served_uuids
 
 __all__ = [
     "adopted_spaces",

@@ -24,10 +24,10 @@ from stormd.address import Address
 from stormd.cache.items import Cache
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
-from stormd.gateway import ATTACHED, Gateway, Terms
+from stormd.gateway import Gateway, Terms
 from stormd.handover import Handover
 from stormd.lanes import Lane
-from stormd.lanes.opening import check_device, open_lanes
+from stormd.lanes.opening import open_lanes, served_uuids
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.records import JournalRecords, Records, Totals
@@ -88,7 +88,8 @@ class Server:
         self._worker = worker
         self._fleet: Fleet | None = None
         self._records: JournalRecords | None = None
-        self._is_suspended = False
+        self.is_suspended = False
+        """Whether another daemon is to follow and continue with this one's sessions."""
         self._on_progress = on_progress
         self._cleanup = ExitStack()
         self._counters = Counters()
@@ -179,14 +180,9 @@ class Server:
         """
         if self._handover is None:
             return False
-        self._is_suspended = True
+        self.is_suspended = True
         self._stopping.set()
         return True
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether another daemon is to follow and continue with this one's sessions."""
-        return self._is_suspended
 
     def reload(self, config: Config) -> list[str]:
         """Apply the reloadable settings of `config`; existing sessions stay as they are.
@@ -240,7 +236,7 @@ class Server:
             return
         self._is_open = False
         try:
-            if self._is_suspended:
+            if self.is_suspended:
                 await self._ending.end_unresumable(self._config.shutdown_seconds)
                 self._suspend()
             else:
@@ -309,10 +305,11 @@ class Server:
         self._cleanup.callback(self._address.close)
         self._address.take()
 
-    def _slow_steps(self) -> dict[str, Callable[[], Awaitable[None]]]:
+    def _slow_steps(self) -> dict[str, Callable[[], Awaitable[object]]]:
         """Return the slow steps of the start, in order, by their names in the log."""
         return {
-            "device": partial(asyncio.to_thread, check_device, self._config),
+            # A missing device is reported before memory is taken: pinning takes a while.
+            "device": partial(asyncio.to_thread, served_uuids, self._config),
             "workers": self._start_workers,
             "pool": self._make_pool,
             "lanes": self._open_lanes,
@@ -330,7 +327,7 @@ class Server:
             loop=self._loop,
             post=self._mailbox.post,
             lifeline_of=partial(worker_lifeline_path, parse_address(self._config.address)),
-            on_session=self._handle_session_report,
+            on_session=lambda *report: self._gateway.take_report(*report),  # noqa: PLW0108 - not made yet
             provide_status=self._provide_status,
             on_change=self._progress.set,
             on_progress=self._on_progress,
@@ -503,14 +500,6 @@ class Server:
             return False
         uptime = time.monotonic() - self._opened_at
         return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
-
-    def _handle_session_report(self, session: int, cause: str) -> None:
-        """Handle a worker's report about a session."""
-        if cause == ATTACHED:
-            self._gateway.worker_attached(session)
-        else:
-            self._gateway.end(session, cause)
-            self._gateway.flush()
 
     def _suspend(self) -> None:
         """Stop listening to clients and lanes, and leave all sessions to the next daemon.

@@ -1,6 +1,6 @@
 """The layer between sockets, ledger and lanes: who may connect, and who handles each message."""
 
-from stormd.gateway.gateway import ATTACHED, Gateway
+from stormd.gateway.gateway import Gateway
 from stormd.gateway.opening import Terms
 
-__all__ = ["ATTACHED", "Gateway", "Terms"]
+__all__ = ["Gateway", "Terms"]

@@ -256,10 +256,13 @@ class Gateway:
         """Begin a session's end; `flush` must follow."""
         self._dispatch.end(session, cause)
 
-    def worker_attached(self, session: int) -> None:
-        """Note that a worker's session has its lifeline; the worker watches it from now on."""
+    def take_report(self, session: int, cause: str) -> None:
+        """Take a worker's report: a session has its lifeline, which it watches, or has ended."""
         record = self._ledger.sessions.get(session)
-        if record is not None and record.phase is Phase.OPENED:
+        if cause != ATTACHED:
+            self.end(session, cause)
+            self.flush()
+        elif record is not None and record.phase is Phase.OPENED:
             self._ledger.leases.attach(record, math.inf)
 
     def end_all(self, cause: str) -> None:

@@ -17,28 +17,30 @@ from stormd.lanes.cpu import CpuLane
 from stormd.machine import memory_available
 from stormd.memory.host_pool import HostPool
 
-__all__ = ["check_device", "open_lanes"]
+__all__ = ["open_lanes", "served_uuids"]
 
 log = logging.getLogger(__name__)
 
 
-def check_device(config: Config) -> None:
-    """Check for the device that the config names before memory is allocated: pinning takes a while.
+def served_uuids(config: Config) -> list[str]:
+    """Return the UUIDs of the GPUs that are served with these settings, by ordinal.
 
     May load CUDA's driver, but makes no context. Not for the event loop.
 
     Raises:
-        LaneUnavailable: this machine or build does not have the device.
+        LaneUnavailable: the config names a device that this machine or build does not have.
     """
-    if config.device != "cuda":
-        return
+    if config.device == "cpu":
+        return []
     try:
         # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
         from storm_kernels.cuda_driver import device_uuids
 
-        device_uuids()
+        return device_uuids()
     except (BackendUnavailable, ImportError) as error:
-        raise LaneUnavailable(f"CUDA is not available: {error}") from error
+        if config.device == "cuda":
+            raise LaneUnavailable(f"CUDA is not available: {error}") from error
+        return []
 
 
 def open_lanes(

@@ -29,7 +29,7 @@ from stormd.memory.shared_rows import MAX_USERS, Rows
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Hello
 from stormd.workers.channel import WorkerChannel, send_first
-from stormd.workers.plan import Plan, fields_of, worker_config
+from stormd.workers.plan import Plan, worker_config
 
 __all__ = ["Fleet", "Worker"]
 
@@ -97,6 +97,11 @@ class Worker(Lane):
         """The last rounds in which it was asked for its state, and in which it answered."""
         self.pinned = (0, 0)
 
+    def send(self, kind: str, *values: Any) -> None:
+        """Send the worker a message; one that has ended gets none."""
+        if self.channel is not None:
+            self.channel.send(kind, *values)
+
     def hand_over(
         self, session: int, uid: int, frame: bytes, connection: tuple[int, bytes]
     ) -> None:
@@ -113,8 +118,7 @@ class Worker(Lane):
             super().detach(session)
             return
         self.ending.add(session)
-        if self.channel is not None:
-            self.channel.send("end", session)
+        self.send("end", session)
 
     def ended(self, session: int) -> bool:
         """Note that a session has ended there; return False if the front ended it and waits."""
@@ -227,8 +231,7 @@ class Fleet:
         for timer in self._restarts.values():
             timer.cancel()
         for worker in self._workers:
-            if worker.channel is not None:
-                worker.channel.send("stop")
+            worker.send("stop")
 
     async def close(self, deadline: float) -> None:
         """Wait for all workers to end, and kill those that miss the deadline. Twice is fine.
@@ -267,8 +270,7 @@ class Fleet:
         """Make all workers apply the reloadable settings of `config`."""
         self._config = config
         for worker in self._workers:
-            if worker.channel is not None:
-                worker.channel.send("reload", fields_of(self._settings(worker)))
+            worker.send("reload", asdict(self._settings(worker)))
 
     # --- sessions ---------------------------------------------------------------------------
 
@@ -353,10 +355,9 @@ class Fleet:
         self._asking, self._waiting = self._waiting, []
         self._round_ends = self._loop.call_later(REFRESH_SECONDS, self._end_round)
         for worker in self._serving():
-            assert worker.channel is not None
             if worker.asked == worker.answered:  # else a question is pending already
                 worker.asked = self._round
-                worker.channel.send("report", self._round)
+                worker.send("report", self._round)
         self._end_round_if_answered()
 
     def _end_round_if_answered(self) -> None:
@@ -400,7 +401,7 @@ class Fleet:
         worker.starts += 1
         worker.phase, worker.began, worker.trouble = Phase.STARTING, time.monotonic(), ""
         order = {
-            "config": fields_of(self._settings(worker)),
+            "config": asdict(self._settings(worker)),
             "index": worker.plan.index,
             "workers": len(self._workers),
             "ordinals": worker.plan.ordinals,
@@ -425,7 +426,7 @@ class Fleet:
             worker.take_state(values[1])
             self._end_round_if_answered()
         elif kind == "ask":
-            self._provide_status(lambda state: self._answer(worker, state))
+            self._provide_status(lambda state: worker.send("state", state))
         elif kind == "attached":
             self._on_session(values[0], kind)
         elif kind == "ended":
@@ -447,10 +448,6 @@ class Fleet:
         else:
             assert kind == "failed", f"a worker said {kind!r}"
             worker.trouble = values[0]
-
-    def _answer(self, worker: Worker, state: dict[str, Any]) -> None:
-        if worker.channel is not None:  # else the client learns of its end
-            worker.channel.send("state", state)
 
     def _lost(self, worker: Worker) -> None:
         """End the sessions of a worker that is gone, and start another in its place."""

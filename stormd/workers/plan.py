@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from storm_kernels.errors import BackendUnavailable
-
 from stormd.config import Config
+from stormd.lanes.opening import served_uuids
 from stormd.machine import memory_available
 from stormd.memory.shared_rows import PoolBudget, UserTotals
 
@@ -22,7 +21,6 @@ __all__ = [
     "Plan",
     "WorkerPlace",
     "config_of",
-    "fields_of",
     "front_config",
     "plan_workers",
     "shares_pool",
@@ -148,24 +146,6 @@ def shares_pool(config: Config) -> bool:
 def config_of(fields: Mapping[str, Any]) -> Config:
     """Return the settings that `asdict` turned into `fields`, perhaps in another process."""
     return Config(**{**fields, "allowed_uids": tuple(fields["allowed_uids"])})
-
-
-def fields_of(config: Config) -> dict[str, Any]:
-    """Return settings as a dictionary to be sent to another process."""
-    return asdict(config)
-
-
-def served_uuids(config: Config) -> list[str]:
-    """Return the UUIDs of the GPUs that are served with these settings, by ordinal."""
-    if config.device == "cpu":
-        return []
-    try:
-        # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
-        from storm_kernels.cuda_driver import device_uuids
-
-        return device_uuids()
-    except (BackendUnavailable, ImportError):  # reported when the lanes are opened
-        return []
 
 
 def _plan_of(index: int, count: int, uuids: list[str]) -> Plan:

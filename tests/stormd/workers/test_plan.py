@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,7 +10,6 @@ from stormd.workers import plan
 from stormd.workers.plan import (
     Plan,
     config_of,
-    fields_of,
     front_config,
     plan_workers,
     worker_config,
@@ -99,4 +98,4 @@ def test_the_front_keeps_the_cache_and_stores_nothing_else() -> None:
 
 def test_settings_travel() -> None:
     config = Config(allowed_uids=(0, 7))
-    assert config_of({**fields_of(config), "allowed_uids": [0, 7]}) == config
+    assert config_of({**asdict(config), "allowed_uids": [0, 7]}) == config
