@@ -18,9 +18,10 @@ from stormd.errors import ConfigError
 from stormd.options import read_value
 from stormd.protocol import unknown_variables
 
-__all__ = ["load_config", "reloaded"]
+__all__ = ["OPTIONS", "load_config", "reloaded"]
 
-_BY_NAME: Final = {option.name: option for option in config_options()}
+OPTIONS: Final = {option.name: option for option in config_options()}
+"""All options by name."""
 
 
 def load_config(
@@ -43,7 +44,7 @@ def load_config(
         settings |= _from_toml(path)
     settings |= _from_environment(os.environ if environ is None else environ)
     settings |= {
-        name: read_value(_BY_NAME[name], value, f"flag {_BY_NAME[name].flag}")
+        name: read_value(OPTIONS[name], value, f"flag {OPTIONS[name].flag}")
         for name, value in (flags or {}).items()
         if value is not None
     }
@@ -70,7 +71,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
     settings = {}
     for key, value in table.items():
-        option = _BY_NAME.get(key)
+        option = OPTIONS.get(key)
         if option is None:
             raise ConfigError(f"config file {path} sets {key!r}, which is no option{_near(key)}")
         settings[key] = read_value(option, value, f"{path}: {key}")
@@ -88,5 +89,5 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _near(key: str) -> str:
-    names = get_close_matches(key, _BY_NAME, n=1, cutoff=0.5)
-    return f": did you mean {names[0]!r}?" if names else f": known are {', '.join(_BY_NAME)}"
+    names = get_close_matches(key, OPTIONS, n=1, cutoff=0.5)
+    return f": did you mean {names[0]!r}?" if names else f": known are {', '.join(OPTIONS)}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final, get_args
 
 from stormd.commands.serve import fit_pool
-from stormd.config import Config, Option, config_options
+from stormd.config import Config
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
 from stormd.protocol import (
@@ -23,7 +23,7 @@ from stormd.protocol import (
     private_pool_commit,
 )
 from stormd.query import ADDRESS_VARIABLE
-from stormd.settings import load_config
+from stormd.settings import OPTIONS, load_config
 from stormd.supervise.request import MpsMode, Request, find_program
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "4GiB)",
     )
     for name, metavar, text in _SPILL_FLAGS:
-        parser.add_argument(_option_of(name).flag, metavar=metavar, help=text)
+        parser.add_argument(OPTIONS[name].flag, metavar=metavar, help=text)
     parser.add_argument(
         "--resumable",
         action="store_true",
@@ -118,20 +118,12 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         own_address=named,
         pool_bytes=None if args.pool_bytes is None else config.pool_bytes,
         daemon_flags=(
-            *(
-                f"{_option_of(name).flag}={text}"
-                for name, text in spill.items()
-                if text is not None
-            ),
+            *(f"{OPTIONS[name].flag}={text}" for name, text in spill.items() if text is not None),
             *(["--resumable"] if args.resumable else []),
         ),
         budget=args.budget,
         mps=_mps_mode(args.mps, config),
     )
-
-
-def _option_of(name: str) -> Option:
-    return next(option for option in config_options() if option.name == name)
 
 
 def _check_budget(flag: str | None, environ: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from stormd.machine import memory_limit
 from stormd.monitoring.logs import logging_process
 from stormd.notify import MANAGER_VARIABLE
 from stormd.output import EXIT_OK, EXIT_RESTART, write_line
-from stormd.settings import load_config
+from stormd.settings import OPTIONS, load_config
 from stormd.sizes import format_size
 
 __all__ = ["HELP", "add_arguments", "check_pool", "fit_pool", "run"]
@@ -33,7 +33,6 @@ HELP = "run the daemon in the foreground until SIGTERM or SIGINT"
 _LOGGER: Final = logging.getLogger("stormd.serve")
 
 _MIB: Final = 1 << 20
-_POOL: Final = next(option for option in config_options() if option.name == "pool_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +84,7 @@ def fit_pool(config: Config, limit: int) -> Config:
         ConfigError: pool and cache are larger than the memory.
     """
     most = limit // 4 * 3
-    is_chosen = config.pool_bytes != default_of(_POOL)
+    is_chosen = config.pool_bytes != default_of(OPTIONS["pool_bytes"])
     if config.pool_commit == "use" and not is_chosen and config.host_bytes > most:
         left = most - (config.host_bytes - config.cache_offset)
         pool = left // 33 * 32 // _MIB * _MIB

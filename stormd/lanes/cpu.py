@@ -93,18 +93,15 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Held:
-    """The results that a worker has not posted yet, with their sessions; and its current job."""
+    """The results that a worker has not posted yet, and the job that has no result yet."""
 
-    sessions: list[int] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     since: float = 0.0
-    job: tuple[int, StoreJob | RestoreJob] | None = None
-    """The job that was taken and has no result yet, with its session."""
+    job: StoreJob | RestoreJob | None = None
 
-    def add(self, session: int, result: Result) -> None:
-        if not self.sessions:
+    def add(self, result: Result) -> None:
+        if not self.results:
             self.since = time.perf_counter()
-        self.sessions.append(session)
         self.results.append(result)
         self.job = None
 
@@ -278,7 +275,7 @@ class CpuLane(Lane):
     def _take_tasks(self, heartbeat: Heartbeat, codec: HostCodec, held: _Held) -> None:
         while True:
             task: tuple[int, StoreJob | RestoreJob | None] | None = None
-            if held.sessions:
+            if held.results:
                 task = self._queue.take_now()
             if task is None:
                 self._post_held(held)
@@ -294,16 +291,15 @@ class CpuLane(Lane):
         if job is None:
             self._free(session)
             return
-        held.job = session, job
-        held.add(session, self._perform(codec, job))
+        held.job = job
+        held.add(self._perform(codec, job))
         if job.nbytes >= LARGE_BYTES or held.is_due():
             self._post_held(held)
 
     def _give_up(self, held: _Held, detail: str) -> None:
         """Answer this worker's unfinished job; the last worker answers all jobs that follow."""
         if held.job is not None:
-            session, job = held.job
-            held.add(session, _failure(job, "ActivationLost", detail))
+            held.add(_failure(held.job, "ActivationLost", detail))
         self._post_held(held)
         with self._lock:
             self._working -= 1
@@ -313,16 +309,15 @@ class CpuLane(Lane):
             if waiting is None:
                 self._free(session)
             else:
-                held.add(session, _failure(waiting, "ActivationLost", detail))
+                held.add(_failure(waiting, "ActivationLost", detail))
                 self._post_held(held)
 
     def _post_held(self, held: _Held) -> None:
         """Post the results; only then mark their sessions' jobs as done."""
-        sessions, results = held.sessions, held.results
-        held.sessions, held.results = [], []
+        results, held.results = held.results, []
         if results:
             self._post(*results)
-        for session, count in Counter(sessions).items():
+        for session, count in Counter([one.session for one in results]).items():
             self._queue.done(session, count)
 
     def _perform(self, codec: HostCodec, job: StoreJob | RestoreJob) -> Result:

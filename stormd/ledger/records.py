@@ -164,10 +164,8 @@ class JournalRecords(Records):
             content = keys + mode + _EXTENT.pack(*block.extents[0])
         else:
             content = keys + mode + b"".join(_EXTENT.pack(*one) for one in block.extents)
-        if entry.cell:
-            entry.cell = self._journal.replace(entry.cell, _ENTRY, content)
-        else:  # the entry was on disk alone
-            entry.cell = self._journal.write(_ENTRY, content)
+        # There is no cell to replace if the entry was on disk alone.
+        entry.cell = self._journal.replace(entry.cell, _ENTRY, content)
 
     def freed(self, entry: Entry) -> None:
         if entry.cell:
@@ -196,16 +194,12 @@ class JournalRecords(Records):
         content = [
             layout.pool_bytes, layout.cache_bytes, list(layout.committed), layout.chunk_bytes
         ]  # fmt: skip
-        before, self._layout = self._layout, self._journal.write(_LAYOUT, msgpack.packb(content))
-        if before:
-            self._journal.erase(before)
+        self._layout = self._journal.replace(self._layout, _LAYOUT, msgpack.packb(content))
 
     def record_totals(self, totals: Totals) -> None:
         """Record how much has been stored so far."""
         content = [totals.raw_bytes, totals.blob_bytes]
-        before, self._totals = self._totals, self._journal.write(_TOTALS, msgpack.packb(content))
-        if before:
-            self._journal.erase(before)
+        self._totals = self._journal.replace(self._totals, _TOTALS, msgpack.packb(content))
 
     def adopt(self, state: State) -> None:
         """Continue with the records that were read, and erase the useless ones."""
@@ -221,7 +215,6 @@ class JournalRecords(Records):
 class KeptEntry:
     """An entry as recorded; one without a block was promised `promised` bytes."""
 
-    number: int
     raw_bytes: int
     codec: str
     promised: int
@@ -391,7 +384,6 @@ class _Reading:
         if before is not None:
             self._useless.append(before.cell)
         self._entries[session, number] = KeptEntry(
-            number=number,
             raw_bytes=raw_bytes,
             codec=CODECS[codec],
             promised=size if block is None else 0,

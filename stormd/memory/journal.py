@@ -153,9 +153,10 @@ class Journal:
         self._free.append(cell)
 
     def replace(self, cell: int, kind: int, payload: bytes) -> int:
-        """Write a record that replaces another; return its cell."""
+        """Write a record that replaces another, if `cell` is not 0; return its cell."""
         fresh = self.write(kind, payload)
-        self.erase(cell)
+        if cell:
+            self.erase(cell)
         return fresh
 
     def close(self) -> None:

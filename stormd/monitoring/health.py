@@ -8,7 +8,7 @@ so a stuck worker is reported to whoever can restart the process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 __all__ = ["STUCK_SECONDS", "Heartbeat", "stuck_workers"]
@@ -25,9 +25,8 @@ class Heartbeat:
     references, which the interpreter replaces as a whole.
     """
 
-    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._clock = clock
         self._since: float | None = None
         self._ended = ""
 
@@ -38,7 +37,7 @@ class Heartbeat:
 
     def work(self) -> None:
         """Note that a job begins or has made progress."""
-        self._since = self._clock()
+        self._since = time.monotonic()
 
     def rest(self) -> None:
         """Note that there is no job."""
@@ -59,7 +58,7 @@ class Heartbeat:
         if self._ended:
             return f"{self.name} has ended: {self._ended}"
         since = self._since
-        busy = 0.0 if since is None else self._clock() - since
+        busy = 0.0 if since is None else time.monotonic() - since
         if busy > limit_seconds:
             return f"{self.name} has been at one job for {busy:.0f} s, limit {limit_seconds:.0f} s"
         return ""

@@ -11,23 +11,17 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Final
 
 from stormd.protocol import temporary_directory
 from stormd.supervise.keeper import keep
-from stormd.supervise.processes import Family, end_by, exit_status, send
+from stormd.supervise.processes import Family, end_by, exit_status
 from stormd.supervise.request import Request
 from stormd.supervise.signals import PASSED, Passed, Witness, is_terminal_s
 
 __all__ = ["supervise"]
-
-_TURN_SECONDS: Final = 0.05
-_KILL_SECONDS: Final = 10.0
-"""How long to wait for killed processes to disappear; they take longer only if a driver holds
-them."""
 
 
 def supervise(request: Request) -> int:
@@ -58,7 +52,8 @@ def supervise(request: Request) -> int:
             keep(request, os.environ, directory, reading, mask)
         os.close(reading)
         ended, at_terminal = _pass_on(keeper, writing, signals, witness)
-        _end_orphans(family, witness.pid)
+        # A killed keeper leaves processes that nobody else could end in order.
+        family.kill_others([witness.pid], partial(signal.sigtimedwait, {signal.SIGCHLD}))
     if ended == -signal.SIGINT and at_terminal:
         end_by(signal.SIGINT)
     return exit_status(ended)
@@ -88,12 +83,3 @@ def _pass_on(
                 continue  # the keeper has ended, and its SIGCHLD will follow
         elif (ended := os.waitpid(keeper, os.WNOHANG))[0]:
             return os.waitstatus_to_exitcode(ended[1]), at_terminal
-
-
-def _end_orphans(family: Family, witness: int) -> None:
-    """Kill all processes left by a killed keeper: nobody else remains to end them in order."""
-    deadline = time.monotonic() + _KILL_SECONDS
-    while (orphans := family.others([witness])) and time.monotonic() < deadline:
-        send(orphans, signal.SIGKILL)
-        signal.sigtimedwait({signal.SIGCHLD}, _TURN_SECONDS)
-        family.reap()

@@ -30,15 +30,12 @@ from stormd.protocol import (
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.stderr import print_to_stderr
 from stormd.supervise import mps
-from stormd.supervise.processes import Family, end_by, exit_status, send
+from stormd.supervise.processes import TURN_SECONDS, Family, end_by, exit_status, send
 from stormd.supervise.request import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, Request
 from stormd.supervise.savings import describe_savings
 from stormd.supervise.signals import ENDING, PASSED, Inbox, Passed
 
 __all__ = ["keep"]
-
-_TURN_SECONDS: Final = 0.05
-"""Interval for polling conditions that cannot be waited for."""
 
 _START_SECONDS: Final = 60.0
 _START_SECONDS_A_GIB: Final = 2.0
@@ -56,9 +53,6 @@ after others."""
 
 _TERM_SECONDS: Final = 5.0
 """Time from SIGTERM to SIGKILL."""
-
-_KILL_SECONDS: Final = 10.0
-"""How long killed processes may take to disappear; they take longer only if a driver holds them."""
 
 _DAEMON_SECONDS: Final = 15.0
 """How long a daemon may take to end in order."""
@@ -293,7 +287,7 @@ class _Keeper:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and (left <= 0 or self._is_cut_short):
                 return False
-            for passed in self._inbox.wait(None if left is None else min(left, _TURN_SECONDS)):
+            for passed in self._inbox.wait(None if left is None else min(left, TURN_SECONDS)):
                 self._handle_signal(passed)
             self._family.reap()
             if self._inbox.front_has_ended and self._phase is _Phase.STARTING:
@@ -331,14 +325,13 @@ class _Keeper:
         self._is_cut_short = False  # daemon and MPS get their own time
 
     def _kill_left(self) -> None:
-        deadline = time.monotonic() + _KILL_SECONDS
-        while (left := self._processes_left()) and time.monotonic() < deadline:
-            send(left, signal.SIGKILL)
-            self._inbox.wait(_TURN_SECONDS)
-            self._family.reap()
+        self._family.kill_others(self._service_pids(), self._inbox.wait)
 
     def _processes_left(self) -> list[Any]:
-        return self._family.others([service.pid for service in self._services])
+        return self._family.others(self._service_pids())
+
+    def _service_pids(self) -> list[int]:
+        return [service.pid for service in self._services]
 
     def _print_savings(self, address: str, before: dict[str, Any] | None) -> None:
         if self._inbox.front_has_ended:

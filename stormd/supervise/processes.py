@@ -11,12 +11,19 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Final, NoReturn
 
 import psutil
 
 __all__ = ["Family", "die_with_parent", "end_by", "exit_status", "is_handled", "send"]
+
+TURN_SECONDS: Final = 0.05
+"""Interval for polling conditions that cannot be waited for."""
+
+_KILL_SECONDS: Final = 10.0
+"""How long killed processes may take to disappear; they take longer only if a driver holds them."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -123,6 +130,17 @@ class Family:
             elif _lives(process):
                 found.append(process)
         return found
+
+    def kill_others(self, apart_from: Iterable[int], wait: Callable[[float], object]) -> None:
+        """Kill those processes, also new ones, until none is left; `wait` waits for a child's end.
+
+        `wait` takes the most seconds to wait.
+        """
+        kept, deadline = list(apart_from), time.monotonic() + _KILL_SECONDS
+        while (left := self.others(kept)) and time.monotonic() < deadline:
+            send(left, signal.SIGKILL)
+            wait(TURN_SECONDS)
+            self.reap()
 
 
 def send(processes: Iterable[psutil.Process], number: int) -> None:

@@ -81,10 +81,9 @@ class CudaClient:
         self._direct_bytes = direct_bytes
         self._page = page
         self.timelines = Timelines(page.address)
-        # The four below are written by the store thread while no job needs them, and read by both
+        # The three below are written by the store thread while no job needs them, and read by both
         # threads.
         self._segments: dict[int, IpcMapping | AddressRange] = {}
-        self._ranges: dict[int, AddressRange] = {}  # the segments that are address ranges
         self._pieces: dict[int, tuple[AddressRange, int]] = {}  # with offset in range
         self._opened: Opened | None = None
 
@@ -172,21 +171,23 @@ class CudaClient:
                 it.
         """
         if isinstance(request, MapPiece):
-            into = self._ranges.get(request.into)
-            if into is None:
-                raise ValueError(f"segment {request.into} is no range of addresses")
+            into = self._segments.get(request.into)
+            if not isinstance(into, AddressRange):
+                raise ValueError(  # noqa: TRY004 - the number that the client gave is wrong
+                    f"segment {request.into} is no range of addresses"
+                )
             into.map(descriptor, request.offset, request.nbytes)
             self._pieces[request.segment] = into, request.offset
         elif isinstance(request, ReserveRange):
-            made = self._reserved(request.nbytes)
-            self._segments[request.segment] = self._ranges[request.segment] = made
+            self._segments[request.segment] = self._reserved(request.nbytes)
         else:
             self._segments[request.segment] = _opened(request)
 
     def _reserved(self, nbytes: int) -> AddressRange:
         """Reserve addresses; the limit is far above a client's memory and far below what exists."""
         total = self.device.context.total_bytes()
-        reserved = sum(one.nbytes for one in self._ranges.values()) + nbytes
+        ranges = [one for one in self._segments.values() if isinstance(one, AddressRange)]
+        reserved = sum(one.nbytes for one in ranges) + nbytes
         if reserved > MAX_RESERVED * total:
             raise ValueError(
                 f"a session has reserved {format_size(reserved)} of addresses, and may "
@@ -202,10 +203,9 @@ class CudaClient:
                 into, offset = piece
                 into.unmap(offset)
                 return
-            mapping, gone = self._segments.pop(segment), self._ranges.pop(segment, None)
-            if gone is not None:
-                self._pieces = {n: at for n, at in self._pieces.items() if at[0] is not gone}
-            mapping.close()
+            gone = self._segments.pop(segment)
+            self._pieces = {n: at for n, at in self._pieces.items() if at[0] is not gone}
+            gone.close()
         except KernelsError:
             log.exception("segment %d of session %016x cannot be unmapped", segment, self.session)
 

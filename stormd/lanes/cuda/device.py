@@ -105,10 +105,6 @@ class DevicePool:
                 yield from known.memory.pieces(begin - known.begin, size)
                 begin, index = begin + size, index + 1
 
-    def write(self, block: Block, header: bytes) -> None:
-        """Write a blob's header into its block from the CPU; the header lies in one extent."""
-        ctypes.memmove(self.address + block.extents[0].offset, header, len(header))
-
     def close(self) -> None:
         """Unregister the pool, which must still be mapped; no device may use it any more."""
         self._context.make_current()
@@ -159,8 +155,8 @@ class CudaDevice:
             return False
 
     def put_header(self, block: Block, header: bytes) -> None:
-        """Write a blob's header in front of its bytes, which are in the block already."""
-        self._pool.write(block, header)
+        """Write a blob's header, which lies in one extent, from the CPU into its block."""
+        ctypes.memmove(self._pool.address + block.extents[0].offset, header, len(header))
 
     def copy_up(self, block: Block, destination: int) -> None:
         """Put the copy of a block's blob to `destination` on the stream `up`."""
