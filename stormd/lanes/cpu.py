@@ -132,11 +132,10 @@ class CpuLane(Lane):
         all_staging_bytes: int,
         chunk_bytes: int,
         threads: int,
-        link_limit_bytes: int = 0,
         at_once_bytes: int = AT_ONCE_BYTES,
     ) -> None:
         super().__init__(post)
-        self._limit = LinkLimit(link_limit_bytes)
+        self._limit = LinkLimit()
         self._staging_bytes = staging_bytes
         self._all_staging_bytes = all_staging_bytes
         self._chunk_bytes = chunk_bytes
@@ -244,14 +243,12 @@ class CpuLane(Lane):
         return is_free and self._queue.is_idle(session)
 
     def detach(self, session: int) -> None:
-        """Skip waiting jobs, let the workers finish those that run, then free the memory."""
         skipped = self._queue.remove(session)
         detail = "the session ended before it was done"
         self._post(*(_failure(job, "ActivationLost", detail) for job in skipped))
         self._queue.retire(session)
 
     def close(self, seconds: float) -> bool:
-        """End the workers; return False if one still runs after `seconds`."""
         self._queue.close()
         deadline = time.monotonic() + seconds
         for worker in self._workers:

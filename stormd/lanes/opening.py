@@ -56,7 +56,10 @@ def open_lanes(
     """
     cuda = _open_cuda(config, pool, post, ordinals) if config.device != "cpu" else None
     cpu = _open_cpu(config, pool, post)
-    return {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
+    lanes: dict[str, Lane] = {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
+    for lane in lanes.values():
+        lane.limit_link(config.link_limit_bytes)
+    return lanes
 
 
 def _open_cuda(
@@ -85,7 +88,6 @@ def _open_cuda(
         staging_bytes=config.staging_bytes_cuda,
         chunk_bytes=config.part_bytes_cuda,
         direct_bytes=config.direct_bytes_cuda,
-        link_limit_bytes=config.link_limit_bytes,
         is_resumable=config.resumable,
     )
 
@@ -99,5 +101,4 @@ def _open_cpu(config: Config, pool: HostPool, post: Post) -> CpuLane:
         all_staging_bytes=config.all_staging_bytes_cpu or left,
         chunk_bytes=config.part_bytes_cpu,
         threads=config.encode_threads,
-        link_limit_bytes=config.link_limit_bytes,
     )

@@ -48,17 +48,10 @@ class LogQueue:
     were lost. `notice(count)` returns the text that reports them, once the queue is empty again.
     """
 
-    def __init__(
-        self,
-        descriptor: int,
-        *,
-        limit_bytes: int = QUEUE_BYTES,
-        notice: Callable[[int], str] = lambda count: f"{count} log lines were dropped\n",
-    ) -> None:
-        self.notice = notice
+    def __init__(self, descriptor: int) -> None:
+        self.notice: Callable[[int], str] = lambda count: f"{count} log lines were dropped\n"
         self.dropped = 0
         self._descriptor = descriptor
-        self._limit_bytes = limit_bytes
         self._changed = threading.Condition()  # protects `dropped` and all below
         self._texts: deque[bytes] = deque()
         self._waiting_bytes = 0  # including the text that is being written
@@ -71,7 +64,7 @@ class LogQueue:
         """Queue a text to be written, all of it, or drop it."""
         data = text.encode(errors="backslashreplace")
         with self._changed:
-            if self._closed or self._waiting_bytes + len(data) > self._limit_bytes:
+            if self._closed or self._waiting_bytes + len(data) > QUEUE_BYTES:
                 self.dropped += 1
             else:
                 self._texts.append(data)

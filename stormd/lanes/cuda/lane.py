@@ -24,7 +24,7 @@ from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
-from stormd.monitoring.link_meter import LinkLimit, LinkMeter
+from stormd.monitoring.link_meter import LinkMeter
 from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES
 
@@ -55,7 +55,6 @@ class CudaLane(Lane):
         staging_bytes: int,
         chunk_bytes: int,
         direct_bytes: int,
-        link_limit_bytes: int = 0,
         is_resumable: bool = False,
     ) -> None:
         super().__init__(post)
@@ -65,8 +64,6 @@ class CudaLane(Lane):
         self._is_resumable = is_resumable
         self._opened = ExitStack()
         self._pool, self._devices = _devices(ordinals, pool, self._opened)
-        for device in self._devices.values():
-            device.limit = LinkLimit(link_limit_bytes)
         self._opened.enter_context(closing(DeviceWatch(self._devices.values())))
         # Changed only on the loop.
         self._sessions: dict[int, CudaSession] = {}
@@ -87,7 +84,6 @@ class CudaLane(Lane):
 
     @property
     def links(self) -> tuple[LinkMeter, ...]:
-        """The meter of each device's link."""
         return tuple(device.link for device in self._devices.values())
 
     def extend(self, offset: int, nbytes: int) -> None:

@@ -73,7 +73,6 @@ class Restores:
         return False
 
     def settle(self) -> None:
-        """Wait until nothing is copied or decoded."""
         device = self._client.device
         device.settle(device.up)
         device.settle(self._client.opened.restore_stream)
@@ -85,7 +84,6 @@ class Restores:
         self._client.post(*(_failed(job, error) for job in batch))
 
     def refuse(self, job: RestoreJob) -> None:
-        """Answer a job that was not begun because the session ended."""
         self._client.post(
             RestoreFailed(
                 session=job.session, ticket=job.ticket, kind="ActivationLost", detail=SKIPPED

@@ -203,7 +203,6 @@ class DirectionScratch:
         return len(batch) < MAX_CHUNKS_OF_BATCH and nbytes <= self.max_batch_bytes
 
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
-        """Return whether there is scratch for a batch that begins with the job."""
         is_alone = job.nbytes >= self.max_batch_bytes  # no other job fits into its batch
         nbytes = _blob_bytes_of(job) if is_alone else _batch_bytes_bound(self.max_batch_bytes)
         return self._rings.has(self._side, nbytes)
@@ -213,7 +212,6 @@ class DirectionScratch:
         return None
 
     def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
-        """Return scratch for a batch; `has_for` must have returned True for it."""
         scratch = self._free.pop()
         sizes = [_blob_bytes_of(job) for job in batch]
         scratch.taken = self._rings.take(self._side, sum(sizes))
@@ -225,7 +223,6 @@ class DirectionScratch:
         return scratch
 
     def give_back(self, scratch: Scratch) -> None:
-        """Take scratch back; no stream may use it any more."""
         self._rings.give_back(self._side, scratch.taken)
         self._free.append(scratch)
 
@@ -269,7 +266,6 @@ class StoreScratch:
         return self._ring.fits(batch, job)
 
     def has_for(self, job: StoreJob) -> bool:
-        """Return whether there is scratch for a batch that begins with the job."""
         self._unencoded_job = None
         may_be_direct = self._may_copy_unencoded(job)
         # Ask the ring only if its space would be taken: a True keeps the other direction from it
@@ -289,7 +285,6 @@ class StoreScratch:
         return None
 
     def take(self, batch: Sequence[StoreJob]) -> Scratch | UnencodedCopy:
-        """Return scratch for a batch; `has_for` must have returned True for it."""
         if batch[0] is self._unencoded_job:
             direct = self._free.pop()
             self._copies.append(direct)
@@ -307,7 +302,6 @@ class StoreScratch:
         self._since = monotonic()
 
     def give_back(self, scratch: Scratch | UnencodedCopy) -> None:
-        """Take scratch back; no stream may use it any more."""
         if isinstance(scratch, UnencodedCopy):
             self._copies = [copy for copy in self._copies if copy is not scratch]
             self._free.append(scratch)

@@ -76,11 +76,9 @@ class Stores:
             self._client.stored_through(self._reusable.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
-        """Return whether the job's source is ready."""
         return self._client.has_published(job.ready)
 
     def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
-        """Return whether the job may be done together with those of `batch`."""
         return self._client.opened.scratch.out.fits(batch, job)
 
     def begin(self, batch: list[StoreJob], scratch: Scratch | UnencodedCopy) -> None:
@@ -121,7 +119,6 @@ class Stores:
         return not sources
 
     def settle(self) -> None:
-        """Wait until nothing is encoded, copied or read."""
         device, opened = self._client.device, self._client.opened
         for stream in (opened.store_stream, opened.checks.stream, device.down):
             device.settle(stream)
@@ -138,7 +135,6 @@ class Stores:
             self._fail(job, error)
 
     def refuse(self, job: StoreJob) -> None:
-        """Answer a job that was not begun because the session ended."""
         self._client.post(self._failed(job, SKIPPED))
 
     def _encode_all(self, batch: list[StoreJob], scratch: Scratch) -> None:

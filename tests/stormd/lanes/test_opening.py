@@ -56,8 +56,10 @@ def test_auto_does_without_a_gpu_whose_codec_cannot_be_had(
 def test_the_cpu_lane_is_always_there(
     make_config: Callable[..., Config], pool: HostPool, device: str
 ) -> None:
-    lanes = open_lanes(make_config(device=device), pool, lambda _result: None)
+    config = make_config(device=device, link_limit_bytes=1 << 30)
+    lanes = open_lanes(config, pool, lambda _result: None)
     assert {name: lane.device for name, lane in lanes.items()} == {"cpu": "cpu"}
+    assert lanes["cpu"].link_speed(1).limit == 1 << 30
     assert lanes["cpu"].close(10)
     pool.close()
 
