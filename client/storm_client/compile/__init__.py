@@ -70,9 +70,9 @@ def compiled_plans(model: Callable[..., Any]) -> list[Plan]:
     Raises:
         UsageError: `model` is something else, or a result of torch.compile that was not called yet.
     """
-    from storm_client.compile import backend
+    from storm_client.compile.backend import compiled_of
 
-    return backend.plans_of(model)
+    return [graph.plan for graph in compiled_of(model).graphs]
 
 
 def compiled_stats(model: Callable[..., Any]) -> OffloadStats:
@@ -84,6 +84,6 @@ def compiled_stats(model: Callable[..., Any]) -> OffloadStats:
     Raises:
         UsageError: `model` is something else, or a result of torch.compile that was not called yet.
     """
-    from storm_client.compile import backend
+    from storm_client.compile.backend import compiled_of
 
-    return backend.stats_of(model)
+    return compiled_of(model).target.stats()

@@ -29,12 +29,10 @@ from storm_client.compile.target import Graph, Target, shared_target
 from storm_client.connecting import shared_supply
 from storm_client.errors import UsageError
 from storm_client.monitoring.compiled_models import backend_of
-from storm_client.monitoring.stats import OffloadStats
-from storm_client.planner.plan import Plan
 from storm_client.transport.daemon_loss import Supply
 from stormd.protocol import Budget
 
-__all__ = ["compiled", "plans_of", "stats_of", "stormd", "supply_of"]
+__all__ = ["compiled", "compiled_of", "stormd", "supply_of"]
 
 MIN_BYTES = 1 << 20
 
@@ -90,11 +88,7 @@ def compiled(
     target = Target(supply, asked.budget, asked.codec, asked.min_bytes, shared_budget)
     options = {_ASKED: asked, _TARGET: target}
     found = torch.compile(
-        model,
-        backend=stormd,
-        options=options,
-        fullgraph=fullgraph,
-        dynamic=dynamic,
+        model, backend=stormd, options=options, fullgraph=fullgraph, dynamic=dynamic
     )
     found.__dict__[_COMPILED] = _Compiled(target, target.graphs)
     return cast("Model", found)
@@ -115,7 +109,7 @@ def stormd(
     given = dict(options or {})
     try:
         asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
-        target = given[_TARGET] if _TARGET in given else _shared(asked)
+        target = given.get(_TARGET) or shared_target(asked.budget, asked.codec, asked.min_bytes)
         generate = _GENERATORS[asked.codegen]
         compiled, found = generate(gm, inputs, asked, target.shared_budget.share_of(target))
     except UsageError as error:
@@ -130,18 +124,6 @@ def stormd(
             return compiled(*arguments)
 
     return run
-
-
-def plans_of(model: Callable[..., Any]) -> list[Plan]:
-    """Return the plans of the graphs of a compiled model."""
-    return [graph.plan for graph in _compiled_of(model).graphs]
-
-
-def stats_of(model: Callable[..., Any]) -> OffloadStats:
-    """Return the statistics of the graphs of a compiled model."""
-    target = _compiled_of(model).target
-    target.settle()
-    return target.recorder.snapshot()
 
 
 # --- code generators ----------------------------------------------------------------------------
@@ -199,10 +181,6 @@ def _note(caller: Any, target: Target, found: list[Graph]) -> None:
         made.graphs.extend(found)
 
 
-def _shared(asked: _Asked) -> Target:
-    return shared_target(asked.budget, asked.codec, asked.min_bytes)
-
-
 def supply_of(client: Client | None) -> Callable[[], Supply]:
     """Return a function that gives a client's supply; without a client, the process's shared one.
 
@@ -220,7 +198,7 @@ def supply_of(client: Client | None) -> Callable[[], Supply]:
     return lambda: supply
 
 
-def _compiled_of(model: Callable[..., Any]) -> _Compiled:
+def compiled_of(model: Callable[..., Any]) -> _Compiled:
     """Return the target and graphs of a model, whichever of the two ways compiled it."""
     for holder in (model, backend_of(model)):
         found = getattr(holder, "__dict__", {}).get(_COMPILED)

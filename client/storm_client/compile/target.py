@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from storm_client.compile.announced_records import Announced
 from storm_client.compile.shared_budget import SharedBudget, shared_budget_for
+from storm_client.compile.stored import Announced
 from storm_client.connecting import shared_supply
-from storm_client.monitoring.stats import StatsRecorder
+from storm_client.monitoring.stats import OffloadStats, StatsRecorder
 from storm_client.policy import Policy
 from stormd.protocol import Budget
 
@@ -121,10 +121,11 @@ class Target:
         """The most bytes that a run of any graph may keep by its plan; None without graphs."""
         return max((graph.planned or 0 for graph in self.graphs), default=None)
 
-    def settle(self) -> None:
-        """Wait up to a second for stores in flight to end."""
+    def stats(self) -> OffloadStats:
+        """Return the statistics, after waiting up to a second for stores in flight to end."""
         if self._is_used:
             self.supply.sessions.settle(SETTLE_SECONDS)
+        return self.recorder.snapshot()
 
     def announced(self, session: Session) -> Announced:
         """Return the records of a session that graphs have announced."""

@@ -8,7 +8,7 @@ the real objects.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -60,8 +60,9 @@ def capture(
         draws.check_function(step, leaves)
         stack.callback(tables.put_back)
         stack.enter_context(recording.generators)
-        for generator in (*variables_of_type(step, torch.Generator), *_generators(leaves)):
-            recording.generators.watch(generator)
+        for value in (*variables_of_type(step, torch.Generator), *leaves):
+            if isinstance(value, torch.Generator):
+                recording.generators.watch(value)
         stack.enter_context(_watching(captured, tables, draws))
         for module in variables_of_type(step, nn.Module):
             tables.record_module(module)
@@ -76,10 +77,6 @@ def capture(
             recording.generators.check()
     recording.graph.erase_node(recording.root)
     return captured
-
-
-def _generators(leaves: Sequence[object]) -> list[torch.Generator]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
 
 def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -111,8 +108,9 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
             tables.record_module(module)
 
     def on_parameter(module: nn.Module, name: str, parameter: object) -> None:
-        if threading.get_ident() == thread and module._parameters.get(name) is not None:
-            _check_parameter(captured, module, name, parameter)
+        is_new = module._parameters.get(name) is not None and captured.recording.has(parameter)
+        if threading.get_ident() == thread and is_new:
+            raise not_in_place("makes a parameter anew", f"{type(module).__name__}.{name}")
 
     def on_optimizer(optimizer: Optimizer, *_: object) -> None:
         if threading.get_ident() == thread:
@@ -132,11 +130,6 @@ def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None
         stack.enter_context(Recorder(captured.recording))
         stack.enter_context(_Watcher(captured))
         yield
-
-
-def _check_parameter(captured: Captured, module: nn.Module, name: str, given: object) -> None:
-    if captured.recording.has(given):
-        raise not_in_place("makes a parameter anew", f"{type(module).__name__}.{name}")
 
 
 class _Watcher(Watching):

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo.backends.debugging import boxed_nop
 from torch.utils import _pytree as pytree
 
 from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.backend import supply_of
-from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.target import Target
 from storm_client.errors import UsageError
 from storm_client.monitoring.stats import OffloadStats
@@ -31,10 +29,9 @@ from storm_client.step.capture import capture
 from storm_client.step.captured import Captured, Result
 from storm_client.step.explain import Explanation, explained
 from storm_client.step.loops import CAPTURING
-from storm_client.step.program import Generator, Program, program_of
+from storm_client.step.program import GENERATORS, Program, program_of
 from storm_client.step.side_effects import Objects
 from storm_client.step.state import State, described
-from storm_client.step.strides import with_recorded_strides
 from storm_client.step.temporaries import most_at_once
 
 __all__ = ["CompiledStep"]
@@ -71,8 +68,8 @@ class CompiledStep:
             raise UsageError(f"step is of type {type(step).__name__}; pass a function")
         if type(captures) is not int or captures < 1:
             raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
-        if codegen not in _GENERATORS:
-            raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
+        if codegen not in GENERATORS:
+            raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(GENERATORS)}")
         check_codec(codec)
         asked = plan_options(budget, "learn", replay=False).budget
         least = size_of(min_bytes, "min_bytes")
@@ -163,7 +160,7 @@ class CompiledStep:
     ) -> _Prepared:
         captured = self._recorded(arguments, options, leaves)
         codegen = "eager" if captured.makes_state else self._codegen
-        program = program_of(captured, _GENERATORS[codegen], _by_pytorch, self._target)
+        program = program_of(captured, codegen, self._target)
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program.temporaries()))
         return _Prepared(program, State(captured, self._step, leaves))
@@ -221,8 +218,7 @@ class CompiledStep:
 
     def stats(self) -> OffloadStats:
         """Return statistics of the offloads so far, waiting up to a second for stores in flight."""
-        self._target.settle()
-        return self._target.recorder.snapshot()
+        return self._target.stats()
 
     def __reduce__(self) -> NoReturn:
         """Raise UsageError: it cannot be copied or pickled."""
@@ -230,23 +226,6 @@ class CompiledStep:
             "a compiled step belongs to the model and optimizer that its function uses; copy or "
             "pickle those, and call storm_client.compile_step where they are"
         )
-
-
-def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    made: Callable[[list[Any]], Any] = boxed_nop(module, [])
-    return made
-
-
-def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    from storm_client.compile.inductor import generate_inference
-
-    return generate_inference(with_recorded_strides(module))
-
-
-_GENERATORS = {
-    "inductor": Generator(_by_inductor, exact_in_generated_code),
-    "eager": Generator(_by_pytorch, exact_in_eager),
-}
 
 
 MAX_KEPT = (32 << 20) - (1 << 16)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from storm_client.compile.views import nbytes_of
 from storm_client.errors import UsageError
@@ -223,7 +224,8 @@ def _carry(
     captured: Captured,
 ) -> None:
     """Make a node of the body read the value that the previous micro-batch has made."""
-    (mine, shape), (theirs, other) = map(_flat, (node, later))
+    mine, shape = pytree.tree_flatten((node.args, node.kwargs))
+    theirs, other = pytree.tree_flatten((later.args, later.kwargs))
     if shape != other:
         raise _differs("the second and third micro-batch use other arguments")
     replaced = []
@@ -237,19 +239,8 @@ def _carry(
         elif one is not two and one != two:
             raise _differs(f"the second uses {one!r} where the third uses {two!r}")
         replaced.append(value)
-    arguments, options = torch.utils._pytree.tree_unflatten(replaced, shape)
+    arguments, options = pytree.tree_unflatten(replaced, shape)
     node.args, node.kwargs = arguments, options
-
-
-def _flat(node: fx.Node) -> tuple[list[Any], Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [plain(one) for one in value]
-        return value
-
-    args, kwargs = plain(list(node.args)), {key: plain(one) for key, one in node.kwargs.items()}
-    leaves, spec = torch.utils._pytree.tree_flatten((tuple(args), kwargs))
-    return leaves, spec
 
 
 def _carried(

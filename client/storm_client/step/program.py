@@ -15,11 +15,13 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.backends.debugging import boxed_nop
 
+from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.partition import divided
 from storm_client.compile.runtime import running
 from storm_client.compile.saved_values import Rules
@@ -27,12 +29,10 @@ from storm_client.compile.target import Graph, Target
 from storm_client.step.captured import Captured
 from storm_client.step.nodes import MICRO_BATCH, memories, reads, writes, written_by
 from storm_client.step.passes import BODY, Ordered, ordered, without_repeats
+from storm_client.step.strides import with_recorded_strides
 from storm_client.step.temporaries import Lifetimes, Temporary, peak_of
 
-__all__ = ["Call", "Generator", "Program", "program_of"]
-
-Generate = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
-"""Turns a graph into a function that takes its inputs in a list and empties the list."""
+__all__ = ["GENERATORS", "Call", "Program", "program_of"]
 
 
 @dataclass
@@ -119,42 +119,45 @@ def _run(calls: Iterable[Call], values: dict[fx.Node, Any], target: Target) -> N
         del made
 
 
-class Generator(NamedTuple):
-    """A code generator, and which operations have the same bits wherever its code runs them."""
-
-    generate: Generate
-    is_exact: Callable[[fx.Node], bool]
+def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    made: Callable[[list[Any]], Sequence[Any]] = boxed_nop(module, [])
+    return made
 
 
-def program_of(
-    captured: Captured, generator: Generator, generate_late: Generate, target: Target
-) -> Program:
+def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    from storm_client.compile.inductor import generate_inference  # loads Inductor
+
+    return generate_inference(with_recorded_strides(module))
+
+
+GENERATORS = {
+    "inductor": (_by_inductor, exact_in_generated_code),
+    "eager": (_by_pytorch, exact_in_eager),
+}
+"""For each `codegen`: a function that turns a graph into one of its inputs in a list, which it
+empties; and which operations have the same bits wherever the generated code runs them."""
+
+
+def program_of(captured: Captured, codegen: str, target: Target) -> Program:
     """Return the graphs of a captured step, planned for a target's budget.
 
     Raises:
         UsageError: the budget is below the least possible, or the micro-batches cannot run as a
             loop.
     """
-    return _Builder(captured, ordered(captured), generator, generate_late, target).program()
+    return _Builder(captured, codegen, target).program()
 
 
 class _Builder:
     """Builds the graphs of a step from its ordered nodes."""
 
-    def __init__(
-        self,
-        captured: Captured,
-        found: Ordered,
-        generator: Generator,
-        generate_late: Generate,
-        target: Target,
-    ) -> None:
-        self.captured, self.found, self.budget = captured, found, target.budget
-        self.generate, self.generate_late = generator.generate, generate_late
-        touched = written_by(found.work)
+    def __init__(self, captured: Captured, codegen: str, target: Target) -> None:
+        self.captured, self.found, self.budget = captured, ordered(captured), target.budget
+        self.generate, exact = GENERATORS[codegen]
+        touched = written_by(self.found.work)
 
         def is_exact(node: fx.Node) -> bool:
-            return generator.is_exact(node) and not (memories(node) | reads(node)) & touched
+            return exact(node) and not (memories(node) | reads(node)) & touched
 
         self.rules = Rules(target.min_bytes, target.codec, is_exact)
 
@@ -168,7 +171,7 @@ class _Builder:
         body_calls = self._pair(body, read_after)
         after = without_repeats(after, found)
         after_calls = [self._single(after, _read_by(found.late), self.generate)] if after else []
-        late = self._single(found.late, set(), self.generate_late)
+        late = self._single(found.late, set(), _by_pytorch)
         program = Program(self.captured, found, once_calls, body_calls, after_calls, late)
         self._drop(program)
         return program
@@ -205,7 +208,12 @@ class _Builder:
             calls.append(Call(backward, run, given, second_results, takes_saved=True))
         return calls
 
-    def _single(self, nodes: list[fx.Node], later: set[fx.Node], generate: Generate) -> Call:
+    def _single(
+        self,
+        nodes: list[fx.Node],
+        later: set[fx.Node],
+        generate: Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]],
+    ) -> Call:
         wanted = self._wanted() | later
         results = [node for node in nodes if node in wanted]
         module = _graph(nodes, results)

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storm_client.compile import operators
 from storm_client.compile.schemas import argument_of, written
 from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
@@ -108,11 +109,7 @@ class Recording:
         self.record_leaf(tensor)
         with torch.utils._python_dispatch._disable_current_modes():
             fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
-            val = fake.detach()
-        node = self._placeholder()
-        setattr(fake, _NODE, node)
-        self.describe(node, val)
-        node.meta[WRITTEN] = frozenset()
+        node = self._input(fake)
         found = self.outside[id(tensor)] = Outside(tensor, fake, node, argument)
         return found
 
@@ -133,9 +130,7 @@ class Recording:
 
     def number(self, value: float) -> Any:
         """Return a symbolic number that the graph takes as an input."""
-        node = self._placeholder()
-        node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
-        return symbolic(self.numbers, node, value)
+        return symbolic(self.numbers, self._placeholder(), value)
 
     def fresh(self, fake: torch.Tensor) -> torch.Tensor:
         """Return a tensor like `fake`, of which each micro-batch has another one."""
@@ -143,17 +138,21 @@ class Recording:
             made = torch.empty_strided(
                 fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
             )
-            val = made.detach()
-        node = self._placeholder()
-        node.meta[WRITTEN] = frozenset()
-        self.describe(node, val)
-        setattr(made, _NODE, node)
+        self._input(made)
         return made
+
+    def _input(self, fake: torch.Tensor) -> fx.Node:
+        """Return a new input of the graph, for which `fake` stands."""
+        node = self._placeholder()
+        with torch.utils._python_dispatch._disable_current_modes():
+            self.describe(node, fake.detach())
+        setattr(fake, _NODE, node)
+        return node
 
     def _placeholder(self) -> fx.Node:
         with self.graph.inserting_before(self.root):
             node = self.graph.placeholder(f"primals_{len(self.graph.nodes)}")
-        node.meta[MICRO_BATCH] = 0
+        node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset(), MICRO_BATCH: 0})
         return node
 
     @staticmethod
@@ -179,9 +178,8 @@ class Recording:
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node of a tensor that the step made or found."""
-        node = getattr(tensor, _NODE, None) if isinstance(tensor, FakeTensor) else None
+        node = _node_in(tensor)
         if node is not None:
-            assert isinstance(node, fx.Node)
             return node
         if isinstance(tensor, FakeTensor):
             raise UsageError(
@@ -192,7 +190,7 @@ class Recording:
 
     def has(self, tensor: object) -> bool:
         """Return whether a tensor was made by this step."""
-        node = getattr(tensor, _NODE, None) if isinstance(tensor, FakeTensor) else None
+        node = _node_in(tensor)
         return node is not None and node.graph is self.graph
 
     def run(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -258,12 +256,8 @@ class Recording:
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor that Python code has just made; each run copies it again."""
         fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
-        node = self._placeholder()
-        node.meta[WRITTEN] = frozenset()
         with torch.utils._python_dispatch._disable_current_modes():
-            self.describe(node, fake.detach())
-            self.constants[node] = tensor.clone()
-        setattr(fake, _NODE, node)
+            self.constants[self._input(fake)] = tensor.clone()
         made = self.run(aten.clone.default, (fake,), {})
         assert isinstance(made, torch.Tensor)
         return made
@@ -274,7 +268,6 @@ class Recording:
                 return node
         self.generators.watch(generator)
         node = self._placeholder()
-        node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
         self.constants[node] = generator
         return node
 
@@ -404,10 +397,7 @@ class Recording:
 
     def describe(self, node: fx.Node, val: torch.Tensor) -> None:
         """Note a node's value, its metadata and the storage that it lies in."""
-        from torch._subclasses.fake_tensor import extract_tensor_metadata
-
-        node.meta["val"] = val
-        node.meta["tensor_meta"] = extract_tensor_metadata(val)
+        operators.describe(node, val)
         node.meta[MEMORY] = frozenset(self._memory(val))
 
     def _memory(self, value: Any) -> list[int]:
@@ -435,6 +425,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_of_a_capture(value: object) -> bool:
     """Return whether a value is a tensor without memory, or a number, that a capture has made."""
-    return number_of(value) is not None or (
-        isinstance(value, FakeTensor) and getattr(value, _NODE, None) is not None
-    )
+    return number_of(value) is not None or _node_in(value) is not None
+
+
+def _node_in(value: object) -> fx.Node | None:
+    return getattr(value, _NODE, None) if isinstance(value, FakeTensor) else None

@@ -177,7 +177,7 @@ def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
     monkeypatch.setattr(Stored, "fetch", fetching)
     monkeypatch.setattr(Stored, "restore", bringing)
     run()
-    first, second = (backend._compiled_of(call).target for call in calls)
+    first, second = (backend.compiled_of(call).target for call in calls)
     last = max(at for at, event in enumerate(events) if event == ("restore", second))
     assert first.graphs[0].early
     assert events[last + 1] == ("fetch", first)
@@ -225,7 +225,7 @@ def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -
         return nets[1](x)
 
     call = wrap(model)
-    target = backend._compiled_of(call).target
+    target = backend.compiled_of(call).target
     for number in range(3):
         loss = call(seeded("cpu", 2, 16, 32)).square().mean()
         least = max(graph.schedule.least for graph in target.graphs)
@@ -243,14 +243,14 @@ def test_blocks_that_are_compiled_one_by_one_share_a_budget_of_bytes(client: sto
     wrap = Compiler(client, budget=60_000)
     calls = [wrap(blocks("cpu", 1)) for _ in range(2)]
     others = Compiler(client, budget=50_000)(perceptron("cpu"))
-    budgets = [backend._compiled_of(call).target.shared_budget for call in calls]
+    budgets = [backend.compiled_of(call).target.shared_budget for call in calls]
     assert budgets[0] is budgets[1]
-    assert budgets[0] is not backend._compiled_of(others).target.shared_budget
+    assert budgets[0] is not backend.compiled_of(others).target.shared_budget
     for number in range(3):
         x = seeded("cpu", 2, 16, 32)
         for call in calls:
             x = call(x)
-        least = max(backend._compiled_of(call).target.least for call in calls)
+        least = max(backend.compiled_of(call).target.least for call in calls)
         assert budgets[0].kept_bytes <= 60_000 - least
         assert (budgets[0].kept_bytes > 0) == (number > 0)
         x.square().mean().backward()
@@ -265,14 +265,14 @@ def test_blocks_compute_again_what_their_part_of_a_budget_does_not_hold(
     least = Compiler(client, budget=0.0)
     expected = trained_blocks(reference("eager"))
     assert_identical(trained_blocks(least), expected)
-    schedule = backend._compiled_of(least.made[0]).target.graphs[0].schedule
+    schedule = backend.compiled_of(least.made[0]).target.graphs[0].schedule
     count = min(filter(None, schedule.recomputed_until))  # as many kept, and less is recomputed
     part = schedule.kept_bytes[count]
     again = []
     for nbytes in (part, part - 1):
         shared = Compiler(client, budget=schedule.least + BLOCKS * nbytes)
         assert_identical(trained_blocks(shared), expected)
-        graphs = [backend._compiled_of(call).target.graphs[0] for call in shared.made]
+        graphs = [backend.compiled_of(call).target.graphs[0] for call in shared.made]
         assert sum(graph.planned or 0 for graph in graphs) <= BLOCKS * nbytes
         again.append([computed_again(call) for call in shared.made])
     assert again[0] == [again[0][0]] * BLOCKS
