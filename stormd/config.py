@@ -23,13 +23,7 @@ from stormd.protocol import ProtocolError, default_addresses, parse_address
 from stormd.protocol.limits import MAX_ENTRY_BYTES
 from stormd.sizes import format_size
 
-__all__ = [
-    "Config",
-    "Option",
-    "config_options",
-    "default_address",
-    "default_of",
-]
+__all__ = ["Config", "Option", "config_options", "default_address", "default_of"]
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20

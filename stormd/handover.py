@@ -9,7 +9,6 @@ the memory. They stay in force as long as a session or a cached tensor is left i
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from stormd.memory.arena import Space
 from stormd.memory.journal import Journal, JournalUnusable
 from stormd.memory.shared_memory import is_sealed, sealed_memory
 from stormd.notify import Notifier
+from stormd.open_files import close_all
 
 __all__ = ["CONTROL", "LIFELINES", "Handover"]
 
@@ -61,7 +61,7 @@ class Handover:
         """Read the earlier daemon's state; return the settings to continue with."""
         pool, journal = self._kept.pop(_POOL, -1), self._kept.pop(_JOURNAL, -1)
         if pool < 0 or journal < 0:
-            self._close(pool, journal)
+            close_all((pool, journal))
             return config
         try:
             self._journal, found = Journal.open(journal)
@@ -76,7 +76,7 @@ class Handover:
             if not isinstance(error, _NothingLeft):
                 log.error("what an earlier daemon held is lost: %s", error)  # noqa: TRY400
             self._drop_journal(journal)
-            self._close(pool)
+            close_all((pool,))
             return config
         self._pool, self.state = pool, state
         return fitted
@@ -85,7 +85,7 @@ class Handover:
         """Drop the earlier daemon's state, which contradicts itself, and start empty."""
         log.error("what an earlier daemon held is lost: %s", reason)
         self._drop_journal(-1)
-        self._close(self._pool)
+        close_all((self._pool,))
         self._pool, self.state = -1, None
 
     def pool_file(self, nbytes: int) -> int:
@@ -190,7 +190,7 @@ class Handover:
 
     def close(self) -> None:
         """Close this process's descriptors and the journal; the manager's copies stay open."""
-        self._close(self._pool, *self._kept.values())
+        close_all((self._pool, *self._kept.values()))
         self._kept.clear()
         self._pool = -1
         self._drop_journal(-1)
@@ -204,12 +204,7 @@ class Handover:
             self._journal.close()
             self._journal = None
         else:
-            self._close(descriptor)
-
-    def _close(self, *descriptors: int) -> None:
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
+            close_all((descriptor,))
 
 
 class _NothingLeft(Exception):

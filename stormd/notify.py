@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Final, Self
 
 from stormd.errors import ConfigError
+from stormd.open_files import close_all
 
 __all__ = ["MANAGER_VARIABLE", "Notifier", "feed_watchdog", "take_kept", "watchdog_seconds"]
 
@@ -148,9 +149,7 @@ def take_kept(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
     for place in range(int(count)):
         descriptor = _FIRST_KEPT + place
         name = given[place] if place < len(given) else ""
-        old = kept.pop(name, None)
-        if old is not None:
-            os.close(old)
+        close_all((kept.pop(name, -1),))
         os.set_inheritable(descriptor, False)
         kept[name] = descriptor
     return kept

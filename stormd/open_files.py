@@ -1,4 +1,4 @@
-"""How many descriptors the process may have open, and whether they run short.
+"""Descriptors: how many the process may have open, whether they run short, and closing them.
 
 A check costs a few system calls, however many descriptors are open.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterable
 from typing import Final
 
 from stormd.errors import ConfigError
 
-__all__ = ["are_scarce", "check_room", "limit_for", "raise_limit"]
+__all__ = ["are_scarce", "check_room", "close_all", "limit_for", "raise_limit"]
 
 OF_DAEMON: Final = 64
 """More than a daemon without sessions has open: 19 on the cpu lane, with the metrics endpoint."""
@@ -53,6 +54,13 @@ def _too_low(limit: int, why: str) -> str:
         f"the limit of open files is {limit}, and {why}: raise the hard limit (ulimit -Hn, "
         f"LimitNOFILE= in a unit), to {limit_for(64)} for 64 sessions"
     )
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close these descriptors; a negative number stands for none."""
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def are_scarce() -> bool:

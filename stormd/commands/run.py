@@ -16,12 +16,7 @@ from stormd.commands.serve import fit_pool
 from stormd.config import Config
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
-from stormd.protocol import (
-    BUDGET_VARIABLE,
-    default_addresses,
-    parse_budget,
-    private_pool_commit,
-)
+from stormd.protocol import BUDGET_VARIABLE, default_addresses, parse_budget, private_pool_commit
 from stormd.query import ADDRESS_VARIABLE
 from stormd.settings import OPTIONS, load_config
 from stormd.supervise.request import MpsMode, Request, find_program

@@ -22,7 +22,7 @@ from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import Phase
 from stormd.monitoring.counters import Counters
-from stormd.open_files import are_scarce
+from stormd.open_files import are_scarce, close_all
 from stormd.protocol import (
     Envelope,
     Goodbye,
@@ -192,8 +192,7 @@ class Gateway:
         """
         peer = self._peers.claim(token, uid)
         if peer is None or peer.resumes is None:
-            for descriptor in given:
-                os.close(descriptor)
+            close_all(given)
         if peer is None:
             self._counters.refused += 1
             return None
@@ -406,9 +405,7 @@ class Gateway:
     def _map_handed(self, peer: Peer, request: int, message: MapPiece) -> None:
         ask = self._ledger.on_request[MapPiece]
         self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
-        refused = peer.piece_descriptors.pop(message.segment, None)
-        if refused is not None:
-            os.close(refused)
+        close_all([peer.piece_descriptors.pop(message.segment, -1)])  # if it was refused
 
     def _ask_ledger(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
         """Carry out the ledger's answer; if that is to wait for memory, return the steps."""

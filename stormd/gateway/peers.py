@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stormd.lanes import Lane
 from stormd.ledger.sessions import Session
+from stormd.open_files import close_all
 from stormd.protocol import Envelope, MapPiece
 from stormd.transport.control import Connection
 
@@ -45,8 +45,7 @@ class Peer:
 
     def close_descriptors(self) -> None:
         """Close the descriptors that nobody has taken."""
-        for descriptor in (*self.descriptors, *self.piece_descriptors.values()):
-            os.close(descriptor)
+        close_all((*self.descriptors, *self.piece_descriptors.values()))
         self.descriptors = ()
         self.piece_descriptors.clear()
         self.pieces_waiting.clear()

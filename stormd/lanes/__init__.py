@@ -11,21 +11,14 @@ inside their segment.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from stormd.ledger.events import (
-    Detached,
-    Mappable,
-    RestoreJob,
-    Result,
-    SegmentRefused,
-    StoreJob,
-)
+from stormd.ledger.events import Detached, Mappable, RestoreJob, Result, SegmentRefused, StoreJob
 from stormd.monitoring.health import Heartbeat
 from stormd.monitoring.link_meter import LinkMeter
+from stormd.open_files import close_all
 from stormd.protocol import NO_LANE, Hello
 
 __all__ = ["NOTHING_SHARED", "SEE_LOG", "Attachment", "Lane", "LinkSpeed", "Post"]
@@ -129,8 +122,7 @@ class Lane:
         Raises:
             LaneUnavailable: this session cannot be served; nothing is set up.
         """
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         return NOTHING_SHARED
 
     def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> Sequence[Result]:
@@ -160,8 +152,7 @@ class Lane:
 
         `descriptor` is the descriptor of the piece; the lane then owns it.
         """
-        if descriptor >= 0:
-            os.close(descriptor)
+        close_all((descriptor,))
         detail = f"the {self.device} lane maps no segments: use segment 0, the staging area"
         self._post(SegmentRefused(session=session, segment=request.segment, detail=detail))
 

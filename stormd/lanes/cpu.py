@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-import os
 import threading
 import time
 from collections import Counter
@@ -39,6 +38,7 @@ from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
 from stormd.monitoring.link_meter import LinkLimit
+from stormd.open_files import close_all
 from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines, restored_slot
 from stormd.sizes import format_size
@@ -198,14 +198,11 @@ class CpuLane(Lane):
                 f"{error_with_remedy(error, SEE_LOG)}"
             ) from error
         finally:
-            for descriptor in given:
-                if descriptor >= 0:
-                    os.close(descriptor)
+            close_all(given)
         self._memories[session] = memory
         made = memory.page.take_descriptor(), memory.staging.take_descriptor()
         if descriptors:  # the client has them
-            for descriptor in made:
-                os.close(descriptor)
+            close_all(made)
         return Attachment(
             descriptors=() if descriptors else made,
             staging_bytes=staging,

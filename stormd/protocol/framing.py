@@ -14,17 +14,9 @@ import msgpack
 
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
-from stormd.protocol.fields import (
-    RESTORE_FIELDS,
-    STORE_FIELDS,
-)
+from stormd.protocol.fields import RESTORE_FIELDS, STORE_FIELDS
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import (
-    Hello,
-    RestoreParts,
-    Resume,
-    StoreParts,
-)
+from stormd.protocol.messages import Hello, RestoreParts, Resume, StoreParts
 
 __all__ = ["Envelope", "decode", "decode_each", "encode", "first_request", "hello_version"]
 

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Final, NoReturn
 
+from stormd.open_files import close_all
 from stormd.output import EXIT_RESTART
 from stormd.stderr import print_to_stderr
 from stormd.supervise.processes import die_with_parent, end_by, exit_status, is_handled
@@ -101,8 +102,7 @@ class _Holder:
     def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(-1)
         self._socket.close()
-        for descriptor in (self._woken, self._wake, *self._kept.values()):
-            os.close(descriptor)
+        close_all((self._woken, self._wake, *self._kept.values()))
 
     def run(self) -> int:
         """Run daemons until none follows; return how the last one ended, as Popen has it."""
@@ -190,8 +190,7 @@ class _Holder:
             if "FDSTORE" in fields and len(descriptors) == 1 and len(self._kept) < _MAX_KEPT:
                 self._drop(name)
                 self._kept[name] = descriptors.pop()
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             if "READY" in fields and self._phase is _Phase.STARTING:
                 self._phase, self._has_served, self._starts = _Phase.SERVING, True, 0
                 self._serving_since = time.monotonic()
@@ -216,13 +215,10 @@ class _Holder:
             if sender == self._daemon:
                 yield data.decode(errors="replace"), list(descriptors)
             else:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                close_all(descriptors)
 
     def _drop(self, name: str) -> None:
-        descriptor = self._kept.pop(name, None)
-        if descriptor is not None:
-            os.close(descriptor)
+        close_all((self._kept.pop(name, -1),))
 
     # --- when it has ended ------------------------------------------------------------------
 

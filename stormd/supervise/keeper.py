@@ -21,12 +21,7 @@ from typing import Any, Final, NoReturn
 
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
 from stormd.output import EXIT_FAILED
-from stormd.protocol import (
-    BUDGET_VARIABLE,
-    accepts_connections,
-    parse_address,
-    private_pool_commit,
-)
+from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address, private_pool_commit
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.stderr import print_to_stderr
 from stormd.supervise import mps

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from stormd.open_files import close_all
 from stormd.protocol.limits import PIECE_NUMBER_BYTES, TOKEN_BYTES
-from stormd.transport.listener import Credentials, Listener, peer_credentials
+from stormd.transport.listener import Credentials, Listener, peer_credentials, received
 from stormd.transport.sessionless import Sessionless
 
 __all__ = ["GREETING_SECONDS", "LifelineListener", "OnPiece", "OnToken"]
@@ -127,21 +127,14 @@ class LifelineListener:
 
     def _read_token(self, line: socket.socket) -> None:
         """Read the token with one call: 16 bytes of a local stream are never split."""
-        descriptors: list[int] = []
-        try:
-            token, descriptors, _, _ = socket.recv_fds(
-                line, TOKEN_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
-        except (BlockingIOError, InterruptedError):
+        found = received(line, TOKEN_BYTES + 1, MAX_DESCRIPTORS)
+        if found is None:
             return
-        except OSError:
-            token = b""
-        granted = None
+        granted, (token, descriptors) = None, found
         if len(token) == TOKEN_BYTES:
             granted = self._on_token(token, peer_credentials(line).uid, descriptors)
         else:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
         if granted is None:
             self._close_sessionless(line)
             return
@@ -160,8 +153,7 @@ class LifelineListener:
             self.end(session)
             self._on_lost(session)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
 
     def _close_sessionless(self, line: socket.socket) -> None:
         self._remove_sessionless(line)
@@ -175,21 +167,18 @@ class LifelineListener:
     # --- sessions ---------------------------------------------------------------------------
 
     def _receive_piece(self, session: int) -> None:
-        """Take a piece, or end the lifeline: its peer is gone or breaks the protocol."""
-        descriptors: list[int] = []
-        try:  # never split, like the token
-            number, descriptors, _, _ = socket.recv_fds(
-                self._lines[session], PIECE_NUMBER_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-            )
-        except (BlockingIOError, InterruptedError):
-            return  # a spurious wake-up
-        except OSError:
-            number = b""
+        """Take a piece, or end the lifeline: its peer is gone or breaks the protocol.
+
+        Like the token, the piece's number is never split.
+        """
+        found = received(self._lines[session], PIECE_NUMBER_BYTES, 1)
+        if found is None:
+            return
+        number, descriptors = found
         if len(number) == PIECE_NUMBER_BYTES and descriptors:
             self._on_piece(session, int.from_bytes(number, "little"), descriptors[0])
             return
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         self.end(session)
         self._on_lost(session)
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from stormd.errors import error_with_remedy
 from stormd.runtime_directory import SocketFile
 
-__all__ = ["Credentials", "Listener", "peer_credentials"]
+__all__ = ["Credentials", "Listener", "peer_credentials", "received"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,20 @@ def peer_credentials(line: socket.socket) -> Credentials:
     found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     pid, uid, gid = struct.unpack("iII", found)
     return Credentials(uid=uid, gid=gid, pid=pid)
+
+
+def received(line: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]] | None:
+    """Return what one call reads from a Unix socket: bytes, and up to `most` descriptors.
+
+    There are no bytes if the other end is closed or broken. Returns None if nothing has come.
+    """
+    try:
+        data, descriptors, _, _ = socket.recv_fds(line, nbytes, most, socket.MSG_CMSG_CLOEXEC)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b"", []
+    return data, descriptors
 
 
 class Listener:

@@ -17,6 +17,9 @@ from typing import Any, Final
 
 import msgpack
 
+from stormd.open_files import close_all
+from stormd.transport.listener import received
+
 __all__ = ["WorkerChannel", "receive_first", "send_first"]
 
 HEADER: Final = struct.Struct("<I?")
@@ -85,7 +88,7 @@ class WorkerChannel:
         """Send a message, with a descriptor that is closed here once it has been sent."""
         data = _packed(kind, values, has_descriptor=descriptor >= 0)
         if self._end.fileno() < 0:
-            _close(descriptor)
+            close_all((descriptor,))
             return
         self._unsent.append((memoryview(data), descriptor))
         if len(self._unsent) == 1:
@@ -98,10 +101,7 @@ class WorkerChannel:
         self._loop.remove_reader(self._end.fileno())
         self._loop.remove_writer(self._end.fileno())
         self._end.close()
-        for _, descriptor in self._unsent:
-            _close(descriptor)
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        close_all((*(descriptor for _, descriptor in self._unsent), *self._descriptors))
         self._unsent.clear()
         self._descriptors.clear()
 
@@ -122,20 +122,15 @@ class WorkerChannel:
             self._loop.add_writer(self._end.fileno(), self._write)
             return
         except OSError:
-            for _, descriptor in self._unsent:
-                _close(descriptor)
+            close_all(descriptor for _, descriptor in self._unsent)
             self._unsent.clear()
         self._loop.remove_writer(self._end.fileno())
 
     def _read(self) -> None:
-        try:
-            data, descriptors, _, _ = socket.recv_fds(
-                self._end, READ_BYTES, MAX_AT_ONCE, socket.MSG_CMSG_CLOEXEC
-            )
-        except (BlockingIOError, InterruptedError):
+        found = received(self._end, READ_BYTES, MAX_AT_ONCE)
+        if found is None:
             return
-        except OSError:
-            data, descriptors = b"", []
+        data, descriptors = found
         if not data:
             self.close()
             self._on_end()
@@ -153,8 +148,3 @@ class WorkerChannel:
             kind, *values = msgpack.unpackb(bytes(self._received[HEADER.size : end]))
             del self._received[:end]
             self._on_message(kind, values, self._descriptors.popleft() if has_descriptor else -1)
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)

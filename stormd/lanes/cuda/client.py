@@ -13,13 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Final
 
-from storm_kernels.cuda_driver import (
-    AddressRange,
-    IpcMapping,
-    RegisteredHost,
-    Stream,
-    write_value,
-)
+from storm_kernels.cuda_driver import AddressRange, IpcMapping, RegisteredHost, Stream, write_value
 from storm_kernels.errors import CudaDriverError, KernelsError
 
 from stormd.errors import LaneUnavailable

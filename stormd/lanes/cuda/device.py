@@ -17,12 +17,7 @@ from typing import NamedTuple
 
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
 from storm_kernels.ancf.prepared import PreparedCodec
-from storm_kernels.cuda_driver import (
-    PrimaryContext,
-    RegisteredHost,
-    Stream,
-    copy_async,
-)
+from storm_kernels.cuda_driver import PrimaryContext, RegisteredHost, Stream, copy_async
 from storm_kernels.errors import CudaDriverError
 
 from stormd.memory.arena import Block

@@ -7,7 +7,6 @@ device whose UUID its Hello names, whatever ordinal that device has in either pr
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -25,6 +24,7 @@ from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
 from stormd.monitoring.link_meter import LinkMeter
+from stormd.open_files import close_all
 from stormd.protocol import Hello
 from stormd.protocol.timeline import PAGE_BYTES
 
@@ -109,12 +109,10 @@ class CudaLane(Lane):
     def attach(self, session: int, hello: Hello, descriptors: Sequence[int] = ()) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""
         given, *others = descriptors or (-1,)
-        for descriptor in others:
-            os.close(descriptor)
+        close_all(others)
         device = self._devices.get(hello.device_uuid)
         if device is None:
-            if given >= 0:
-                os.close(given)
+            close_all((given,))
             raise LaneUnavailable(
                 f"this daemon does not serve the GPU {hello.device_uuid or 'without a UUID'}, "
                 f"only {', '.join(self._devices)}: check CUDA_VISIBLE_DEVICES on both sides"
@@ -139,7 +137,7 @@ class CudaLane(Lane):
         self._sessions[session] = CudaSession(client)
         made = page.take_descriptor()
         if descriptors:  # the client has it
-            os.close(made)
+            close_all((made,))
         return Attachment(
             descriptors=() if descriptors else (made,),
             staging_bytes=staging,

@@ -11,7 +11,6 @@ far the client's counter has advanced, and put the work on the device that may b
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from stormd.ledger.events import (
     SegmentRefused,
     StoreJob,
 )
+from stormd.open_files import close_all
 
 __all__ = ["CudaSession"]
 
@@ -134,8 +134,7 @@ class CudaSession:
             )
             return
         finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            close_all((descriptor,))
         client.post(SegmentMapped(session=client.session, segment=request.segment))
 
     def _open(self) -> None:
