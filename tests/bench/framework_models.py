@@ -6,7 +6,9 @@ Nothing is downloaded. Each has a width that people train on one GPU, or is smal
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -71,9 +73,35 @@ def make_llama(options: argparse.Namespace) -> Workload:
 
 def make_lora(options: argparse.Namespace) -> Workload:
     """Return the same with LoRA of rank 16 in all its projections."""
-    peft, workload = import_module("peft"), make_llama(options)
+    workload = make_llama(options)
+    return workload._replace(model=_with_lora(workload.model))
+
+
+def make_qlora(options: argparse.Namespace) -> Workload:
+    """Return the same with its projections' weights in four bits, as a checkpoint is loaded."""
+    import_module("bitsandbytes")  # transformers' message for a missing one is no ImportError
+    transformers, workload = import_module("transformers"), make_llama(options)
+    four_bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        workload.model.save_pretrained(folder)
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            quantization_config=four_bits,
+            device_map={"": options.device},
+        )
+    return workload._replace(model=_with_lora(model))
+
+
+def _with_lora(model: Any) -> Any:
+    peft = import_module("peft")
     settings = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    return workload._replace(model=peft.get_peft_model(workload.model, settings))
+    return peft.get_peft_model(model, settings)
 
 
 def make_liger(options: argparse.Namespace) -> Workload:
@@ -191,47 +219,89 @@ def make_whisper(options: argparse.Namespace) -> Workload:
 
 
 def make_diffusion(options: argparse.Namespace) -> Workload:
-    """Return diffusers' UNet in the shape of Stable Diffusion 1.5, with 16 latents of 64 x 64."""
+    """Return diffusers' UNet in the shape of Stable Diffusion 1.5, with 16 latents of 64 x 64.
+
+    It learns the noise that diffusers' scheduler adds to the latents, a time for each.
+    """
+    diffusers = import_module("diffusers")
     small = options.small
     side, count, words, width = (16, 2, 7, 32) if small else (64, 16, 77, 768)
     sizes: dict[str, Any] = {"block_out_channels": (32, 64, 64, 64)} if small else {}
     groups = {"norm_num_groups": 8} if small else {}
     with options.device:
-        unet = import_module("diffusers").UNet2DConditionModel(
+        unet = diffusers.UNet2DConditionModel(
             sample_size=side, cross_attention_dim=width, **sizes, **groups
         )
-    shapes = {"sample": (count, 4, side, side), "encoder_hidden_states": (count, words, width)}
-    batch = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    batch["timestep"] = torch.arange(count)
+    scheduler, batches = diffusers.DDPMScheduler(), []
+    text = torch.randn(count, words, width, dtype=torch.bfloat16)
+    for _ in range(options.steps):
+        latents, noise = torch.randn(2, count, 4, side, side, dtype=torch.bfloat16)
+        times = torch.randint(scheduler.config.num_train_timesteps, (count,))
+        batches.append(
+            {
+                "sample": scheduler.add_noise(latents, noise, times),
+                "timestep": times,
+                "encoder_hidden_states": text,
+                "noise": noise,
+            }
+        )
 
     def loss(model: Any, batch: Batch) -> Tensor:
-        return nn.functional.mse_loss(model(**batch).sample.float(), batch["sample"].float())
+        given = {name: one for name, one in batch.items() if name != "noise"}
+        return nn.functional.mse_loss(model(**given).sample.float(), batch["noise"].float())
 
-    return Workload(unet.bfloat16(), _on(options.device, [batch]) * options.steps, loss)
+    return Workload(unet.bfloat16(), _on(options.device, batches), loss)
 
 
 def make_torchtitan(options: argparse.Namespace) -> Workload:
-    """Return torchtitan's Llama 8B with fewer layers; a CPU takes PyTorch's attention."""
-    if options.device.type == "cpu":
-        attention = import_module("torchtitan.models.common.attention").FlexAttention
-        attention.compiled_flex_attn = staticmethod(_causal)
-    registry = import_module("torchtitan.models.llama3").model_registry
-    config = registry("debugmodel" if options.small else "8B").model
-    config.layers = config.layers[: 2 if options.small else options.layers]
+    """Return torchtitan's Llama 8B with fewer layers and words."""
+    llama3 = import_module("torchtitan.models.llama3")
+    make = _torchtitan if hasattr(llama3, "model_registry") else _torchtitan_before_0_3
     with options.device:
-        model = config.build()
-        model.init_states(buffer_device=options.device)
-    batches = []
-    for tokens in _tokens(options, 1, options.tokens):
-        positions = torch.arange(options.tokens)[None]
-        batches.append({"tokens": tokens % config.vocab_size, "positions": positions})
+        model, more = make(options, llama3)
+    words = model.tok_embeddings.weight.shape[0]
+    batches = [{"tokens": one % words} for one in _tokens(options, 1, options.tokens)]
 
     def loss(model: Any, batch: Batch) -> Tensor:
-        positions = batch["positions"]
-        logits = model(batch["tokens"], positions, model.get_attention_masks(positions))
+        logits = model(batch["tokens"], *more())
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["tokens"].flatten())
 
     return Workload(model.bfloat16(), _on(options.device, batches), loss)
+
+
+def _torchtitan(
+    options: argparse.Namespace, llama3: Any
+) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
+    """Return the model, and what its forward takes beside tokens. A CPU takes PyTorch's attention.
+
+    torchtitan 0.3 needs PyTorch 2.12: it imports `DataParallelMeshDims`.
+    """
+    if options.device.type == "cpu":
+        attention = import_module("torchtitan.models.common.attention").FlexAttention
+        attention.compiled_flex_attn = staticmethod(_causal)
+    config = llama3.model_registry("debugmodel" if options.small else "8B").model
+    config.layers = config.layers[: 2 if options.small else options.layers]
+    if not options.small:
+        config.vocab_size = VOCABULARY
+        config.tok_embeddings.num_embeddings = config.lm_head.out_features = VOCABULARY
+    model = config.build()
+    model.init_states(buffer_device=options.device)
+    positions = torch.arange(options.tokens, device=options.device)[None]
+    return model, lambda: (positions, model.get_attention_masks(positions))
+
+
+def _torchtitan_before_0_3(
+    options: argparse.Namespace, llama3: Any
+) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
+    """Return the model, whose forward takes tokens only: its attention is PyTorch's."""
+    arguments = llama3.llama3_args["debugmodel" if options.small else "8B"]
+    less = {"n_layers": 2 if options.small else options.layers, "max_seq_len": options.tokens}
+    if not options.small:
+        less["vocab_size"] = VOCABULARY
+    model = llama3.Transformer(replace(arguments, **less))
+    with torch.no_grad():
+        model.init_weights()
+    return model, tuple
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
@@ -250,4 +320,8 @@ def checkpoint(model: Any) -> None:
         model.enable_gradient_checkpointing()
     else:
         policies = import_module("torchtitan.distributed.activation_checkpoint")
-        policies.FullAC.Config().build(dump_folder="").apply(model)
+        if hasattr(policies, "FullAC"):
+            policies.FullAC.Config().build(dump_folder="").apply(model)
+        else:  # before 0.3
+            settings = import_module("torchtitan.config.job_config").ActivationCheckpoint
+            policies.apply_ac(model, settings(mode="full"))

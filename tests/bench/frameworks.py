@@ -252,11 +252,15 @@ def run_loop(options: argparse.Namespace) -> Trained:
 
 
 def run_torchtitan(options: argparse.Namespace) -> Trained:
-    """Train torchtitan's model with stormd's policy in the place of a checkpointing one."""
+    """Train torchtitan's model with stormd's policy in the place of a checkpointing one.
+
+    Before 0.3 torchtitan has no such policies, and the block is around its forward pass and loss.
+    """
     workload = models.make_torchtitan(options)
     model = prepared(options, workload.model)
-    if options.method != "storm":
-        return loop(options, workload, model, None)
+    own = import_module("torchtitan.distributed.activation_checkpoint")
+    if options.method != "storm" or not hasattr(own, "ActivationCheckpointing"):
+        return loop(options, workload, model, offload_of(options, model))
     policies = import_module("storm_client.integrations.torchtitan")
     policy = policies.StormOffload.Config(**options.offload).build(dump_folder="")
     policy.apply(model)
@@ -304,7 +308,7 @@ def offload_as_axolotl(model: Any) -> None:
 
 def optimizer_of(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if options.framework == "bitsandbytes":
+    if options.framework in EIGHT_BITS:
         made: torch.optim.Optimizer = import_module("bitsandbytes").optim.AdamW8bit(
             trained, lr=1e-5
         )
@@ -322,6 +326,7 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "liger": models.make_liger,
     "torchao": models.make_float8,
     "bitsandbytes": models.make_lora,
+    "qlora": models.make_qlora,
     "vision-language": models.make_vision_language,
     "whisper": models.make_whisper,
     "diffusion": models.make_diffusion,
@@ -336,6 +341,9 @@ FRAMEWORKS: dict[str, Callable[[argparse.Namespace], Trained]] = {
     "torchtitan": run_torchtitan,
     **dict.fromkeys(WORKLOADS, run_loop),
 }
+
+EIGHT_BITS = ("bitsandbytes", "qlora")
+"""What is trained by bitsandbytes' AdamW, with its state in eight bits."""
 
 OWN = {"trl": "trl", "loop": "axolotl"}
 """Which frameworks' own way to offload is a row, and what it needs. It copies from a GPU."""
