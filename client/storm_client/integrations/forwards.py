@@ -45,7 +45,6 @@ class LayerDepth(threading.local):
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Note that this thread has left it."""
         self.depth -= 1
 
     def __reduce__(self) -> tuple[type[LayerDepth], tuple[()]]:

@@ -131,7 +131,6 @@ class Pieces:
                 yield piece
 
     def __len__(self) -> int:
-        """Return the number of known pieces."""
         return len(self._known)
 
     def __iter__(self) -> Iterator[AddressRange | Piece]:

@@ -99,7 +99,6 @@ class Publisher:
     """
 
     def __init__(self, shared: Shared) -> None:
-        """Publish in the page of `shared`."""
         self._shared = shared
         self._lock = threading.Lock()  # protects the event and all attributes below
         self._is_ended = False

@@ -37,7 +37,6 @@ class FirstSteps:
     """Counts the steps of an Offload up to the one that examines them. Threads may share it."""
 
     def __init__(self) -> None:
-        """Start before the first step."""
         self.begun = 0
         self._due = EXAMINED_STEPS + 1
 

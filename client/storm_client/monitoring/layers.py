@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 import torch
+
+from storm_client.planner.blocks import numbered_layers
 
 __all__ = ["MODEL", "NOWHERE", "Layers", "Place", "layer_name", "modules_inside"]
 
@@ -92,8 +93,4 @@ def layer_name(module: str) -> str:
     """
     if not module:
         return MODEL
-    parts = module.split(".")
-    for prefix, part in zip(accumulate(parts, "{}.{}".format), parts, strict=True):
-        if part.isdecimal():
-            return prefix
-    return parts[0]
+    return next(numbered_layers(module), module.partition(".")[0])

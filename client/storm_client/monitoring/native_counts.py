@@ -32,7 +32,6 @@ class NativeCounts:
     """Maps each row of some tallies to its meaning."""
 
     def __init__(self, tallies: Tallies) -> None:
-        """Start without rows."""
         self.tallies = tallies
         self._rows: dict[tuple[str, str, str], int] = {}
         self._names: list[tuple[str, str, str]] = []

@@ -45,7 +45,6 @@ class Report:
     """The latest traced step whose backward pass has begun; None before there is one."""
 
     def __post_init__(self) -> None:
-        """Freeze the mapping."""
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
 
     def __str__(self) -> str:

@@ -34,7 +34,6 @@ class SharedRecorder:
     """Counts for each layer its storages' bytes of a range, without the gaps between storages."""
 
     def __init__(self) -> None:
-        """Start without layers."""
         self._shares: defaultdict[StatsRecorder, _Share] = defaultdict(_Share)
 
     def add(self, recorder: StatsRecorder, nbytes: int, own: int) -> None:

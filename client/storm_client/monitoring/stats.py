@@ -114,7 +114,6 @@ class OffloadStats:
         return OffloadStats, tuple(plain)
 
     def __post_init__(self) -> None:
-        """Freeze the mappings."""
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, dict):

@@ -44,7 +44,6 @@ class Summary:
     """Counts the steps of an Offload up to the one that reports. Threads may share it."""
 
     def __init__(self) -> None:
-        """Start before the first step."""
         self.begun = 0
         self._due = FIRST_STEP
         self._before: _Begin | None = None

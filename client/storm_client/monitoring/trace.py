@@ -147,7 +147,6 @@ class Traces:
     """Selects the step of an Offload that is shown: the last traced one with a backward pass."""
 
     def __init__(self) -> None:
-        """Start without traces."""
         self.latest: StepTrace | None = None
         self._steps = 0
 

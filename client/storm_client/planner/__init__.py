@@ -1,4 +1,8 @@
-"""Decides for each saved tensor: keep, offload or replay. Also the restore order and the memory."""
+"""Decides for each saved tensor: keep, offload or replay. Also the restore order and the memory.
+
+Everything here is pure, without tensor, device, clock or connection, except that `in_flight.py`
+asks GPUs for their memory.
+"""
 
 from storm_client.planner.decisions import (
     OFFLOAD,

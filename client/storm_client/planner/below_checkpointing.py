@@ -3,8 +3,6 @@
 A kept value occupies memory from its making to its first use. So the free bytes differ at each
 moment of the backward pass: when gradients of parameters fill memory, the last blocks are freed
 already. Bytes in flight use a part of these free bytes, here called room.
-
-Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A block is a layer with a number, as "model.layers.3". Checkpointing keeps the block's input: the
 last value that the block before makes. Blocks may be nested, as in the stages of an image model.
 The inner ones are used if the input of each is made by the one before it, and if they need less
-memory. Everything here is pure.
+memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from storm_client.planner.prices import MadeValue
 
-__all__ = ["block_ends"]
+__all__ = ["block_ends", "numbered_layers"]
 
 MIN_MADE: Final = 4
 """Fewest values of a block: a list of single functions does not consist of blocks."""
@@ -37,7 +37,7 @@ def block_ends(values: Sequence[PlacedValue]) -> frozenset[int]:
     `values` are those of the step, in order. If a block ends with a norm of a value that is saved
     anyway, the result has this value instead: the norm is recomputed rather than offloaded.
     """
-    around = [list(_numbered(value.path)) for value in values]
+    around = [list(numbered_layers(value.path)) for value in values]
     outer = [names[0] if names else "" for names in around]
     inner = [names[1] if len(names) > 1 else "" for names in around]
     lasts = _lasts(outer)
@@ -54,7 +54,7 @@ def block_ends(values: Sequence[PlacedValue]) -> frozenset[int]:
     return frozenset(_made_from(number, values, outer) for number in lasts.values())
 
 
-def _numbered(path: str) -> Iterator[str]:
+def numbered_layers(path: str) -> Iterator[str]:
     """Yield the names of the numbered layers that contain a module, the outermost first."""
     parts = path.split(".")
     for prefix, part in zip(accumulate(parts, "{}.{}".format), parts, strict=True):

@@ -4,8 +4,6 @@ A value and the inputs that it may be recomputed from are in one group, unless t
 present in any case. So the inputs of blocks, which are not recomputed, separate one block from the
 next. Prices of a kept byte and of a byte on the link give each group several choices, of which
 `selection.py` takes one.
-
-Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations

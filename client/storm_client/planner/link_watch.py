@@ -3,8 +3,6 @@
 Other GPUs of the node use bandwidth of a link that they share with the device, at times. The
 daemon's copies show how much. A new plan is made only for a change that lasts and matters: to
 compare plans again costs steps that follow worse plans.
-
-Pure: no daemon, clock or plan.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class LinkWatch:
     """The link speed that the plan of one step signature assumes, and since how many steps."""
 
     def __init__(self) -> None:
-        """Begin without a plan."""
         self._planned: float | None = None
         self._steps = 0
         self._least_steps = FIRST_STEPS

@@ -5,8 +5,6 @@ needs all of its inputs. Recomputing a value is a project: it earns the value's 
 operation's time, and needs other values. The projects that earn most together are those on the
 source side of a minimum cut (J.-C. Picard, Maximal closure of a graph, 1976). So the result is
 optimal.
-
-Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations
@@ -123,7 +121,6 @@ class _Network:
     """Numbers of the edges that leave each vertex."""
 
     def __post_init__(self) -> None:
-        """Begin without edges."""
         self._edges = [[] for _ in range(self.count)]
 
     def join(self, tail: int, head: int, capacity: float) -> None:

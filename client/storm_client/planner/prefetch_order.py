@@ -3,8 +3,6 @@
 A step is planned from the last step of its signature: from the order in which its tensors were
 unpacked, and which of them were needed at once. Such a plan only decides which tensors are sent and
 which are prefetched, never which bits are returned: a wrong one costs only time.
-
-Everything here is pure: no lane, connection or clock.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ class OrderHistory:
     """
 
     def __init__(self) -> None:
-        """Start without history."""
         self._lock = threading.Lock()  # protects the orders
         self._orders: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
         """By number of tensors: the sizes of the last step, and its order."""
@@ -221,14 +218,9 @@ class Step:
 
     def first_use(self, record: StoredRange) -> Use:
         """Return the first use of a new record; `record.soon` now says if it is needed at once."""
-        with self._lock:
-            packing = self._pass_of_next()
-            plan = packing.plan
-            if record.session.has_in_place:
-                record.soon = plan.needed_at_once(record.nbytes)
-            packing.records.append(weakref.ref(record))
-            number = packing.first + plan.packed(record.nbytes)
-        return Use(record, self, number)
+        if record.session.has_in_place:
+            record.soon = self.needed_at_once(record.nbytes)
+        return self.use(record)
 
     def _number(self, record: StoredRange) -> int:
         with self._lock:

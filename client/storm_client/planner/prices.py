@@ -1,7 +1,4 @@
-"""The cost of each value of a step on a machine: to compute, to recompute and to store it.
-
-Everything here is pure: no tensor, device or clock.
-"""
+"""The cost of each value of a step on a machine: to compute, to recompute and to store it."""
 
 from __future__ import annotations
 

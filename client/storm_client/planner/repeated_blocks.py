@@ -6,7 +6,7 @@ between attention and what follows it. Blocks are found by repetition: joints di
 segments, and segments in a row that run the same operations as the following ones form a block.
 
 A value with many readers is an input of many blocks, as an encoder's output is: it separates
-nothing. Everything here is pure: no tensor, device or clock.
+nothing.
 """
 
 from __future__ import annotations

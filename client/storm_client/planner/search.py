@@ -5,19 +5,10 @@ thread has time for. The real step time shows only when steps follow the plan. S
 several plans for a few steps each, and the measured times decide. Each plan differs in one respect
 from the predicted one.
 
-If blocks are known, some plans keep as many bytes as checkpointing would. The others form a ladder.
-The first offloads the inputs of blocks and nothing else that can be recomputed, as checkpointing
-does. Each following plan offloads more, as long as steps take no longer. The last recomputes
-nothing. If a step saves little, a plan that keeps everything comes first. A plan whose link time
-alone exceeds the measured step time is not followed.
-
-The best plan is measured once more, and for longer: step times may change once memory of earlier
-plans is freed. The first plan is measured once more, too: at the start of a training, the machine
-also does other work. Every time is that of a whole step, from the beginning of its `with` block to
-the next. If steps have many sizes, only the largest are compared: step time is not proportional to
-bytes. If the largest are rare, few plans are compared.
-
-Everything here is pure: no device, clock or plan.
+The best plan is measured once more, and for longer, and so is the first. Every time is that of a
+whole step, from the beginning of its `with` block to the next. If steps have many sizes, only the
+largest are compared: step time is not proportional to bytes. DESIGN.md says in which order plans
+are compared, and why.
 """
 
 from __future__ import annotations
@@ -268,7 +259,6 @@ class PlanSearch:
         return min(fast, key=lambda one: self.results[one].kept_bytes, default=self._first)
 
     def __str__(self) -> str:
-        """Return the results in one line."""
         found = sorted(self.results.items(), key=lambda item: item[1].seconds)
         listed = ", ".join(f"{one.name} {1e3 * f.seconds:.1f} ms" for one, f in found)
         state = f"settled after {self.steps} steps" if self.is_settled else "not settled yet"

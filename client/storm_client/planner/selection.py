@@ -3,8 +3,6 @@
 At first, all groups choose by the same prices, so that they keep a little more or less than the
 budget allows. If groups are identical, that is far from the best: all of them switch at the same
 price. So one or two groups at a time change their choices, as long as that saves time.
-
-Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ recomputed value takes the time of its operation, in the backward pass.
 4. The rest of the budget keeps values that were to be offloaded or recomputed.
 5. If the link still needs longer than the forward pass, the last saved values are kept, up to the
    in-flight limit: they are needed first, before the link would have offloaded them.
-
-Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class Solver:
     """Makes choices for one step and machine, with any number of budgets."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
-        """Compute what each value costs."""
         seconds = operation_seconds(problem.values, machine)
         window = problem.forward_seconds
         if window is None:

@@ -25,7 +25,6 @@ class ThreadCosts:
     """Of one Offload. Any thread may note a cost: both methods are a deque's, implemented in C."""
 
     def __init__(self) -> None:
-        """Start without measurements."""
         stores: deque[float] = deque(maxlen=LATEST)
         restores: deque[float] = deque(maxlen=LATEST)
         self._both = stores, restores

@@ -20,8 +20,6 @@ PyTorch's own, while a plan's loss is computed in tiles.
 
 Two kinds of memory are not counted. Workspace of running operations does not depend on a plan. For
 memory in flight, `in_flight.py` knows the limit.
-
-Everything here is pure: no tensor, device or clock.
 """
 
 from __future__ import annotations
