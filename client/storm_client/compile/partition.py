@@ -63,7 +63,6 @@ class Partitioner:
     """Partitions joint graphs for a budget, or share of one; `found` gets what their runs need."""
 
     def __init__(self, rules: Rules, budget: Budget, share: BudgetShare = WHOLE) -> None:
-        """Start without any graphs."""
         self.rules, self.budget, self.share = rules, budget, share
         self.found: list[Graph] = []
 

@@ -42,7 +42,6 @@ class Recipes:
     """Finds recipes for the values that a forward graph saves."""
 
     def __init__(self, saved_values: SavedValues) -> None:
-        """Begin with the saved values of a pair of graphs."""
         self.saved_values = saved_values
         self.permuted = {
             source_of(n): n

@@ -42,16 +42,14 @@ class Call:
 
     __slots__ = ("_budget_left", "_count", "_ranks", "_sessions", "target", "trail")
 
-    def __init__(self, target: Target, graph: Graph | None) -> None:
-        """Begin a run; an inference graph has no plan, and saves nothing."""
+    def __init__(self, target: Target, graph: Graph) -> None:
+        """Begin a run that saves by the plan of `graph`."""
         self.target = target
+        self.trail = Trail(graph, LATEST.trail)
         self._sessions: Sessions | None = None
-        self._ranks = {} if graph is None else graph.ranks
-        self.trail = None if graph is None else Trail(graph, LATEST.trail)
-        self._budget_left = (
-            target.shared_budget.left(graph.planned) if graph is not None and self._ranks else 0
-        )
-        self._count = 0 if graph is None else graph.schedule.holding(self._budget_left)
+        self._ranks = graph.ranks
+        self._budget_left = target.shared_budget.left(graph.planned) if graph.ranks else 0
+        self._count = graph.schedule.holding(self._budget_left)
 
     def keeps(self, number: int, nbytes: int) -> bool:
         """Return whether a value is kept by choice, and count it.
@@ -86,8 +84,11 @@ _RUNNING = _Running()
 
 @contextmanager
 def running(target: Target, graph: Graph | None) -> Iterator[None]:
-    """Run a compiled graph in the block: it stores to `target`, and hooks ignore what it saves."""
-    call = Call(target, graph)
+    """Run a compiled graph in the block: it stores to `target`, and hooks ignore what it saves.
+
+    An inference graph has no plan, so `graph` is None, and stores nothing.
+    """
+    call = None if graph is None else Call(target, graph)
     outer, _RUNNING.call = _RUNNING.call, call
     HANDLED.depth += 1
     try:

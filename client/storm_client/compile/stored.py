@@ -29,25 +29,21 @@ class Stored:
 
     __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
 
-    def __init__(
-        self, handle: Handle, target: Target, number: int, trail: Trail | None = None
-    ) -> None:
+    def __init__(self, handle: Handle, target: Target, number: int, trail: Trail) -> None:
         self._handle = handle
         self._target = target
         self._number = number
         self._trail = trail
-        if trail is not None:
-            trail.note(number, self)
+        trail.note(number, self)
 
     def fetch(self) -> None:
         """Announce the value, and begin to fetch all announced values, in this order."""
         session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
-        if self._trail is not None and not session.has_in_place:
+        if not session.has_in_place:
             self._trail.announce(session)
         self.announce()
         session.prefetch(self._target.announced(session))
-        if self._trail is not None:
-            self._trail.has_begun(self._number)
+        self._trail.has_begun(self._number)
 
     @property
     def holder(self) -> Holder:
@@ -75,8 +71,7 @@ class Stored:
         target.announced(record.session).remove(record)  # type: ignore[arg-type]
         if not located.is_original:
             target.recorder.restored(perf_counter() - began)
-        if self._trail is not None:
-            self._trail.has_restored(self._number)
+        self._trail.has_restored(self._number)
         return handle.view.rebuild(located.storage)
 
 

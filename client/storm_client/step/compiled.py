@@ -121,7 +121,7 @@ class CompiledStep:
                 self._known.move_to_end(key)
                 return prepared, values
         prepared = self._capture(arguments, options, leaves)
-        self._check_changed(prepared, self._known.get(key, []))
+        _check_changed(prepared, self._known.get(key, []))
         values = prepared.state.values(leaves)
         if values is None:
             raise UsageError(
@@ -139,18 +139,6 @@ class CompiledStep:
             graph for kept in self._known.values() for one in kept for graph in one.program.graphs
         ]
         return prepared, values
-
-    @staticmethod
-    def _check_changed(prepared: _Prepared, known: list[_Prepared]) -> None:
-        """Refuse a step that changes an attribute which a capture for like arguments changed."""
-        before = {name for one in known for name in one.program.captured.changed}
-        for name, value in prepared.program.captured.changed.items():
-            if name in before:
-                raise UsageError(
-                    f"the step changes {name} again and again, now to {value!r}, but its Python "
-                    "code runs only when it is captured; leave counting to what calls the step, "
-                    "or make it a buffer"
-                )
 
     def _capture(
         self,
@@ -226,6 +214,18 @@ class CompiledStep:
             "a compiled step belongs to the model and optimizer that its function uses; copy or "
             "pickle those, and call storm_client.compile_step where they are"
         )
+
+
+def _check_changed(prepared: _Prepared, known: list[_Prepared]) -> None:
+    """Refuse a step that changes an attribute which a capture for like arguments changed."""
+    before = {name for one in known for name in one.program.captured.changed}
+    for name, value in prepared.program.captured.changed.items():
+        if name in before:
+            raise UsageError(
+                f"the step changes {name} again and again, now to {value!r}, but its Python code "
+                "runs only when it is captured; leave counting to what calls the step, or make it "
+                "a buffer"
+            )
 
 
 MAX_KEPT = (32 << 20) - (1 << 16)

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from storm_client.planner.plan import Plan, new_figure, save_figure
-from storm_client.step.layout import Layout, laid_out
 from storm_client.step.program import Program
-from storm_client.step.temporaries import Temporary
+from storm_client.step.temporaries import Layout, Temporary, laid_out
 from stormd.protocol.sizes import format_size
 
 __all__ = ["Explanation", "explained"]

@@ -109,7 +109,6 @@ class Feeder(AbstractContextManager["Feeder"]):
             self._queue.get_nowait()
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     # --- the consumer's side ----------------------------------------------------------------

@@ -40,7 +40,6 @@ class Loop:
     """The captured loop over a step's micro-batches."""
 
     def __init__(self, recording: Recording) -> None:
-        """Start without a loop."""
         self.recording = recording
         self.count = 0
         self.leaves: list[Any] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,7 @@ def _run(calls: Iterable[Call], values: dict[fx.Node, Any], target: Target) -> N
         saved = ()
         for node in call.drops:
             del values[node]
-        with ExitStack() as stack:
-            if call.graph is not None:
-                stack.enter_context(running(target, call.graph))
+        with nullcontext() if call.graph is None else running(target, call.graph):
             made = call.run(given)
         count = len(call.results)
         values.update(zip(call.results, made[:count], strict=True))

@@ -13,7 +13,6 @@ it writes to. These notes tell whether two operations may change places.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -372,6 +371,7 @@ class Recording:
         if not isinstance(made, (tuple, list)):
             return
         memory: frozenset[int] = frozenset()
+        vals: list[Any] = [None] * len(made)
         for index, one in enumerate(made):
             if not isinstance(one, (torch.Tensor, tuple, list)):
                 continue
@@ -383,15 +383,9 @@ class Recording:
             self._note(item)
             self._track(item, one)
             memory |= item.meta[MEMORY]
-        node.meta["val"] = type(made)(one.meta.get("val") for one in self._items(node, len(made)))
+            vals[index] = item.meta.get("val")
+        node.meta["val"] = type(made)(vals)
         node.meta[MEMORY] = memory
-
-    @staticmethod
-    def _items(node: fx.Node, count: int) -> Iterator[fx.Node]:
-        by_index = {user.args[1]: user for user in node.users}
-        empty = fx.Graph().placeholder("nothing")
-        for index in range(count):
-            yield by_index.get(index, empty)
 
     # --- memory -----------------------------------------------------------------------------
 
@@ -412,14 +406,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation below autograd instead of running it."""
 
     def __init__(self, recording: Recording) -> None:
-        """Record into `recording`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Record one operation."""
         return self.recording.run(func, args, dict(kwargs or {}))
 
 

@@ -94,6 +94,8 @@ class Number:
     def is_int(self) -> bool:
         return False
 
+    is_nested_int = is_constant = is_int
+
     def is_float(self) -> bool:
         return not self.is_bool()
 
@@ -102,32 +104,18 @@ class Number:
             isinstance(self.source, fx.Node) and self.source.target in _COMPARISONS.values()
         )
 
-    def is_nested_int(self) -> bool:
-        return False
-
     def is_symbolic(self) -> bool:
         return True
-
-    def is_constant(self) -> bool:
-        return False
 
     def maybe_as_float(self) -> None:
         return None
 
-    def maybe_as_int(self) -> None:
-        return None
+    maybe_as_int = maybe_as_bool = maybe_as_float
 
-    def maybe_as_bool(self) -> None:
-        return None
-
-    def wrap_float(self, value: float) -> Number:
+    def wrap_float(self, value: float | bool) -> Number:
         return Number(self.numbers, value, value)
 
-    def wrap_int(self, value: int) -> Number:
-        return Number(self.numbers, value, value)
-
-    def wrap_bool(self, value: bool) -> Number:
-        return Number(self.numbers, value, value)
+    wrap_int = wrap_bool = wrap_float
 
     def guard_float(self, *_: object) -> float:
         """Return the value as a condition of the captured step; raise if only a run computes it."""
@@ -139,13 +127,10 @@ class Number:
     def guard_bool(self, *_: object) -> bool:
         return bool(self._concluded())
 
-    def bool_(self) -> bool:
-        return bool(self._concluded())
-
     def expect_true(self, *_: object) -> bool:
         return True if self.value is None else bool(self._concluded())
 
-    guard_or_false = guard_or_true = guard_size_oblivious = guard_bool
+    bool_ = guard_or_false = guard_or_true = guard_size_oblivious = guard_bool
 
     def _concluded(self) -> Any:
         if self.value is None:

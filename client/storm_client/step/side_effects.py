@@ -39,7 +39,6 @@ class Objects:
     """A step's variables, and the lists, dicts and objects that can be reached from them."""
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
-        """Note their contents before the step is captured for `arguments`."""
         self._step, self._arguments = step, arguments
         self._variables = variables(step, arguments)
         self._before = [

@@ -34,8 +34,15 @@ def target(client: storm.Client) -> Target:
 
 
 def stored(target: Target, value: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
-    with running(target, None):
+    with running(target, graph_of(1)):
         return operators.STORE(value, 0, shared)
+
+
+def graph_of(values: int) -> Graph:
+    """Return what a run needs to know if it stores so many values and keeps none."""
+    nothing: Any = None
+    schedule = Schedule((), (0,), (0,), (), nothing)
+    return Graph(nothing, schedule, {}, (), tuple(reversed(range(values))))
 
 
 def waited(token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -200,9 +207,7 @@ class Driven:
 
     def __init__(self, client: storm.Client, codec: str = "ancf") -> None:
         self.target = Target(lambda: client._supply, "least", codec, 1)
-        nothing: Any = None
-        schedule = Schedule((), (0,), (0,), (), nothing)
-        self.graph = Graph(nothing, schedule, {}, (), tuple(reversed(range(VALUES))))
+        self.graph = graph_of(VALUES)
         self.target.graphs.append(self.graph)
 
     def forward(self, device: str, seed: int, size: int = SIDE) -> list[torch.Tensor]:
