@@ -15,13 +15,7 @@ from typing import Final
 
 import torch
 
-from storm_client.errors import (
-    DaemonLost,
-    ProtocolMismatch,
-    QuotaExceeded,
-    StormError,
-    UsageError,
-)
+from storm_client.errors import DaemonLost, ProtocolMismatch, QuotaExceeded, StormError, UsageError
 from storm_client.lanes import Lane
 from storm_client.lanes.dtypes import dtype_name
 from storm_client.planner import DeviceWindow

@@ -38,13 +38,7 @@ from storm_client.compile.schemas import argument
 from storm_client.compile.views import is_view
 from storm_client.errors import UsageError
 
-__all__ = [
-    "InductorPartitioner",
-    "generate",
-    "generate_inference",
-    "inductor_options",
-    "rules",
-]
+__all__ = ["InductorPartitioner", "generate", "generate_inference", "inductor_options", "rules"]
 
 
 class InductorPartitioner(Partitioner, CustomPartitionerFn):  # type: ignore[misc]  # options

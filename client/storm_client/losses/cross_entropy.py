@@ -25,11 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from storm_client.errors import UsageError
 from storm_client.losses.deferred import Deferred
-from storm_client.losses.log_probabilities import (
-    TILE_BYTES,
-    log_probabilities,
-    rows_that_fill,
-)
+from storm_client.losses.log_probabilities import TILE_BYTES, log_probabilities, rows_that_fill
 
 __all__ = [
     "FLOATING",

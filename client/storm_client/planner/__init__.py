@@ -4,14 +4,7 @@ Everything here is pure, without tensor, device, clock or connection, except tha
 asks GPUs for their memory.
 """
 
-from storm_client.planner.decisions import (
-    OFFLOAD,
-    REPLAY,
-    Decision,
-    Keep,
-    Offload,
-    Replay,
-)
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload, Replay
 from storm_client.planner.in_flight import DeviceWindow
 from storm_client.planner.prefetch_order import OrderHistory, Step
 

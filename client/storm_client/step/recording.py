@@ -33,12 +33,7 @@ from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
 from storm_client.step.kernels import as_the_kernel_does
 from storm_client.step.nodes import BACKWARD, MEMORY, MICRO_BATCH, WRITTEN, is_random
-from storm_client.step.recurrent import (
-    BACKWARD_LAYER,
-    LAYER,
-    TRAINED_LAYER,
-    workspace_bytes,
-)
+from storm_client.step.recurrent import BACKWARD_LAYER, LAYER, TRAINED_LAYER, workspace_bytes
 from storm_client.step.refusals import data_dependent, not_in_place, script_line, sets_a_generator
 from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
 

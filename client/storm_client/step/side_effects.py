@@ -19,12 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from storm_client.errors import UsageError
 from storm_client.step.recording import is_of_a_capture
-from storm_client.step.variables import (
-    PLAIN,
-    compared_variables,
-    is_pytorchs,
-    variables,
-)
+from storm_client.step.variables import PLAIN, compared_variables, is_pytorchs, variables
 
 __all__ = ["Objects"]
 
