@@ -151,11 +151,7 @@ class Cache:
         with self._lock:
             if self._closed:
                 raise UsageError("the client is closed; call storm_client.connect() for another")
-            session = self._opened(device)
-            return session if session is not None else self._required()
-
-    def _required(self) -> CacheSession:
-        session = self._opened(CPU)
+            session = self._opened(device) or self._opened(CPU)
         assert session is not None, "without a session for the host there is an error"
         return session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -159,9 +159,8 @@ class Trail:
         """Announce all values of the run that a session has, unless that was done."""
         if not self._is_announced:
             self._is_announced = True
-            for number in self._graph.order:
-                stored = self._living(number)
-                if stored is not None and stored.holder is session:
+            for stored in self._living(self._graph.order):
+                if stored.holder is session:
                     stored.announce()
 
     def has_begun(self, number: int) -> None:
@@ -180,17 +179,16 @@ class Trail:
         before = None if self._before is None else self._before()
         if before is not None and (free_bytes is None or before._graph.early_bytes <= free_bytes):
             self._has_begun = False
-            before._fetch_early()
-
-    def _fetch_early(self) -> None:
-        for number in self._graph.early:
-            stored = self._living(number)
-            if stored is not None:
+            for stored in before._living(before._graph.early):
                 stored.fetch()
 
-    def _living(self, number: int) -> Stored | None:
-        reference = self._stored.get(number)
-        return None if reference is None else reference()
+    def _living(self, numbers: Iterable[int]) -> Iterator[Stored]:
+        """Yield those of some values that the run stored and that may still be needed."""
+        for number in numbers:
+            reference = self._stored.get(number)
+            stored = None if reference is None else reference()
+            if stored is not None:
+                yield stored
 
 
 class _Latest(threading.local):

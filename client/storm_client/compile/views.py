@@ -9,7 +9,7 @@ of its own. Then the product is saved once instead, and the backward graph makes
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import count
 
 import torch
@@ -185,16 +185,12 @@ def _make_views(base: fx.Node, views: list[fx.Node], given: list[fx.Node], graph
     first = next(node for node in graph.nodes if node in users)
     copies = {base: whole}
     with graph.inserting_before(first):
-        for node in _in_order(base, views):
+        for node in dict.fromkeys(node for view in views for node in _steps(base, view)):
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta["autograd_backward"] = True
     for view, old in zip(views, given, strict=True):
         old.replace_all_uses_with(copies[view])
         graph.erase_node(old)
-
-
-def _in_order(base: fx.Node, views: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    return {node: None for view in views for node in _steps(base, view)}
 
 
 def _steps(base: fx.Node, view: fx.Node) -> list[fx.Node]:

@@ -189,8 +189,7 @@ class CudaLane(Lane):
 
     def order_after_copies(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream after all copies so far, if other streams may have made any."""
-        numbers, stream = self._publisher, self._current_stream()
-        assert numbers is not None, "not attached"
+        numbers, stream = self._numbers(), self._current_stream()
         if numbers.is_only_stream(stream):
             return
         with self.driver_context():
