@@ -70,7 +70,7 @@ class FitHooks:
             UsageError: as `Client.offload`.
             DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
         """
-        self.teardown()
+        self._restore()
         offload = self._offload = make_offload(self._client, pl_module, self._options)
         self._figures = StepFigures(offload.stats(), trainer.global_step)
         strategy = trainer.strategy
@@ -87,7 +87,7 @@ class FitHooks:
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
 
-    def teardown(self, *_: object, **__: object) -> None:
+    def _restore(self, *_: object, **__: object) -> None:
         """Restore the strategy's method."""
         if self._replaced is None:
             return
@@ -98,7 +98,7 @@ class FitHooks:
         else:
             strategy.training_step = before
 
-    on_train_end = on_exception = teardown
+    on_train_end = on_exception = teardown = _restore
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options only: a spawned process begins anew."""
