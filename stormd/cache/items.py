@@ -26,7 +26,7 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 from stormd.cache.names import NameIndex
-from stormd.memory.arena import Block, Space, granules
+from stormd.memory.arena import GRANULE, Block, Space, granules
 from stormd.monitoring.counters import CacheCounts
 from stormd.sizes import format_size
 
@@ -158,10 +158,12 @@ class Cache:
             for uid, holding in self._by_user.items()
             if uid != owner.uid and holding.nbytes >= own and holding.idle
         ]
+        room = sum(_droppable(holding, own, missing) for _, holding in others)
         mine = self._by_user.get(owner.uid)
         if mine is not None and mine.idle:
             others.insert(0, (own, mine))
-        if missing > sum(holding.idle_bytes for _, holding in others):
+            room += mine.idle_bytes
+        if missing > room:
             return False
         _, most = max(others, key=_first)
         self._evict(next(iter(most.idle)))
@@ -181,15 +183,12 @@ class Cache:
             self._evict_of_many()
         item = Item(label, owner, chunks, expires, self._numbers + 1)
         self._records.cached(item)
-        self._add(item)
+        self.adopt(item)
         self._counts.puts += 1
         return item
 
     def adopt(self, item: Item) -> None:
-        """Hold a tensor that an earlier daemon has put into the space and recorded."""
-        self._add(item)
-
-    def _add(self, item: Item) -> None:
+        """Hold a tensor that is in the space and recorded, perhaps by an earlier daemon."""
         self._numbers = item.number
         label, owner, expires = item.label, item.owner, item.expires
         self._items[item] = None
@@ -428,6 +427,22 @@ class Loan:
 
 
 _first = itemgetter(0)
+
+
+def _droppable(holding: Holding, own: int, missing: int) -> int:
+    """Return the bytes that another user gives before it holds less than `own`.
+
+    They may be more than is returned, if that is `missing` or more.
+    """
+    least = min(holding.idle_bytes, holding.nbytes - own + GRANULE)
+    if least >= min(missing, holding.idle_bytes):
+        return least  # without a look at each tensor
+    left = holding.nbytes
+    for item in holding.idle:
+        if left < own:
+            break
+        left -= item.charge
+    return holding.nbytes - left
 
 
 def _shortage(nbytes: int, capacity: int) -> str:

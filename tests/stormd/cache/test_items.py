@@ -145,6 +145,20 @@ def test_one_who_reads_all_that_is_its_own_takes_nothing_of_who_holds_less(made:
     loan.end()
 
 
+def test_nothing_is_dropped_for_a_put_that_would_take_of_one_who_then_holds_less(
+    made: Fixture,
+) -> None:
+    made.put("first", 2, caller=ANNA)
+    made.put("second", 3, caller=ANNA)
+    made.put("own", 4, caller=BERT)
+    assert not made.promise(16 * GRANULE, BERT), "without the first, Anna would hold less than he"
+    assert made.held("first", "second") == ["first", "second"]
+    assert made.find("own", BERT) is not None
+    assert made.promise(13 * GRANULE, BERT), "the first and his own are enough"
+    assert made.held("first", "second") == ["second"]
+    made.space.withdraw(13 * GRANULE)
+
+
 def test_of_many_tensors_the_user_who_has_most_loses_one(
     made: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
