@@ -101,8 +101,8 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not command:
         raise ConfigError("there is no command to run: stormd run -- python train.py")
-    spill = {name: getattr(args, name) for name, _, _ in _SPILL_FLAGS}
-    flags = {"pool_bytes": args.pool_bytes, "pool_commit": private_pool_commit(environ), **spill}
+    flags = {name: getattr(args, name) for name, _, _ in _SPILL_FLAGS}
+    flags |= {"pool_bytes": args.pool_bytes, "pool_commit": private_pool_commit(environ)}
     config = fit_pool(load_config(flags=flags, environ=environ), memory_limit())
     _check_budget(args.budget, environ)
     find_program(command[0], environ)
@@ -113,7 +113,7 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         own_address=named,
         pool_bytes=None if args.pool_bytes is None else config.pool_bytes,
         daemon_flags=(
-            *(f"{OPTIONS[name].flag}={text}" for name, text in spill.items() if text is not None),
+            *(f"{OPTIONS[name].flag}={text}" for name, text in flags.items() if text is not None),
             *(["--resumable"] if args.resumable else []),
         ),
         budget=args.budget,

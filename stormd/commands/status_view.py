@@ -77,11 +77,15 @@ def status_view(address: str, state: dict[str, Any], rates: Rates | None = None)
     )
 
 
-def _pool(state: dict[str, Any]) -> Table:
-    pool = state["pool"]
+def _bars() -> Table:
     table = Table.grid(padding=(0, 1))
     for is_bar in (False, True, False, False, False, False):
         table.add_column(no_wrap=not is_bar)  # so that only the bar shrinks
+    return table
+
+
+def _pool(state: dict[str, Any]) -> Table:
+    pool, table = state["pool"], _bars()
     table.add_row(
         "pool",
         *_filled(pool),
@@ -103,16 +107,11 @@ def _pool(state: dict[str, Any]) -> Table:
     return table
 
 
-def _disk(disk: dict[str, Any], rates: Rates | None) -> Table:
+def _disk(disk: dict[str, Any], rates: Rates | None) -> Table | Text:
     if disk["ended"]:
         lost = f"{disk['lost_entries']} entries are lost"
-        text = Text(f"disk {disk['path']} has ended: {disk['ended']}; {lost}", style="red")
-        table = Table.grid()
-        table.add_row(text)
-        return table
-    table = Table.grid(padding=(0, 1))
-    for is_bar in (False, True, False, False, False, False):
-        table.add_column(no_wrap=not is_bar)
+        return Text(f"disk {disk['path']} has ended: {disk['ended']}; {lost}", style="red")
+    table = _bars()
     speeds = (
         rates.disk[way]
         if rates is not None and rates.disk

@@ -42,12 +42,11 @@ def check_driver(config: Config) -> Finding:
         return _without_driver(config)
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
-    count = ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    detail = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} devices"
+    count = _device_count(driver)
+    detail = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count} devices"
     if version.value < _MIN_DRIVER:
         return Finding("CUDA driver", "fail", detail, "install a driver of release 580 or newer")
-    if count.value == 0:
+    if count == 0:
         return Finding("CUDA driver", "warn", detail, "check CUDA_VISIBLE_DEVICES and nvidia-smi")
     return Finding("CUDA driver", "ok", detail)
 

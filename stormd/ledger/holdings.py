@@ -200,6 +200,11 @@ class State:
         if self.touched is not None:
             self.touched.append((record, entry_id))
 
+    def unused(self, record: Session, entry_id: int) -> None:
+        """Note that an entry has one use less: free it if it was released and has no other."""
+        self.holdings.free_unused(record, entry_id)
+        self.touch(record, entry_id)
+
 
 def assert_space(space: Space, entries: Sequence[Entry], *, held: int) -> None:
     """Raise AssertionError if a space holds anything but these entries and `held` bytes."""

@@ -145,8 +145,7 @@ class Restores:
             entry_id = record.tickets[number].entry
             failed.append(self._fail(record, number, "UsageError", detail))
             record.entries[entry_id].waits -= 1
-            self._state.touch(record, entry_id)
-            self._state.holdings.free_unused(record, entry_id)
+            self._state.unused(record, entry_id)
         return failed
 
     def _fail(self, record: Session, number: int, kind: str, detail: str) -> Reply:
@@ -199,8 +198,7 @@ class Restores:
                 self._state.counters.corrupt += 1
                 if entry.loan is not None:
                     entry.loan.drop_damaged()
-            self._state.touch(record, ticket.entry)
-            self._state.holdings.free_unused(record, ticket.entry)
+            self._state.unused(record, ticket.entry)
             if record.phase is not Phase.ENDING:
                 failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
                 replies.append(record.reply(ticket.request, failed))

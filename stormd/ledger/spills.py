@@ -119,7 +119,7 @@ class Spills:
             else:
                 instructions += self.end(result.detail)
                 instructions += self._failed(record, result.entry, entry, place, now)
-            self._free_or_note(record, result.entry)
+            self._state.unused(record, result.entry)
         return instructions + self._start_waiting(record)
 
     def end(self, reason: str) -> list[Instruction]:
@@ -251,11 +251,6 @@ class Spills:
             return []
         entry.waits = 0
         return self._restores.fail_of(record, number, self._disk.loss())
-
-    def _free_or_note(self, record: Session, number: int) -> None:
-        """Free an entry that the tier has finished with, or have it considered again."""
-        self._state.holdings.free_unused(record, number)
-        self._state.touch(record, number)
 
     def _charge(self, record: Session, entry: Entry, nbytes: int) -> None:
         """Set the bytes of the pool that a session is charged for an entry."""

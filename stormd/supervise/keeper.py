@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
 from stormd.output import EXIT_FAILED
-from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address, private_pool_commit
+from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.stderr import print_to_stderr
 from stormd.supervise import mps
@@ -207,13 +207,7 @@ class _Keeper:
     def _start_daemon(self, services: ExitStack, address: str) -> None:
         log = self._directory / "daemon.log"
         command = [sys.executable, "-m", "stormd", "serve", "--address", address]
-        pool_bytes = self._request.pool_bytes
-        if pool_bytes is not None:
-            command += ["--pool-bytes", str(pool_bytes)]
         command += self._request.daemon_flags
-        pool_commit = private_pool_commit(self._environ)
-        if pool_commit is not None:
-            command += ["--pool-commit", pool_commit]
         left_out = set(_NOT_FOR_DAEMONS)
         environ = {name: text for name, text in self._environ.items() if name not in left_out}
         with log.open("wb") as output:
@@ -225,7 +219,8 @@ class _Keeper:
 
         if not self._until(has_come, _SILENT_SECONDS):
             print_to_stderr("waiting for the daemon, which pins its pool")
-            self._until(has_come, _START_SECONDS + _START_SECONDS_A_GIB * _gib(pool_bytes))
+            gib = (self._request.pool_bytes or 0) / (1 << 30)
+            self._until(has_come, _START_SECONDS + _START_SECONDS_A_GIB * gib)
         if daemon.returncode is not None or not _listens(address):
             raise ChildFailed(f"the daemon {_outcome_of(daemon)}: {_tail(log)}")
         self._daemon = daemon
@@ -382,10 +377,6 @@ def _state_at(address: str) -> dict[str, Any] | None:
 
 def _listens(address: str) -> bool:
     return accepts_connections(parse_address(address))
-
-
-def _gib(nbytes: int | None) -> float:
-    return (nbytes or 0) / (1 << 30)
 
 
 def _has_ended(process: Popen[bytes] | None) -> bool:

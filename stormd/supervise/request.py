@@ -28,9 +28,9 @@ class Request:
     """A command and its requirements.
 
     `addresses` are where a daemon may answer, best first. `own_address` is where one is started if
-    none answers; empty means a private place. `pool_bytes` is the size of that daemon's pool, None
-    for its default, and `daemon_flags` are its other flags. `budget` is exported as it was written;
-    None leaves the environment unchanged.
+    none answers; empty means a private place. `daemon_flags` are those of that daemon, and
+    `pool_bytes` the pool's size if they name it. `budget` is exported as it was written; None
+    leaves the environment unchanged.
     """
 
     command: tuple[str, ...]

@@ -30,8 +30,9 @@ def test_without_a_lane_on_the_gpu_mps_is_asked_for_alone() -> None:
 
 def test_a_tier_on_disk_is_passed_on() -> None:
     flags = ["--spill-path=/var/lib/stormd", "--spill-bytes=5GiB", "--spill-encrypt=off"]
-    assert _request(*flags, "--", "sh").daemon_flags == tuple(flags)
-    assert _request("--", "sh").daemon_flags == ()
+    assert _request(*flags, "--", "sh").daemon_flags == (*flags, "--pool-commit=use")
+    pool = _request("--pool-bytes=1GiB", "--", "sh", STORMD_POOL_COMMIT="start")
+    assert (pool.daemon_flags, pool.pool_bytes) == (("--pool-bytes=1GiB",), 1 << 30)
     with pytest.raises(ConfigError, match="spill_path is set and spill_bytes is not"):
         _request(flags[0], "--", "sh")
 
