@@ -9,10 +9,11 @@ change; checkpointing does so around code that draws nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from storm_client.step.refusals import sets_a_generator
 
 __all__ = ["Generators", "is_same"]
 
@@ -28,9 +29,8 @@ def is_same(one: Any, other: Any) -> bool:
 class Generators:
     """The generators that a step may draw from, while this thread captures it."""
 
-    def __init__(self, refuse: Callable[[], Exception]) -> None:
-        """Watch PyTorch's own; `refuse` makes the exception for a generator that is set."""
-        self._refuse = refuse
+    def __init__(self) -> None:
+        """Watch PyTorch's own."""
         self._default = _Default()
         self._others: list[_Other] = []
 
@@ -60,14 +60,14 @@ class Generators:
         other = None if generator is None else self._other(generator)
         one: _Default | _Other = self._default if other is None else other
         if one.was_set():
-            raise self._refuse()
+            raise sets_a_generator()
         one.advance()
 
     def check(self) -> None:
         """Raise UsageError if a generator is not where the step's draws have moved it."""
         everyone: list[_Default | _Other] = [self._default, *self._others]
         if any(one.was_set() for one in everyone):
-            raise self._refuse()
+            raise sets_a_generator()
 
     def _other(self, generator: torch.Generator) -> _Other | None:
         return next((one for one in self._others if is_same(one.generator, generator)), None)

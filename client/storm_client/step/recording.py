@@ -34,7 +34,7 @@ from storm_client.step.generators import Generators, is_same
 from storm_client.step.kernels import as_the_kernel_does
 from storm_client.step.nodes import BACKWARD, MEMORY, MICRO_BATCH, WRITTEN, is_random
 from storm_client.step.recurrent import BACKWARD_LAYER, LAYER, TRAINED_LAYER, workspace_bytes
-from storm_client.step.refusals import data_dependent, not_in_place, script_line, sets_a_generator
+from storm_client.step.refusals import data_dependent, not_in_place, script_line
 from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
 
 __all__ = ["Outside", "Recorder", "Recording", "is_of_a_capture"]
@@ -89,8 +89,8 @@ class Recording:
     def __post_init__(self) -> None:
         self.root = self.graph.create_node("get_attr", "stormd_begin")
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
-        self.numbers = Numbers(self.graph, self._note, lambda: data_dependent("a number"))
-        self.generators = Generators(sets_a_generator)
+        self.numbers = Numbers(self.graph, self._note)
+        self.generators = Generators()
 
     # --- tensors from before the step -------------------------------------------------------
 

@@ -19,6 +19,8 @@ import torch
 import torch.fx.experimental.sym_node  # gives torch.SymFloat its arithmetic
 from torch import fx
 
+from storm_client.step.refusals import data_dependent
+
 __all__ = ["Condition", "Number", "evaluate", "number_of", "symbolic"]
 
 STAND_IN = 0.5
@@ -51,14 +53,9 @@ class Condition(NamedTuple):
 class Numbers:
     """Records computations with numbers in a graph, and the branches that were taken on them."""
 
-    def __init__(
-        self, graph: fx.Graph, note: Callable[[fx.Node], None], refuse: Callable[[], Exception]
-    ) -> None:
-        """Add nodes to `graph`, and `note` each.
-
-        `refuse` makes the exception for a branch on a computed number.
-        """
-        self.graph, self.note, self.refuse = graph, note, refuse
+    def __init__(self, graph: fx.Graph, note: Callable[[fx.Node], None]) -> None:
+        """Add nodes to `graph`, and `note` each."""
+        self.graph, self.note = graph, note
         self.conditions: list[Condition] = []
 
     def apply(self, function: Callable[..., Any], *operands: Number) -> Number:
@@ -134,7 +131,7 @@ class Number:
 
     def _concluded(self) -> Any:
         if self.value is None:
-            raise self.numbers.refuse()
+            raise data_dependent("a number")
         self.numbers.conditions.append(Condition(self.source, self.value))
         return self.value
 
