@@ -166,7 +166,7 @@ class Address:
         if self._handover is not None:
             for name, path in self._names.items():
                 if path not in self._inherited:
-                    self._handover.keep_listening(name, self._bound[path].descriptor)
+                    self._handover.keep(name, self._bound[path].descriptor)
 
 
 @contextmanager

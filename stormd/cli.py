@@ -29,9 +29,15 @@ from stormd.commands import (
 )
 from stormd.commands.parsing import Parser
 from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
-from stormd.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_DAEMON, EXIT_OK, EXIT_USAGE
+from stormd.output import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NO_DAEMON,
+    EXIT_OK,
+    EXIT_USAGE,
+    print_to_stderr,
+)
 from stormd.protocol import ProtocolError
-from stormd.stderr import print_to_stderr
 
 __all__ = ["main", "parser"]
 

@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any, Final, get_args
 
 from stormd.errors import ConfigError
-from stormd.host_port import parse_host_port
 from stormd.memory.arena import GRANULE, slack_of
-from stormd.options import Kind, Option, check_value
+from stormd.options import Kind, Option, check_value, parse_host_port
 from stormd.protocol import ProtocolError, default_addresses, parse_address
 from stormd.protocol.limits import MAX_ENTRY_BYTES
 from stormd.sizes import format_size

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Final
 
 from stormd.errors import AddressInUse, error_with_remedy
-from stormd.host_port import parse_host_port
+from stormd.options import parse_host_port
 
 __all__ = ["Endpoint", "Reply", "Route"]
 

@@ -161,8 +161,8 @@ class Handover:
         assert self._journal is not None, "there is no journal yet"
         self.record_layout(config, spaces)
         if self.state is None:
-            self._keep(_POOL, self._pool)
-            self._keep(_JOURNAL, self._journal.descriptor)
+            self.keep(_POOL, self._pool)
+            self.keep(_JOURNAL, self._journal.descriptor)
 
     def listening(self, name: str, path: Path) -> socket.socket | None:
         """Return the kept listening socket of that name, None if there is none.
@@ -179,9 +179,10 @@ class Handover:
         found.close()
         return None
 
-    def keep_listening(self, name: str, descriptor: int) -> None:
-        """Have the manager keep a listening socket, in place of an earlier one of that name."""
-        self._keep(name, descriptor)
+    def keep(self, name: str, descriptor: int) -> None:
+        """Have the manager keep a descriptor, in place of an earlier one of that name."""
+        self._notifier.forget(name)
+        self._notifier.store(name, descriptor)
 
     def forget_all(self) -> None:
         """Have the manager drop all descriptors: the daemon has ended in order."""
@@ -194,10 +195,6 @@ class Handover:
         self._kept.clear()
         self._pool = -1
         self._drop_journal(-1)
-
-    def _keep(self, name: str, descriptor: int) -> None:
-        self._notifier.forget(name)
-        self._notifier.store(name, descriptor)
 
     def _drop_journal(self, descriptor: int) -> None:
         if self._journal is not None:

@@ -14,7 +14,7 @@ from stormd.errors import ConfigError
 from stormd.protocol.variables import PREFIX
 from stormd.sizes import format_size, parse_size
 
-__all__ = ["Kind", "Option", "check_value", "read_value"]
+__all__ = ["Kind", "Option", "check_value", "parse_host_port", "read_value"]
 
 Kind = Literal["text", "size", "count", "seconds", "mode", "uids", "switch"]
 
@@ -112,6 +112,23 @@ def check_value(option: Option, value: Any) -> None:
         raise ConfigError(_out_of_range(option, value, "at least", option.least))
     if option.most is not None and not value <= option.most:
         raise ConfigError(_out_of_range(option, value, "at most", option.most))
+
+
+def parse_host_port(address: str) -> tuple[str, int]:
+    """Return host and port of `127.0.0.1:9464` or `[::1]:9464`; no name is looked up.
+
+    Raises:
+        ConfigError: no host, no port, or a port outside 0 .. 65535.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    plain = ":" not in host or address.startswith("[")
+    if not host or not plain or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise ConfigError(
+            f"metrics_address is {address!r}, not HOST:PORT with a port of at most 65535: "
+            "write it as in 127.0.0.1:9464 or [::1]:9464, or leave it empty for none"
+        )
+    return host, int(port)
 
 
 def _has_type(kind: Kind, value: Any) -> bool:

@@ -1,14 +1,20 @@
 """How commands print: one JSON object for programs, plain lines for people.
 
 Results go to standard output, everything else to standard error, so that `--json` output can be
-piped as it is.
+piped as it is. A pipe that nobody reads accepts nothing once it is full, and a process that writes
+its errors there must still be able to end: they are written within a time limit.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import select
 import sys
-from typing import Any
+import time
+from contextlib import suppress
+from os import write
+from typing import Any, Final
 
 __all__ = [
     "EXIT_FAILED",
@@ -17,6 +23,7 @@ __all__ = [
     "EXIT_OK",
     "EXIT_RESTART",
     "EXIT_USAGE",
+    "print_to_stderr",
     "write_json",
     "write_line",
 ]
@@ -32,6 +39,8 @@ EXIT_RESTART = 75
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by SIGINT."""
 
+SAY_SECONDS: Final = 2.0
+
 
 def write_json(value: Any) -> None:
     """Print the value as indented JSON."""
@@ -41,3 +50,23 @@ def write_json(value: Any) -> None:
 def write_line(text: str = "") -> None:
     """Print one line."""
     sys.stdout.write(text + "\n")
+
+
+def print_to_stderr(text: str, seconds: float = SAY_SECONDS) -> None:
+    """Write `stormd: text` to standard error; what is not accepted within `seconds` is lost.
+
+    Bypasses Python's buffer: Python would write it again, and wait for it, at the process's end.
+    """
+    line = f"stormd: {text}\n"
+    try:
+        descriptor = sys.stderr.fileno()
+    except io.UnsupportedOperation:  # stderr is replaced by an object without a descriptor
+        sys.stderr.write(line)
+        return
+    data, deadline = line.encode(errors="backslashreplace"), time.monotonic() + seconds
+    with suppress(OSError):  # nobody reads any more
+        while data:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([], [descriptor], [], left)[1]:
+                return
+            data = data[write(descriptor, data[: select.PIPE_BUF]) :]  # a ready pipe has room for

@@ -415,7 +415,6 @@ class Server:
             self._cache,
             self._records,
             disk=None if spill is None else spill.disk,
-            reserve=0 if spill is None else spill.reserve,
             totals=None if self._worker is None else self._worker.totals,
         )
         if self._handover is not None:

@@ -106,7 +106,7 @@ class _Worker:
         """Open, serve and close."""
         loop = self._loop = asyncio.get_running_loop()
         self._channel = WorkerChannel(loop, self._end, self._handle_message, self._front_ended)
-        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        loop.add_signal_handler(signal.SIGTERM, self._server.stop)
         try:
             await self._server.open()
         except StartStopped:
@@ -131,16 +131,13 @@ class _Worker:
 
     def _handle_message(self, kind: str, values: list[Any], descriptor: int) -> None:
         if kind == "stop":
-            self._stop()
+            self._server.stop()
         elif not self._serves:
             self._waiting.append((kind, values, descriptor))
         elif kind == "session":
             self._take_session(descriptor, values)
         else:
             self._kinds[kind](*values)
-
-    def _stop(self) -> None:
-        self._server.stop()
 
     def _front_ended(self) -> None:
         """Kill this process, as the front is gone, if the kernel has not done so yet."""

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
-from stormd.output import EXIT_FAILED, EXIT_OK, write_json
+from stormd.output import EXIT_FAILED, EXIT_OK, print_to_stderr, write_json
 from stormd.protocol import temporary_directory
 from stormd.protocol.variables import ADVISE_VARIABLE, PREFIX
 from stormd.sizes import exact_size, format_size, suggested_pool
-from stormd.stderr import print_to_stderr
 
 if TYPE_CHECKING:
     from rich.table import Table

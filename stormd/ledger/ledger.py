@@ -79,7 +79,7 @@ class Ledger:
     `on_request` has the handler of each message class, `on_results` that of each result class. They
     return the instructions to carry out. All content of a message comes from a client and is
     checked. `cache` is None if the daemon keeps no cache. With a `disk`, entries may be written
-    there; `reserve` bytes of the pool are for reading them back, at least the largest chunk's blob.
+    there.
     `records` has the state that outlives the process; without it nothing does. `totals` has the
     holdings of other processes that serve beside this one.
     """
@@ -93,7 +93,6 @@ class Ledger:
         records: Records | None = None,
         *,
         disk: Disk | None = None,
-        reserve: int = 0,
         totals: UserTotals | None = None,
     ) -> None:
         holdings = Holdings(records or Records(), totals)
@@ -105,7 +104,7 @@ class Ledger:
         restores = Restores(self._state)
         self.leases = Leases(self._state, cache)
         self._disk = disk
-        self.spills = None if disk is None else Spills(self._state, restores, disk, reserve)
+        self.spills = None if disk is None else Spills(self._state, restores, disk)
         self._stores = Stores(self._state, restores, self._requests, self.spills)
         segments = Segments(restores)
         self.on_request: Mapping[type[Message], OnRequest] = {
@@ -127,8 +126,8 @@ class Ledger:
             StoreFailed: self._stores.failed,
             RestoreDone: restores.done,
             RestoreFailed: restores.failed,
-            SegmentMapped: segments.mapped,
-            SegmentRefused: segments.refused,
+            SegmentMapped: segments.tried,
+            SegmentRefused: segments.tried,
             Detached: self.leases.detached,
             SpillDone: self._moved,
             SpillFailed: self._moved,

@@ -57,12 +57,14 @@ _NEXT: Final = {
 class Disk:
     """The file's space, and the pool's bytes that blobs in each phase take or would take.
 
+    `reserve` bytes of the pool are for reading blobs back, at least the largest chunk's.
     `by_session` has the bytes of each session in the file. `written` has the time at which the
     write of each generation in the file began, oldest first. `ended` says why the tier has ended;
     empty while it is in use.
     """
 
     space: Space
+    reserve: int = 0
     by_phase: Counter[DiskPhase] = field(default_factory=Counter)
     by_session: Counter[int] = field(default_factory=Counter)
     written: dict[int, float] = field(default_factory=dict)

@@ -76,25 +76,18 @@ class Segments:
             *self._restores.start_waiting(record),
         ]
 
-    def mapped(
-        self, record: Session, results: Iterable[SegmentMapped], _now: float
+    def tried(
+        self, record: Session, results: Iterable[SegmentMapped | SegmentRefused], _now: float
     ) -> list[Instruction]:
-        """Take in mapped segments and pieces, which jobs may name from now on."""
+        """Take in segments and pieces that are mapped, or that the lane could not map."""
         replies: list[Instruction] = []
         for result in results:
             offer = record.mapping.pop(result.segment)
-            if record.phase is not Phase.ENDING:
+            if record.phase is Phase.ENDING:
+                continue
+            if isinstance(result, SegmentMapped):
                 replies.append(record.reply(offer.request, _added(record, offer)))
-        return replies
-
-    def refused(
-        self, record: Session, results: Iterable[SegmentRefused], _now: float
-    ) -> list[Instruction]:
-        """Take in segments that the lane could not map."""
-        replies: list[Instruction] = []
-        for result in results:
-            offer = record.mapping.pop(result.segment)
-            if record.phase is not Phase.ENDING:
+            else:
                 replies.append(record.reply(offer.request, Refused("UsageError", result.detail)))
         return replies
 

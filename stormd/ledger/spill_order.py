@@ -155,38 +155,34 @@ class SpillOrders:
 
         It is the oldest one of the session with most clean blocks.
         """
-        if not self._disk.held_bytes:
-            return False
-        for order in sorted(self.active(), key=lambda one: -one.clean_count):
-            found = order.next_clean()
-            if found is not None:
-                self._drop(order, *found)
-                return True
-        return False
+        return self._drop(SpillOrder.next_clean, lambda order: -order.clean_count)
 
     def drop_waiting(self) -> bool:
         """Free a clean block that a restore waits for; return whether there was one.
 
         That restore is not its session's first, so it cannot begin yet.
         """
+        return self._drop(SpillOrder.last_waiting, lambda _: 0)
+
+    def _drop(
+        self, find: Callable[[SpillOrder], Numbered | None], rank: Callable[[SpillOrder], int]
+    ) -> bool:
+        """Free the first clean block found, by rank, so that its entry is on the disk alone."""
         if not self._disk.held_bytes:
             return False
-        for order in self.active():
-            found = order.last_waiting()
+        for order in sorted(self.active(), key=rank):
+            found = find(order)
             if found is not None:
-                self._drop(order, *found)
+                number, entry = found
+                assert entry.block is not None
+                assert entry.disk is not None
+                self._state.holdings.records.freed(entry)  # before its space is used again
+                entry.space.release(entry.block)
+                entry.block = None
+                entry.disk.enter(DiskPhase.AWAY)
+                order.note(number, entry)
                 return True
         return False
-
-    def _drop(self, order: SpillOrder, number: int, entry: Entry) -> None:
-        """Free the block of an entry that is in both places, so that it is on the disk alone."""
-        assert entry.block is not None
-        assert entry.disk is not None
-        self._state.holdings.records.freed(entry)  # before its space is used again
-        entry.space.release(entry.block)
-        entry.block = None
-        entry.disk.enter(DiskPhase.AWAY)
-        order.note(number, entry)
 
     def end(self) -> None:
         """Forget all entries and take in no more: the tier has ended."""

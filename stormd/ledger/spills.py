@@ -36,16 +36,16 @@ MIN_MOVED: Final = 64 << 20
 
 
 class Spills:
-    """Moves entries between the pool and `disk`. `reserve` bytes of the pool are for reading.
+    """Moves entries between the pool and `disk`.
 
     `moves` returns the jobs to begin now; call it after every event.
     """
 
-    def __init__(self, state: State, restores: Restores, disk: Disk, reserve: int) -> None:
+    def __init__(self, state: State, restores: Restores, disk: Disk) -> None:
         self._state = state
         self._restores = restores
         self._disk = disk
-        self._reserve = granules(reserve)
+        self._reserve = granules(disk.reserve)
         self._orders = SpillOrders(state, disk)
         self._writes = Writes(state, disk, self._orders, self.store_capacity)
         self._reads = Reads(state, disk, self._orders, self._reserve)

@@ -229,32 +229,22 @@ class Stores:
 
     def _problem(self, record: Session, message: Store, chunk: Chunk) -> Problem | None:
         """Return why an entry is not admitted; if None, its space is promised now."""
-        if not self._state.limits.user_quota_bytes or record.cache is not None:
-            return self._problem_for(record, message, chunk, 0)
-        shares, uid = self._state.holdings.shares, record.info.uid
-        problem = self._problem_for(record, message, chunk, shares.claim(uid, chunk.charge))
-        if problem is not None:
-            shares.unclaim(uid)
-        return problem
-
-    def _problem_for(
-        self, record: Session, message: Store, chunk: Chunk, user_bytes: int
-    ) -> Problem | None:
-        """Return the same as `_problem`, if all sessions of the user hold `user_bytes`."""
-        state = self._state
+        state, shares, uid = self._state, self._state.holdings.shares, record.info.uid
+        is_limited = record.cache is None and state.limits.user_quota_bytes > 0
         problem = store_problem(
             record,
             message,
             state.limits,
-            user_bytes=user_bytes,
+            user_bytes=shares.claim(uid, chunk.charge) if is_limited else 0,
             draining=state.is_draining,
         )
-        if problem is not None:
-            return problem
-        if not state.holdings.records.has_room:
-            return "too_many_entries", "the journal of what is held is full: release some first"
-        shortage = self._promise(record, chunk.charge)
-        return None if shortage is None else ("pool_full", shortage)
+        if problem is None and not state.holdings.records.has_room:
+            problem = "too_many_entries", "the journal of what is held is full: release some first"
+        if problem is None and (shortage := self._promise(record, chunk.charge)) is not None:
+            problem = "pool_full", shortage
+        if problem is not None and is_limited:
+            shares.unclaim(uid)
+        return problem
 
     def _promise(self, record: Session, nbytes: int) -> str | None:
         """Promise `nbytes` of the session's space; return None, or why they cannot be promised."""

@@ -38,7 +38,7 @@ MAX_A_STEP: Final = 128 << 20
 find the memory."""
 
 FREE_DIVISOR: Final = 4
-"""A used space keeps 1 / AHEAD_PART of its ready memory free, or more memory is added."""
+"""A used space keeps 1 / FREE_DIVISOR of its ready memory free, or more memory is added."""
 
 RETRY_SECONDS: Final = 5.0
 """Seconds after which a machine that had no memory is asked again."""

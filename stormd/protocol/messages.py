@@ -356,7 +356,7 @@ class StoreParts(Message):
 
     def check_together(self) -> None:
         """Raise ProtocolError if an entry's size is not in 1 .. MAX_ENTRY_BYTES."""
-        for nbytes in _sizes(self.places):
+        for _, _, _, nbytes, _, _ in unpack(self.places, STORE_FIELDS):
             if not 1 <= nbytes <= MAX_ENTRY_BYTES:
                 raise ProtocolError(
                     f"StoreParts.places has an entry of {nbytes} bytes, not in 1 .. "
@@ -368,10 +368,6 @@ class StoreParts(Message):
         dtype, codec = self.dtype, self.codec
         for entry, segment, offset, nbytes, sequence, ready in unpack(self.places, STORE_FIELDS):
             yield Store.from_wire([entry, segment, offset, nbytes, dtype, codec, sequence, ready])
-
-
-def _sizes(places: bytes) -> list[int]:
-    return [nbytes for _, _, _, nbytes, _, _ in unpack(places, STORE_FIELDS)]
 
 
 # --- from the daemon ------------------------------------------------------------------------

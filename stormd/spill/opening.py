@@ -36,11 +36,10 @@ RESERVE_PART: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """The tier, its space on disk, and the bytes of the pool to reserve for reading."""
+    """The tier, and its space on disk."""
 
     tier: SpillTier
     disk: Disk
-    reserve: int
 
 
 def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post) -> OpenTier:
@@ -69,7 +68,7 @@ def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post
         raise
     fields = {"path": config.spill_path, "bytes": config.spill_bytes, "encrypted": encrypts}
     log.info("tier on disk opened", extra=fields)
-    return OpenTier(tier, Disk(_space(config.spill_bytes)), reserve)
+    return OpenTier(tier, Disk(_space(config.spill_bytes), reserve))
 
 
 def _space(nbytes: int) -> Space:

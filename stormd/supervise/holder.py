@@ -28,8 +28,7 @@ from enum import Enum, auto
 from typing import Final, NoReturn
 
 from stormd.open_files import close_all
-from stormd.output import EXIT_RESTART
-from stormd.stderr import print_to_stderr
+from stormd.output import EXIT_RESTART, print_to_stderr
 from stormd.supervise.processes import die_with_parent, end_by, exit_status, is_handled
 
 __all__ = ["hold"]

@@ -20,10 +20,9 @@ from subprocess import Popen
 from typing import Any, Final, NoReturn
 
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
-from stormd.output import EXIT_FAILED
+from stormd.output import EXIT_FAILED, print_to_stderr
 from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
-from stormd.stderr import print_to_stderr
 from stormd.supervise import mps
 from stormd.supervise.processes import TURN_SECONDS, Family, end_by, exit_status, send
 from stormd.supervise.request import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, Request

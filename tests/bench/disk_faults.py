@@ -79,8 +79,7 @@ class Round:
             Space(POOL_BYTES, slack=slack_of(POOL_BYTES)),
             LIMITS,
             Counters(),
-            disk=Disk(Space(FILE_BYTES, granule=PAGE)),
-            reserve=2 * blob_bound(PART_BYTES),
+            disk=Disk(Space(FILE_BYTES, granule=PAGE), 2 * blob_bound(PART_BYTES)),
         )
         self.outcome: Counter[str] = Counter()
         self._open()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from stormd.config import Config, config_options
-from stormd.host_port import parse_host_port
+from stormd.options import parse_host_port
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
 from stormd.settings import load_config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stormd.errors import ConfigError
-from stormd.options import Kind, Option, check_value, read_value
+from stormd.options import Kind, Option, check_value, parse_host_port, read_value
 
 
 def _option(kind: Kind, **details: Any) -> Option:
@@ -64,3 +64,17 @@ def test_limits_are_named(value: int) -> None:
 def test_a_number_beyond_all_machines_is_named(kind: Kind, value: int) -> None:
     with pytest.raises(ConfigError, match=r"some_limit is -?0x[0-9a-f]+, .* below 2\^63"):
         check_value(_option(kind, least=1, most=10), value)
+
+
+def test_reads_addresses() -> None:
+    assert parse_host_port("127.0.0.1:9464") == ("127.0.0.1", 9464)
+    assert parse_host_port("[::1]:80") == ("::1", 80)
+    assert parse_host_port("localhost:0") == ("localhost", 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x", f"h:{'9' * 5000}"]
+)
+def test_refuses_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_address"):
+        parse_host_port(text)

@@ -59,10 +59,8 @@ class LedgerBench:
         self.records = records
         self.space = Space(capacity, committed=committed)
         self.counters = Counters()
-        disk = Disk(Space(disk_bytes, granule=PAGE)) if disk_bytes else None
-        self.ledger = Ledger(
-            self.space, limits, self.counters, records=records, disk=disk, reserve=reserve
-        )
+        disk = Disk(Space(disk_bytes, granule=PAGE), reserve) if disk_bytes else None
+        self.ledger = Ledger(self.space, limits, self.counters, records=records, disk=disk)
         self.lane = WatchedLane(self.ledger)
         self.tier = FakeTier(self.ledger, self.lane)
         self.on_wait: Callable[[], None] | None = None

@@ -78,6 +78,7 @@ class Checks:
 
     def __init__(self, codec: PreparedCodec, priority: int) -> None:
         self._codec = codec
+        self._words: Final = codec.check_words
         self._waiting: deque[Check] = deque()
         self._under_way: list[Check] = []
         with ExitStack() as made:
@@ -118,10 +119,6 @@ class Checks:
     def close(self) -> None:
         """Free all of it; nothing may be in flight."""
         self._made.close()
-
-    @property
-    def _words(self) -> int:
-        return self._codec.check_words
 
     def _launch_next(self) -> None:
         if self._under_way or not self._waiting:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
 from storm_kernels.ancf.prepared import PreparedCodec
@@ -25,9 +26,13 @@ from stormd.memory.host_pool import HostPool
 from stormd.monitoring.health import Heartbeat
 from stormd.monitoring.link_meter import LinkLimit, LinkMeter
 
-__all__ = ["CudaDevice", "DevicePool"]
+__all__ = ["CudaDevice", "DevicePool", "DeviceWatch"]
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 0.5
+CLOSE_SECONDS: Final = 5.0
+"""How long to wait for a slow driver; a thread whose driver hangs is abandoned."""
 
 
 class _Registered(NamedTuple):
@@ -200,3 +205,30 @@ class CudaDevice:
         """Close the device; its sessions must have ended."""
         self.context.make_current()
         self._made.close()
+
+
+class DeviceWatch:
+    """Makes devices check twice a second whether they are broken, from now on until `close`.
+
+    Suppose that under CUDA's MPS a process is killed while one of its kernels runs. Then the
+    contexts of all other processes fail, on every GPU of the server and from then on. MPS takes no
+    new process until all of them have ended. So a daemon that did not notice would keep every later
+    training from its GPU. The watch has a thread of its own: the driver has taken 0.4 s for the
+    answer.
+    """
+
+    def __init__(self, devices: Iterable[CudaDevice]) -> None:
+        self._devices = tuple(devices)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stormd-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop checking; return once no check runs. Calling it twice is fine."""
+        self._stopping.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_SECONDS):
+            for device in self._devices:
+                device.check_fault()

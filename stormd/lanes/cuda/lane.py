@@ -16,9 +16,8 @@ from storm_kernels.errors import KernelsError
 from stormd.errors import LaneUnavailable, error_with_remedy
 from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.cuda.client import CudaClient
-from stormd.lanes.cuda.device import CudaDevice, DevicePool
+from stormd.lanes.cuda.device import CudaDevice, DevicePool, DeviceWatch
 from stormd.lanes.cuda.session import CudaSession
-from stormd.lanes.cuda.watch import DeviceWatch
 from stormd.ledger.events import Mappable, RestoreJob, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory

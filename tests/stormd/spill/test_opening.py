@@ -34,11 +34,11 @@ def test_it_is_as_large_as_asked_for_and_keeps_room_to_read(tmp_path: Path) -> N
     made = _open(_config(tmp_path, spill_threads=2))
     space = made.disk.space
     assert 30 * MIB < space.capacity < space.end <= 32 * MIB
-    assert 8 * MIB < made.reserve < 9 * MIB
+    assert 8 * MIB < made.disk.reserve < 9 * MIB
     assert not list(tmp_path.iterdir())
     assert made.tier.close(30.0)
     made = _open(_config(tmp_path, pool_bytes=1024 * MIB))
-    assert made.reserve == 64 * MIB, "a part of a large pool"
+    assert made.disk.reserve == 64 * MIB, "a part of a large pool"
     assert made.tier.close(30.0)
 
 

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from stormd.stderr import print_to_stderr
+from stormd.output import print_to_stderr
 
 SCRIPT = """
 import signal, sys
-from stormd.stderr import print_to_stderr
+from stormd.output import print_to_stderr
 print_to_stderr("x" * 100_000, 0.01)
 assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
