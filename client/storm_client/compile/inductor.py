@@ -99,7 +99,7 @@ CHOOSING = (
 
 def rules(min_bytes: int, codec: str) -> Rules:
     """Return the rules for operations of which Inductor generates code."""
-    return Rules(min_bytes, codec, _is_exact, _runs_alone, _rounds_alike)
+    return Rules(min_bytes, codec, _is_exact, True, _runs_alone, _rounds_alike)
 
 
 def _is_exact(node: fx.Node) -> bool:

@@ -124,22 +124,18 @@ class _Pair:
     """A forward graph and its backward graph, which are modified in place."""
 
     def __init__(
-        self,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule,
-        outputs: int,
-        saved_values: SavedValues,
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, saved: SavedValues
     ) -> None:
         """Begin with the saved values: the forward graph's results after the first `outputs`."""
-        self.forward, self.backward, self.saved_values = forward, backward, saved_values
-        self.recipes = Recipes(saved_values)
+        self.forward, self.backward, self.saved_values = forward, backward, saved
+        self.rules, self.recipes = saved.rules, Recipes(saved)
         (self.output,) = forward.graph.find_nodes(op="output")
         self.first_saved = outputs
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
         self.parameters: dict[fx.Node, fx.Node] = {}
         """Placeholders for the tokens of the parameters from which values are recomputed."""
-        devices = [n.meta["val"].device for n in saved_values.saved if is_tensor(n)]
+        devices = [n.meta["val"].device for n in saved.saved if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
     @property
@@ -187,7 +183,7 @@ class _Pair:
         is_offloadable: bool,
     ) -> Saved:
         val = node.meta["val"]
-        nbytes, ratio = nbytes_of(val), expected_ratio(val.dtype, self.saved_values.rules.codec)
+        nbytes, ratio = nbytes_of(val), expected_ratio(val.dtype, self.rules.codec)
         users = uses(self.saved_values.placeholders[node.name])
         if not users and is_offloadable:
             return Saved.only_a_source(nbytes, made=made, ratio=ratio)
@@ -199,9 +195,7 @@ class _Pair:
         return Saved(nbytes, min(at), max(at), is_offloadable, how, made, ratio)
 
     def _seconds_of(self, node: fx.Node) -> float:
-        return seconds_of(
-            node, self.machine, is_fused=self.saved_values.rules.runs_alone is not None
-        )
+        return seconds_of(node, self.machine, is_fused=self.rules.is_fused)
 
     def _link_seconds_of(self, node: fx.Node) -> float:
         """Return for how many seconds of a node's time the link can transfer."""
@@ -389,10 +383,8 @@ class _Pair:
         if again:
             self._drop_results([values[number] for number in again])
             self.forward.graph.eliminate_dead_code()
-        if self.saved_values.rules.runs_alone is None:
-            return
         for made in (values[number].made for number in again):
-            if made.users:
+            if self.rules.is_fused and made.users:
                 materialize(made)
 
     def _copy_recipe(self, value: Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
@@ -434,9 +426,7 @@ class _Pair:
         The value itself must be, as it was in memory. Loops that read its sources instead would be
         split and fused differently, and would round differently.
         """
-        if self.saved_values.rules.runs_alone is None:
-            return False
-        return node is value.made or self.recipes.runs_alone(node)
+        return self.rules.is_fused and (node is value.made or self.rules.runs_alone(node))
 
     def _present(self, value: Value) -> fx.Node:
         """Return the backward graph's node that has a value."""

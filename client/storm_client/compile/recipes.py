@@ -42,7 +42,7 @@ class Recipes:
     """Finds recipes for the values that a forward graph saves."""
 
     def __init__(self, saved_values: SavedValues) -> None:
-        self.saved_values = saved_values
+        self.saved_values, self.rules = saved_values, saved_values.rules
         self.permuted = {
             source_of(n): n
             for n in saved_values.saved
@@ -59,7 +59,7 @@ class Recipes:
             return None
         nodes = tuple(search.nodes)
         given = self.saved_values.placeholders[node.name]
-        if not self.saved_values.rules.is_exact(memory_of(node)) and not self._is_read_alone(given):
+        if not self.rules.is_exact(memory_of(node)) and not self._is_read_alone(given):
             return None
         if any(map(self.is_special, nodes)) and not _is_repeatable(node):
             return None
@@ -68,19 +68,12 @@ class Recipes:
     def can_be_recomputed(self, node: fx.Node) -> bool:
         """Return whether an operation gives the same bits in the backward graph."""
         return node.op == "call_function" and (
-            self.saved_values.rules.is_exact(node) or self._rounds_alike(node)
+            self.rules.is_exact(node) or self._rounds_alike(node)
         )
 
     def is_special(self, node: fx.Node) -> bool:
         """Return whether the bits of an operation depend on where a compiler puts its result."""
-        return self.runs_alone(node) or self._rounds_alike(node)
-
-    def runs_alone(self, node: fx.Node) -> bool:
-        """Return whether generated code runs an operation on its own, on inputs in memory."""
-        return (
-            self.saved_values.rules.runs_alone is not None
-            and self.saved_values.rules.runs_alone(node)
-        )
+        return self.rules.runs_alone(node) or self._rounds_alike(node)
 
     def _rounds_alike(self, node: fx.Node) -> bool:
         """Return whether generated code rounds a result of fused operations the same everywhere.
@@ -90,10 +83,9 @@ class Recipes:
         rounded on the way has no other reader. Otherwise it might be read rounded in one place, and
         not in another.
         """
-        rule = self.saved_values.rules.rounds_alike
         if self._converts_a_parameter(node):
             return True
-        if rule is None or not rule(node) or not is_tensor(node):
+        if not self.rules.rounds_alike(node) or not is_tensor(node):
             return False
         if not _is_single(node) and len(node.users) != 1 and not self._is_read_alone(node):
             return False
@@ -101,14 +93,14 @@ class Recipes:
 
     def _is_known_to_the_bit(self, base: fx.Node) -> bool:
         """Return whether fused operations that read a value read the same bits in each graph."""
-        if base.op == "placeholder" or self.runs_alone(base) or self._rounds_alike(base):
+        if base.op == "placeholder" or self.rules.runs_alone(base) or self._rounds_alike(base):
             return True
         return base.name in self.saved_values.placeholders and _is_single(base)
 
     def _converts_a_parameter(self, node: fx.Node) -> bool:
         """Return whether a node converts a parameter's dtype for unfused operations alone."""
         return (
-            self.saved_values.rules.runs_alone is not None
+            self.rules.is_fused
             and is_conversion(node)
             and memory_of(node.all_input_nodes[0]) in self.saved_values.static
             and self._is_read_alone(node)
@@ -117,7 +109,7 @@ class Recipes:
     def _is_read_alone(self, node: fx.Node) -> bool:
         """Return whether only operations that are not fused read a value, or views of it."""
         readers = [use for use in uses(node) if source_of(use) is None and use.op != "output"]
-        return bool(readers) and all(map(self.runs_alone, readers))
+        return bool(readers) and all(map(self.rules.runs_alone, readers))
 
     def lies_in_memory(self, node: fx.Node) -> bool:
         """Return whether a value that is not saved is in memory anyway, as it would be saved.
@@ -132,7 +124,9 @@ class Recipes:
         if node in self.saved_values.visible_outside or not self.saved_values.is_large(node):
             return False
         readers = [use for use in uses(node) if source_of(use) is None]
-        if not readers or not all(is_product(one) and self.runs_alone(one) for one in readers):
+        if not readers or not all(
+            is_product(one) and self.rules.runs_alone(one) for one in readers
+        ):
             return False
         return _is_plain(node.meta["val"]) and self.saved_values.can_be_offloaded(node, [])
 

@@ -39,6 +39,10 @@ _READING = {"flex_attention", "flex_attention_backward"}
 """Higher-order operators that write to none of their arguments; others may."""
 
 
+def _never(_: fx.Node) -> bool:
+    return False
+
+
 class Rules(NamedTuple):
     """The user's options, and the properties of the code generator."""
 
@@ -46,9 +50,11 @@ class Rules(NamedTuple):
     codec: str
     is_exact: Callable[[fx.Node], bool]
     """Whether an operation gives the same bits wherever it runs."""
-    runs_alone: Callable[[fx.Node], bool] | None = None
-    """Where operations are fused: whether one is not, and reads its inputs from memory."""
-    rounds_alike: Callable[[fx.Node], bool] | None = None
+    is_fused: bool = False
+    """Whether generated code fuses operations. If so:"""
+    runs_alone: Callable[[fx.Node], bool] = _never
+    """Whether an operation is not fused, and reads its inputs from memory."""
+    rounds_alike: Callable[[fx.Node], bool] = _never
     """Whether a fused operation gives the same bits if its inputs have the same bits."""
 
 
