@@ -285,11 +285,8 @@ def _uninterrupted() -> Iterator[None]:
     Python runs signal handlers only in the main thread, so in other threads there is nothing to
     delay.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGINT)
-    if before is None or not callable(before):
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
     noted: list[tuple[int, Any]] = []

@@ -11,7 +11,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -38,9 +37,11 @@ class Draws:
     def __init__(self) -> None:
         """Note the state of NumPy's global generator."""
         self._error: UsageError | None = None
-        self._places: list[tuple[str, Callable[[], Any], Any]] = []
+        self._objects = [("numpy.random", np.random, generator_state(np.random))]
+        """Generators with their names and states."""
+        self._functions: list[tuple[Callable[..., Any], Sequence[object], dict[str, Any]]] = []
+        """Functions with their arguments, and the states of generators among their variables."""
         self._seen: set[object] = set()
-        self._note("numpy.random", partial(generator_state, np.random))
 
     def check_module(self, module: nn.Module) -> None:
         """Look at the attributes of a called module, and at the variables of its `forward`."""
@@ -52,8 +53,8 @@ class Draws:
                     "from it only when the step is captured; take what comes next outside, and "
                     "pass it as an argument"
                 )
-            if generator_state(value) is not None:
-                self._note(f"{kind}.{name}", partial(generator_state, value))
+            if (state := generator_state(value)) is not None:
+                self._objects.append((f"{kind}.{name}", value, state))
         forward = module.forward
         function = getattr(forward, "__func__", forward)
         if function not in self._seen:
@@ -68,12 +69,8 @@ class Draws:
         Raises:
             UsageError: there is an iterator among them, or a large array among `arguments`.
         """
-        for name, before in generator_states(function, arguments).items():
-            where = partial(_state_of, name, function, arguments)
-            self._places.append((name, where, before))
-
-    def _note(self, name: str, where: Callable[[], Any]) -> None:
-        self._places.append((name, where, where()))
+        if states := generator_states(function, arguments):
+            self._functions.append((function, arguments, states))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -105,13 +102,14 @@ class Draws:
         """Raise UsageError if anything has been drawn."""
         if self._error is not None:
             raise self._error
-        for name, where, before in self._places:
-            if where() != before:
+        for name, value, before in self._objects:
+            if generator_state(value) != before:
                 raise _draws(repr(name))
-
-
-def _state_of(name: str, function: Callable[..., Any], arguments: Sequence[object]) -> Any:
-    return generator_states(function, arguments).get(name)
+        for function, arguments, states in self._functions:
+            now = generator_states(function, arguments)
+            for name, state in states.items():
+                if now.get(name) != state:
+                    raise _draws(repr(name))
 
 
 def _draws(where: str) -> UsageError:

@@ -24,7 +24,6 @@ from torch.optim.optimizer import (
 
 from storm_client.eager.settings import deciding_settings, kinds_of_casts
 from storm_client.step.captured import VARYING_SETTINGS, Captured, is_varying
-from storm_client.step.recording import Outside
 from storm_client.step.scalars import evaluate
 from storm_client.step.variables import (
     PLAIN,
@@ -81,28 +80,8 @@ def _gradient_of(leaf: _Slot) -> _Slot:
 class _Held(NamedTuple):
     node: fx.Node
     slot: _Slot
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, outside: Outside, slot: _Slot) -> _Held:
-        one = outside.tensor
-        return cls(
-            outside.node, slot, one.shape, one.dtype, one.device, one.stride(), one.requires_grad
-        )
-
-    def fits(self, tensor: object) -> bool:
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and tensor.requires_grad is self.requires_grad
-            and tensor.stride() == self.stride
-            and tensor.device == self.device
-        )
+    form: tuple[Any, ...]
+    """The tensor's properties on which the capture depends."""
 
 
 class State:
@@ -116,7 +95,7 @@ class State:
         self.captured = captured
         slots = _slots(captured)
         self.held = [
-            _Held.of(one, slots.get(id(one.tensor), _itself(one.tensor)))
+            _Held(one.node, slots.get(id(one.tensor), _itself(one.tensor)), _form(one.tensor))
             for one in captured.recording.outside.values()
             if one.argument is None
         ]
@@ -218,7 +197,7 @@ class State:
         found: dict[fx.Node, Any] = {}
         for held in self.held:
             tensor = held.slot(tensors)
-            if not held.fits(tensor):
+            if not isinstance(tensor, torch.Tensor) or _form(tensor) != held.form:
                 return None
             found[held.node] = tensor
         if not self._shares_alike(tensors, found.values()) or self.python != self._python(leaves):
@@ -249,16 +228,13 @@ def described(leaf: object) -> Any:
     An object may be another one at the same address, or hold other values: `State` checks that.
     """
     if isinstance(leaf, torch.Tensor):
-        return (
-            type(leaf),
-            leaf.shape,
-            leaf.stride(),
-            leaf.dtype,
-            leaf.device,
-            leaf.requires_grad,
-            leaf.storage_offset() * leaf.element_size() % 16 if leaf.device.type == "meta" else 0,
-        )
+        offset = leaf.storage_offset() * leaf.element_size() if leaf.device.type == "meta" else 0
+        return type(leaf), *_form(leaf), offset % 16
     return identified(leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf))
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride(), tensor.device
 
 
 def surroundings() -> tuple[Any, ...]:
