@@ -63,22 +63,29 @@ class Handover:
         if pool < 0 or journal < 0:
             close_all((pool, journal))
             return config
+        fitted = None
         try:
-            self._journal, found = Journal.open(journal)
-            state = read_state(found)
-            self.earlier = state.totals
-            if state.is_empty:
-                raise _NothingLeft  # noqa: TRY301 - as where it cannot be read
-            fitted = _config_for_layout(config, state.layout)
-            if not is_sealed(pool, fitted.host_bytes):
-                raise JournalUnusable("the memory is not of the size that it tells of")  # noqa: TRY301
-        except (_NothingLeft, JournalUnusable, ConfigError, OSError) as error:
-            if not isinstance(error, _NothingLeft):
-                log.error("what an earlier daemon held is lost: %s", error)  # noqa: TRY400
+            fitted = self._read(journal, pool, config)
+        except (JournalUnusable, ConfigError, OSError) as error:
+            log.error("what an earlier daemon held is lost: %s", error)  # noqa: TRY400
+        if fitted is None:
             self._drop_journal(journal)
             close_all((pool,))
             return config
-        self._pool, self.state = pool, state
+        self._pool = pool
+        return fitted
+
+    def _read(self, journal: int, pool: int, config: Config) -> Config | None:
+        """Read the state; return the settings to continue with, or None if nothing is left."""
+        self._journal, found = Journal.open(journal)
+        state = read_state(found)
+        self.earlier = state.totals
+        if state.is_empty:
+            return None
+        fitted = _config_for_layout(config, state.layout)
+        if not is_sealed(pool, fitted.host_bytes):
+            raise JournalUnusable("the memory is not of the size that it tells of")
+        self.state = state
         return fitted
 
     def discard_state(self, reason: str) -> None:
@@ -202,10 +209,6 @@ class Handover:
             self._journal = None
         else:
             close_all((descriptor,))
-
-
-class _NothingLeft(Exception):
-    """The earlier daemon's memory contains neither a session nor a cached tensor."""
 
 
 def _config_for_layout(config: Config, layout: Layout) -> Config:

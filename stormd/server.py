@@ -215,7 +215,6 @@ class Server:
     def end_session(self, session: int) -> None:
         """As a worker, end a session that the front no longer wants."""
         self._gateway.end(session, "unattached")
-        self._gateway.flush()
 
     async def close(self) -> None:
         """End in order, by the deadline of the config, whatever the clients do.
@@ -424,7 +423,7 @@ class Server:
         self._gateway = gateway = self._make_gateway()
         self._mailbox.start(gateway.take_results)
         self._lifelines = self._address.bind_lifelines(
-            self._loop, gateway.take_token, gateway.take_piece, gateway.lifeline_ended
+            self._loop, gateway.take_token, gateway.take_piece, partial(gateway.end, cause="died")
         )
         self._cleanup.callback(self._lifelines.close)
         self._ending = SessionEnder(self._ledger, gateway, self._fleet, self._progress)

@@ -48,7 +48,6 @@ class SessionEnder:
                 fields = {"session": session_name(record.info.session), "cause": "orphaned"}
                 log.info("session ended", extra=fields)
                 self._gateway.end(record.info.session, "orphaned")
-        self._gateway.flush()
 
     async def end_all(self, seconds: float) -> None:
         """End all sessions within `seconds`, and the worker processes with theirs."""
@@ -81,7 +80,6 @@ class SessionEnder:
             log.warning("sessions that cannot be resumed still hold entries, which are lost")
         for record in bound:
             self._gateway.end(record.info.session, "shutdown")
-        self._gateway.flush()
         await self._until(lambda: not any(one.info.session in there for one in bound), deadline)
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:

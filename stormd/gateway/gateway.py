@@ -174,7 +174,7 @@ class Gateway:
         """End only the session whose frame hit a bug of ours."""
         peer = self._peers.by_connection.get(connection)
         if peer is not None:
-            self.end(peer.session, "failed")
+            self._dispatch.end(peer.session, "failed")
 
     def end_overfull(self, connection: Connection) -> None:
         """End the session of a client whose connection was closed because too much waited on it."""
@@ -198,7 +198,6 @@ class Gateway:
             return None
         if peer.resumes is not None and not self._opening.attach_resumed(peer, given):
             self.end(peer.session, "failed")
-            self.flush()
             return None
         self._ledger.leases.attach(peer.record, time.monotonic())
         self._on_session(peer.session, ATTACHED)
@@ -219,16 +218,11 @@ class Gateway:
             len(peer.piece_descriptors) >= MAX_PIECES_WAITING or are_scarce()
         ):
             os.close(descriptor)
-            self.end(session, "failed")
+            self._dispatch.end(session, "failed")
         else:
             peer.piece_descriptors[number] = descriptor
             if waiting is not None:
                 self._map_handed(peer, *waiting)
-        self.flush()
-
-    def lifeline_ended(self, session: int) -> None:
-        """End a session whose lifeline has ended."""
-        self.end(session, "died")
         self.flush()
 
     def tick(self) -> None:
@@ -252,15 +246,15 @@ class Gateway:
         self.flush()
 
     def end(self, session: int, cause: str) -> None:
-        """Begin a session's end; `flush` must follow."""
+        """Begin a session's end, and send what that brings."""
         self._dispatch.end(session, cause)
+        self.flush()
 
     def take_report(self, session: int, cause: str) -> None:
         """Take a worker's report: a session has its lifeline, which it watches, or has ended."""
         record = self._ledger.sessions.get(session)
         if cause != ATTACHED:
             self.end(session, cause)
-            self.flush()
         elif record is not None and record.phase is Phase.OPENED:
             self._ledger.leases.attach(record, math.inf)
 
@@ -268,7 +262,6 @@ class Gateway:
         """Begin the end of all sessions."""
         for session in list(self._ledger.sessions):
             self.end(session, cause)
-        self.flush()
 
     def suspend(self) -> None:
         """Hear nobody any more; sessions are kept unchanged for the next daemon."""
@@ -473,7 +466,7 @@ class Gateway:
 
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._dispatch.send_outbox(peer)
-        self.end(peer.session, "goodbye")
+        self._dispatch.end(peer.session, "goodbye")
 
 
 def _ignore_event(session: int, cause: str) -> None:

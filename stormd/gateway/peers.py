@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stormd.lanes import Lane
@@ -58,9 +57,6 @@ class Peers:
         self.by_session: dict[int, Peer] = {}
         self.by_connection: dict[Connection, Peer] = {}
         self._waiting: dict[int, Peer] = {}  # by session: no lifeline yet
-
-    def __iter__(self) -> Iterator[Peer]:
-        return iter(list(self.by_session.values()))
 
     def add(self, peer: Peer) -> None:
         """Add a client that has no lifeline yet."""

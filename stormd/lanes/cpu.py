@@ -27,11 +27,9 @@ from stormd.ledger.chunks import blob_bound
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
-    RestoreFailed,
     RestoreJob,
     Result,
     StoreDone,
-    StoreFailed,
     StoreJob,
 )
 from stormd.memory.host_pool import HostPool
@@ -242,7 +240,7 @@ class CpuLane(Lane):
     def detach(self, session: int) -> None:
         skipped = self._queue.remove(session)
         detail = "the session ended before it was done"
-        self._post(*(_failure(job, "ActivationLost", detail) for job in skipped))
+        self._post(*(job.failed("ActivationLost", detail) for job in skipped))
         self._queue.retire(session)
 
     def close(self, seconds: float) -> bool:
@@ -293,7 +291,7 @@ class CpuLane(Lane):
     def _give_up(self, held: _Held, detail: str) -> None:
         """Answer this worker's unfinished job; the last worker answers all jobs that follow."""
         if held.job is not None:
-            held.add(_failure(held.job, "ActivationLost", detail))
+            held.add(held.job.failed("ActivationLost", detail))
         self._post_held(held)
         with self._lock:
             self._working -= 1
@@ -303,7 +301,7 @@ class CpuLane(Lane):
             if waiting is None:
                 self._free(session)
             else:
-                held.add(_failure(waiting, "ActivationLost", detail))
+                held.add(waiting.failed("ActivationLost", detail))
                 self._post_held(held)
 
     def _post_held(self, held: _Held) -> None:
@@ -321,10 +319,10 @@ class CpuLane(Lane):
             return self._restore(codec, job)
         except CorruptBlob as error:
             log.error("a blob of session %016x is damaged: %s", job.session, error)  # noqa: TRY400 - no fault of the code that ran
-            return _failure(job, "CorruptBlob", str(error))
+            return job.failed("CorruptBlob", str(error))
         except Exception as error:  # whatever it is, the client must be told
             log.exception("a job of session %016x failed", job.session)
-            return _failure(job, "ActivationLost", f"{type(error).__name__}: {error}")
+            return job.failed("ActivationLost", f"{type(error).__name__}: {error}")
 
     def _store(self, codec: HostCodec, job: StoreJob) -> Result:
         began = time.perf_counter()
@@ -402,9 +400,3 @@ def _shared(session: int, staging_bytes: int, given: list[int]) -> _Memory:
     except OSError:
         page.close()
         raise
-
-
-def _failure(job: StoreJob | RestoreJob, kind: str, detail: str) -> Result:
-    if isinstance(job, StoreJob):
-        return StoreFailed(session=job.session, entry=job.entry, detail=detail[:1000])
-    return RestoreFailed(session=job.session, ticket=job.ticket, kind=kind, detail=detail[:1000])

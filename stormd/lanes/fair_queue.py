@@ -53,9 +53,6 @@ class FairShares:
         """Forget a session that has ended; an unknown session is fine."""
         self._tags.pop(session, None)
 
-    def __len__(self) -> int:
-        return len(self._tags)
-
 
 class FairQueue(Generic[Job]):
     """The jobs of all sessions. Thread-safe. A session is a number, known from its first job on."""

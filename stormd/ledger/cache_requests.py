@@ -174,19 +174,13 @@ class CacheRequests:
             first_entry=first,
         )
 
-    def _find(
-        self, _record: Session, access: CacheAccess, message: CacheFind, now: float
-    ) -> Message:
+    def _find(self, _: Session, access: CacheAccess, message: CacheFind, now: float) -> Message:
         return CacheFound(self._cache.find(message.name, access.caller, now) is not None)
 
-    def _delete(
-        self, _record: Session, access: CacheAccess, message: CacheDelete, now: float
-    ) -> Message:
+    def _delete(self, _: Session, access: CacheAccess, message: CacheDelete, now: float) -> Message:
         return CacheFound(self._cache.delete(message.name, access.caller, now))
 
-    def _list(
-        self, _record: Session, access: CacheAccess, message: CacheList, _now: float
-    ) -> Message:
+    def _list(self, _: Session, access: CacheAccess, message: CacheList, _now: float) -> Message:
         return CacheNames(*self._cache.names(access.caller, message.after, NAMES_A_PAGE))
 
     def _close_put(self, record: Session, access: CacheAccess) -> bool:

@@ -10,7 +10,7 @@ keyword it takes twice as long.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from stormd.ledger.chunks import Chunk
 from stormd.memory.arena import Block, Space
@@ -43,6 +43,9 @@ __all__ = [
     "Unmap",
     "Wait",
 ]
+
+MAX_DETAIL: Final = 1000
+"""Maximum characters of the text with which a job fails: it is sent to the client."""
 
 # --- jobs for lanes -------------------------------------------------------------------------
 
@@ -81,6 +84,12 @@ class StoreJob:
         """Undo `place`: the promise is valid again."""
         self.space.unplace(block, self.chunk.charge)
 
+    def failed(self, _kind: str, detail: str, sequence: int = 0) -> StoreFailed:
+        """Return the result of a store that came to nothing."""
+        return StoreFailed(
+            session=self.session, entry=self.entry, detail=detail[:MAX_DETAIL], sequence=sequence
+        )
+
 
 @dataclass(slots=True)
 class RestoreJob:
@@ -94,6 +103,12 @@ class RestoreJob:
     offset: int
     nbytes: int
     sequence: int
+
+    def failed(self, kind: str, detail: str) -> RestoreFailed:
+        """Return the result of a restore that came to nothing; `kind` is as in RestoreFailed."""
+        return RestoreFailed(
+            session=self.session, ticket=self.ticket, kind=kind, detail=detail[:MAX_DETAIL]
+        )
 
 
 # --- jobs for the tier on disk --------------------------------------------------------------

@@ -158,7 +158,7 @@ class Message:
     OP: ClassVar[int] = 0
     COSTLY: ClassVar[bool] = False
     FIELDS: ClassVar[tuple[str, ...]] = ()
-    _declared: ClassVar[_Declaration]
+    _declared: ClassVar[tuple[dict[str, Any], bool]]  # defaults, and whether all are keywords
 
     def __init__(self, *values: Any, **named: Any) -> None:
         """Compile the class's own constructor, which replaces this one, then call it."""
@@ -203,13 +203,6 @@ class Message:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be set: messages do not change")
 
 
-class _Declaration(NamedTuple):
-    """The declaration from which a class's functions are compiled."""
-
-    defaults: dict[str, Any]
-    kw_only: bool
-
-
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 def message(number: int, *, kw_only: bool = False, costly: bool = False) -> Callable[[Kind], Kind]:
     """Declare the decorated class as the message of that number, with its fields in wire order.
@@ -231,7 +224,7 @@ def message(number: int, *, kw_only: bool = False, costly: bool = False) -> Call
             OP=number,
             COSTLY=costly,
             FIELDS=fields,
-            _declared=_Declaration(defaults, kw_only),
+            _declared=(defaults, kw_only),
         )
         kind: Any = type(declared.__name__, declared.__bases__, own)
         _TYPES[number] = kind
@@ -303,7 +296,7 @@ def _known_to(kind: type[Message], rules: dict[str, Rule]) -> dict[str, Any]:
         "new": object.__new__,
         "kind": kind,
         **{f"put_{field}": getattr(kind, field).__set__ for field in rules},
-        **{f"default_{field}": value for field, value in kind._declared.defaults.items()},
+        **{f"default_{field}": value for field, value in kind._declared[0].items()},
     }
 
 

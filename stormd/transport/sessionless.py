@@ -22,12 +22,6 @@ class Sessionless(Generic[Key]):
         self._by_user: dict[int, dict[Key, None]] = {}
         self._users: dict[Key, int] = {}
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._users
-
-    def __len__(self) -> int:
-        return len(self._users)
-
     @property
     def all(self) -> list[Key]:
         """All of them, the oldest first."""

@@ -235,4 +235,4 @@ def _opened(request: MapSegment) -> IpcMapping:
 
 def error_text(error: Exception) -> str:
     """Return the text of the error for the client."""
-    return f"{type(error).__name__}: {error}"[:1000]
+    return f"{type(error).__name__}: {error}"

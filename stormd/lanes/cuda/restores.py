@@ -84,11 +84,7 @@ class Restores:
         self._client.post(*(_failed(job, error) for job in batch))
 
     def refuse(self, job: RestoreJob) -> None:
-        self._client.post(
-            RestoreFailed(
-                session=job.session, ticket=job.ticket, kind="ActivationLost", detail=SKIPPED
-            )
-        )
+        self._client.post(job.failed("ActivationLost", SKIPPED))
 
     def _decode(self, batch: list[RestoreJob], scratch: Scratch) -> None:
         client, device = self._client, self._client.device
@@ -158,6 +154,4 @@ def _last(batch: list[RestoreJob]) -> int:
 
 def _failed(job: RestoreJob, error: Exception) -> RestoreFailed:
     kind = "CorruptBlob" if isinstance(error, CorruptBlob) else "ActivationLost"
-    return RestoreFailed(
-        session=job.session, ticket=job.ticket, kind=kind, detail=error_text(error)
-    )
+    return job.failed(kind, error_text(error))

@@ -239,9 +239,7 @@ class Stores:
         self._client.post(self._failed(job, error_text(error)))
 
     def _failed(self, job: StoreJob, detail: str) -> StoreFailed:
-        return StoreFailed(
-            session=job.session, entry=job.entry, detail=detail, sequence=self._awaited(job)
-        )
+        return job.failed("ActivationLost", detail, self._awaited(job))
 
     def _done(self, job: StoreJob, block: Block, mode: int, seconds: float) -> StoreDone:
         return StoreDone(

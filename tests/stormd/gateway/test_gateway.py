@@ -268,7 +268,7 @@ def test_a_client_that_is_late_to_read_gets_all_its_answers(
     """It may be kept from reading for longer than what ZeroMQ and the kernel hold takes."""
     daemon = make_daemon()
     client = connect(daemon, RCVHWM=1).open()
-    (peer,) = daemon.server._gateway._peers
+    (peer,) = daemon.server._gateway._peers.by_session.values()
     connection = peer.connection
     for _ in range(125):
         client.send(*[StatusRequest()] * MAX_COSTLY)

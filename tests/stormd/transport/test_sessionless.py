@@ -13,7 +13,7 @@ def test_each_user_has_so_many() -> None:
     assert places.add("d", 2) == "b"
     places.remove("b")
     assert places.all == ["a", "c", "d"]
-    assert "b" not in places
+    assert "b" not in places.all
 
 
 def test_all_have_so_many_and_who_has_the_most_gives_way() -> None:
@@ -22,7 +22,7 @@ def test_all_have_so_many_and_who_has_the_most_gives_way() -> None:
         assert places.add(name, uid) is None
     assert places.add("late", 3) == "first"
     places.remove("first")
-    assert len(places) == 3
+    assert len(places.all) == 3
 
 
 def test_nobody_is_the_oldest_of_none() -> None:
