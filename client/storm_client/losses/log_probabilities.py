@@ -124,8 +124,10 @@ class _LogProbabilities(torch.autograd.Function):
     def forward(ctx: Any, place: Tensor, given: _Given) -> tuple[Tensor, Tensor | None]:
         logits = place if given.half is None else given.half
         index, weight, tiles = given.classes, given.weight, given.tiles
-        forward = _forward_by_kernel if tiles.kernels.forward else _forward_by_tiles
-        picked, sums, statistics = forward(logits, index, weight, tiles)
+        if tiles.kernels.forward:
+            picked, sums, statistics = _forward_by_kernel(logits, index, tiles)
+        else:
+            picked, sums, statistics = _forward_by_tiles(logits, index, weight, tiles)
         ctx.save_for_backward(logits, index, weight, *statistics)
         ctx.tiles, ctx.watch = tiles, given.watch
         return picked, sums
@@ -250,12 +252,8 @@ def _forward_by_tiles(logits: Tensor, index: Tensor, weight: Tensor | None, tile
     return torch.cat(picked), torch.cat(sums) if sums else None, found
 
 
-def _forward_by_kernel(
-    logits: Tensor,
-    index: Tensor,
-    weight: Tensor | None,  # noqa: ARG001 - of sums, which it has none of
-    tiles: Tiles,
-) -> _Found:
+def _forward_by_kernel(logits: Tensor, index: Tensor, tiles: Tiles) -> _Found:
+    """Return the same without sums, which the kernel does not compute."""
     picked, *others = (logits.new_empty(len(logits), dtype=tiles.dtype) for _ in range(3))
     statistics = cuda.Statistics(*others)
     cuda.forward(logits, index, picked, statistics)
