@@ -33,7 +33,8 @@ from stormd.sizes import format_size
 __all__ = ["MAX_ITEMS", "Cache", "CacheChunk", "Caller", "Item", "ItemRecords", "Label", "Loan"]
 
 MAX_ITEMS: Final = 16384
-"""Maximum tensors held: a name and its place in the lists take some 2 KiB of daemon memory."""
+"""Maximum tensors held, besides those that are being read, of which as many may be: a name and its
+place in the lists take some 2 KiB of daemon memory."""
 
 FREED_AT_ONCE: Final = 64
 """Maximum blocks freed, and expired tensors dropped, before other clients have a turn."""
@@ -133,8 +134,11 @@ class Cache:
     def shortage(self, nbytes: int) -> str | None:
         """Return why no room for `nbytes` can be made by dropping tensors, or None if it can.
 
-        Nothing is reserved or dropped: a client that announces a tensor has not sent it.
+        Nothing is reserved or dropped: a client that announces a tensor has not sent it. What is
+        read cannot be dropped, so the number of these tensors has the same limit.
         """
+        if sum(one.items - len(one.idle) for one in self._by_user.values()) >= MAX_ITEMS:
+            return f"{MAX_ITEMS} tensors are being read at this moment, the limit: try again later"
         use = self.space.use()
         idle = sum(holding.idle_bytes for holding in self._by_user.values())
         free = use.capacity - use.used - use.promised + self._garbage_bytes()

@@ -171,6 +171,23 @@ def test_of_many_tensors_the_user_who_has_most_loses_one(
     assert made.held(*"abcde") == ["c", "d", "e"]
 
 
+def test_tensors_that_are_read_and_so_not_dropped_are_limited_too(
+    made: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_ITEMS", 3)
+    loans: list[Loan] = []
+    for _ in range(3):  # each put takes the name from one that is being read
+        item = made.put("a", 1)
+        assert item is not None
+        loans += made.cache.lend(item)
+    problem = made.cache.shortage(1)
+    assert problem == "3 tensors are being read at this moment, the limit: try again later"
+    loans.pop().end()
+    assert made.cache.shortage(1) is None
+    for loan in loans:
+        loan.end()
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 
