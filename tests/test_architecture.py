@@ -223,3 +223,14 @@ def test_modules_and_rooms_do_not_import_each_other(package: str) -> None:
 def test_every_file_opens_with_what_it_is_for() -> None:
     for _, path in _modules():
         assert ast.get_docstring(_tree(path)), f"{path} has no docstring"
+
+
+LOSES_INTERRUPTS = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "WeakMethod", "finalize"}
+"""Of the module weakref: they have callbacks in Python, which an interrupt may strike."""
+
+
+def test_no_callback_in_python_is_called_when_an_object_of_the_client_dies() -> None:
+    for path in sorted(PACKAGES["storm_client"].rglob("*.py")):
+        names = {node.attr for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)}
+        names |= {one.name.rpartition(".")[2] for one in _imports(path)}
+        assert not names & LOSES_INTERRUPTS, path

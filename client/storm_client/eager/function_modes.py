@@ -60,7 +60,7 @@ class Watching(TorchFunctionMode):
         """Hide the mode from PyTorch's modules from here on."""
         super().__init__()
         with _LOCK:
-            _LIVING.add(self)
+            _LIVING[:] = [*_living_but(self), weakref.ref(self)]
             torch.overrides.has_torch_function = _has_any_besides
             _watch_dynamo()
 
@@ -72,7 +72,7 @@ class Watching(TorchFunctionMode):
     def end(self) -> None:
         """Stop hiding the mode; with the last one, restore PyTorch's own functions."""
         with _LOCK:
-            _LIVING.discard(self)
+            _LIVING[:] = _living_but(self)
             if not _LIVING:
                 torch.overrides.has_torch_function = _has_torch_function
                 _leave_dynamo_alone()
@@ -219,8 +219,12 @@ def _keeps_out(mode: object) -> TypeGuard[Watching]:
 
 
 _LOCK = threading.Lock()
-_LIVING: weakref.WeakSet[Watching] = weakref.WeakSet()
-"""The modes that have not ended, in any thread."""
+_LIVING: Final[list[weakref.ref[Watching]]] = []
+"""The modes that have not ended, in any thread. A WeakSet would lose an interrupt in a callback."""
+
+
+def _living_but(mode: Watching) -> list[weakref.ref[Watching]]:
+    return [one for one in _LIVING if one() is not None and one() is not mode]
 
 
 @untraced

@@ -14,11 +14,11 @@ import hashlib
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -73,6 +73,7 @@ steps."""
 class _Shared:
     """The state of the agreement for one step signature."""
 
+    signature: weakref.ref[StepSignature]
     agreement: Agreement
     ended: int = 0
     """Steps that were of this signature."""
@@ -128,7 +129,8 @@ class Ranks:
         self._number = next(_NUMBERS)
         self._joined = 0
         """Signatures joined so far: ranks that train together learn them in the same order."""
-        self._shared: WeakKeyDictionary[StepSignature, _Shared] = WeakKeyDictionary()
+        self._shared: dict[int, _Shared] = {}
+        """By the signature's id. A WeakKeyDictionary would lose an interrupt in its callback."""
         self._begun = 0
         """Steps of any signature."""
         self._store: Any = None
@@ -144,15 +146,15 @@ class Ranks:
 
     def shares(self, signature: StepSignature) -> bool:
         """Return whether other ranks take part in planning a signature."""
-        shared = self._shared.get(signature.root)
+        shared = self._of(signature.root)
         return shared is not None and not isinstance(shared.agreement.phase, Alone)
 
     def ended(self, signature: StepSignature) -> None:
         """Record that a step was of a signature; join an agreement for a newly learned one."""
         root = signature.root
-        if root.is_learned and root.followed is None and root not in self._shared:
+        if root.is_learned and root.followed is None and self._of(root) is None:
             self._join(root)
-        shared = self._shared.get(root)
+        shared = self._of(root)
         if shared is not None:
             shared.ended += 1
 
@@ -164,7 +166,7 @@ class Ranks:
         A smaller step than the compared ones has the time None.
         """
         root = signature.root
-        shared, comparison = self._shared.get(root), root.comparison
+        shared, comparison = self._of(root), root.comparison
         if shared is None or comparison is None:
             return
         search = comparison.search
@@ -187,13 +189,20 @@ class Ranks:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            for root, shared in list(self._shared.items()):
-                if not isinstance(shared.agreement.phase, Alone):
+            for key, shared in list(self._shared.items()):
+                root = shared.signature()
+                if root is None:
+                    del self._shared[key]
+                elif not isinstance(shared.agreement.phase, Alone):
                     self._agree_on(root, shared, maker, expect)
         finally:
             self._lock.release()
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _of(self, root: StepSignature) -> _Shared | None:
+        shared = self._shared.get(id(root))
+        return shared if shared is not None and shared.signature() is root else None
 
     def _now(self) -> Moment:
         return Moment(self._begun, monotonic())
@@ -202,7 +211,8 @@ class Ranks:
         """Join an agreement on the plan of a signature, unless this rank plans alone."""
         if self._unshared >= MAX_UNSHARED or not _are_several():
             return
-        shared = _Shared(
+        self._shared[id(signature)] = _Shared(
+            weakref.ref(signature),
             Agreement(
                 torch.distributed.get_rank(),
                 torch.distributed.get_world_size(),
@@ -210,10 +220,9 @@ class Ranks:
                 prefix=f"storm/{self._number}/{self._joined}",
                 now=self._now(),
                 limits=LIMITS,
-            )
+            ),
         )
         self._joined += 1
-        self._shared[signature] = shared
 
     def _agree_on(
         self, signature: StepSignature, shared: _Shared, maker: PlanMaker, expect: Expect
