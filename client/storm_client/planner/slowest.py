@@ -23,8 +23,8 @@ __all__ = ["Agreed", "Figures", "Seconds", "Turn"]
 Seconds: TypeAlias = tuple[float | None, ...]
 """Times of the steps that followed one plan; None for steps smaller than the compared ones."""
 
-_RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_beside"})
-"""Figures of a machine for which a smaller value is slower."""
+_RATES: Final = frozenset({"half_flops", "single_flops", "bandwidth", "longest_beside", "hides"})
+"""Figures of a machine for which a smaller value is slower, as False is than True."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,6 @@ def _slowest_machine(machines: Sequence[Machine]) -> Machine:
             continue
         values = [getattr(one, field.name) for one in machines]
         changed[field.name] = min(values) if field.name in _RATES else max(values)
-        if isinstance(values[0], bool):
-            changed[field.name] = all(values)
     return Machine(**changed)
 
 
