@@ -24,7 +24,7 @@ from stormd.address import Address
 from stormd.cache.items import Cache
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
-from stormd.gateway import Gateway, Terms
+from stormd.gateway import Dispatch, Gateway, Terms
 from stormd.handover import Handover
 from stormd.lanes import Lane
 from stormd.lanes.opening import open_lanes, served_uuids
@@ -435,11 +435,18 @@ class Server:
 
     def _make_gateway(self) -> Gateway:
         config, worker = self._config, self._worker
-        return Gateway(
+        dispatch = Dispatch(
             ledger=self._ledger,
             counters=self._counters,
-            lanes={**self._lanes, NO_LANE: Lane(self._mailbox.post)},
             control=self._control,
+            on_progress=self._progressed,
+            later=self._loop.call_later,
+            on_session=None if worker is None else worker.on_session,
+            move=None if self._spill is None else self._spill.tier.begin,
+        )
+        return Gateway(
+            dispatch,
+            lanes={**self._lanes, NO_LANE: Lane(self._mailbox.post)},
             terms=Terms(
                 lifeline_path=str(self._address.lifeline),
                 cache_chunk_bytes=cache_chunk_bytes(config),
@@ -448,11 +455,7 @@ class Server:
                 epoch=0 if self._records is None else self._records.epoch,
             ),
             status=self._provide_status,
-            on_progress=self._progressed,
-            later=self._loop.call_later,
-            move=None if self._spill is None else self._spill.tier.begin,
             fleet=self._fleet,
-            on_session=None if worker is None else worker.on_session,
         )
 
     # --- parts of serving and closing -------------------------------------------------------

@@ -81,8 +81,9 @@ class Dispatch:
 
     The control socket calls `flush` after a turn if there is something to send.
 
-    `flush` calls `on_progress` if the holdings have changed, and `move` if the tier on disk has
-    jobs to begin. `on_session` is told of each session that is gone, and why.
+    `flush` calls `on_progress` if the holdings have changed, and `move`, which must be given if the
+    ledger has a tier on disk, if that has jobs to begin. `on_session` is told of each session whose
+    lifeline is connected, and of each that is gone, and why.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Dispatch:
         control: ControlSocket,
         on_progress: Callable[[], None],
         later: Later,
-        on_session: OnSession,
+        on_session: OnSession | None = None,
         move: Move | None = None,
     ) -> None:
         self.peers = Peers()
@@ -103,7 +104,7 @@ class Dispatch:
         self._on_progress = on_progress
         self._later = later
         self._move = move
-        self._on_session = on_session
+        self.on_session: OnSession = on_session or (lambda *_: None)
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers whose outbox must be sent, in order
         self._may_wait: dict[Peer, None] = {}  # peers whose outbox may wait
@@ -173,7 +174,7 @@ class Dispatch:
 
     def _ended(self, _peer: Peer, ended: Ended) -> None:
         self.peers.remove(ended.session)
-        self._on_session(ended.session, ended.cause)  # before its client learns of it
+        self.on_session(ended.session, ended.cause)  # before its client learns of it
         self._lifelines.end(ended.session)
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)

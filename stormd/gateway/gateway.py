@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from stormd.gateway.dispatch import Dispatch, Later, Move, OnSession
+from stormd.gateway.dispatch import Dispatch
 from stormd.gateway.opening import Opening, ProvideStatus, Terms
 from stormd.gateway.peers import Peer
 from stormd.lanes import Lane
 from stormd.ledger.cache_requests import CACHE_REQUESTS
 from stormd.ledger.events import Instruction, Wait
-from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import Phase
-from stormd.monitoring.counters import Counters
 from stormd.open_files import are_scarce, close_all
 from stormd.protocol import (
     Envelope,
@@ -41,7 +39,7 @@ from stormd.protocol import (
     first_request,
 )
 from stormd.protocol.limits import MAX_PIECES_WAITING
-from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.control import Connection
 from stormd.transport.lifeline import LifelineListener
 from stormd.workers.fleet import Fleet
 
@@ -71,51 +69,28 @@ Handler = Callable[["Peer", int, Any], Iterator[None] | None]
 class Gateway:
     """Connects ledger, lanes and sockets. All methods run on the event loop.
 
-    `status` provides the state that answers a StatusRequest. `on_progress` is called whenever the
-    holdings may have changed. `later` schedules a call on the loop after so many seconds. `move`
-    has the tier on disk begin jobs, and must be given if the ledger has a tier. Lanes pass their
-    results to `take_results`. `fleet` has the worker processes, if there are any.
-    `on_session(session, cause)` is told of each session whose lifeline is connected, with
-    "attached", and of each that has ended.
+    `status` provides the state that answers a StatusRequest. Lanes pass their results to
+    `take_results`. `fleet` has the worker processes, if there are any.
     """
 
     def __init__(
         self,
+        dispatch: Dispatch,
         *,
-        ledger: Ledger,
-        counters: Counters,
         lanes: Mapping[str, Lane],
-        control: ControlSocket,
         terms: Terms,
         status: ProvideStatus,
-        on_progress: Callable[[], None],
-        later: Later,
-        move: Move | None = None,
         fleet: Fleet | None = None,
-        on_session: OnSession | None = None,
     ) -> None:
-        self._ledger = ledger
-        self._counters = counters
-        self._control = control
+        self._dispatch = dispatch
+        self._ledger = ledger = dispatch.ledger
+        self._counters = dispatch.counters
+        self._control = dispatch.control
+        self._peers = dispatch.peers
         self._status = status
-        self._on_session = on_session or _ignore_event
-        self._dispatch = Dispatch(
-            ledger=ledger,
-            counters=counters,
-            control=control,
-            on_progress=on_progress,
-            later=later,
-            move=move,
-            on_session=self._on_session,
-        )
-        self._peers = self._dispatch.peers
-        self.take_results = self._dispatch.take_results
+        self.take_results = dispatch.take_results
         self._opening = Opening(
-            terms=terms,
-            lanes=lanes,
-            dispatch=self._dispatch,
-            status=status,
-            fleet=fleet,
+            terms=terms, lanes=lanes, dispatch=dispatch, status=status, fleet=fleet
         )
         self._lifelines: LifelineListener
         self._own_handlers: dict[type[Message], Handler] = {
@@ -200,7 +175,7 @@ class Gateway:
             self.end(peer.session, "failed")
             return None
         self._ledger.leases.attach(peer.record, time.monotonic())
-        self._on_session(peer.session, ATTACHED)
+        self._dispatch.on_session(peer.session, ATTACHED)
         descriptors, peer.descriptors = peer.descriptors, ()
         return peer.session, descriptors
 
@@ -467,10 +442,6 @@ class Gateway:
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._dispatch.send_outbox(peer)
         self._dispatch.end(peer.session, "goodbye")
-
-
-def _ignore_event(session: int, cause: str) -> None:
-    """Ignore a session's event."""
 
 
 def _read(frame: bytes | None) -> Generator[None, None, Iterable[Envelope]]:

@@ -24,14 +24,7 @@ from stormd.lanes import SEE_LOG, Attachment, Lane, LinkSpeed, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
 from stormd.ledger.chunks import blob_bound
-from stormd.ledger.events import (
-    Detached,
-    RestoreDone,
-    RestoreJob,
-    Result,
-    StoreDone,
-    StoreJob,
-)
+from stormd.ledger.events import Detached, RestoreDone, RestoreJob, Result, StoreDone, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat

@@ -321,9 +321,7 @@ class Reads:
         room = entry.disk.pool_bytes
         while not self._state.space.promise(room, keep=self._kept_for_shares(room)):
             if not self._orders.drop_idle() and not (is_first and self._orders.drop_waiting()):
-                wanted = room + self._kept_for_shares(room)
-                if self._state.space.must_grow_for(wanted):
-                    self._state.space.request_growth(wanted)
+                if self._state.space.request_growth(room + self._kept_for_shares(room)):
                     self._state.holdings.has_changed = True
                 return False
         return True

@@ -213,11 +213,10 @@ class Stores:
         space = self._space_of(record)
         spills = None if record.cache is not None else self._spills
         wanted = nbytes if spills is None else spills.free_bytes_for(nbytes)
-        if not space.must_grow_for(wanted):
-            return spills is not None and spills.should_wait(nbytes, now)
-        space.request_growth(wanted)
-        self._state.holdings.has_changed = True
-        return True
+        if space.request_growth(wanted):
+            self._state.holdings.has_changed = True
+            return True
+        return spills is not None and spills.should_wait(nbytes, now)
 
     def _space_of(self, record: Session) -> Space:
         return self._state.space if record.cache is None else self._cache_of(record).space

@@ -218,15 +218,17 @@ class Space:
             self._may_grow = allowed
             self._wanted = self._wanted if allowed else 0
 
-    def must_grow_for(self, nbytes: int) -> bool:
-        """Return whether memory for `nbytes`, or for as much as ever fits, has yet to be added."""
-        with self._lock:
-            return self._taken_with(nbytes) > self._ready and self._may_grow
+    def request_growth(self, nbytes: int) -> bool:
+        """Note that somebody waits for memory for `nbytes`, or for as much as ever fits.
 
-    def request_growth(self, nbytes: int) -> None:
-        """Note that somebody waits for memory for `nbytes`, which the space lacks."""
+        Return False, unchanged, if so much is there, or no more can be had.
+        """
         with self._lock:
-            self._wanted = max(self._wanted, self._taken_with(nbytes))
+            wanted = self._taken_with(nbytes)
+            if wanted <= self._ready or not self._may_grow:
+                return False
+            self._wanted = max(self._wanted, wanted)
+            return True
 
     # --- promises and blocks ----------------------------------------------------------------
 

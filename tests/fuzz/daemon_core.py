@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 from stormd.cache.items import Cache
-from stormd.gateway import Gateway, Terms
+from stormd.gateway import Dispatch, Gateway, Terms
 from stormd.lanes import Attachment, LinkSpeed
 from stormd.ledger.events import (
     Detached,
@@ -173,19 +173,18 @@ class DaemonCore:
         self._lane = _Lane()
         self._control: Any = _Control()
         lanes: Any = {"cpu": self._lane}
-        self._gateway = Gateway(
+        dispatch = Dispatch(
             ledger=self.ledger,
             counters=self.counters,
-            lanes=lanes,
             control=self._control,
-            terms=Terms(
-                lifeline_path="/nowhere",
-                cache_chunk_bytes=PART_BYTES,
-                lease_seconds=5.0,
-            ),
-            status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
             on_progress=lambda: None,
             later=Mock(),
+        )
+        self._gateway = Gateway(
+            dispatch,
+            lanes=lanes,
+            terms=Terms(lifeline_path="/nowhere", cache_chunk_bytes=PART_BYTES, lease_seconds=5.0),
+            status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
         )
         lifelines: Any = _Lifelines()
         self._gateway.start(lifelines, frozenset((os.getuid(),)))
