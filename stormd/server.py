@@ -24,7 +24,7 @@ from stormd.address import Address
 from stormd.cache.items import Cache
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
-from stormd.gateway import Dispatch, Gateway, Terms
+from stormd.gateway import Dispatch, Gateway, Opening, Terms
 from stormd.handover import Handover
 from stormd.lanes import Lane
 from stormd.lanes.opening import open_lanes, served_uuids
@@ -444,7 +444,7 @@ class Server:
             on_session=None if worker is None else worker.on_session,
             move=None if self._spill is None else self._spill.tier.begin,
         )
-        return Gateway(
+        opening = Opening(
             dispatch,
             lanes={**self._lanes, NO_LANE: Lane(self._mailbox.post)},
             terms=Terms(
@@ -457,6 +457,7 @@ class Server:
             status=self._provide_status,
             fleet=self._fleet,
         )
+        return Gateway(dispatch, opening)
 
     # --- parts of serving and closing -------------------------------------------------------
 

@@ -2,6 +2,6 @@
 
 from stormd.gateway.dispatch import Dispatch
 from stormd.gateway.gateway import Gateway
-from stormd.gateway.opening import Terms
+from stormd.gateway.opening import Opening, Terms
 
-__all__ = ["Dispatch", "Gateway", "Terms"]
+__all__ = ["Dispatch", "Gateway", "Opening", "Terms"]

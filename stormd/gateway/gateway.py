@@ -10,13 +10,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Final
 
 from stormd.gateway.dispatch import Dispatch
-from stormd.gateway.opening import Opening, ProvideStatus, Terms
+from stormd.gateway.opening import Opening
 from stormd.gateway.peers import Peer
-from stormd.lanes import Lane
 from stormd.ledger.cache_requests import CACHE_REQUESTS
 from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.sessions import Phase
@@ -41,7 +40,6 @@ from stormd.protocol import (
 from stormd.protocol.limits import MAX_PIECES_WAITING
 from stormd.transport.control import Connection
 from stormd.transport.lifeline import LifelineListener
-from stormd.workers.fleet import Fleet
 
 __all__ = ["ATTACHED", "LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gateway"]
 
@@ -69,29 +67,17 @@ Handler = Callable[["Peer", int, Any], Iterator[None] | None]
 class Gateway:
     """Connects ledger, lanes and sockets. All methods run on the event loop.
 
-    `status` provides the state that answers a StatusRequest. Lanes pass their results to
-    `take_results`. `fleet` has the worker processes, if there are any.
+    Lanes pass their results to `take_results`.
     """
 
-    def __init__(
-        self,
-        dispatch: Dispatch,
-        *,
-        lanes: Mapping[str, Lane],
-        terms: Terms,
-        status: ProvideStatus,
-        fleet: Fleet | None = None,
-    ) -> None:
+    def __init__(self, dispatch: Dispatch, opening: Opening) -> None:
         self._dispatch = dispatch
+        self._opening = opening
         self._ledger = ledger = dispatch.ledger
         self._counters = dispatch.counters
         self._control = dispatch.control
         self._peers = dispatch.peers
-        self._status = status
         self.take_results = dispatch.take_results
-        self._opening = Opening(
-            terms=terms, lanes=lanes, dispatch=dispatch, status=status, fleet=fleet
-        )
         self._lifelines: LifelineListener
         self._own_handlers: dict[type[Message], Handler] = {
             Store: self._store,
@@ -437,7 +423,7 @@ class Gateway:
             if peer.is_live:
                 self._dispatch.send_alone(peer, request, Status(state))
 
-        self._status(answer)
+        self._opening.status(answer)
 
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._dispatch.send_outbox(peer)

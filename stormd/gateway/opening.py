@@ -75,14 +75,17 @@ class Terms:
 
 
 class Opening:
-    """Answers connections without a session; a valid Hello opens one, here or in the `fleet`."""
+    """Answers connections without a session; a valid Hello opens one, here or in the `fleet`.
+
+    `status` provides the state that answers a StatusRequest.
+    """
 
     def __init__(
         self,
+        dispatch: Dispatch,
         *,
         terms: Terms,
         lanes: Mapping[str, Lane],
-        dispatch: Dispatch,
         status: ProvideStatus,
         fleet: Fleet | None = None,
     ) -> None:
@@ -93,7 +96,7 @@ class Opening:
         self._ledger = dispatch.ledger
         self._counters = dispatch.counters
         self._control = dispatch.control
-        self._status = status
+        self.status: Final = status
         self._fleet = fleet
 
     def problem(self, connection: Connection) -> Refused | None:
@@ -121,7 +124,7 @@ class Opening:
         elif isinstance(message, Resume):
             answer = self._resume(connection, message)
         elif isinstance(message, StatusRequest):
-            self._status(lambda state: self._send(connection, request, Status(state)))
+            self.status(lambda state: self._send(connection, request, Status(state)))
             return
         else:
             answer = Refused("DaemonLost", "this connection has no session: send Hello first")

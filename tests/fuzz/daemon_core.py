@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 from stormd.cache.items import Cache
-from stormd.gateway import Dispatch, Gateway, Terms
+from stormd.gateway import Dispatch, Gateway, Opening, Terms
 from stormd.lanes import Attachment, LinkSpeed
 from stormd.ledger.events import (
     Detached,
@@ -180,12 +180,13 @@ class DaemonCore:
             on_progress=lambda: None,
             later=Mock(),
         )
-        self._gateway = Gateway(
+        opening = Opening(
             dispatch,
             lanes=lanes,
             terms=Terms(lifeline_path="/nowhere", cache_chunk_bytes=PART_BYTES, lease_seconds=5.0),
             status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
         )
+        self._gateway = Gateway(dispatch, opening)
         lifelines: Any = _Lifelines()
         self._gateway.start(lifelines, frozenset((os.getuid(),)))
         self._connections = (_Connection(), _Connection())
