@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -42,6 +41,8 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 class _Prepared(NamedTuple):
     """One capture, ready to run."""
 
+    key: Any
+    """What describes the arguments that it is for."""
     program: Program
     state: State
 
@@ -77,9 +78,9 @@ class CompiledStep:
         self._target = Target(supply_of(client), asked, codec, least)
         self._codegen = codegen
         self._captures = captures
-        self._lock = threading.RLock()  # protects the table below; a run holds it
-        self._known: OrderedDict[Any, list[_Prepared]] = OrderedDict()
-        self._last: _Prepared | None = None
+        self._lock = threading.RLock()  # protects the list below; a run holds it
+        self._known: list[_Prepared] = []
+        """The captures that are kept, the one used last at the end."""
         self.__wrapped__ = step
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -103,62 +104,34 @@ class CompiledStep:
             leaves, spec = pytree.tree_flatten((arguments, options))
             key = (spec, tuple(map(described, leaves)))
             prepared, values = self._prepared(key, leaves, arguments, options)
-            self._last = prepared
+            others = [one for one in self._known if one is not prepared]
+            self._known = [*others, prepared][-self._captures :]
+            self._target.graphs = [graph for one in self._known for graph in one.program.graphs]
             return self._run(prepared, values)
 
     # --- choosing a capture -----------------------------------------------------------------
 
     def _prepared(
-        self,
-        key: Any,
-        leaves: list[object],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
+        self, key: Any, leaves: list[object], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[_Prepared, dict[fx.Node, Any]]:
-        for prepared in reversed(self._known.get(key, [])):
+        alike = [one for one in self._known if one.key == key]
+        for prepared in reversed(alike):
             values = prepared.state.values(leaves)
             if values is not None:
-                self._known.move_to_end(key)
                 return prepared, values
-        prepared = self._capture(arguments, options, leaves)
-        _check_changed(prepared, self._known.get(key, []))
+        prepared = self._capture(key, arguments, options, leaves)
+        _check_changed(prepared, alike)
         values = prepared.state.values(leaves)
         if values is None:
             raise UsageError(
                 "the step changes what it decides by while it runs, so that no capture of it can "
                 "be used; leave counters and switches to what calls it"
             )
-        self._known.setdefault(key, []).append(prepared)
-        self._known.move_to_end(key)
-        while sum(map(len, self._known.values())) > self._captures:
-            oldest = next(iter(self._known))
-            self._known[oldest].pop(0)
-            if not self._known[oldest]:
-                del self._known[oldest]
-        self._target.graphs = [
-            graph for kept in self._known.values() for one in kept for graph in one.program.graphs
-        ]
         return prepared, values
 
     def _capture(
-        self,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        leaves: list[object],
+        self, key: Any, arguments: tuple[Any, ...], options: dict[str, Any], leaves: list[object]
     ) -> _Prepared:
-        captured = self._recorded(arguments, options, leaves)
-        codegen = "eager" if captured.makes_state else self._codegen
-        program = program_of(captured, codegen, self._target)
-        if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
-            _keep_freed(most_at_once(program.temporaries()))
-        return _Prepared(program, State(captured, self._step, leaves))
-
-    def _recorded(
-        self,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        leaves: list[object],
-    ) -> Captured:
         """Capture the step, and check that the capture left nothing in Python objects."""
         objects = Objects(self._step, leaves)
         try:
@@ -167,7 +140,11 @@ class CompiledStep:
         except BaseException:
             objects.put_back()
             raise
-        return captured
+        codegen = "eager" if captured.makes_state else self._codegen
+        program = program_of(captured, codegen, self._target)
+        if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
+            _keep_freed(most_at_once(program.temporaries()))
+        return _Prepared(key, program, State(captured, self._step, leaves))
 
     # --- a run ------------------------------------------------------------------------------
 
@@ -188,7 +165,7 @@ class CompiledStep:
 
     def captures(self) -> list[Program]:
         """Return the programs of the captures that are kept, in the order of use."""
-        return [one.program for kept in self._known.values() for one in kept]
+        return [one.program for one in self._known]
 
     def explain(self) -> Explanation:
         """Describe the capture of the latest call: graph, plan, and memory.
@@ -196,9 +173,9 @@ class CompiledStep:
         Raises:
             UsageError: the step was not called yet.
         """
-        if self._last is None:
+        if not self._known:
             raise UsageError("there is nothing to explain before the first call: make a step")
-        return explained(self._last.program)
+        return explained(self._known[-1].program)
 
     def plans(self) -> list[Plan]:
         """Return the plans of the captures that are kept, in the order of use."""

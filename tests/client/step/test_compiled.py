@@ -179,6 +179,26 @@ def test_another_shape_is_captured_anew_and_so_many_are_kept(wrap: Wrap) -> None
     assert count(both(partial(wrap, captures=2), run)) == 2
 
 
+def test_of_captures_for_like_arguments_the_one_used_last_is_kept(wrap: Wrap) -> None:
+    training = Training()
+    step = wrap(training.step, captures=2)
+    x = seeded("cpu", 8, 32)
+    step(x)  # makes the optimizer's state
+    step(x)
+    used = step.captures()[-1]
+    training.net.eval()
+    step(x)
+    training.net.train()
+    step(x)
+    assert step.captures()[-1] is used
+    training.net[1].p = 0.25
+    step(x)
+    training.net[1].p = 0.5
+    step(x)
+    assert step.captures()[-1] is used
+    assert count(step) == 2
+
+
 def test_a_state_that_is_loaded_is_used(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         x = seeded("cpu", 8, 32)
