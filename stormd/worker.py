@@ -2,15 +2,16 @@
 
     python -m stormd.worker DESCRIPTOR PID
 
-It is a daemon without an address. The front sends it its settings and each session's connection
-through a socket pair, and the worker reports when a session attaches and ends. It ends when the
-front tells it to, and is killed when the front ends.
+It is a daemon without an address. The front writes its settings to its standard input, and sends
+it each session's connection through a socket pair. The worker reports when a session attaches and
+ends. It ends when the front tells it to, and is killed when the front ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import signal
@@ -36,7 +37,7 @@ from stormd.monitoring.logs import logging_process, set_level
 from stormd.output import EXIT_FAILED, EXIT_OK
 from stormd.server import Server
 from stormd.supervise.processes import die_with_parent
-from stormd.workers.channel import WorkerChannel, receive_first
+from stormd.workers.channel import WorkerChannel
 from stormd.workers.plan import WorkerPlace, config_of, shares_pool
 
 __all__ = ["main"]
@@ -53,11 +54,10 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGKILL, parent)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # meant for the front
         signal.signal(number, signal.SIG_IGN)
-    end = socket.socket(fileno=descriptor)
-    try:
-        _, order = receive_first(end)
-    except EOFError:
+    text = sys.stdin.read()
+    if not text:  # the front has ended
         return EXIT_FAILED
+    order, end = json.loads(text), socket.socket(fileno=descriptor)
     config = config_of(order["config"])
     with logging_process(config.log_format, config.log_level, sys.stderr.fileno()):
         _name_lines(order["index"])

@@ -92,12 +92,8 @@ class HostPool:
         first = nbytes if first is None else first
         if not kept:  # otherwise the memory is allocated already
             _check_size(first, beside)
-        if descriptor < 0:
-            self._mapping = _reserved(nbytes, is_partial=first < nbytes)
-            self._give_back_advice = MADV_DONTNEED
-        else:
-            self._mapping = _mapped(nbytes, descriptor)
-            self._give_back_advice = MADV_REMOVE
+        self._mapping = _mapped(nbytes, descriptor, is_partial=first < nbytes)
+        self._give_back_advice = MADV_DONTNEED if descriptor < 0 else MADV_REMOVE
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         try:
             self._advise()
@@ -214,22 +210,16 @@ def scatter(pool: int, pieces: Iterable[tuple[int, int]], source: int) -> None:
         source += nbytes
 
 
-def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
-    """Return a mapping; if only a part is to be resident, the kernel reserves nothing for it."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if is_partial else 0)
-    try:
-        return mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise PoolUnavailable(_refusal(nbytes, error)) from error
+def _mapped(nbytes: int, descriptor: int, *, is_partial: bool) -> mmap.mmap:
+    """Return a mapping of a memory file, or of private memory; touched pages are allocated.
 
-
-def _mapped(nbytes: int, descriptor: int) -> mmap.mmap:
-    """Return a mapping of a memory file, whose pages are allocated when they are touched."""
+    If only a part of private memory is to be resident, the kernel reserves nothing for it.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if is_partial else 0)
     try:
-        return mmap.mmap(descriptor, nbytes)
+        return mmap.mmap(descriptor, nbytes, private if descriptor < 0 else mmap.MAP_SHARED)
     except (OSError, ValueError) as error:
-        reason = error if isinstance(error, OSError) else OSError(0, str(error))
-        raise PoolUnavailable(_refusal(nbytes, reason)) from error
+        raise PoolUnavailable(_refusal(nbytes, error)) from error
 
 
 def _chunks(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -281,8 +271,8 @@ def _populate(address: int, nbytes: int) -> None:
         ctypes.memmove(at, ctypes.string_at(at, 1), 1)
 
 
-def _refusal(nbytes: int, error: OSError) -> str:
+def _refusal(nbytes: int, error: Exception) -> str:
     return (
         f"the kernel gives no {format_size(nbytes)} of memory for the pool "
-        f"({error.strerror}): set --pool-bytes lower, or free memory"
+        f"({getattr(error, 'strerror', error)}): set --pool-bytes lower, or free memory"
     )

@@ -20,7 +20,7 @@ import msgpack
 from stormd.open_files import close_all
 from stormd.transport.listener import received
 
-__all__ = ["WorkerChannel", "receive_first", "send_first"]
+__all__ = ["WorkerChannel"]
 
 HEADER: Final = struct.Struct("<I?")
 """The size in bytes of the message that follows, and whether a descriptor came with it."""
@@ -31,37 +31,6 @@ MAX_AT_ONCE: Final = 16
 
 OnMessage = Callable[[str, list[Any], int], None]
 """Takes a message's kind, its values, and its descriptor (-1 for none), which it then owns."""
-
-
-def _packed(kind: str, values: tuple[Any, ...], *, has_descriptor: bool = False) -> bytes:
-    body: bytes = msgpack.packb([kind, *values])
-    return HEADER.pack(len(body), has_descriptor) + body
-
-
-def send_first(end: socket.socket, kind: str, *values: Any) -> None:
-    """Send a message over a channel that nobody serves yet; block until it is sent."""
-    end.sendall(_packed(kind, values))
-
-
-def receive_first(end: socket.socket) -> list[Any]:
-    """Wait for the first message and return it.
-
-    Raises:
-        EOFError: the other side has ended.
-    """
-    nbytes, _ = HEADER.unpack(_exactly(end, HEADER.size))
-    message: list[Any] = msgpack.unpackb(_exactly(end, nbytes))
-    return message
-
-
-def _exactly(end: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        more = end.recv(nbytes - len(data))
-        if not more:
-            raise EOFError("the other side has ended")
-        data += more
-    return data
 
 
 class WorkerChannel:
@@ -86,7 +55,8 @@ class WorkerChannel:
 
     def send(self, kind: str, *values: Any, descriptor: int = -1) -> None:
         """Send a message, with a descriptor that is closed here once it has been sent."""
-        data = _packed(kind, values, has_descriptor=descriptor >= 0)
+        body: bytes = msgpack.packb([kind, *values])
+        data = HEADER.pack(len(body), descriptor >= 0) + body
         if self._end.fileno() < 0:
             close_all((descriptor,))
             return

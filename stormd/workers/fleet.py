@@ -8,6 +8,7 @@ front ends, for whatever reason.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum, auto
 from pathlib import Path
@@ -28,7 +30,7 @@ from stormd.lanes import Lane, Post
 from stormd.memory.shared_rows import MAX_USERS, Rows
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Hello
-from stormd.workers.channel import WorkerChannel, send_first
+from stormd.workers.channel import WorkerChannel
 from stormd.workers.plan import Plan, worker_config
 
 __all__ = ["Fleet", "Worker"]
@@ -388,7 +390,7 @@ class Fleet:
             worker.process = subprocess.Popen(  # noqa: S603 - our own module
                 command,
                 env=environ,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 pass_fds=(its.fileno(), self._shared),
             )
         except OSError as error:
@@ -408,7 +410,9 @@ class Fleet:
             "lifeline": str(self._lifeline_of(worker.plan.index)),
             "shared": self._shared,
         }
-        send_first(ours, "order", order)
+        assert worker.process.stdin is not None
+        with suppress(BrokenPipeError), worker.process.stdin as given:  # its channel tells its end
+            given.write(json.dumps(order).encode())
         worker.channel = WorkerChannel(
             self._loop,
             ours,

@@ -5,9 +5,7 @@ import os
 import socket
 from typing import Any
 
-import pytest
-
-from stormd.workers.channel import WorkerChannel, receive_first, send_first
+from stormd.workers.channel import WorkerChannel
 
 
 class End:
@@ -82,13 +80,3 @@ async def test_an_end_closes_what_nobody_takes() -> None:
     for one in (reading, reading_again):
         assert os.read(one, 1) == b""
         os.close(one)
-
-
-def test_the_first_message_is_waited_for() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        send_first(one, "order", {"config": {}})
-        assert receive_first(other) == ["order", {"config": {}}]
-        one.close()
-        with pytest.raises(EOFError):
-            receive_first(other)
