@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final, Protocol
 
 from storm_client.planner.prices import MadeValue
@@ -75,20 +75,19 @@ def _chained(
 ) -> dict[str, int]:
     """Return the last values of a block's inner blocks; none unless each continues the one before.
 
-    The experts of a layer do not, nor do halves of which one reads earlier values of others.
+    The experts of a layer do not, nor do halves of which one reads earlier values of others. What
+    is made between two inner blocks, as where a skip connection joins, belongs to the second. All
+    may read a value that no operation is known to recompute: it is stored in any case.
     """
     numbers = [n for n, name in enumerate(outer) if name == block]
     begin = numbers[0]
     lasts = _lasts([inner[n] for n in numbers])
     lasts = {name: numbers[last] for name, last in lasts.items()}
-    order = list(lasts)
-    before = dict(zip(order[1:], order, strict=False))
-    for number in numbers:
-        if (name := inner[number]) not in before:
-            continue
-        for source in values[number].inputs:
-            if source >= begin and inner[source] not in (name, before[name]):
-                return {}
+    for (before, end), (_, last) in pairwise(lasts.items()):
+        sources = {n for number in range(end + 1, last + 1) for n in values[number].inputs}
+        others = {n for n in sources if begin <= n <= end and values[n].operation}
+        if last < end or any(inner[n] != before for n in others):
+            return {}
     return lasts
 
 
