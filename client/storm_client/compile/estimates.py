@@ -206,12 +206,6 @@ class Problem:
         end = self.values[number].made + float(self.transfers[number])
         return self.forward_seconds is None or end <= self.forward_seconds
 
-    def total(self, kept: frozenset[int], recomputed: frozenset[int]) -> float:
-        """Return what a choice costs a step, in seconds."""
-        offloaded = self.is_offloaded(kept, recomputed)
-        replays = sum(self.replay_seconds(n) for n in recomputed - kept)
-        return float(self.offload_seconds[offloaded].sum()) + replays + self.late(offloaded)
-
     # --- memory ---------------------------------------------------------------------------------
 
     def needed(self, kept: frozenset[int], recomputed: frozenset[int]) -> list[_Interval]:

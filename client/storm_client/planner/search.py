@@ -51,8 +51,7 @@ NOTHING: Final = Alternative("nothing on the link that can be recomputed", 0.0)
 
 TWO_THIRDS: Final = Alternative("two thirds of the link", 0.65)
 MORE: Final = Alternative("more on the link", 1.6)
-LADDER: Final = (NOTHING, TWO_THIRDS, PREDICTED, MORE)
-"""From the least offloaded to the most."""
+"""The ladder, from the least offloaded to the most, is NOTHING, TWO_THIRDS, PREDICTED, MORE."""
 
 AS_BLOCKS: Final = (
     Alternative("as much kept as by checkpointing", 0.0, fills_blocks=True),

@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from storm_client.planner.search import (
     ALL_KEPT,
     AS_BLOCKS,
-    LADDER,
     LATEST,
     MAX_STEPS,
     MEASURED,
+    MORE,
     MORE_BESIDE,
+    NOTHING,
     OFFLOAD_ALONE,
     PREDICTED,
     SKIPPED,
+    TWO_THIRDS,
     Alternative,
     PlanSearch,
 )
@@ -25,7 +27,7 @@ from storm_client.planner.search import (
 LONGEST = 40
 """Steps after which a search has come to its end."""
 
-NOTHING, TWO_THIRDS, _, MORE = LADDER
+LADDER = (NOTHING, TWO_THIRDS, PREDICTED, MORE)
 
 Seconds = Callable[[Alternative], float]
 
