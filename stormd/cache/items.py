@@ -156,14 +156,14 @@ class Cache:
             return False
         if self.tidy(now):
             return True
-        own = self._bytes_of(owner.uid) + putting
+        mine = self._by_user.get(owner.uid)
+        own = putting + (0 if mine is None else mine.nbytes)
         others = [
             (holding.nbytes, holding)
             for uid, holding in self._by_user.items()
             if uid != owner.uid and holding.nbytes >= own and holding.idle
         ]
         room = sum(_droppable(holding, own, missing) for _, holding in others)
-        mine = self._by_user.get(owner.uid)
         if mine is not None and mine.idle:
             others.insert(0, (own, mine))
             room += mine.idle_bytes
@@ -344,10 +344,6 @@ class Cache:
 
     def _garbage_bytes(self) -> int:
         return sum(granules(block.nbytes) for block in self._garbage)
-
-    def _bytes_of(self, uid: int) -> int:
-        holding = self._by_user.get(uid)
-        return 0 if holding is None else holding.nbytes
 
     def _note_expiry(self, item: Item) -> None:
         """Schedule the item's expiry. The heap does not grow with dropped items."""

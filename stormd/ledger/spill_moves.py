@@ -279,7 +279,8 @@ class Reads:
         The session with the fewest bytes being read comes first. While an entry that holds back
         other restores finds no space, no other read begins: those could take the space forever.
         """
-        orders = sorted(self._orders.active(), key=self._read_of)
+        reading = self.direction.by_session
+        orders = sorted(self._orders.active(), key=lambda one: reading[one.record.info.session])
         for order in orders:
             found = order.blocking_entry()
             if found is not None:
@@ -300,9 +301,6 @@ class Reads:
                 if self._state.space.promise(place.pool_bytes, keep=self._reserve):
                     return found
         return None
-
-    def _read_of(self, order: SpillOrder) -> int:
-        return self.direction.by_session[order.record.info.session]
 
     def _read(self, number: int, entry: Entry, now: float) -> SpillJob:
         place = entry.disk

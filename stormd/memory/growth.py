@@ -204,10 +204,8 @@ class PoolGrowth:
     def _pause_growth(self, reason: str, seconds: float) -> None:
         """Stop growing for a while; log it once, not at every attempt."""
         if not self._has_failed:
-            log.warning("the pool stays at %s: %s", self._size(), reason)
+            size = format_size(sum(nbytes for _, nbytes in self._pool.ranges))
+            log.warning("the pool stays at %s: %s", size, reason)
         self._has_failed, self._retry_at = True, time.monotonic() + seconds
         for space in self._spaces:
             space.allow_growth(allowed=False)
-
-    def _size(self) -> str:
-        return format_size(sum(nbytes for _, nbytes in self._pool.ranges))

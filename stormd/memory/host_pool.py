@@ -88,7 +88,7 @@ class HostPool:
         self.ranges: tuple[tuple[int, int], ...] = ()
         self.locked = True
         self._is_kept_mapped = False
-        self._is_stopped = is_stopped or _never
+        self._is_stopped = is_stopped or (lambda: False)
         first = nbytes if first is None else first
         if not kept:  # otherwise the memory is allocated already
             _check_size(first, beside)
@@ -229,10 +229,6 @@ def _chunks(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 def _no_progress(done: int, total: int) -> None:
     """Show nothing."""
-
-
-def _never() -> bool:
-    return False
 
 
 def _check_size(nbytes: int, beside: int) -> None:

@@ -52,7 +52,10 @@ class BlobMover:
         """
         blob, room = block.used_extents(), extent.used_extents()
         for record in records(block.nbytes):
-            source = self._gathered(_cut(blob, record.begin, record.nbytes))
+            pieces = _cut(blob, record.begin, record.nbytes)
+            source = self._address(pieces)
+            if len(pieces) > 1:
+                gather(self._pool_address, pieces, source)
             label = Label(*name, block.nbytes, record.number)
             self._sealer.seal(label, source, record.nbytes, self._record.address)
             done = 0
@@ -80,7 +83,8 @@ class BlobMover:
             if not self._sealer.open(label, self._record.address, record.nbytes, target):
                 end = record.begin + record.nbytes
                 raise Damaged(f"bytes {record.begin} to {end} are not what was written")
-            self._scatter(pieces)
+            if len(pieces) > 1:
+                scatter(self._pool_address, pieces, target)
             yield
 
     def close(self) -> None:
@@ -95,16 +99,6 @@ class BlobMover:
         if len(pieces) == 1:
             return self._pool_address + pieces[0].offset
         return self._whole.address
-
-    def _gathered(self, pieces: Sequence[Extent]) -> int:
-        """Return where a record's bytes are contiguous, after joining split ones there."""
-        if len(pieces) > 1:
-            gather(self._pool_address, pieces, self._whole.address)
-        return self._address(pieces)
-
-    def _scatter(self, pieces: Sequence[Extent]) -> None:
-        if len(pieces) > 1:
-            scatter(self._pool_address, pieces, self._whole.address)
 
 
 def _cut(pieces: Sequence[Extent], begin: int, nbytes: int) -> list[Extent]:
