@@ -60,14 +60,6 @@ class Costs(NamedTuple):
     seconds: float
     """All other costs: encoding, decoding, recomputing and the training thread."""
 
-    def minus(self, other: Costs) -> Costs:
-        """Return how much more this costs than another."""
-        return Costs(
-            self.kept_bytes - other.kept_bytes,
-            self.link_seconds - other.link_seconds,
-            self.seconds - other.seconds,
-        )
-
 
 @dataclass
 class Choices:
@@ -92,16 +84,6 @@ class Choices:
                 self._explore_between(priced, share, fewest, self._cut(priced, share, 0.0), depth)
         most, least = self._cut(priced, 0.0, math.inf), self._cut(priced, 1.0, math.inf)
         self._explore_link_shares(priced, most, least, depth)
-
-    def best_at(self, share: float, price: float) -> GroupChoice:
-        """Return the best known choice for a `price` of a kept byte and a `share` of link time."""
-
-        def cost(choice: GroupChoice) -> float:
-            costs = self.costs[choice]
-            kept = price * costs.kept_bytes if costs.kept_bytes else 0.0
-            return costs.seconds + share * costs.link_seconds + kept
-
-        return min(self.costs, key=cost)
 
     def _explore_between(
         self, priced: Priced, share: float, fewer: GroupChoice, more: GroupChoice, depth: int

@@ -8,14 +8,13 @@ price. So one or two groups at a time change their choices, as long as that save
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from storm_client.planner.groups import LINK_SHARES, Alike, Costs, GroupChoice
+from storm_client.planner.groups import LINK_SHARES, Alike, GroupChoice
 from storm_client.planner.prices import Priced
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ MAX_CHANGES: Final = 500
 MIN_GAIN: Final = 1e-9
 """Seconds: a change that saves less is ignored."""
 
+_Counts: TypeAlias = "npt.NDArray[np.int64]"
+"""How many groups take each choice, by its number."""
+
 
 def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[GroupChoice]]:
     """Yield choices for all groups of a step's values that keep at most `room` bytes together.
@@ -39,137 +41,148 @@ def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[
     free_link_seconds = priced.window + priced.problem.last_bytes * priced.machine.link
     for one in alike:
         one.choices.explore(priced, keeps=room > 0)
+    if not alike:
+        yield from [[]] * len(LINK_SHARES)
+        return
+    known = _Known(alike)
     for share in LINK_SHARES:
-        for begun in _by_prices(alike, share, room):
-            taken = _Selection(alike, begun, room, free_link_seconds)
+        for begun in known.by_prices(share, room):
+            taken = _Selection(known, begun, room, free_link_seconds)
             taken.fit()
             while taken.improve():
                 pass
-            yield list(taken.group_choices())
+            yield list(known.group_choices(taken.counts))
 
 
-def _by_prices(
-    alike: Sequence[Alike], share: float, room: int
-) -> Iterator[list[Counter[GroupChoice]]]:
-    """Yield what all groups choose at a given `share` of the link's price.
+@dataclass
+class _Known:
+    """The known choices of all groups, numbered, and the changes from one to another."""
 
-    The price of a kept byte is set so that they keep just less than `room`, and then just more.
-    """
-
-    def at(price: float) -> tuple[list[Counter[GroupChoice]], int, float]:
-        taken = [Counter({one.choices.best_at(share, price): len(one.groups)}) for one in alike]
-        costs = _sum(alike, taken)
-        return taken, costs.kept_bytes, costs.seconds + share * costs.link_seconds
-
-    many, few = at(0.0), at(math.inf)
-    while many[1] > room:
-        between = at((few[2] - many[2]) / (many[1] - few[1]))
-        if not few[1] < between[1] < many[1]:
-            yield few[0]
-            break
-        if between[1] > room:
-            many = between
-        else:
-            few = between
-    yield many[0]
-
-
-def _sum(alike: Sequence[Alike], taken: Sequence[Counter[GroupChoice]]) -> Costs:
-    """Return the total costs of all groups' choices."""
-    found = [
-        [count * cost for cost in one.choices.costs[choice]]
-        for one, counts in zip(alike, taken, strict=True)
-        for choice, count in counts.items()
-    ]
-    return Costs(*map(sum, zip(*found, strict=True))) if found else Costs(0, 0.0, 0.0)
-
-
-class _Change(NamedTuple):
-    """A change of one group from one choice to another, or no change."""
-
-    which: int = -1
-    """Index of the set of identical groups."""
-    choice: GroupChoice | None = None
-    other: GroupChoice | None = None
-    groups: int = 2
-    """How many groups could make this change."""
-    more: Costs = Costs(0, 0.0, 0.0)
+    alike: Sequence[Alike]
+    choices: list[GroupChoice] = field(init=False)
+    begins: list[int] = field(init=False)
+    """The number of the first choice of each set of identical groups."""
+    costs: npt.NDArray[np.float64] = field(init=False)
+    """Of each choice, as in `Costs`: kept bytes, link seconds, other seconds."""
+    origins: npt.NDArray[np.intp] = field(init=False)
+    targets: npt.NDArray[np.intp] = field(init=False)
+    """The choices that a change of one group leads from and to."""
+    more: npt.NDArray[np.float64] = field(init=False)
     """Additional costs of the other choice."""
+
+    def __post_init__(self) -> None:
+        """Number the choices."""
+        sizes = [len(one.choices.costs) for one in self.alike]
+        self.choices = [choice for one in self.alike for choice in one.choices.costs]
+        self.begins = list(np.cumsum([0, *sizes[:-1]]))
+        self.costs = np.array([cost for one in self.alike for cost in one.choices.costs.values()])
+        which = np.repeat(np.arange(len(sizes)), sizes)
+        self.origins, self.targets = np.nonzero(
+            (which[:, None] == which) & ~np.eye(len(which), dtype=np.bool_)
+        )
+        self.more = self.costs[self.targets] - self.costs[self.origins]
+
+    def by_prices(self, share: float, room: int) -> Iterator[_Counts]:
+        """Yield what all groups choose at a given `share` of the link's price.
+
+        The price of a kept byte is set so that they keep just less than `room`, and then just more.
+        """
+
+        def at(price: float) -> tuple[_Counts, float, float]:
+            counts = self._best_at(share, price)
+            kept, link, seconds = counts @ self.costs
+            return counts, kept, seconds + share * link
+
+        many, few = at(0.0), at(math.inf)
+        while many[1] > room:
+            between = at((few[2] - many[2]) / (many[1] - few[1]))
+            if not few[1] < between[1] < many[1]:
+                yield few[0]
+                break
+            if between[1] > room:
+                many = between
+            else:
+                few = between
+        yield many[0]
+
+    def _best_at(self, share: float, price: float) -> _Counts:
+        """Return each group's best choice for a `price` of a kept byte and a `share` of link time.
+
+        All groups that are identical take the same.
+        """
+        kept, link, seconds = self.costs.T
+        costs = seconds + share * link + np.where(kept > 0, price * np.maximum(kept, 1), 0.0)
+        counts = np.zeros(len(costs), np.int64)
+        ends = [*self.begins[1:], len(costs)]
+        for one, begin, end in zip(self.alike, self.begins, ends, strict=True):
+            counts[begin + costs[begin:end].argmin()] = len(one.groups)
+        return counts
+
+    def group_choices(self, counts: _Counts) -> Iterator[GroupChoice]:
+        """Yield the choice of each group, with the numbers of its values."""
+        ends = [*self.begins[1:], len(counts)]
+        for one, begin, end in zip(self.alike, self.begins, ends, strict=True):
+            chosen = np.repeat(np.arange(begin, end), counts[begin:end])
+            chosen = chosen[np.argsort(self.costs[chosen, 0], kind="stable")]
+            for number, numbers in zip(chosen, one.groups, strict=True):
+                yield self.choices[number].of(numbers)
 
 
 @dataclass
 class _Selection:
     """The choices that groups take."""
 
-    alike: Sequence[Alike]
-    counts: Sequence[Counter[GroupChoice]]
-    """How many groups take each choice, for each set of identical groups."""
+    known: _Known
+    counts: _Counts
     room: int
     """Bytes that all groups may keep together."""
     free_link_seconds: float
     """Seconds of the link that cost nothing."""
 
-    def group_choices(self) -> Iterator[GroupChoice]:
-        """Yield the choice of each group, with the numbers of its values."""
-        for one, counts in zip(self.alike, self.counts, strict=True):
-            chosen = sorted(
-                counts.elements(), key=lambda choice: one.choices.costs[choice].kept_bytes
-            )
-            for choice, numbers in zip(chosen, one.groups, strict=True):
-                yield choice.of(numbers)
-
     def fit(self) -> None:
         """Keep less while it is too much; first make the change that costs least per freed byte."""
-        while (now := _sum(self.alike, self.counts)).kept_bytes > self.room:
-            fewer = [change for change in self._changes() if change.more.kept_bytes < 0]
-            prices = [self._seconds(change.more, now) / -change.more.kept_bytes for change in fewer]
-            self._make(fewer[prices.index(min(prices))])
+        known = self.known
+        while (now := self.counts @ known.costs)[0] > self.room:
+            fewer = np.flatnonzero((self.counts[known.origins] > 0) & (known.more[:, 0] < 0))
+            kept, link, seconds = known.more[fewer].T
+            seconds = seconds + self._late(now[1] + link) - self._late(now[1])
+            self._make(fewer[(seconds / -kept).argmin()])
 
     def improve(self) -> bool:
-        """Make the change of one or two groups that saves most; return whether there is one."""
-        now = _sum(self.alike, self.counts)
-        changes = [_Change(), *self._changes()]
-        firsts = np.array([change.more for change in changes])
-        seconds = firsts[:1] if len(changes) > MAX_CHANGES else firsts
-        kept, link, totals = (firsts[:, None] + seconds[None]).transpose(2, 0, 1)
-        totals += np.maximum(now.link_seconds + link - self.free_link_seconds, 0.0)
-        totals[now.kept_bytes + kept > self.room] = math.inf
-        totals[_clash(changes)[:, : len(seconds)]] = math.inf
-        found = np.unravel_index(int(totals.argmin()), totals.shape)
-        if totals[found] >= self._late_seconds(now.link_seconds) - MIN_GAIN:
+        """Make the change that saves most; return whether there is one.
+
+        Two groups change together only where no change of one group saves anything.
+        """
+        possible = np.flatnonzero(self.counts[self.known.origins])
+        if not possible.size:
             return False
-        for index in found:
-            self._make(changes[int(index)])
+        if self._improve(possible, possible[:0]):
+            return True
+        return possible.size < MAX_CHANGES and self._improve(possible, possible)
+
+    def _improve(self, first: npt.NDArray[np.intp], second: npt.NDArray[np.intp]) -> bool:
+        """Make one of the `first` changes, with one of the `second` or none: what saves most."""
+        known, now = self.known, self.counts @ self.known.costs
+        none = np.zeros((1, 3))
+        more = known.more[first, None] + np.vstack([none, known.more[second]])
+        kept, link, totals = more.transpose(2, 0, 1)
+        totals += self._late(now[1] + link)
+        totals[now[0] + kept > self.room] = math.inf
+        origins = known.origins[first, None]
+        is_same = origins == np.append(-1, known.origins[second])
+        totals[is_same & (self.counts[origins] < 2)] = math.inf
+        found = np.unravel_index(int(totals.argmin()), totals.shape)
+        if totals[found] >= self._late(now[1]) - MIN_GAIN:
+            return False
+        self._make(first[found[0]])
+        if found[1]:
+            self._make(second[found[1] - 1])
         return True
 
-    def _seconds(self, more: Costs, now: Costs) -> float:
-        """Return the seconds that `more` costs add to a step that has the costs `now`."""
-        link = now.link_seconds
-        later = self._late_seconds(link + more.link_seconds) - self._late_seconds(link)
-        return more.seconds + later
+    def _late(self, link_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return by how many seconds the link is later than the forward pass."""
+        return np.maximum(link_seconds - self.free_link_seconds, 0.0)
 
-    def _late_seconds(self, link_seconds: float) -> float:
-        return max(0.0, link_seconds - self.free_link_seconds)
-
-    def _changes(self) -> Iterator[_Change]:
-        for which, (one, counts) in enumerate(zip(self.alike, self.counts, strict=True)):
-            known = one.choices.costs
-            for choice, count in counts.items():
-                for other, costs in known.items() if count else ():
-                    if other != choice:
-                        yield _Change(which, choice, other, count, costs.minus(known[choice]))
-
-    def _make(self, change: _Change) -> None:
-        if change.choice is not None and change.other is not None:
-            self.counts[change.which][change.choice] -= 1
-            self.counts[change.which][change.other] += 1
-
-
-def _clash(changes: Sequence[_Change]) -> npt.NDArray[np.bool_]:
-    """Return for each two changes whether both are of the same single group."""
-    numbers: dict[tuple[int, GroupChoice | None], int] = {}
-    origins = np.array([numbers.setdefault((c.which, c.choice), len(numbers)) for c in changes])
-    is_only_one = np.array([change.groups < 2 for change in changes])
-    clash: npt.NDArray[np.bool_] = origins[:, None] == origins[None]
-    clash &= is_only_one[:, None]
-    return clash
+    def _make(self, change: np.intp) -> None:
+        self.counts[self.known.origins[change]] -= 1
+        self.counts[self.known.targets[change]] += 1
