@@ -17,7 +17,7 @@ __all__ = ["METHODS", "MODELS", "OFFLOADS", "name_of"]
 
 MODELS: Final = {
     "llama": "Llama, width 2048, 10 layers",
-    "lora": "Llama with LoRA of rank 16",
+    "lora": "Llama, width 2048, LoRA of rank 16",
     "liger": "Llama with Liger kernels",
     "float8": "Llama with torchao float8",
     "fp32amp": "Llama, 6 layers, float32 with bfloat16 autocast",
