@@ -174,8 +174,7 @@ class Leases:
         record = self._state.sessions.get(session)
         if record is None or record.phase is Phase.ENDING:
             return []
-        if record.phase is Phase.OPENED:  # it holds nothing, so its place is free at once
-            self._places.free(record)
+        is_unattached = record.phase is Phase.OPENED
         record.enter(Phase.ENDING)
         record.cause = cause
         self._state.holdings.records.ended(record)
@@ -191,7 +190,10 @@ class Leases:
         if not record.has_client:  # no lane has it, and nobody must be told
             record.detached = True
             return [*self.remove_if_done(record), *self.free_some()]
-        return [Detach(session), *self.free_some()]
+        gone = self.free_some()
+        if is_unattached:
+            self._places.end_unattached(record)
+        return [Detach(session), *gone]
 
     # --- what ending sessions have held -----------------------------------------------------
 
@@ -260,9 +262,9 @@ class Leases:
 class Places:
     """How many sessions each user has, and which of them have no lifeline yet.
 
-    A session takes a place from its opening until it is gone. If it never had a lifeline, and so
-    holds nothing, its place is free as soon as its end begins. Sessions with a lane and those
-    without are counted separately.
+    A session takes a place from its opening until it is gone. Without a lifeline its place is free
+    as soon as its end begins, unless entries of an earlier daemon's are still to be freed: they may
+    fill a share. Sessions with a lane and those without are counted separately.
     """
 
     def __init__(self) -> None:
@@ -300,12 +302,17 @@ class Places:
         """Note that a session has its lifeline."""
         del self._unattached[record.info.session]
 
+    def end_unattached(self, record: Session) -> None:
+        """Note that the end of a session without a lifeline has begun."""
+        del self._unattached[record.info.session]
+        if not record.entries:
+            self.free(record)
+
     def free(self, record: Session) -> None:
         """Free a session's place. May be called twice."""
         info = record.info
         if self._taken.pop(info.session, None) is None:
             return
-        self._unattached.pop(info.session, None)
         self._by_user[info.has_lane, info.uid] -= 1
         if not self._by_user[info.has_lane, info.uid]:
             del self._by_user[info.has_lane, info.uid]

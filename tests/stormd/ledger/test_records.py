@@ -17,7 +17,7 @@ from support.fake_lane import FakeLane
 from support.ledger_bench import CAPACITY, KIB, LIMITS, LedgerBench
 from support.ledger_machine import LedgerMachine
 
-from stormd.ledger import spill_order
+from stormd.ledger import leases, spill_order
 from stormd.ledger.events import Recorded, Skip, StoreDone, StoreFailed
 from stormd.ledger.records import JournalRecords, Layout, State, read_state
 from stormd.ledger.sessions import Phase, Session
@@ -344,6 +344,27 @@ def test_nothing_new_is_begun_where_the_journal_is_full(
     made.store(1)
     rejected = made.told(Rejected)
     assert rejected.reason == "too_many_entries"
+
+
+def test_a_session_resumed_in_vain_has_its_place_while_it_holds_something(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lifeline it ends in time; the share that its entries fill is nobody else's yet."""
+    monkeypatch.setattr(leases, "FREED_A_TURN", 2)
+    made = bench(journal, limits=replace(LIMITS, max_sessions=1))
+    made.open()
+    for entry in (1, 2, 3):
+        made.store(entry)
+        made.lane.finish()
+    again, other = successor(made, journal)
+    again.ledger.leases.resume(again.ledger.sessions[1], 0.0)
+    again.end()
+    again.ledger.assert_invariants()
+    assert again.ledger.leases.refusal(1) is not None
+    again.lane.take(again.ledger.leases.free_some())
+    again.lane.detach(1)
+    assert again.ledger.leases.refusal(1) is None
+    other.close()
 
 
 def test_a_lane_takes_nothing_of_an_orphan(journal: Journal) -> None:
