@@ -155,11 +155,11 @@ class PlannedStep:
         signature, plan = self.record.signature, self.record.plan
         if signature is None or plan is None:
             return None
-        way, evidence = plan.ways[number], signature.evidence
-        if evidence.recomputed.holds(way, nbytes):
+        evidence = signature.evidence
+        if evidence.recomputed.holds(plan.ways[number], nbytes):
             return None
         self._tries |= evidence.count_trial(number)
-        return Trial(signature, number, way, nbytes)
+        return Trial(signature, number, plan, nbytes)
 
     def trial_at(self, position: int, nbytes: int) -> Trial | None:
         """Return the same for an event of the script that compiled code follows."""

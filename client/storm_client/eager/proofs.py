@@ -20,6 +20,7 @@ from storm_client.planner.decisions import Decision, Replay
 from storm_client.planner.prices import MadeValue
 
 if TYPE_CHECKING:
+    from storm_client.eager.followed_plan import FollowedPlan
     from storm_client.eager.signature import StepSignature
 
 __all__ = ["ENOUGH_SIZES", "Evidence", "Proofs", "Sizes", "Trial", "UnchangedTrial", "Ways"]
@@ -141,6 +142,10 @@ class Evidence:
         """Return whether no backward pass is expected to ask for a value any more."""
         return number in self._never_requested
 
+    def may_rest_on(self, number: int, way: int) -> bool:
+        """Return whether a value is proved in some way at some size, or will never be tried."""
+        return bool(self.recomputed.sizes(way)) or self.is_never_requested(number)
+
     def has_tried(self, number: int) -> bool:
         """Return whether compiled code may continue the trials of a value that is not proved."""
         return self.is_never_requested(number) or self._tries[number] >= ENOUGH_TRIES
@@ -156,19 +161,39 @@ class Trial(NamedTuple):
     signature: StepSignature
     number: int
     """The number of the tensor's value in that step signature."""
-    way: int
-    """The way in which the step's plan recomputes it."""
+    plan: FollowedPlan
+    """The step's plan, which says in which way it recomputes the value."""
     nbytes: int
     """Of its storage."""
     packed: Any = None
 
     def succeed(self) -> None:
         """Record that both were the same."""
-        self.signature.evidence.prove(self.number, self.way, self.nbytes)
+        self.signature.evidence.prove(self.number, self.plan.ways[self.number], self.nbytes)
 
     def fail(self, reason: str) -> None:
-        """Record that the value cannot be recomputed."""
-        self.signature.reject(self.number, reason)
+        """Record that the value cannot be recomputed.
+
+        If it is recomputed from another saved value that is not proved yet, that one may be at
+        fault, and its own trial tells. Then the value itself is tried again by a later plan.
+        """
+        if not self._rests_on_unproved():
+            self.signature.reject(self.number, reason)
+
+    def _rests_on_unproved(self) -> bool:
+        """Return whether a recomputed, saved input has no proof, and may still get one."""
+        values, evidence = self.signature.values, self.signature.evidence
+        waiting, seen = [self.number], set[int]()
+        while waiting:
+            for number in values[waiting.pop()].inputs:
+                if number in seen or not isinstance(self.plan.decision_for(number, 0), Replay):
+                    continue
+                seen.add(number)
+                if not values[number].is_saved:
+                    waiting.append(number)
+                elif not evidence.may_rest_on(number, self.plan.ways[number]):
+                    return True
+        return False
 
 
 class UnchangedTrial(NamedTuple):
