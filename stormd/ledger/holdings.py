@@ -2,8 +2,8 @@
 
 A session is charged for its own entries, in whole granules. What it holds beyond its share comes
 from the common part of the pool. So if all shares and the common part fit into the pool, a share is
-never refused. An entry's block is freed exactly once, when the entry is released and no lane uses
-it.
+never refused. Beside a tier on disk, a session's clean blocks count too. An entry's block is freed
+exactly once, when the entry is released and no lane uses it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ class Shares:
         """Note that a user's claimed bytes are not held."""
         if self._totals is not None:
             self._totals.hold(uid, self.of_user(uid))
-
-    @property
-    def within_bytes(self) -> int:
-        """The bytes that all sessions hold within their shares."""
-        return sum(self._by_user.values()) - self._common
 
     def set_share(self, share_bytes: int, used: Iterable[int]) -> None:
         """Change the size of a share; `used` has the bytes that each session holds."""

@@ -52,21 +52,25 @@ _NEXT: Final = {
 }
 """The phases that may follow each. From WRITING and CLEAN an entry may also leave the disk."""
 
+_HELD: Final = (DiskPhase.CLEAN, DiskPhase.READING)
+"""The phases in which a block of the pool is taken for which no entry is charged."""
+
 
 @dataclass(slots=True)
 class Disk:
     """The file's space, and the pool's bytes that blobs in each phase take or would take.
 
     `reserve` bytes of the pool are for reading blobs back, at least the largest chunk's.
-    `by_session` has the bytes of each session in the file. `written` has the time at which the
-    write of each generation in the file began, oldest first. `ended` says why the tier has ended;
-    empty while it is in use.
+    `by_session` has the bytes of each session in the file, `held_by_session` its part of
+    `held_bytes`. `written` has the time at which the write of each generation in the file began,
+    oldest first. `ended` says why the tier has ended; empty while it is in use.
     """
 
     space: Space
     reserve: int = 0
     by_phase: Counter[DiskPhase] = field(default_factory=Counter)
     by_session: Counter[int] = field(default_factory=Counter)
+    held_by_session: Counter[int] = field(default_factory=Counter)
     written: dict[int, float] = field(default_factory=dict)
     ended: str = ""
 
@@ -88,11 +92,16 @@ class Disk:
         """Raise AssertionError if the sums are not those of these places: for tests."""
         rooms: Counter[DiskPhase] = Counter()
         by_session: Counter[int] = Counter()
+        held: Counter[int] = Counter()
         for place in places:
             rooms[place.phase] += place.pool_bytes
             by_session[place.session] += place.extent.nbytes
+            if place.phase in _HELD:
+                held[place.session] += place.pool_bytes
         assert rooms == self.by_phase
         assert by_session == self.by_session
+        assert held == self.held_by_session
+        assert held.total() == self.held_bytes
         assert self.written.keys() == {place.generation for place in places}
         self.space.assert_invariants()
         use = self.space.use()
@@ -118,7 +127,7 @@ class OnDisk:
     order: int = 0
 
     def __post_init__(self) -> None:
-        self.disk.by_phase[self.phase] += self.pool_bytes
+        self._count(self.pool_bytes)
         self.disk.by_session[self.session] += self.extent.nbytes
         self.disk.written[self.generation] = self.since
 
@@ -135,16 +144,25 @@ class OnDisk:
     def enter(self, phase: DiskPhase) -> None:
         """Enter another phase."""
         assert phase in _NEXT[self.phase], f"what is {self.phase} cannot be {phase}"
-        self.disk.by_phase[self.phase] -= self.pool_bytes
-        self.disk.by_phase[phase] += self.pool_bytes
+        self._count(-self.pool_bytes)
         self.phase = phase
+        self._count(self.pool_bytes)
 
     def free(self) -> None:
         """Free the extent; no thread may be using it."""
         disk = self.disk
-        disk.by_phase[self.phase] -= self.pool_bytes
+        self._count(-self.pool_bytes)
         del disk.written[self.generation]
         disk.by_session[self.session] -= self.extent.nbytes
         if not disk.by_session[self.session]:
             del disk.by_session[self.session]
         disk.space.release(self.extent)
+
+    def _count(self, nbytes: int) -> None:
+        """Add bytes of the pool, fewer if negative, to the sums of the phase."""
+        disk = self.disk
+        disk.by_phase[self.phase] += nbytes
+        if self.phase in _HELD:
+            disk.held_by_session[self.session] += nbytes
+            if not disk.held_by_session[self.session]:
+                del disk.held_by_session[self.session]

@@ -8,6 +8,7 @@ The tier first reads entries that restores wait for. Then it prefetches the newe
 pass needs next, if there is space to spare. To read an entry that a restore waits for, clean blocks
 are freed. If that entry holds back all other restores of its session, clean blocks of restores that
 have not begun are freed, too. So it can always be read: at least the reserve is available for it.
+While others' restores in progress use the reserve, entries are written to make room for it.
 """
 
 from __future__ import annotations
@@ -197,13 +198,15 @@ class Writes:
             self._write_of(self._orders.active(), now)
         return self.direction.count > 0
 
-    def begin(self, now: float) -> list[SpillJob]:
-        """Return the writes to begin now."""
+    def begin(self, now: float, *, stuck: SpillOrder | None) -> list[SpillJob]:
+        """Return the writes to begin now; the session `stuck` has no room to read, if not None."""
         if self._disk.written or self._need.has_begun:
             away = self._disk.by_phase[DiskPhase.AWAY] + self._disk.by_phase[DiskPhase.READING]
             self._need.update(self._disk.kept_bytes, away)
         while self.direction.has_room and (orders := self._due()) and self._write_of(orders, now):
             pass
+        if stuck is not None and not self.direction.count and not self._write_of([stuck], now):
+            self._write_of(self._orders.active(), now)
         return self.take_begun()
 
     def take_begun(self) -> list[SpillJob]:
@@ -261,10 +264,17 @@ class Reads:
         self._disk = disk
         self._orders = orders
         self._reserve = reserve
+        self._blocked: SpillOrder | None = None
         self.direction: Final = Direction(is_read=True)
+
+    @property
+    def stuck(self) -> SpillOrder | None:
+        """The session whose first restore found no room at the last `begin`, if none is read."""
+        return None if self.direction.count else self._blocked
 
     def begin(self, now: float, *, prefetch: bool) -> list[SpillJob]:
         """Return the reads to begin now; `prefetch` only when nobody else needs the pool."""
+        self._blocked = None
         jobs: list[SpillJob] = []
         while self.direction.has_room:
             found = self._next(prefetch=prefetch)
@@ -284,10 +294,13 @@ class Reads:
         for order in orders:
             found = order.blocking_entry()
             if found is not None:
-                return found if self._make_room(found[1], is_first=True) else None
+                if self._make_room(order.record, found[1], is_first=True):
+                    return found
+                self._blocked = order
+                return None
         for order in orders:
             found = order.first_requested()
-            if found is not None and self._make_room(found[1], is_first=False):
+            if found is not None and self._make_room(order.record, found[1], is_first=False):
                 return found
         return self._next_prefetch(orders) if prefetch else None
 
@@ -298,7 +311,9 @@ class Reads:
             if found is not None and order.first_requested() is None:
                 place = found[1].disk
                 assert place is not None
-                if self._state.space.promise(place.pool_bytes, keep=self._reserve):
+                room = place.pool_bytes
+                keeps_shares = self._orders.keeps_shares(order.record, room)
+                if keeps_shares and self._state.space.promise(room, keep=self._reserve):
                     return found
         return None
 
@@ -309,27 +324,26 @@ class Reads:
         place.enter(DiskPhase.READING)
         return self.direction.begin(place, number, place.into, now)
 
-    def _make_room(self, entry: Entry, *, is_first: bool) -> bool:
+    def _make_room(self, record: Session, entry: Entry, *, is_first: bool) -> bool:
         """Have the pool promise space for an entry to be read, freeing clean blocks for it.
 
         If `is_first`, the entry holds back others; then clean blocks that restores wait for are
         freed, too.
         """
         assert entry.disk is not None
-        room = entry.disk.pool_bytes
-        while not self._state.space.promise(room, keep=self._kept_for_shares(room)):
-            if not self._orders.drop_idle() and not (is_first and self._orders.drop_waiting()):
-                if self._state.space.request_growth(room + self._kept_for_shares(room)):
+        orders, room = self._orders, entry.disk.pool_bytes
+        while not self._promise(record, room):
+            if orders.drop_beyond(record) or orders.drop_idle():
+                continue
+            if not is_first or not orders.drop_waiting():
+                if self._state.space.request_growth(room):
                     self._state.holdings.has_changed = True
                 return False
         return True
 
-    def _kept_for_shares(self, nbytes: int) -> int:
-        """Return the bytes that must be kept free for sessions that have not used their shares.
-
-        Return 0 if the read fits into the reserve, which is nobody's share.
-        """
-        limits, shares = self._state.limits, self._state.holdings.shares
-        if not limits.share_bytes or self._disk.held_bytes + nbytes <= self._reserve:
-            return 0
-        return limits.max_sessions * limits.share_bytes - shares.within_bytes
+    def _promise(self, record: Session, room: int) -> bool:
+        """Have the pool promise space that is nobody else's share; the reserve never is."""
+        is_in_reserve = self._disk.held_bytes + room <= self._reserve
+        if not is_in_reserve and not self._orders.keeps_shares(record, room):
+            return False
+        return self._state.space.promise(room)

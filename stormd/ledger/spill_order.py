@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from stormd.ledger.holdings import State
@@ -150,27 +150,72 @@ class SpillOrders:
             del orders[session]
         return list(orders.values())
 
+    def keeps_shares(self, record: Session, nbytes: int) -> bool:
+        """Return whether all shares are kept if a session holds `nbytes` more of the pool.
+
+        What is clean or being read counts as its session's, since restores may use it. All are kept
+        while the session stays within its own.
+        """
+        limits = self._state.limits
+        if not limits.share_bytes:
+            return True
+        held = self._held_by(record)
+        taken = self._beyond_share(held + nbytes) - self._beyond_share(held)
+        if not taken:
+            return True
+        kept = limits.max_sessions * limits.share_bytes
+        return self.common_bytes() + taken + kept <= self._state.space.capacity
+
+    def common_bytes(self) -> int:
+        """Return the bytes of the pool that all sessions hold beyond their shares."""
+        sessions, shares = self._state.sessions, self._state.holdings.shares
+        return shares.common_bytes + sum(
+            shares.common_growth((used := sessions[session].used_bytes), used + held)
+            for session, held in self._disk.held_by_session.items()
+        )
+
+    def drop_beyond(self, record: Session) -> bool:
+        """Free an idle clean block of the session, or of one that holds more than its share."""
+        return self._drop(
+            SpillOrder.next_clean,
+            [
+                one
+                for one in self._by_clean_count()
+                if one.record is record or self._beyond_share(self._held_by(one.record))
+            ],
+        )
+
     def drop_idle(self) -> bool:
         """Free a clean block that no restore waits for; return whether there was one.
 
         It is the oldest one of the session with most clean blocks.
         """
-        return self._drop(SpillOrder.next_clean, lambda order: -order.clean_count)
+        return self._drop(SpillOrder.next_clean, self._by_clean_count())
 
     def drop_waiting(self) -> bool:
         """Free a clean block that a restore waits for; return whether there was one.
 
         That restore is not its session's first, so it cannot begin yet.
         """
-        return self._drop(SpillOrder.last_waiting, lambda _: 0)
+        return self._drop(SpillOrder.last_waiting, self.active())
+
+    def _by_clean_count(self) -> list[SpillOrder]:
+        return sorted(self.active(), key=lambda order: -order.clean_count)
+
+    def _held_by(self, record: Session) -> int:
+        """Return the bytes of the pool that a session is charged for, is reading, or has clean."""
+        return record.used_bytes + self._disk.held_by_session[record.info.session]
+
+    def _beyond_share(self, held: int) -> int:
+        return max(0, held - self._state.limits.share_bytes)
 
     def _drop(
-        self, find: Callable[[SpillOrder], Numbered | None], rank: Callable[[SpillOrder], int]
+        self, find: Callable[[SpillOrder], Numbered | None], orders: Sequence[SpillOrder]
     ) -> bool:
-        """Free the first clean block found, by rank, so that its entry is on the disk alone."""
+        """Free the first clean block found, so that its entry is on the disk alone."""
         if not self._disk.held_bytes:
             return False
-        for order in sorted(self.active(), key=rank):
+        for order in orders:
             found = find(order)
             if found is not None:
                 number, entry = found

@@ -8,6 +8,9 @@ is freed, so an entry that was read back can leave the pool again without anothe
 Part of the pool, the reserve, is never promised to stores. So an entry that a restore needs can
 always be read, even if nothing else in the pool can be freed. No two requests wait for each other's
 space. When the tier ends, entries on the disk alone are lost, and nothing else.
+
+Where shares are kept, a session's clean blocks count for its share like those it is charged for. A
+restore may use them at any time, and a store of another session must not wait for it.
 """
 
 from __future__ import annotations
@@ -63,18 +66,25 @@ class Spills:
         """Whether a store waits for the disk."""
         return self._writes.largest_waiting > 0
 
-    def promise(self, nbytes: int) -> bool:
+    def promise(self, record: Session, nbytes: int) -> bool:
         """Have the pool promise space for a store; free clean blocks for it if needed."""
-        space = self._state.space
-        if space.promise(nbytes, keep=self._unused_reserve()):
+        orders = self._orders
+        if orders.keeps_shares(record, nbytes) and self._promise(nbytes):
             return True
         if self._disk.ended or self._writes.dirty_bytes + nbytes > self.store_capacity:
             return False
-        self._orders.refresh()
-        while self._orders.drop_idle():
-            if space.promise(nbytes, keep=self._unused_reserve()):
-                return True
-        return False
+        orders.refresh()
+        while not orders.keeps_shares(record, nbytes):
+            if not orders.drop_beyond(record):
+                return False
+        while not self._promise(nbytes):
+            if not orders.drop_idle():
+                return False
+        return True
+
+    def keeps_shares(self, record: Session, nbytes: int) -> bool:
+        """Return whether all shares are kept if a session holds `nbytes` more of the pool."""
+        return self._orders.keeps_shares(record, nbytes)
 
     def free_bytes_for(self, nbytes: int) -> int:
         """Return the free bytes that the pool needs before it can promise `nbytes` to a store."""
@@ -145,10 +155,10 @@ class Spills:
         if self._disk.ended:
             return self._writes.take_begun()
         self._orders.refresh()
-        jobs: list[SpillJob] = []
-        if self._disk.written:
-            jobs = self._reads.begin(now, prefetch=not self._writes.largest_waiting)
-        return jobs + self._writes.begin(now)
+        if not self._disk.written:
+            return self._writes.begin(now, stuck=None)
+        jobs = self._reads.begin(now, prefetch=not self._writes.largest_waiting)
+        return jobs + self._writes.begin(now, stuck=self._reads.stuck)
 
     # --- what the operator sees -------------------------------------------------------------
 
@@ -211,9 +221,16 @@ class Spills:
             assert (way.count, way.nbytes) == (len(moving), sum(one.pool_bytes for one in moving))
         if not disk.ended:
             assert self._writes.dirty_bytes <= self.store_capacity
+        limits = self._state.limits
+        if limits.share_bytes:
+            kept = limits.max_sessions * limits.share_bytes
+            assert self._orders.common_bytes() + kept <= self._state.space.capacity
         assert not self._writes.largest_waiting or not disk.ended
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _promise(self, nbytes: int) -> bool:
+        return self._state.space.promise(nbytes, keep=self._unused_reserve())
 
     def _unused_reserve(self) -> int:
         """Return the bytes that a store must leave free: the reserve, less what reading holds."""

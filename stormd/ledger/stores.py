@@ -253,9 +253,16 @@ class Stores:
         space, spills = state.space, self._spills
         capacity = space.capacity if spills is None else spills.store_capacity
         shortage = share_problem(record, state.holdings.shares, state.limits, capacity, nbytes)
-        promise = space.promise if spills is None else spills.promise
-        if shortage is not None or promise(nbytes):
+        if shortage is not None:
             return shortage
+        if space.promise(nbytes) if spills is None else spills.promise(record, nbytes):
+            return None
+        if spills is not None and not spills.keeps_shares(record, nbytes):
+            return (
+                "restores in progress and other sessions' shares of "
+                f"{format_size(state.limits.share_bytes)} leave no {format_size(nbytes)}: raise "
+                "pool_bytes or lower session_share_bytes"
+            )
         use = space.use()
         taken = f"{format_size(use.taken)} of {format_size(use.capacity)} are taken and "
         if use.capacity < space.capacity:

@@ -30,8 +30,10 @@ def _small_blobs_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill_order, "MIN_BYTES", 1)
 
 
-def _bench(disk_bytes: int = LARGE, sessions: int = 1) -> LedgerBench:
-    limits = replace(LIMITS, max_entries=100, quota_bytes=0)
+def _bench(disk_bytes: int = LARGE, sessions: int = 1, share_bytes: int = 0) -> LedgerBench:
+    limits = replace(
+        LIMITS, max_sessions=2, max_entries=100, quota_bytes=0, share_bytes=share_bytes
+    )
     made = LedgerBench(limits, CAPACITY, disk_bytes=disk_bytes, reserve=RESERVE)
     for session in range(1, sessions + 1):
         made.open(session)
@@ -170,6 +172,66 @@ def test_in_a_backward_pass_the_newest_come_back_ahead() -> None:
 
 
 # --- the end --------------------------------------------------------------------------------
+
+
+def _restore_all_in_the_pool(made: LedgerBench, session: int) -> None:
+    """Begin restores of all that a session has in the pool; the lane does not end them."""
+    entries = made.ledger.sessions[session].entries
+    for number in [number for number, entry in entries.items() if entry.block is not None]:
+        made.restore(number, NBYTES, ticket=number, session=session)
+    assert made.lane.jobs
+    made.tier.settle()
+
+
+def test_restores_in_progress_leave_others_their_shares() -> None:
+    made = _bench(sessions=2, share_bytes=3 * ROOM)
+    _store(made, *range(1, 13))
+    _restore_all_in_the_pool(made, session=1)
+    for entry in (1, 2, 3):
+        made.store(entry, NBYTES, session=2)
+        assert made.lane.last() == Admitted(entry)
+    made.ledger.assert_invariants()
+
+
+def test_blocks_within_a_share_are_not_freed_for_who_stores_beyond_its_own() -> None:
+    made = _bench(sessions=2, share_bytes=3 * ROOM)
+    _store(made, *range(1, 13), session=2)
+    clean = [number for number in range(1, 13) if _phase(made, number, 2) is DiskPhase.CLEAN]
+    assert clean
+    made.release(*[number for number in range(1, 13) if number not in clean], session=2)
+    _store(made, *range(1, 13))
+    assert {_phase(made, number, 2) for number in clean} == {DiskPhase.CLEAN}
+
+
+def test_a_store_beyond_its_share_is_told_of_the_restores_that_take_the_room() -> None:
+    made = _bench(share_bytes=3 * ROOM)
+    _store(made, *range(1, 13))
+    dirty = [number for number in range(1, 13) if _phase(made, number) is None]
+    made.release(*dirty[:2])
+    made.tier.settle()
+    for number in [number for number in range(1, 13) if number not in dirty[:2]]:
+        made.restore(number, NBYTES, ticket=number)
+        made.tier.settle()
+    assert isinstance(_ask(made, 99), Reply)
+    answer = made.told(Rejected)
+    assert answer.reason == "pool_full"
+    assert "restores in progress and other sessions' shares of" in answer.detail
+
+
+def test_a_restore_finds_room_while_those_of_others_do_not_end() -> None:
+    """Their streams may wait for this session's: its own entries are written to make room."""
+    made = _bench(sessions=2, share_bytes=3 * ROOM)
+    _store(made, *range(1, 13))
+    _restore_all_in_the_pool(made, session=1)
+    begun = len(made.lane.jobs)
+    for entry in range(1, 5):
+        made.store(entry, NBYTES, session=2)
+        made.lane.finish(begun)
+    assert _phase(made, 1, session=2) is DiskPhase.AWAY
+    made.restore(1, NBYTES, ticket=1, session=2)
+    made.tier.settle()
+    assert len(made.lane.jobs) == begun + 1, "the restore has not begun"
+    made.ledger.assert_invariants()
 
 
 def test_the_end_loses_what_is_away_and_nothing_else() -> None:

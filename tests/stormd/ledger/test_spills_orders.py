@@ -13,6 +13,7 @@ from support.ledger_machine import LedgerMachine, SharingMachine
 
 from stormd.ledger import spill_moves, spill_order
 from stormd.ledger.chunks import blob_bound
+from stormd.ledger.on_disk import DiskPhase
 from stormd.memory.arena import granules
 from stormd.memory.extents import disk_bytes
 
@@ -146,24 +147,38 @@ class GrowingSpillMachine(SpillMachine):
 
 
 class SpillShareMachine(SharingMachine, SpillMachine):
-    """The same with shares: what is a session's own it always gets while the tier goes on.
+    """The same with shares: what is a session's own it always gets, also once the tier has ended.
 
-    When that ends, what the disk had as well stays in the pool, also where it lies in shares.
+    What its own restores use in the pool counts.
     """
 
     limits = replace(LIMITS, max_entries=20, quota_bytes=0, share_bytes=SHARE)
 
-    @property
-    def keeps_shares(self) -> bool:  # type: ignore[override]
-        return not self.made.spills.as_status(0.0)["ended"]
+    def held_by(self, session: int) -> int:
+        record = self.made.ledger.sessions[session]
+        in_use = (one for one in record.entries.values() if one.in_use and not one.charge)
+        return record.used_bytes + sum(
+            one.disk.pool_bytes
+            for one in in_use
+            if one.disk_phase in {DiskPhase.CLEAN, DiskPhase.READING} and one.disk is not None
+        )
+
+
+class FullDiskShareMachine(SpillShareMachine):
+    """The same with a disk that is soon full."""
+
+    disk_bytes = SMALL_DISK
 
 
 TestSpillMachine = SpillMachine.TestCase
 TestGrowingSpillMachine = GrowingSpillMachine.TestCase
 TestSpillShareMachine = SpillShareMachine.TestCase
+TestFullDiskShareMachine = FullDiskShareMachine.TestCase
 
 
-@pytest.mark.parametrize("kind", [SpillMachine, FullDiskMachine, SpillShareMachine])
+@pytest.mark.parametrize(
+    "kind", [SpillMachine, FullDiskMachine, SpillShareMachine, FullDiskShareMachine]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_steps_of_trainers(kind: type[SpillMachine], seed: int) -> None:
     """Far into a run, where most is on the disk: a search for orders seldom gets there."""
