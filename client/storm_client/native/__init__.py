@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from storm_client.native.build import BuildError, build_failure, module_path
+from storm_client.native.build import BuildError, module_path
 from storm_client.native.configuring import configured
 
 __all__ = ["SWITCH", "Native", "module", "reason"]
@@ -71,7 +71,8 @@ class _Loader:
         elif self._builder is None:
             self._builder = _start_building()
         elif self._builder.poll() is not None:
-            self._give_up(build_failure(self._path) or "the compiler's process was ended")
+            _, said = self._builder.communicate()
+            self._give_up(said.decode().strip() or "the compiler's process was ended")
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
@@ -118,6 +119,6 @@ def _start_building() -> subprocess.Popen[bytes]:
         [sys.executable, str(builder), "--background"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # its error, if it fails
         start_new_session=True,
     )

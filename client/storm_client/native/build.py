@@ -79,7 +79,7 @@ def module_path() -> Path:
     """Return the path of the module for this Python, torch and these sources; it may not exist yet.
 
     Raises:
-        BuildError: torch is not installed.
+        BuildError: torch is not installed, or this user has no home.
     """
     return _cache() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
@@ -120,6 +120,7 @@ def _build(path: Path) -> None:
         unit.write_text("".join(f'#include "{one}"\n' for one in sorted(FOLDER.glob("*.cpp"))))
         _run([*compiler.split(), *_flags(torch), str(unit), "-o", str(made), *_libraries(torch)])
         _run([sys.executable, "-c", _TRY, str(made)])
+        made.chmod(0o755)  # a module that a group may write to is not loaded
         made.replace(path)
     path.with_name("failed").unlink(missing_ok=True)
 
@@ -184,7 +185,10 @@ def _key() -> str:
 
 def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "stormd" / "native"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "stormd" / "native"
+    except RuntimeError as error:  # as in a container, for a user that it does not know
+        raise BuildError(f"{error} Set HOME or XDG_CACHE_HOME") from error
 
 
 def check() -> str:

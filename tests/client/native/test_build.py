@@ -136,6 +136,47 @@ def test_a_module_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
         native._load(path)
 
 
+def test_a_module_built_by_a_user_whose_group_may_write_is_loaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A umask of 2 is usual: each user has a group of their own."""
+
+    def run(command: list[str]) -> None:
+        if "-o" in command:
+            Path(command[command.index("-o") + 1]).touch(0o777)
+
+    monkeypatch.setattr(build, "_run", run)
+    before = os.umask(0o002)
+    try:
+        path = build.build()
+    finally:
+        os.umask(before)
+    with pytest.raises(ImportError, match="file too short"):
+        native._load(path)
+
+
+def test_without_a_home_steps_go_on_in_python(
+    loader: native._Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert native.module() is None
+    assert "Set HOME or XDG_CACHE_HOME" in native.reason()
+
+
+def test_where_nothing_can_be_written_that_is_the_reason(
+    cache: Path, loader: native._Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    wait_until(lambda: [native.module(), native.reason()][1], 60.0)
+    assert "Not a directory" in native.reason()
+
+
 def of_compiler(name: str) -> str:
     """Return the path of one of the compiler's own libraries."""
     program = shutil.which("g++")
