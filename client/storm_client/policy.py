@@ -10,13 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
 from storm_client.monitoring.layers import modules_inside
 from storm_client.planner import OFFLOAD, Decision, Keep
-from storm_client.saved.distributed import part_of
+from storm_client.saved.distributed import nbytes_of, part_of
 from storm_client.saved.snapshots import base_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ LOOK_EVERY: Final = 64
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exact types; a subclass may give its bytes any meaning."""
+
+_TABLES = ("_parameters", "_buffers")
 
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 """Applies also to tensors that are not quantized: bytes viewed as one of these types."""
@@ -45,6 +47,23 @@ class Inside(Protocol):
     depth: int
 
 
+class _Owner(NamedTuple):
+    """The place of a module's tensor. PyTorch refuses to swap tensors that have weak references."""
+
+    module: weakref.ref[torch.nn.Module]
+    table: str
+    name: str
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the plain strided tensor at this place, of a DTensor the local one, if any."""
+        module = self.module()
+        table = {} if module is None else getattr(module, self.table)
+        tensor = table[self.name] if self.name in table else None  # noqa: SIM401 - as below
+        if tensor is None or type(local := part_of(tensor)) not in _PLAIN:
+            return None
+        return local if local.layout is torch.strided else None
+
+
 class Policy:
     """The policy of one Offload."""
 
@@ -54,8 +73,8 @@ class Policy:
         self.modules = tuple(modules)
         self.layers: Inside | None = None
         """If set, only tensors saved inside these layers may be offloaded."""
-        self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
-        """By storage address: one of the modules' tensors in that storage."""
+        self._owned: dict[int, _Owner] = {}
+        """By storage address: the place of one of the modules' tensors in that storage."""
         self._native: _follow.ModelStorages | None = None
         """The same table for compiled code."""
         self._may_be_stale = True
@@ -74,14 +93,15 @@ class Policy:
         self._looks += 1
         if self._looks % LOOK_EVERY and all(map(self._is_known, self._owned)):
             return  # nothing has moved; new ones are kept anyway, since somebody else holds them
-        owned: dict[int, weakref.ref[torch.Tensor]] = {}
+        owned: dict[int, _Owner] = {}
         for part in modules_inside(self.modules):
-            for table in (part._parameters, part._buffers):
-                for tensor in table.values() if table else ():
-                    if tensor is None or type(local := part_of(tensor)) not in _PLAIN:
-                        continue
-                    if local.layout is torch.strided:
-                        owned[local.untyped_storage()._cdata] = weakref.ref(local)
+            reference = weakref.ref(part)
+            for kind in _TABLES:
+                for name in getattr(part, kind).keys():  # noqa: SIM118 - of TorchScript's modules
+                    owner = _Owner(reference, kind, name)
+                    tensor = owner.tensor()
+                    if tensor is not None:
+                        owned[tensor.untyped_storage()._cdata] = owner
         self._owned, self._native = owned, None
 
     def owned(self, follow: Native) -> _follow.ModelStorages:
@@ -89,14 +109,14 @@ class Policy:
         if self._native is None:
             if not self._owned:
                 self._look_up()
-            living = (reference() for reference in self._owned.values())
-            self._native = follow.ModelStorages([one for one in living if one is not None])
+            tensors = (owner.tensor() for owner in self._owned.values())
+            self._native = follow.ModelStorages([one for one in tensors if one is not None])
         return self._native
 
     def small_owned_bytes(self) -> int:
         """Return the total bytes of the modules' parameters below `min_bytes`."""
         parameters = chain.from_iterable(module.parameters() for module in self.modules)
-        return sum(one.nbytes for one in parameters if one.nbytes < self.min_bytes)
+        return sum(one for one in map(nbytes_of, parameters) if one < self.min_bytes)
 
     def decide(self, tensor: torch.Tensor, least: int | None = None) -> Decision:
         """Return the decision about `tensor`, as far as the tensor and its storage tell.
@@ -155,10 +175,10 @@ class Policy:
 
     def _is_known(self, address: int) -> bool:
         """Return whether a storage is that of a module's tensor, as of the last look-up."""
-        reference = self._owned.get(address)
-        owner = None if reference is None else reference()
+        owner = self._owned.get(address)
+        tensor = None if owner is None else owner.tensor()
         # A freed storage's address may have been reused for another storage.
-        return owner is not None and owner.untyped_storage()._cdata == address
+        return tensor is not None and tensor.untyped_storage()._cdata == address
 
 
 def _is_foreign(storage: torch.UntypedStorage) -> bool:

@@ -129,6 +129,24 @@ def test_parameters_that_moved_since_are_recognised(client: storm.Client) -> Non
     loss.backward()
 
 
+@pytest.mark.usefixtures("followed")
+def test_parameters_may_be_swapped_after_steps(client: storm.Client) -> None:
+    """PyTorch swaps no tensor that has a weak reference, as for a module of DTensors it must."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(5):
+        with offload:
+            loss = net(torch.ones(64, 64)).square().sum()
+        loss.backward()
+    net.zero_grad()
+    for parameter in net.parameters():
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros_like(parameter)))
+    with offload:
+        loss = net(torch.ones(64, 64)).square().sum()
+    assert loss == 0.0
+    loss.backward()
+
+
 def test_an_output_that_stays_is_freed_with_its_graph(client: storm.Client) -> None:
     """An operation's output must not be held by what the operation itself holds."""
     offload = client.offload(min_bytes=1 << 30)

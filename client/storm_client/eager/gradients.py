@@ -6,8 +6,6 @@ memory for values that are freed by then. Gradients that exist from the begin le
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 __all__ = ["Gradients", "may_lie_elsewhere"]
@@ -22,23 +20,24 @@ class Gradients:
         """Start without knowledge: new gradients are expected."""
         self.are_found = False
         """Whether some existed, or a hook may use and free them before the backward pass ends."""
-        self._parameter: weakref.ref[torch.Tensor] | None = None
+        self._parameter: torch.Tensor | None = None
+        """The smallest parameter read. PyTorch refuses to swap one that has a weak reference."""
 
     def reads(self, parameter: torch.Tensor) -> None:
         """Record a parameter that a forward pass reads."""
-        if self._parameter is None:
-            self._parameter = weakref.ref(parameter)
+        if self._parameter is None or parameter.nbytes < self._parameter.nbytes:
+            self._parameter = parameter
         self.are_found |= _is_there(parameter)
 
     def join(self, other: Gradients) -> bool:
         """Add what a step has shown; return whether that is new."""
-        self._parameter = self._parameter or other._parameter
+        if self._parameter is None:
+            self._parameter = other._parameter
         return self._found(is_there=other.are_found)
 
     def look(self) -> bool:
         """Look at one parameter as a step begins; return whether its gradient is new knowledge."""
-        parameter = None if self._parameter is None else self._parameter()
-        return self._found(is_there=parameter is not None and _is_there(parameter))
+        return self._found(is_there=self._parameter is not None and _is_there(self._parameter))
 
     def _found(self, *, is_there: bool) -> bool:
         is_news = is_there and not self.are_found

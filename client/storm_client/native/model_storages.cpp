@@ -5,15 +5,13 @@
 namespace storm {
 
 void ModelStorages::add(const at::Tensor& tensor) {
-  tensors_.insert_or_assign(storage_of(tensor.unsafeGetTensorImpl()),
-                            WeakTensor(tensor.getIntrusivePtr()));
+  const c10::Storage& storage = tensor.storage();
+  storages_.insert_or_assign(storage.unsafeGetStorageImpl(),
+                             WeakStorage(storage.getWeakStorageImpl()));
 }
 
 bool ModelStorages::has(const c10::StorageImpl* storage) const {
-  const auto found = tensors_.find(storage);
-  if (found == tensors_.end()) return false;
-  const auto tensor = found->second.lock();
-  return tensor && tensor->has_storage() && storage_of(tensor.get()) == storage;
+  return storages_.contains(storage);
 }
 
 namespace model_storages {

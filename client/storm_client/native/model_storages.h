@@ -1,7 +1,7 @@
 // The storages of a model's parameters and buffers, for `Policy` of storm_client/policy.py.
 #pragma once
 
-#include "versions.h"
+#include "recipes.h"
 
 #include <unordered_map>
 
@@ -11,13 +11,13 @@ class ModelStorages {
  public:
   void add(const at::Tensor& tensor);
 
-  // Returns whether a parameter or buffer that lay in this storage when it was added still does.
+  // Returns whether a parameter or buffer lay in this storage when it was added.
   bool has(const c10::StorageImpl* storage) const;
 
  private:
-  // The weak references keep addresses of tensors from being reused, but not those of storages. So
-  // `has` checks in which storage the tensor lies now.
-  std::unordered_map<const c10::StorageImpl*, WeakTensor> tensors_;
+  // The weak references keep the addresses from being reused. There are none to the tensors, since
+  // PyTorch refuses to swap tensors that have weak references.
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> storages_;
 };
 
 extern PyTypeObject ModelStoragesType;

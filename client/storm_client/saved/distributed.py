@@ -15,7 +15,7 @@ import torch
 from storm_client.saved.snapshots import base_of
 from storm_client.saved.versions import SavedVersion, nothing
 
-__all__ = ["Distributed", "local_of", "part_of"]
+__all__ = ["Distributed", "local_of", "nbytes_of", "part_of"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -41,6 +41,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor; return any other tensor unchanged."""
     return tensor._local_tensor if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's local part; 0 for sparse and nested tensors."""
+    part = part_of(tensor)
+    return part.nbytes if part.layout is torch.strided and not part.is_nested else 0
 
 
 def _is_wanted_leaf(tensor: torch.Tensor) -> bool:
