@@ -33,7 +33,7 @@ from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.planner.decisions import NO_ACTIVATIONS
 from storm_client.policy import Policy
 from storm_client.results import Results
-from storm_client.saved.distributed import Distributed, local_of, part_of
+from storm_client.saved.distributed import Distributed, local_of, nbytes_of
 from storm_client.saved.ranges import Handle, StoredRange
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View
@@ -335,7 +335,7 @@ class StepHooks:
         """
         decision = self._policy.decide(tensor, self._min_bytes)
         if self._compiled is not None and not _is_no_activation(decision):
-            self._compiled.count_saved(_nbytes(tensor))
+            self._compiled.count_saved(nbytes_of(tensor))
         if tensor.is_cuda and is_capturing(tensor.device):
             decision = Keep("capture")  # opening a session would already spoil the graph
         if isinstance(decision, Keep):
@@ -357,7 +357,7 @@ class StepHooks:
         return self._offload(tensor, storage, session, value.layer)
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
-        return self._keep_counted(tensor, _nbytes(tensor), reason, layer)
+        return self._keep_counted(tensor, nbytes_of(tensor), reason, layer)
 
     def _keep_counted(
         self, tensor: torch.Tensor, nbytes: int, reason: str, layer: str
@@ -484,9 +484,3 @@ class StepHooks:
 
 def _is_no_activation(decision: object) -> bool:
     return isinstance(decision, Keep) and decision.reason in NO_ACTIVATIONS
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's local part; 0 for sparse and nested tensors."""
-    part = part_of(tensor)
-    return part.nbytes if part.layout is torch.strided and not part.is_nested else 0

@@ -26,6 +26,9 @@ from support.training import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+STEPS = 5
+"""So many that later ones follow a plan, and the first ones have been examined for advice."""
+
 CASES: dict[str, Case] = {}
 
 
@@ -219,6 +222,31 @@ def test_two_threads_go_backward_through_one_graph(device: str, client: storm.Cl
 
     with ThreadPoolExecutor(2) as threads:
         assert_identical(threads.map(backward, (one, two)), expected)
+
+
+@pytest.mark.usefixtures("followed")
+def test_sparse_parameters_and_results(device: str, client: storm.Client) -> None:
+    """They have no number of bytes and no strides."""
+
+    def net_and_graph() -> nn.Module:
+        net = small_net(device)
+        edges = torch.eye(64, device=device).to_sparse()
+        net.register_parameter("edges", nn.Parameter(edges))
+        return net
+
+    def run(context: Context, net: nn.Module) -> list[Tensor]:
+        losses = []
+        for _ in range(STEPS):
+            with context():
+                hidden = torch.sparse.mm(net.edges, net(seeded(device, 64, 32)))
+                loss = ((hidden.to_sparse() * 2.0).to_dense() * hidden).tanh().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *(gradient.to_dense() for gradient in gradients(net))]
+
+    net = net_and_graph()
+    offload = client.offload(net, min_bytes=1)
+    assert_identical(run(lambda: offload, net), run(nullcontext, net_and_graph()))
 
 
 @pytest.mark.parametrize("name", CASES)

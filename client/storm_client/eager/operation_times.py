@@ -32,7 +32,7 @@ import torch
 
 from storm_client.devices import is_capturing
 from storm_client.eager.bits import copied
-from storm_client.eager.calls import outputs_of, replaced, tensors_among
+from storm_client.eager.calls import is_plain, outputs_of, replaced, tensors_among
 from storm_client.eager.operations import Function
 from storm_client.eager.recompute import Input, Recipe
 from storm_client.eager.sources import OtherNumbers
@@ -303,8 +303,8 @@ def _likeness(arguments: Iterable[Any]) -> tuple[object, ...]:
 
 def _alike(argument: Any) -> object:
     if isinstance(argument, torch.Tensor):
-        if type(argument) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(f"{type(argument).__name__} may run anything")
+        if not is_plain(argument):
+            raise TypeError("it has no strides, or may run anything")
         return argument.shape, argument.stride(), argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):
         return _likeness(argument)

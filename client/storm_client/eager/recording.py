@@ -235,7 +235,8 @@ class Recording:
         if is_opened or is_view:
             return True
         expected = step.expected
-        if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
+        is_strided = type(made) is torch.Tensor and made.layout is torch.strided
+        if step.script is None or not is_strided or expected.what is CAST:
             return False
         is_given = bool(arguments) and made is arguments[0]
         if made.nbytes < self.min_bytes or (is_given and not may_overwrite(function)):

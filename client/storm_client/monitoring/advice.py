@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from storm_client.monitoring.stats import KeptTotals
+from storm_client.saved.distributed import nbytes_of
 from stormd.protocol.sizes import format_size
 
 __all__ = ["FirstSteps", "advice"]
@@ -65,12 +66,12 @@ def advice(
     owned = list(parameters)
     stats, skipped = totals.stats, totals.skipped_bytes
     # Small tensors are not examined any further: parameters may be among them.
-    small_owned = sum(one.nbytes for one in owned if one.nbytes < min_bytes)
+    small_owned = sum(one for one in map(nbytes_of, owned) if one < min_bytes)
     small = max(0, skipped.get("small", 0) - steps * small_owned)
     activations = stats.saved_bytes - stats.deduplicated_bytes - skipped.get("small", 0) + small
     activations -= skipped.get("parameter", 0) + skipped.get("leaf", 0)
     if activations < steps * MIN_BYTES:
-        large = [one for one in owned if one.requires_grad and one.nbytes >= min_bytes]
+        large = [one for one in owned if one.requires_grad and nbytes_of(one) >= min_bytes]
         return _without_hooks(totals, steps, activations, large)
     reasons = {"small": small, **{name: totals.kept_bytes.get(name, 0) for name in _KEPT}}
     reason = max(reasons, key=lambda name: reasons[name])
@@ -137,7 +138,7 @@ def _without_hooks(
     seen = totals.stats.skipped.get("parameter", 0) / steps
     if len(trained) < MANY_PARAMETERS or seen > MAX_SEEN_SHARE * len(trained):
         return None
-    if sum(one.nbytes for one in trained) < MIN_BYTES:
+    if sum(map(nbytes_of, trained)) < MIN_BYTES:
         return None
     return (
         f"little memory is saved: in {steps} steps the hooks saw {format_size(activations)} of "

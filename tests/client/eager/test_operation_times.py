@@ -132,3 +132,9 @@ def test_numbers_of_this_threads_operations_go_on_as_without() -> None:
     before = torch._C._autograd._get_sequence_nr()
     assert timing() == pytest.approx(1e-6)
     assert torch._C._autograd._get_sequence_nr() == before
+
+
+def test_an_operation_on_sparse_tensors_is_not_told_apart() -> None:
+    sparse, dense = torch.eye(8).to_sparse(), torch.ones(8, 8)
+    times = OperationTimes()
+    assert times.of(torch.mm, (sparse, dense), {}, torch.mm(sparse, dense)) is None
