@@ -22,7 +22,7 @@ from storm_client.errors import ActivationLost, DaemonLost, UsageError, lost_in_
 from storm_client.lanes import Lane, Mapped
 from storm_client.lanes.segments import send_offers
 from storm_client.monitoring.profiler_ranges import span
-from storm_client.saved.ranges import Part, RangePhase, StoredRange, UpcomingUses, Use
+from storm_client.saved.ranges import Part, StoredRange, UpcomingUses, Use
 from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
 from storm_client.transport.memory_pressure import MayFail
@@ -62,29 +62,20 @@ class Inbound:
         With `may_hand_out` the memory may be returned before the bytes are there. Then the thread's
         stream waits for them, and the backward pass ends with `confirm`.
 
-        This thread has set the record's phase to RESTORING; afterwards the phase is another one in
-        any case.
+        This thread has the duty to restore the record.
 
         Raises:
             CorruptBlob, ActivationLost: the daemon cannot restore the bytes.
             DaemonLost: the daemon is gone.
             UsageError: a CUDA graph is being captured.
         """
-        record, connection = use.record, self._connection
-        storage = None
-        try:
-            if self._in_place is not None:
-                storage = self._restore_in_place(record, use.step, may_hand_out=may_hand_out)
-            if storage is None:
-                storage = self.restore_staged(record.key, record.parts, record.nbytes, use.step)
-        finally:
-            with connection.lock:
-                if storage is not None:
-                    record.keep_restored(storage, use)
-                if record.phase is RangePhase.RESTORING:
-                    record.move_to(RangePhase.OFFLOADED)
-                if connection.waiting:
-                    connection.notify()
+        record, storage = use.record, None
+        if self._in_place is not None:
+            storage = self._restore_in_place(record, use.step, may_hand_out=may_hand_out)
+        if storage is None:
+            storage = self.restore_staged(record.key, record.parts, record.nbytes, use.step)
+        with self._connection.lock:
+            record.keep_restored(storage, use)
         return storage
 
     def restore_staged(
@@ -120,8 +111,7 @@ class Inbound:
         finally:
             with connection.lock:
                 transfers.cancel(key)
-                if connection.waiting:
-                    connection.notify()
+                connection.notify()
         if uses is None or not uses.is_due or not transfers.has_room_to_prefetch:
             return destination
         if upcoming := uses.unseen():

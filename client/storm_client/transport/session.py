@@ -323,16 +323,26 @@ class Session(Listener):
         if is_first and self._shared:
             self.send_unshared(but=[record, *use.step.upcoming()[:LOOK_BACK]])
         deaths = self.saved.deaths
-        with self.connection.lock:
-            if deaths and (len(deaths) >= DEATHS_TOGETHER or not isinstance(deaths[-1], DeadRange)):
-                self._forget_dead()
-            if self._shared.pop(record.key, None) is not None:
-                record.move_to(RangePhase.KEPT)  # needed now, so not worth sending
-            located = self._claim(record)
-            if located is not None:
-                record.unpacked(use)
-        if located is None:
-            return Located(self._inbound.restore(use, may_hand_out=may_hand_out))
+        claimed: list[StoredRange] = []
+        try:
+            with self.connection.lock:
+                if deaths and (
+                    len(deaths) >= DEATHS_TOGETHER or not isinstance(deaths[-1], DeadRange)
+                ):
+                    self._forget_dead()
+                if self._shared.pop(record.key, None) is not None:
+                    record.move_to(RangePhase.KEPT)  # needed now, so not worth sending
+                located = self._claim(record, claimed)
+                if located is not None:
+                    record.unpacked(use)
+            if located is None:
+                return Located(self._inbound.restore(use, may_hand_out=may_hand_out))
+        finally:
+            if claimed:
+                if record.phase is RangePhase.RESTORING:
+                    record.phase = RangePhase.OFFLOADED  # without a call, so that it is done
+                with self.connection.lock:
+                    self.connection.notify()
         self.prefetch(use.step)
         if not located.is_original:
             self._inbound.order_after_writes(located.storage)
@@ -464,8 +474,11 @@ class Session(Listener):
 
     # --- helpers, with the lock held --------------------------------------------------------
 
-    def _claim(self, record: StoredRange) -> Located | None:
-        """Return the bytes if they are in memory; otherwise take the duty to restore them."""
+    def _claim(self, record: StoredRange, claimed: list[StoredRange]) -> Located | None:
+        """Return the bytes if they are in memory; otherwise take the duty to restore them.
+
+        With the duty, in the same step, `claimed` gets the record.
+        """
         if record.phase is RangePhase.RESTORING:
             self._await_restore(record)
         located = record.locate()
@@ -485,8 +498,9 @@ class Session(Listener):
         if record.source is not None:
             self._outbound.check_not_resized(record)
             self._await_admission(record)
-            return self._claim(record)
+            return self._claim(record, claimed)
         record.move_to(RangePhase.RESTORING)
+        claimed.append(record)
         return None
 
     def _await_restore(self, record: StoredRange) -> None:

@@ -86,6 +86,27 @@ def test_a_store_that_is_refused_leaves_the_tensor_here(
     assert recorder.snapshot().kept == {reason: 1}
 
 
+def test_an_interrupt_before_a_restore_begins_does_not_keep_others_from_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others waited for a restore that nobody made, and then raised."""
+    monkeypatch.setattr("storm_client.transport.session.STALL_SECONDS", 1.0)
+    tensor = torch.randn(1000)
+    record, expected = store(session, tensor, StatsRecorder()), tensor.clone()
+    handle = handle_of(record, tensor)
+    del tensor
+    session.settle(30)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._inbound, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.load(handle)
+    assert torch.equal(handle.view.rebuild(session.load(handle).storage), expected)
+
+
 def test_nothing_is_brought_back_into_a_capture(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
