@@ -98,7 +98,7 @@ class Connection:
         self._asked: dict[int, Message] = {}  # requests that wait for an answer
         self._is_deferred = False  # whether the listener was woken to send the posted messages
         self._is_handling = False  # whether `flush` is handling replies
-        self._is_closing = False  # goodbye was said, and the daemon has not ended the session yet
+        self._closing: object = None  # the `close` that waits for the daemon to end the session
         self._thread = IoThread(self)
         self._lane: Lane | None = None
         self._is_attached = False  # whether the daemon has mapped the lane's shared memory
@@ -312,23 +312,29 @@ class Connection:
         """
         if self.lifeline.inherited:
             return
-        if self._say_goodbye():
-            try:
+        this = object()
+        try:
+            if self._say_goodbye(this):
                 self._wait_for_the_end()
-            finally:
-                self._is_closing = False
+        finally:
+            if self._closing is this:
+                self._closing = None
         with self.lock:
             self.changed.notify_all()
-            while self._is_closing or self._thread.is_running:
-                self.changed.wait()  # a join would deadlock if a destructor's thread has the lock
+            while self._closing is not None or self._thread.is_running:
+                # A join would deadlock if a destructor's thread has the lock.
+                self.changed.wait(PING_SECONDS)
             self.wakeup = None
             self.lifeline.close()
             self._close_shared()
             self._context.destroy(linger=0)
         self._thread.join()  # the thread's end runs Python code: better now than within a step
 
-    def _say_goodbye(self) -> bool:
-        """Say goodbye; return False if no daemon hears it, or if it was said before."""
+    def _say_goodbye(self, closing: object) -> bool:
+        """Say goodbye for a `close`; return False if no daemon hears it, or if it was said before.
+
+        If an interrupt ends this, `_closing` is either that `close` or as it was before.
+        """
         with self.lock:
             if self.phase is Phase.LOST:
                 return False
@@ -336,14 +342,15 @@ class Connection:
             with suppress(DaemonLost):  # the daemon does not read: no goodbye is needed
                 self.post(0, Goodbye())
                 self._transmit()
-                self._is_closing = is_open
+                if is_open:
+                    self._closing = closing
             self._lose(
                 ConnectionClosed(
                     f"the client's connection to {self.address} was closed, and what it held is "
                     "gone; call storm_client.connect() for another"
                 )
             )
-            return self._is_closing
+            return self._closing is closing
 
     def forked(self) -> None:
         """Replace the lock in a forked child, where the thread that held it does not exist."""

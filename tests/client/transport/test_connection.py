@@ -256,6 +256,24 @@ def test_others_have_the_lock_while_goodbye_is_said(
     assert not closing.is_alive()
 
 
+def test_a_close_that_is_interrupted_once_it_has_said_goodbye_is_finished_by_the_next(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next waited for it for ever."""
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connection._thread, "end_pause", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        connection.close()
+    thread = threading.Thread(target=connection.close, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def test_closing_where_the_lock_is_held(connection: Connection) -> None:
     """As a destructor does that runs wherever the garbage collector does."""
 
