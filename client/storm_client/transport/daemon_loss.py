@@ -44,7 +44,8 @@ class Supply:
         """
         self.keeps_without_daemon = keeps_without_daemon
         self._connect = connect
-        self._lock = threading.Lock()  # protects all attributes below
+        # Protects all attributes below; a signal handler that closes may interrupt its owner.
+        self._lock = threading.RLock()
         self._outage = Outage()
         self._found: Sessions | None = None
         self._attempt: threading.Thread | None = None
@@ -106,7 +107,7 @@ class Supply:
         with self._lock:
             self._closed = True
             attempt = self._attempt
-        if attempt is not None:
+        if attempt is not None and attempt.is_alive():
             attempt.join()
         if self._found is not None:
             self._found.close()
@@ -143,10 +144,10 @@ class Supply:
                 )
             if self._closed or not self._outage.attempt(time.monotonic()):
                 return
-            self._attempt = threading.Thread(
+            attempt = self._attempt = threading.Thread(
                 target=self._reconnect, name="storm-reconnect", daemon=True
             )
-            self._attempt.start()
+        attempt.start()  # without the lock, which it needs before a `close` has joined it
 
     def _reconnect(self) -> None:
         found = None

@@ -43,7 +43,8 @@ class Sessions:
         """
         self.address = address
         self._timeout = timeout
-        self._lock = threading.Lock()  # protects the opened sessions and _closed
+        # Protects the opened sessions and _closed; a signal handler may close in _open.
+        self._lock = threading.RLock()
         self._closed = False
         self._sessions: dict[torch.device, Session | None] = {}
         self.control: Session | Control
@@ -113,6 +114,9 @@ class Sessions:
             if device not in self._sessions:
                 self.check()
                 self._sessions[device] = self._session(device)
+                if self._closed:
+                    self.close()
+                    self.check()
             return self._sessions[device]
 
     def _session(self, device: torch.device) -> Session | None:

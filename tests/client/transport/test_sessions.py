@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_client.lanes.cpu import CpuLane
 from storm_client.transport import sessions as sessions_module
 from storm_client.transport.sessions import Sessions
 from support.daemon_process import DaemonProcess
@@ -62,6 +64,31 @@ def test_a_device_without_a_lane_is_warned_about_once(sessions: Sessions) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sessions.of(torch.device("xla:0")) is None
+
+
+def test_a_signal_handler_closes_while_a_session_is_opened(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that takes a while. The handler waited for the thread that it had interrupted."""
+    monkeypatch.setattr(sessions_module, "_may_have_gpu", lambda: True)
+    sessions = Sessions(daemon.address, 30)
+    errors: list[str] = []
+
+    def closed_meanwhile(device: torch.device) -> CpuLane:
+        sessions.close()
+        return CpuLane()
+
+    def open_one() -> None:
+        with pytest.raises(storm.UsageError) as caught:
+            sessions.of(torch.device("cpu"))
+        errors.append(str(caught.value))
+
+    monkeypatch.setattr(sessions_module, "lane_for", closed_meanwhile)
+    thread = threading.Thread(target=open_one, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert errors == ["the client is closed; call storm_client.connect() for another"]
+    wait_until(lambda: not status_of(daemon)["sessions"], 30)
 
 
 def test_a_daemons_end_is_known_before_the_listener_tells(
