@@ -269,13 +269,14 @@ class Connection:
         assert answer is not None
         return answer
 
-    def wait(self, deadline: float, every: float | None = None) -> bool:
+    def wait(self, deadline: float, every: float = PING_SECONDS) -> bool:
         """Wait until a change that somebody waits for may have come; call with the lock held.
 
-        A wait ends after each batch of replies and after `notify`. With `every`, it also ends after
-        this many seconds, for changes that nobody announces. Returns False if the time.monotonic()
-        clock is past `deadline` and all replies were handled. It never returns False while the next
-        daemon is looked for; that search has its own limit.
+        A wait ends after each batch of replies, after `notify`, and after `every` seconds, for
+        changes that nobody announces: a signal handler may close the connection just before the
+        wait. Returns False if the time.monotonic() clock is past `deadline` and all replies were
+        handled. It never returns False while the next daemon is looked for; that search has its own
+        limit.
 
         Raises:
             DaemonLost, UsageError: as `check`.
@@ -285,11 +286,10 @@ class Connection:
         left = max(deadline, self._patient_until) - time.monotonic()
         if left <= 0:
             return False
-        seconds = left if every is None else min(left, every)
         self.waiting += 1
         try:
             self._thread.end_pause()
-            self.changed.wait(None if math.isinf(seconds) else seconds)
+            self.changed.wait(min(left, every))
         finally:
             self.waiting -= 1
         return True
@@ -327,6 +327,7 @@ class Connection:
             self.wakeup = None
             self.lifeline.close()
             self._close_shared()
+            self._messages.close()
             self._context.destroy(linger=0)
         self._thread.join()  # the thread's end runs Python code: better now than within a step
 
@@ -338,11 +339,10 @@ class Connection:
         with self.lock:
             if self.phase is Phase.LOST:
                 return False
-            is_open = self.phase is Phase.OPEN
             with suppress(DaemonLost):  # the daemon does not read: no goodbye is needed
                 self.post(0, Goodbye())
                 self._transmit()
-                if is_open:
+                if self.phase is Phase.OPEN:  # else a signal handler has closed it meanwhile
                     self._closing = closing
             self._lose(
                 ConnectionClosed(
@@ -418,6 +418,7 @@ class Connection:
         try:
             self._messages.send()
         except zmq.Again:
+            self.check()  # a signal handler may have closed the socket
             if self.lifeline.ends_within(GONE_SECONDS):  # the daemon has ended
                 self.daemon_ended()
                 return
@@ -449,6 +450,7 @@ class Connection:
     def resume_on(self, found: Resumed) -> None:
         """Use the channel to another daemon, and repeat all unanswered requests to it."""
         self.lifeline.close()
+        self._messages.close()
         self._context.destroy(linger=0)
         while (envelope := self._messages.first(receives=False)) is not None:
             self._handle(*envelope)

@@ -53,7 +53,9 @@ _Function: TypeAlias = Callable[[int, object, int, int], int]
 
 
 class Frames:
-    """The frames of one pyzmq socket; the owner closes the socket only when no call is running.
+    """The frames of one pyzmq socket; its owner calls `close` before it closes the socket.
+
+    A signal handler may do that at any moment, and libzmq uses what it is given without a check.
 
     A finished call is noted in a list of the caller's, which is empty until then. The caller drops
     the note in the same step in which it drops the sent messages or keeps the received ones.
@@ -61,18 +63,16 @@ class Frames:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         """Use `socket`, which its owner closes."""
-        self._socket = socket
-        self._handle = int(socket.underlying)
+        self._handles = [int(socket.underlying)]  # empty once the socket is closed
         self._buffer = (ctypes.c_char * MAX_FRAME_BYTES)()
 
     def send(self, frame: bytes, sent: list[int]) -> None:
         """Send a frame, unless `sent` notes that it was sent.
 
         Raises:
-            zmq.ZMQError: it was not sent; zmq.Again means that the queue is full.
+            zmq.ZMQError: it was not sent; zmq.Again means that the queue is full, or the
+                socket closed.
         """
-        if not sent and self._socket.closed:
-            raise zmq.ZMQError(errno.ENOTSOCK)
         if not self._do(_SEND, frame, len(frame), sent):
             raise zmq.Again(errno.EAGAIN)
 
@@ -84,23 +84,29 @@ class Frames:
         Raises:
             zmq.ZMQError: no frame can be received.
         """
-        if not received and self._socket.closed:
-            return None
         if not self._do(_RECEIVE, self._buffer, MAX_FRAME_BYTES, received):
             return None
         # A frame beyond the size limit is cut here, and cannot be decoded then.
         frame: bytes = self._buffer[: min(received[0], MAX_FRAME_BYTES)]  # type: ignore[assignment]
         return frame
 
+    def close(self) -> None:
+        """Make no more calls."""
+        self._handles.clear()
+
     def _do(self, function: _Function, data: object, size: int, done: list[int]) -> bool:
-        """Call a function unless `done` notes its result; return False if it would block."""
+        """Call a function unless `done` notes its result.
+
+        Return False if the call would block, or the socket is closed.
+        """
         while not done:
-            # By a map, so that nothing comes between the call and the note of its result.
-            result = map(function, (self._handle,), (data,), (size,), (DONTWAIT,))
+            # By a map, so that nothing comes between the look at the handle, the call and the note
+            # of its result.
+            result = map(function, self._handles, (data,), (size,), (DONTWAIT,))
             done.extend(filter(_succeeded, result))
             if not done:
                 error = ctypes.get_errno()
-                if error == errno.EAGAIN:
+                if error == errno.EAGAIN or not self._handles:
                     return False
                 if error != errno.EINTR:
                     raise zmq.ZMQError(error)
@@ -154,6 +160,10 @@ class Messages:
     def handled(self) -> None:
         """Note that the first message was handled."""
         self._inbox.popleft()
+
+    def close(self) -> None:
+        """Send and receive nothing more: the socket is about to be closed."""
+        self._frames.close()
 
 
 def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:

@@ -232,6 +232,23 @@ def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> No
     assert "closed, and what it held is gone; call storm_client.connect() for another" in error
 
 
+def test_a_wait_ends_when_a_signal_handler_closes_just_before_it(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closing() -> None:
+        monkeypatch.undo()
+        connection.close()
+
+    def wait() -> None:
+        with connection.lock:
+            while True:
+                connection.wait(time.monotonic() + 300)
+
+    monkeypatch.setattr(connection._thread, "end_pause", closing)
+    with ThreadPoolExecutor() as pool:
+        assert "was closed" in str(pool.submit(wait).exception(30))
+
+
 def test_others_have_the_lock_while_goodbye_is_said(
     make_daemon: Callable[..., DaemonProcess],
 ) -> None:

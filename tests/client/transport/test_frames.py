@@ -120,6 +120,19 @@ def test_what_is_interrupted_is_received_once(
     assert state[0] == FRAMES
 
 
+def test_a_closed_socket_is_not_called(
+    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    """A signal handler may close it between the last check and the call, which would crash."""
+    frames = Frames(ends[0])
+    ends[1].send(b"waiting")
+    frames.close()
+    with pytest.raises(zmq.Again):
+        frames.send(b"late", [])
+    assert frames.receive([]) is None
+    assert not ends[1].poll(0)
+
+
 def restore(number: int) -> Envelope:
     message = Restore(ticket=number, entry=2, segment=3, offset=4, nbytes=5, sequence=6)
     return Envelope(number, message)
