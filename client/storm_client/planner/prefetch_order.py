@@ -158,9 +158,10 @@ class StepPlan:
         # If that step packed more tensors, its order has numbers that this step may never have.
         learned = [number for number in known if number < count]
         missing = set(range(count)).difference(learned)
-        self._expected = learned + sorted(missing, reverse=True)
-        self._position = {number: index for index, number in enumerate(self._expected)}
-        self._checked_to = 0
+        expected = learned + sorted(missing, reverse=True)
+        position = {number: index for index, number in enumerate(expected)}
+        # No call is between these statements: an interrupt leaves the order as it was.
+        self._expected, self._position, self._checked_to = expected, position, 0
 
 
 class _Pass:

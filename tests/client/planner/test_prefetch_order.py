@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.planner import DeviceWindow, OrderHistory, Step
+from storm_client.planner import DeviceWindow, OrderHistory, Step, prefetch_order
 from storm_client.planner.in_flight import (
     MIN_BYTES,
 )
@@ -46,6 +46,23 @@ def test_the_order_of_the_last_step_is_learned() -> None:
     second = packed(history, 10, 20, 30)
     second.unpacked(1)
     assert list(second.upcoming()) == [2, 0]
+
+
+def test_an_interrupt_as_the_order_is_fixed_leaves_that_to_the_next_unpack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second backward pass had an order without places."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    plan = packed(OrderHistory(), 10, 20, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetch_order, "enumerate", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            plan.unpacked(2)
+    plan.unpacked(2)
+    assert list(plan.upcoming()) == [1, 0]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
