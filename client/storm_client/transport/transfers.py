@@ -380,7 +380,8 @@ class Transfers:
             return
         self.answered += 1
         if isinstance(transfer.of, Incoming):
-            self._on_restore_answer(transfer, message)
+            if isinstance(message, (Restored, RestoredParts, *FAILURES)):
+                self._on_restore_answer(transfer, message)
         elif self.stores.on_answer(transfer, transfer.of, message):
             self._end(transfer)
 

@@ -29,6 +29,7 @@ from stormd.protocol import (
     Envelope,
     Failed,
     PassOver,
+    Pong,
     Rejected,
     Restored,
     RestoredParts,
@@ -180,6 +181,21 @@ def test_a_counter_that_several_restores_share_says_nothing() -> None:
     transfers._outbox.clear()
     transfers.resume(lambda _: 0)
     assert [one.request for one in transfers._outbox] == [sent.number, transfer.number]
+
+
+def test_what_is_no_answer_to_a_restore_is_ignored() -> None:
+    """The bytes counted as restored, whatever a daemon said under the restore's number."""
+    transfers, one = transfers_of(), record(PART)
+    _, (sent,) = send_all(transfers, one)
+    transfers.on_reply(0, Admitted(sent.number))
+    transfers.on_reply(0, stored(sent))
+    asked = transfers.demand(one.key, one.parts, 0).transfers[0]
+    for nonsense in (Admitted(asked.number), Pong(link=0, limit=0, disk=0), stored(asked)):
+        transfers.on_reply(asked.number, nonsense)
+        assert asked.phase is Phase.REQUESTED
+    transfers.on_reply(0, Restored(asked.number))
+    assert asked.phase is Phase.ARRIVED
+    transfers.assert_invariants()
 
 
 def test_numbers_that_no_store_has_any_more_are_passed_over() -> None:
