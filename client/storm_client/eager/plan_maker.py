@@ -206,6 +206,7 @@ class PlanMaker:
         Nothing is recomputed where nobody watches the signature's functions.
         """
         with self.lock:
+            signature.evidence.settle()
             values = planned_values(signature.values)
         times, comparison, last = signature.times, signature.comparison, 0
         if signature.is_on_gpu:

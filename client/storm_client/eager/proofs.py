@@ -10,7 +10,7 @@ A trial proves a value: a step recomputes it or reads it early, and also offload
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -109,6 +109,8 @@ class Evidence:
         self.ways = Ways()
         self.rejected: dict[int, str] = {}
         """Values that cannot be recomputed, with the reason."""
+        self.failed: dict[int, tuple[Trial, str]] = {}
+        """By value: trials that have failed since the latest plan, with the reason."""
         self.unchanged = Proofs()
         """Values that are still as they were made when they are offloaded."""
         self.changed: set[int] = set()
@@ -142,9 +144,23 @@ class Evidence:
         """Return whether no backward pass is expected to ask for a value any more."""
         return number in self._never_requested
 
-    def may_rest_on(self, number: int, way: int) -> bool:
-        """Return whether a value is proved in some way at some size, or will never be tried."""
-        return bool(self.recomputed.sizes(way)) or self.is_never_requested(number)
+    def settle(self) -> None:
+        """Reject the values whose trials have failed since the last call, by their own fault.
+
+        A value that is recomputed from one at fault is tried again: the next plan recomputes it in
+        another way, and all that is made from it. If no fault explains a failure, the value itself
+        is rejected.
+        """
+        latest, self.failed = self.failed, {}
+        failed = list(latest.values())  # a backward pass may still add one
+        at_fault = {
+            trial.number
+            for trial, _ in failed
+            if not any(map(trial.is_unproved, trial.recomputed_inputs()))
+        }
+        for trial, reason in failed:
+            if trial.number in at_fault or at_fault.isdisjoint(trial.recomputed_inputs()):
+                self.rejected.setdefault(trial.number, reason)
 
     def has_tried(self, number: int) -> bool:
         """Return whether compiled code may continue the trials of a value that is not proved."""
@@ -172,28 +188,25 @@ class Trial(NamedTuple):
         self.signature.evidence.prove(self.number, self.plan.ways[self.number], self.nbytes)
 
     def fail(self, reason: str) -> None:
-        """Record that the value cannot be recomputed.
+        """Record that the value could not be recomputed."""
+        self.signature.fail(self, reason)
 
-        If it is recomputed from another saved value that is not proved yet, that one may be at
-        fault, and its own trial tells. Then the value itself is tried again by a later plan.
-        """
-        if not self._rests_on_unproved():
-            self.signature.reject(self.number, reason)
-
-    def _rests_on_unproved(self) -> bool:
-        """Return whether a recomputed, saved input has no proof, and may still get one."""
-        values, evidence = self.signature.values, self.signature.evidence
+    def recomputed_inputs(self) -> Iterator[int]:
+        """Yield the values that the plan recomputes for this one, at any distance."""
         waiting, seen = [self.number], set[int]()
         while waiting:
-            for number in values[waiting.pop()].inputs:
+            for number in self.signature.values[waiting.pop()].inputs:
                 if number in seen or not isinstance(self.plan.decision_for(number, 0), Replay):
                     continue
                 seen.add(number)
-                if not values[number].is_saved:
-                    waiting.append(number)
-                elif not evidence.may_rest_on(number, self.plan.ways[number]):
-                    return True
-        return False
+                waiting.append(number)
+                yield number
+
+    def is_unproved(self, number: int) -> bool:
+        """Return whether a value has a trial of its own, which has not proved the plan's way."""
+        proofs = self.signature.evidence.recomputed
+        is_saved = self.signature.values[number].is_saved
+        return is_saved and not proofs.sizes(self.plan.ways[number])
 
 
 class UnchangedTrial(NamedTuple):

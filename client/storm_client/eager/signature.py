@@ -27,7 +27,7 @@ from storm_client.eager.events import SAVED, Event, RecordedValue, saved_numbers
 from storm_client.eager.followed_plan import Expected, FollowedPlan
 from storm_client.eager.following import PythonFallback
 from storm_client.eager.gradients import Gradients, may_lie_elsewhere
-from storm_client.eager.proofs import Evidence
+from storm_client.eager.proofs import Evidence, Trial
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
 from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import REPLAY, Decision, Replay
@@ -142,9 +142,9 @@ class StepSignature:
         """Note that the next plan uses all that was learned so far."""
         self.root._is_outdated = False
 
-    def reject(self, number: int, reason: str) -> None:
-        """Record that a value cannot be recomputed by its operation."""
-        self.evidence.rejected.setdefault(number, reason)
+    def fail(self, trial: Trial, reason: str) -> None:
+        """Record that a trial has failed; the next plan rejects the values that are at fault."""
+        self.evidence.failed[trial.number] = trial, reason
         self.outdate()
 
     # --- sizes ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import storm_client as storm
 import torch
 from storm_client.eager import comparison, controller, plan_maker, step_times
 from storm_client.eager.comparison import Comparison
+from storm_client.eager.proofs import Trial
 from storm_client.eager.recorder import Span
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import Replay
@@ -208,7 +209,7 @@ def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
     assert signature.followed is not None
     again = [n for n, one in enumerate(signature.followed.decisions) if isinstance(one, Replay)]
     assert again
-    signature.reject(again[0], "it had other bits")
+    Trial(signature, again[0], signature.followed, 1).fail("it had other bits")
     trained(net, offload, steps=20)
     assert signature.comparison is not None
     for decisions in signature.comparison.decisions.values():

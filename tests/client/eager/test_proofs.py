@@ -10,7 +10,11 @@ import storm_client as storm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.eager.proofs import ENOUGH_SIZES, Proofs
+from storm_client.eager.events import RecordedValue
+from storm_client.eager.followed_plan import FollowedPlan
+from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Trial
+from storm_client.eager.signature import StepSignature
+from storm_client.planner.decisions import Replay
 from support.planning import replay_all
 from torch import Tensor
 
@@ -57,3 +61,35 @@ def test_a_step_that_goes_on_otherwise_proves_nothing(
     offload = client.offload(min_bytes=1)
     for step in (changing, longer, changing, longer, changing):
         assert torch.equal(gradient(step, offload), gradient(step, nullcontext()))
+
+
+@pytest.mark.parametrize(
+    ("proved", "failed", "rejected"),
+    [
+        ((0, 1), (2, 3), {2}),
+        ((0, 1), (3,), {3}),  # 2 was not asked for: nothing explains the failure
+        ((), (2, 3), {2, 3}),
+        ((0, 1, 2, 3), (2, 3), {2, 3}),
+        ((0, 1), (2, 3, 4), {2, 4}),  # 4 is made from none of them
+        ((1, 2), (3, 4), {3, 4}),
+    ],
+)
+def test_a_failure_is_the_fault_of_what_is_proved_up_to_there(
+    proved: tuple[int, ...], failed: tuple[int, ...], rejected: set[int]
+) -> None:
+    """Each value is made from the one before it, but 4 from what no step recomputes."""
+    values = [
+        RecordedValue(
+            n, 8, torch.float32, torch.Size([2]), inputs=() if n == 4 else (n - 1,), uses=1
+        )
+        for n in range(5)
+    ]
+    signature = StepSignature((), values)
+    plan = FollowedPlan((), values, [Replay()] * 5, ways=list(range(5)), logged=[])
+    for number in proved:
+        Trial(signature, number, plan, 8).succeed()
+    for number in failed:
+        Trial(signature, number, plan, 8).fail("changed")
+    signature.evidence.settle()
+    assert signature.evidence.rejected.keys() == rejected
+    assert not signature.evidence.failed
