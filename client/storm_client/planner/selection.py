@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -42,7 +43,7 @@ def choices(priced: Priced, alike: Sequence[Alike], room: int) -> Iterator[list[
     for one in alike:
         one.choices.explore(priced, keeps=room > 0)
     if not alike:
-        yield from [[]] * len(LINK_SHARES)
+        yield []
         return
     known = _Known(alike)
     for share in LINK_SHARES:
@@ -60,8 +61,8 @@ class _Known:
 
     alike: Sequence[Alike]
     choices: list[GroupChoice] = field(init=False)
-    begins: list[int] = field(init=False)
-    """The number of the first choice of each set of identical groups."""
+    places: list[slice] = field(init=False)
+    """The numbers of the choices of each set of identical groups."""
     costs: npt.NDArray[np.float64] = field(init=False)
     """Of each choice, as in `Costs`: kept bytes, link seconds, other seconds."""
     origins: npt.NDArray[np.intp] = field(init=False)
@@ -74,7 +75,7 @@ class _Known:
         """Number the choices."""
         sizes = [len(one.choices.costs) for one in self.alike]
         self.choices = [choice for one in self.alike for choice in one.choices.costs]
-        self.begins = list(np.cumsum([0, *sizes[:-1]]))
+        self.places = list(starmap(slice, pairwise(accumulate(sizes, initial=0))))
         self.costs = np.array([cost for one in self.alike for cost in one.choices.costs.values()])
         which = np.repeat(np.arange(len(sizes)), sizes)
         self.origins, self.targets = np.nonzero(
@@ -113,16 +114,14 @@ class _Known:
         kept, link, seconds = self.costs.T
         costs = seconds + share * link + np.where(kept > 0, price * np.maximum(kept, 1), 0.0)
         counts = np.zeros(len(costs), np.int64)
-        ends = [*self.begins[1:], len(costs)]
-        for one, begin, end in zip(self.alike, self.begins, ends, strict=True):
-            counts[begin + costs[begin:end].argmin()] = len(one.groups)
+        for one, places in zip(self.alike, self.places, strict=True):
+            counts[places.start + costs[places].argmin()] = len(one.groups)
         return counts
 
     def group_choices(self, counts: _Counts) -> Iterator[GroupChoice]:
         """Yield the choice of each group, with the numbers of its values."""
-        ends = [*self.begins[1:], len(counts)]
-        for one, begin, end in zip(self.alike, self.begins, ends, strict=True):
-            chosen = np.repeat(np.arange(begin, end), counts[begin:end])
+        for one, places in zip(self.alike, self.places, strict=True):
+            chosen = np.repeat(np.arange(len(counts))[places], counts[places])
             chosen = chosen[np.argsort(self.costs[chosen, 0], kind="stable")]
             for number, numbers in zip(chosen, one.groups, strict=True):
                 yield self.choices[number].of(numbers)
