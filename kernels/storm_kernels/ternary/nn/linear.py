@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ class TernaryLinear(nn.Module):
     """y = x @ (w * scale).T + bias, with w of -1, 0 and 1.
 
     A new layer has latent weights of full precision. It rounds them in every forward pass and
-    trains them by the straight-through estimator. `freeze` replaces them by two bit planes. A
-    frozen layer supports only inference, which computes on the planes. It moves between devices and
-    in state dicts like any other layer.
+    trains them by the straight-through estimator. `freeze` replaces them by two bit planes, on
+    which the layer then computes. They are not trained; gradients of x pass through them. A frozen
+    layer moves between devices and in state dicts like any other layer.
 
     `activations` says how x is rounded. "float" does not round. "int8" rounds each row to 255
     levels of its largest absolute value. "ternary" rounds each row to the signs of values beyond
@@ -137,7 +137,7 @@ class TernaryLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise UsageError(f"x has shape {tuple(x.shape)}; give (..., {self.in_features})")
         flat = x.reshape(-1, self.in_features)
-        y = self._trained(flat) if self.weight is not None else self._inferred(flat)
+        y = self._trained(flat) if self.weight is not None else _frozen_product(flat, self)
         y = y.to(x.dtype)
         if self.bias is not None:
             y = y + self.bias.to(x.dtype)
@@ -172,7 +172,6 @@ class TernaryLinear(nn.Module):
         return nn.functional.linear(x, through.to(x.dtype))
 
     def _inferred(self, x: Tensor) -> Tensor:
-        x = x.detach()
         threads = torch.get_num_threads()
         if self.activations == "int8":
             levels, size = _levels(x)
@@ -184,6 +183,30 @@ class TernaryLinear(nn.Module):
         if x.dtype not in {torch.float32, torch.bfloat16}:
             x = x.float()
         return cast("Tensor", self.tensor.matmul(x, threads=threads))
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A frozen layer's product; the gradient of x passes straight through its rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: TernaryLinear) -> Tensor:
+        """Return the product for x of (rows, in_features)."""
+        tensor = layer.tensor
+        ctx.save_for_backward(*tensor.planes, tensor.scale)
+        ctx.shape, ctx.group = tensor.shape, tensor.group
+        return layer._inferred(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        (gradient,) = gradients
+        bit0, bit1, scale = ctx.saved_tensors
+        weights = TernaryTensor(bit0, bit1, ctx.shape, scale, ctx.group).to_float()
+        return gradient @ weights.to(gradient.dtype), None
+
+
+def _frozen_product(x: Tensor, layer: TernaryLinear) -> Tensor:
+    return cast("Tensor", _FrozenProduct.apply(x, layer))  # type: ignore[no-untyped-call]
 
 
 def _product(x: Tensor, weight: Tensor, group: int | None) -> Tensor:

@@ -31,6 +31,14 @@ def test_freezing_changes_no_more_than_rounding_does(activations, group):
     assert layer(x).shape == (2, 5, 9)
 
 
+@pytest.mark.parametrize("activations", KINDS)
+def test_gradients_pass_through_a_frozen_layer(activations):
+    layer = TernaryLinear(70, 8, activations=activations, group=32).freeze()
+    x, out = torch.randn(2, 5, 70, requires_grad=True), torch.randn(2, 5, 8)
+    layer(x).backward(out)
+    assert torch.allclose(x.grad, out @ layer.tensor.to_float(), atol=1e-5)
+
+
 @pytest.mark.parametrize("activations", ["float", "int8"])
 def test_gradients_pass_straight_through(activations):
     layer = TernaryLinear(64, 8, activations=activations)
