@@ -64,25 +64,26 @@ def convert(
     """Replace every torch.nn.Linear inside `model` by a frozen TernaryLinear; report each.
 
     `skip` is the names of modules to skip, or a function that returns whether to skip a name.
-    Weights that several layers share are converted in each of them. Raises UsageError if weights
-    are not finite; layers before that one are then already converted.
+    A layer with several names is replaced under each, and reported under the first. Weights that
+    several layers share are converted in each of them. Raises UsageError if weights are not finite;
+    layers before that one are then already converted.
     """
     keeps = skip if callable(skip) else frozenset(skip).__contains__
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and name and not keeps(name)
-    ]
+    found: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear and name and not keeps(name):
+            found.setdefault(module, []).append(name)
     return ConversionReport(
         tuple(
-            _replaced(model, name, linear, threshold, activations, group) for name, linear in found
+            _replaced(model, names, linear, threshold, activations, group)
+            for linear, names in found.items()
         )
     )
 
 
 def _replaced(  # noqa: PLR0917 (what convert was told)
     model: nn.Module,
-    name: str,
+    names: list[str],
     linear: nn.Linear,
     threshold: float | str,
     activations: Activations,
@@ -91,12 +92,16 @@ def _replaced(  # noqa: PLR0917 (what convert was told)
     layer = TernaryLinear.from_linear(
         linear, threshold=threshold, activations=activations, group=group
     )
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
+    for name in names:
+        before, _, last = name.rpartition(".")
+        parent = model.get_submodule(before)
+        setattr(parent, last, layer)
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            parent.activation_relu_or_gelu = 0  # in inference it would read the layers' weights
     weight = linear.weight.detach().float()
     missed = (weight - layer.tensor.to_float()).norm() / weight.norm().clamp(min=1e-30)
     return LayerReport(
-        name,
+        names[0],
         (linear.out_features, linear.in_features),
         linear.weight.nbytes,
         layer.tensor.nbytes,

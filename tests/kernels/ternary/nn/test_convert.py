@@ -43,3 +43,24 @@ def test_smaller_groups_have_smaller_errors():
         sum(layer.error for layer in convert(model(), group=group).layers) for group in (None, 32)
     ]
     assert errors[1] < errors[0]
+
+
+def test_a_layer_with_several_names_is_replaced_under_each():
+    found = model()
+    found.append(nn.ModuleDict({"same": found[0], "skipped": found[1][1]}))
+    report = convert(found, skip=["2.skipped"])
+    assert [layer.name for layer in report.layers] == ["0", "1.1"]
+    assert found[2]["same"] is found[0]
+    assert isinstance(found[0], TernaryLinear)
+    assert type(found[2]["skipped"]) is nn.Linear
+
+
+def test_a_converted_transformer_infers():
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2
+    )
+    convert(encoder)
+    x = torch.randn(2, 5, 32)
+    expected = encoder(x)
+    with torch.no_grad():
+        assert torch.allclose(encoder.eval()(x), expected, atol=1e-5)
