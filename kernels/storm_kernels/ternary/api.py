@@ -54,7 +54,7 @@ def encode(
     the first such value.
     """
     limit = check_threshold(threshold)
-    array = values if is_tensor(values) else np.asarray(values)
+    array = _widened(values if is_tensor(values) else np.asarray(values))
     if array.ndim < 1:
         raise UsageError("values is a single number; give an array of at least one dimension")
     name, ops = _backend(backend, device_type(array))
@@ -256,6 +256,14 @@ def _host_backend(asked: str) -> tuple[str, ModuleType]:
     if name == "cuda":
         raise UsageError("packing is for storage on the host; choose backend 'cpu' or 'auto'")
     return name, ops
+
+
+def _widened(array: Array) -> Array:
+    """Return floats below 32 bits, except bfloat16, as float32: a threshold is of that type."""
+    if not is_tensor(array):
+        return array.astype(np.float32) if array.dtype == np.float16 else array
+    is_narrow = array.is_floating_point() and array.itemsize < np.float32().itemsize
+    return array.float() if is_narrow and kind_of(array) is None else array
 
 
 def _signs(values: NDArray[Any] | Array, threshold: float | None) -> Array:

@@ -72,6 +72,10 @@ def test_a_threshold_takes_the_sign_of_what_is_beyond_it():
         assert decode(*planes, 6).tolist() == [0, 0, 1, -1, 0, 1]
     planes = encode(torch.tensor(values, dtype=torch.float64), 0.5)
     assert decode(*planes, 6).tolist() == [0, 0, 1, -1, 0, 1]
+    for one in (np.array([0.1], np.float16), torch.tensor([0.1], dtype=torch.float16)):
+        assert decode(*encode(one, 0.09997), 1).tolist() == [1]  # in float16 both are equal
+    eighths = torch.tensor([0.125, -0.5]).to(torch.float8_e4m3fn)
+    assert decode(*encode(eighths, 0.25), 2).tolist() == [0, -1]
     with pytest.raises(UsageError, match=r"values\[1\] is nan.*no sign"):
         encode(np.array([1, np.nan]), 0.5)
     for threshold in (-1.0, float("nan"), float("inf")):
