@@ -144,8 +144,8 @@ def packed_bytes(count: int) -> int:
 
 
 def group_count(columns: int, group: int) -> int:
-    """Return the number of scales of a row; `group` 0 means the whole row."""
-    return -(-columns // group) if group else 1
+    """Return the number of scales of a row, at least 1; `group` 0 means the whole row."""
+    return max(1, -(-columns // group)) if group else 1
 
 
 def check_threshold(threshold: float | None) -> float | None:

@@ -116,6 +116,8 @@ def test_scales_of_every_form():
         for at in (0, 32, 64)
     )
     assert (matmul(*planes, x, scale=groups, group=32) == expected).all()
+    nothing = [plane[:, :0] for plane in planes]
+    assert not matmul(*nothing, x[:, :0], scale=np.ones((4, 1)), group=32).any()
 
 
 def test_arguments_that_do_not_fit():
