@@ -122,7 +122,7 @@ class TernaryTensor:
         if self.scale is None:
             return values
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
-        repeats = self.group or max(1, columns)
+        repeats = min(self.group or columns, columns)
         wide = (
             self.scale.repeat_interleave(repeats, 1)
             if is_tensor(self.scale)
@@ -228,7 +228,7 @@ def _floats(values: Array) -> Array:
 def _scales(values: Array, threshold: float, group: int | None) -> Array:
     """Return the mean absolute value beyond the threshold, (rows, groups); 0 if there is none."""
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
-    step = group or max(1, columns)
+    step = min(group or columns, columns)
     width = group_count(columns, group or 0)
     sizes = abs(values.reshape((rows, columns)))
     limit = float(np.float32(threshold))

@@ -54,6 +54,13 @@ def test_a_product_with_scales_is_that_of_the_floats():
         assert (tensor.matvec(x[0]) == tensor.matmul(x)[0]).all()
 
 
+def test_a_group_may_be_larger_than_any_row():
+    values = np.random.default_rng(0).standard_normal((7, 200)).astype(np.float32)
+    expected = TernaryTensor.from_float(values).to_float()
+    tensor = TernaryTensor.from_float(values, group=1 << 50)
+    assert (TernaryTensor.from_bytes(tensor.to_bytes()).to_float() == expected).all()
+
+
 @pytest.mark.parametrize("columns", [69, 71])
 def test_a_product_with_another_number_of_columns_is_refused(columns):
     """The rows of its planes have room for 128, so that the planes alone would let them pass."""
