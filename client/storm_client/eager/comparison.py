@@ -114,9 +114,8 @@ class Comparison:
         for alternative in search.upcoming():
             choice = choose_alternative(alternative, problem, machine, room=room)
             others = [other.decisions for _, other in found]
-            if not search.is_remeasuring:
-                others += [self.decisions[other] for other in search.results]
-            if choice.decisions in others or search.is_too_slow(choice.link_seconds):
+            like = None if search.is_remeasuring else self.measured_like(choice.decisions)
+            if like or choice.decisions in others or search.is_too_slow(choice.link_seconds):
                 continue
             found.append((alternative, choice))
             self._record(alternative, problem, choice)

@@ -20,14 +20,18 @@ from storm_client.eager.recorder import Span
 from storm_client.eager.signature import StepSignature
 from storm_client.planner.decisions import Replay
 from storm_client.planner.machine import CPU, LinkFigures
+from storm_client.planner.problem import Problem
 from storm_client.planner.search import (
     ALL_KEPT,
+    MORE,
+    NOTHING,
     OFFLOAD_ALONE,
     PREDICTED,
     Alternative,
     PlanSearch,
 )
 from storm_client.transport.daemon_loss import Supply
+from support.planning import value
 from torch import nn
 
 STEPS = 50
@@ -217,3 +221,15 @@ def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
     plan = signature.root.followed
     assert plan is not None
     assert not isinstance(plan.decisions[again[0]], Replay)
+
+
+def test_ranks_go_on_after_a_plan_that_decides_as_a_measured_one() -> None:
+    """With two thirds of the link as much is recomputed as with none of it."""
+    machine = replace(CPU, link=1.0, codec=0.01, thread_store=0.0, thread_recompute=0.0)
+    values = value(0), *(value(n, 100, "silu", 0, seconds=20.0) for n in (1, 2))
+    problem, compared = Problem(values, forward_seconds=200.0), Comparison(PlanSearch())
+    for alternative, seconds in ((NOTHING, 1000.0), (PREDICTED, 900.0), (MORE, 800.0)):
+        (turn,) = compared.choose_several(problem, machine, None)
+        assert turn[0] == alternative
+        compared.record_turns([alternative], [[seconds] * 4])
+    assert compared.search.best == MORE
