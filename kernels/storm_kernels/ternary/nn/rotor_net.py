@@ -10,7 +10,9 @@ NumPy.
 
 from __future__ import annotations
 
+import io
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +31,9 @@ __all__ = ["SimpleRotorNet"]
 
 THRESHOLD: Final = 0.5
 
-_DAMAGE: Final = (ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile)
+_DAMAGE: Final = (
+    ValueError, KeyError, EOFError, TypeError, RuntimeError, zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
 """The exceptions that the readers raise for a damaged archive."""
 
 _VECTORS: Final = ("mean", "size", "gain1", "shift1", "gain2", "shift2")
@@ -127,10 +131,11 @@ class SimpleRotorNet:
     def load(cls, path: str | Path) -> SimpleRotorNet:
         """Return the network that `save` wrote.
 
-        Raises CorruptBlob if the file is damaged or not a network.
+        Raises CorruptBlob if the file is damaged or not a network, OSError if it cannot be read.
         """
+        data = io.BytesIO(Path(path).read_bytes())
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            with np.load(data, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in ("w1", "w2", *_VECTORS)}
         except _DAMAGE as error:
             raise CorruptBlob(f"{path} holds no network: {error}") from error

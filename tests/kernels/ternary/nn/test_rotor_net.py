@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -65,7 +67,15 @@ def test_files(tmp_path):
             continue
         # Bytes of the archive that say nothing, such as times.
         assert other.forward(rows(7, 64)).tobytes() == net.forward(rows(7, 64)).tobytes()
-    for content in (b"", b"no archive", bytes(data[:100])):
+    directory = bytes(data).index(b"PK\x01\x02")
+    encrypted, deflated, elsewhere = (bytearray(data) for _ in range(3))
+    encrypted[directory + 8] = 1
+    deflated[directory + 10] = 8
+    elsewhere[-6 + 3] = 0x7F  # the directory's offset
+    array = io.BytesIO()
+    np.save(array, np.zeros(3))
+    damaged = encrypted, deflated, elsewhere, array.getvalue()
+    for content in (b"", b"no archive", bytes(data[:100]), *damaged):
         (tmp_path / "broken").write_bytes(content)
         with pytest.raises(CorruptBlob):
             SimpleRotorNet.load(tmp_path / "broken")
