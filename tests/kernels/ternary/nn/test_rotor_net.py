@@ -68,13 +68,15 @@ def test_files(tmp_path):
         # Bytes of the archive that say nothing, such as times.
         assert other.forward(rows(7, 64)).tobytes() == net.forward(rows(7, 64)).tobytes()
     directory = bytes(data).index(b"PK\x01\x02")
-    encrypted, deflated, elsewhere = (bytearray(data) for _ in range(3))
+    encrypted, elsewhere = data.copy(), data.copy()
     encrypted[directory + 8] = 1
-    deflated[directory + 10] = 8
     elsewhere[-6 + 3] = 0x7F  # the directory's offset
-    array = io.BytesIO()
+    array, compressed = io.BytesIO(), io.BytesIO()
     np.save(array, np.zeros(3))
-    damaged = encrypted, deflated, elsewhere, array.getvalue()
+    np.savez_compressed(compressed, w1=np.random.default_rng(0).integers(0, 4, 3000))
+    deflated = bytearray(compressed.getvalue())
+    deflated[60] ^= 0xFF
+    damaged = encrypted, elsewhere, array.getvalue(), deflated
     for content in (b"", b"no archive", bytes(data[:100]), *damaged):
         (tmp_path / "broken").write_bytes(content)
         with pytest.raises(CorruptBlob):
