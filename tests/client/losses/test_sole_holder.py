@@ -11,8 +11,9 @@ import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
+from support.following import follow_by
 from support.same_bits import set_tiles
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +93,21 @@ def test_memory_that_is_another_s_is_left_alone(source: Callable[[Tensor], Tenso
 @pytest.mark.parametrize("backward", ["retain_graph", "create_graph"])
 def test_memory_of_a_graph_that_is_kept_is_left_alone(backward: str) -> None:
     assert not gradient_is_in_place(SOURCES["result"], **{backward: True})
+
+
+def test_logits_that_were_offloaded_while_a_script_has_them_are_left_alone(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed, offload = follow_by("compiled", monkeypatch), client.offload(min_bytes=1024)
+    torch.manual_seed(3)
+    inputs = torch.randn(40, 64)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 300))
+    for _ in range(8):
+        with offload:
+            logits = model(inputs)
+            loss = F.cross_entropy(logits, TARGET)
+        offload.stats()  # waits until they have been offloaded
+        before = logits.detach().clone()
+        loss.backward()
+        assert torch.equal(logits, before)
+    assert followed[-1]
