@@ -155,7 +155,8 @@ class Opening:
         `is_retry` says that this was done.
         """
         uid = connection.credentials.uid
-        problem = self._hello_problem(uid, hello)
+        problem = self._hello_problem(connection, hello)
+        connection.is_spent = connection.granted != 0
         if problem is not None:
             return problem
         problem = self._place_problem(uid, has_lane=hello.device != NO_LANE)
@@ -309,7 +310,10 @@ class Opening:
         log.info("session resumed", extra=shown)
         return True
 
-    def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:
+    def _hello_problem(self, connection: Connection, hello: Hello) -> Refused | None:
+        uid = connection.credentials.uid
+        if connection.is_spent:
+            return Refused("DaemonLost", "this connection's session has ended: connect again")
         if hello.protocol != PROTOCOL_VERSION:
             return _mismatch(hello.protocol)
         if hello.uid != uid:

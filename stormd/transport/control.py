@@ -78,13 +78,14 @@ class Connection:
 
     `is_open` says whether the client can still send, `is_reachable` whether it may still read.
     `unsent` is the number of bytes that the kernel has not accepted yet. `granted` is the session
-    that another process has granted the connection, 0 if none has.
+    that another process has granted the connection, 0 if none has. `is_spent` says whether the
+    client has asked for that session, which it may do once.
     """
 
     __slots__ = (
         "credentials", "descriptor", "granted", "has_session", "held_bytes", "is_open", "is_parked",
-        "is_paused", "is_queued", "is_reachable", "line", "output", "reader", "silent_ticks",
-        "steps", "unsent", "work_bytes",
+        "is_paused", "is_queued", "is_reachable", "is_spent", "line", "output", "reader",
+        "silent_ticks", "steps", "unsent", "work_bytes",
     )  # fmt: skip
 
     def __init__(self, line: socket.socket, credentials: Credentials, granted: int = 0) -> None:
@@ -92,6 +93,7 @@ class Connection:
         self.descriptor = line.fileno()
         self.credentials = credentials
         self.granted = granted
+        self.is_spent = False
         self.reader = Reader(SESSIONLESS_FRAME_BYTES, is_greeted=granted != 0)
         self.has_session = False
         self.is_open = True

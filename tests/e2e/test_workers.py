@@ -430,6 +430,18 @@ def test_hellos_without_lifelines_keep_nobody_out(shared: ChildDaemon) -> None:
         assert [one["sessions"] for one in workers_of(shared)] == [0, 0]
 
 
+def test_a_connection_whose_session_has_ended_gets_none_that_the_front_does_not_know(
+    shared: ChildDaemon,
+) -> None:
+    """It would take no place, and be shown nowhere."""
+    with RawClient(shared.address) as client:
+        client.open().send(Goodbye())
+        assert client.is_cut_off()
+        refused = client.hello()
+        assert isinstance(refused, Refused)
+        assert (refused.kind, "connect again" in refused.detail) == ("DaemonLost", True)
+
+
 def test_garbage_behind_a_session_ends_its_sender_alone(shared: ChildDaemon) -> None:
     before = shared.status()["counters"]["malformed"]
     with RawClient(shared.address) as good, RawClient(shared.address) as bad:
