@@ -267,7 +267,11 @@ class Opening:
             return _mismatch(resume.protocol)
         record = self._ledger.sessions.get(resume.session)
         uid = connection.credentials.uid
-        if record is None or not _may_resume(record, resume, uid, self._terms.epoch):
+        if (
+            record is None
+            or not _may_resume(record, resume, uid, self._terms.epoch)
+            or self._has_lane(record)
+        ):
             return Refused(
                 "DaemonLost",
                 f"this daemon has no session {session_name(resume.session)} that could go on: it "
@@ -292,6 +296,11 @@ class Opening:
         )
         return self._welcome(peer, hello.staging_bytes)
 
+    def _has_lane(self, record: Session) -> bool:
+        """Return whether a lane of this daemon serves the session, so that no other can take it."""
+        peer = self._peers.by_session.get(record.info.session)
+        return peer is not None and peer.resumes is None
+
     def attach_resumed(self, peer: Peer, descriptors: list[int]) -> bool:
         """Attach a lane to a resumed session with its client's descriptors; False if it cannot."""
         hello, lane = peer.record.hello, peer.resumes
@@ -299,7 +308,7 @@ class Opening:
         assert lane is not None, "a client that does not resume was taken up"
         peer.resumes = None
         try:
-            lane.attach(peer.session, hello, descriptors)
+            _attach_to_given(lane, peer.session, hello, descriptors)
         except LaneUnavailable as error:
             fields = {"session": session_name(peer.session), "reason": str(error)}
             log.warning("session not resumed", extra=fields)
@@ -358,6 +367,17 @@ def _may_resume(record: Session, resume: Resume, uid: int, epoch: int) -> bool:
     is_its_own = hmac.compare_digest(record.secret, resume.secret) and bool(record.secret)
     is_known = resume.epoch == epoch and record.info.uid == uid
     return is_its_own and is_known and record.phase in (Phase.ORPHANED, Phase.OPENED)
+
+
+def _attach_to_given(lane: Lane, session: int, hello: Hello, descriptors: list[int]) -> None:
+    """Attach a lane to the memory that a resuming client has sent.
+
+    Raises:
+        LaneUnavailable: the client has sent none, or other memory than it had.
+    """
+    if not descriptors and hello.device != NO_LANE:
+        raise LaneUnavailable("its client has sent no descriptors of its memory")
+    lane.attach(session, hello, descriptors)
 
 
 def _hello_to_keep(hello: Hello, pid: int, attachment: Attachment) -> Hello:

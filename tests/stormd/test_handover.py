@@ -113,6 +113,38 @@ def _assert_ends_with_other_memory(daemon: ChildDaemon, welcome: Welcome) -> Non
     client.close()
 
 
+def test_a_client_that_resumes_without_its_memory_costs_no_descriptors(
+    resumable: ChildDaemon,
+) -> None:
+    def opened(welcome: Welcome) -> int:
+        """Return how many files the daemon has open after the session was resumed in vain."""
+        with RawClient(resumable.address) as client:
+            again = client.ask(resume(welcome))
+            assert isinstance(again, Welcome)
+            assert client.connect_lifeline(again.lifeline, again.token) == []
+            assert client.is_cut_off()
+        pid = resumable.status()["pid"]
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+    clients = [RawClient(resumable.address).open() for _ in range(3)]
+    replaced(resumable)
+    counts = [opened(client.welcome) for client in clients if client.welcome is not None]
+    assert counts[1:] == counts[:1] * 2
+    for client in clients:
+        client.close()
+
+
+def test_a_session_that_this_daemon_has_opened_is_not_resumed(resumable: ChildDaemon) -> None:
+    """It has its memory; a lane that attached it again would lose track of that."""
+    with RawClient(resumable.address) as client:
+        welcome = client.hello()
+        assert isinstance(welcome, Welcome)
+        assert refusal(resumable, resume(welcome)).kind == "DaemonLost"
+        page, staging = client.connect_lifeline(welcome.lifeline, welcome.token)
+        os.close(page)
+        os.close(staging)
+
+
 # --- what outlives ----------------------------------------------------------------------------
 
 
