@@ -1,8 +1,7 @@
 /* The library's exported scan functions: they work on plain host memory and keep no state.
  *
- * Arrays are (outer, length, inner), each with its own strides. Sums are computed in sequence
- * order, so the result does not depend on threads. Only the last bits of linear_scan may differ
- * between instruction sets, since some contract a*h + b. */
+ * Arrays are (outer, length, inner), each with its own strides. Results are computed in sequence
+ * order, and no a*h + b is contracted. So they depend on neither threads nor instruction sets. */
 #ifndef STORM_SCAN_H
 #define STORM_SCAN_H
 
