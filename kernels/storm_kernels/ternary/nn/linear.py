@@ -82,7 +82,8 @@ class TernaryLinear(nn.Module):
             linear.in_features, linear.out_features, linear.bias is not None,
             activations=activations, group=group, device="meta",
         )  # fmt: skip
-        layer.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+        if linear.bias is not None:
+            layer.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
         layer._keep(TernaryTensor.from_float(linear.weight, threshold, group=group))
         return layer.train(linear.training)
 

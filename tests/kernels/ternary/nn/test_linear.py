@@ -97,6 +97,9 @@ def test_from_linear_keeps_bias_mode_and_dtype():
     expected = x.float() @ layer.tensor.to_float().T + linear.bias.float()
     assert torch.allclose(layer(x).float(), expected, atol=0.05)
     assert layer.tensor.nbytes == 2 * 64 * 8 // 8 + 4 * 8
+    assert layer.bias.requires_grad
+    assert not TernaryLinear.from_linear(linear.requires_grad_(False)).bias.requires_grad
+    assert TernaryLinear.from_linear(nn.Linear(64, 8, bias=False)).bias is None
 
 
 def test_state_dicts_hold_planes():
