@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from stormd.lanes.cpu import AT_ONCE_BYTES
 from stormd.lanes.host_codec import HostCodec
-from stormd.monitoring.health import stuck_workers
+from stormd.monitoring.health import Heartbeat, stuck_workers
 from stormd.protocol import Failed, Stored
 
 
@@ -39,6 +39,7 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
     entry = client.store(b"x" * (AT_ONCE_BYTES + 1))
     assert entered.wait(60)
     try:
+        wait_until(named)
         (trouble,) = named()
         assert re.match(r"stormd-cpu-[01] has been at one job", trouble)
         assert daemon.on_loop(daemon.server.stuck) == []  # far below the daemon's own limit
@@ -46,6 +47,17 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
         go_on.set()
     client.wait_for(Stored, entry=entry)
     wait_until(lambda: named() == [], found=named)
+
+
+def test_a_worker_that_goes_on_once_its_process_is_no_longer_stopped_is_not_named() -> None:
+    """It is late when it is looked at, and then at another job."""
+    heartbeat = Heartbeat("worker")
+    for _ in range(2):
+        heartbeat.work()
+        assert stuck_workers([heartbeat], limit_seconds=0.0) == []
+    wait_until(lambda: stuck_workers([heartbeat], limit_seconds=0.0))
+    heartbeat.work()
+    assert stuck_workers([heartbeat], limit_seconds=0.0) == []
 
 
 def test_workers_whose_threads_die_are_named_and_the_rest_goes_on(
