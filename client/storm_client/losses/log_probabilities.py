@@ -138,7 +138,7 @@ class _LogProbabilities(torch.autograd.Function):
     ) -> tuple[Tensor | None, None]:
         USE.differentiates_twice |= torch.is_grad_enabled()
         keeper = keeper_of(ctx)
-        saved = list(ctx.saved_tensors)
+        saved = _saved(ctx)
         own = is_held_by_graph_alone(saved, keeper, aliased=ctx.watch is not None)
         logits, index, weight, *statistics = saved
         tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
@@ -151,6 +151,19 @@ class _LogProbabilities(torch.autograd.Function):
             like = torch.empty(logits.shape, dtype=tiles.dtype, device="meta")
             found = Deferred.of(gradient, like, logits.device)
         return found, None
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """Return the saved tensors; if one was changed in place, say why that is an error here."""
+    try:
+        return list(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            error.add_note(
+                "A loss in tiles reads its logits again, unlike PyTorch's own loss. Change a copy "
+                'of them, or use PyTorch\'s own: in a block, offload(..., loss="plain").'
+            )
+        raise
 
 
 class _Gradient(Root):

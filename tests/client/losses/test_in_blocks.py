@@ -245,6 +245,19 @@ def test_errors_are_pytorch_s(offload: storm.Offload) -> None:
         assert str(found.value) == str(expected.value)
 
 
+def test_logits_that_are_changed_after_the_loss_raise_and_it_says_what_to_do(
+    offload: storm.Offload,
+) -> None:
+    x, target = make()
+    for _ in range(3):
+        with offload:
+            logits = x * 2
+            loss = F.cross_entropy(logits, target)
+        logits.detach().zero_()
+        with pytest.raises(RuntimeError, match=r'inplace operation[^"]*loss="plain"'):
+            loss.backward()
+
+
 def test_second_derivatives(offload: storm.Offload) -> None:
     def second(block: AbstractContextManager[Any]) -> tuple[Tensor, Tensor]:
         x, target = make(torch.float64)
