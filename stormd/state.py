@@ -43,6 +43,7 @@ def state(
 ) -> dict[str, Any]:
     """Return the state. On the event loop only, so that no part changes meanwhile."""
     use, holdings = space.use(), ledger.holdings
+    spill = _spill_status(config, ledger)
     sessions = ledger.sessions_status()
     return {
         "version": __version__,
@@ -61,12 +62,12 @@ def state(
             "locked": pool.locked,
         },
         "cache": None if cache is None else cache.as_status(),
-        "spill": _spill_status(config, ledger),
+        "spill": spill,
         "sessions": sessions[:SESSIONS_SHOWN],
         "session_count": len(sessions),
         "entries": holdings.entries,
         "raw_bytes": holdings.raw_bytes,
-        "ratio": holdings.raw_bytes / use.taken if use.used else None,
+        "ratio": _ratio(holdings.raw_bytes, use.used, use.promised, spill),
         "throughput": counters.throughput(),
         "earlier": asdict(earlier),
         "gpus": _gpus_status(lanes.values(), gauge),
@@ -75,6 +76,16 @@ def state(
         "log": {"dropped_lines": dropped_lines()},
         "workers": [],
     }
+
+
+def _ratio(
+    raw_bytes: int, used: int, promised: int, spill: Mapping[str, Any] | None
+) -> float | None:
+    """Return the bytes before encoding for each byte in the pool and, if there is a tier on disk,
+    on the disk alone; None if nothing is stored.
+    """
+    stored = used + (0 if spill is None else spill["away_bytes"])
+    return raw_bytes / (stored + promised) if stored else None
 
 
 def _spill_status(config: Config, ledger: Ledger) -> dict[str, Any] | None:
@@ -122,18 +133,18 @@ def merged_status(
     """
     pool = _merged_pool([state["pool"] for state in states])
     pool["capacity_bytes"] = min(pool["capacity_bytes"], pool_bytes)
+    spill = _merged_spill([state["spill"] for state in states if state["spill"] is not None])
     raw_bytes = sum(state["raw_bytes"] for state in states)
-    taken = pool["used_bytes"] + pool["promised_bytes"]
     lanes = {lane for state in states for lane in state["lanes"]}
     return {
         **front,
         "lanes": [device for device in DEVICES if device in lanes],
         "pool": pool,
-        "spill": _merged_spill([state["spill"] for state in states if state["spill"] is not None]),
+        "spill": spill,
         "sessions": _merged_sessions(front["sessions"], states),
         "entries": front["entries"] + sum(state["entries"] for state in states),
         "raw_bytes": raw_bytes,
-        "ratio": raw_bytes / taken if pool["used_bytes"] else None,
+        "ratio": _ratio(raw_bytes, pool["used_bytes"], pool["promised_bytes"], spill),
         "throughput": counters.throughput(),
         "gpus": sorted(
             (gpu for state in states for gpu in state["gpus"]), key=lambda gpu: gpu["device"]

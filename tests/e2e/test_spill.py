@@ -111,6 +111,7 @@ def test_a_session_that_ends_leaves_nothing_on_the_disk(start: Start) -> None:
     with client.offload(min_bytes=1, codec="raw", replay=False, budget="least"):
         loss = chain(leaf(), LENGTH)
     wait_until(lambda: daemon.status()["spill"]["away_bytes"] > 0)
+    assert daemon.status()["ratio"] <= 1.0, "what is on the disk alone is stored, too"
     del loss
     client.close()
     daemon.wait_until_empty()

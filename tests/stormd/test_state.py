@@ -68,7 +68,9 @@ def test_tiers_on_disk_add_up() -> None:
         }  # fmt: skip
 
     states = [state(1, spill=tier(1, "")), state(2, spill=tier(2, "broken"))]
-    found = merged_status(front(), states, Counters(), [], 100)["spill"]
+    merged = merged_status(front(), states, Counters(), [], 100)
+    pool, found = merged["pool"], merged["spill"]
+    assert merged["ratio"] == 300 / (pool["used_bytes"] + pool["promised_bytes"] + 3)
     assert (found["capacity_bytes"], found["oldest_seconds"], found["ended"]) == (3, 2.0, "broken")
     assert found["write"] == {"bytes": 3, "busy_seconds": 1.0, "bytes_per_second": 6.0}
     assert (found["path"], found["encrypted"]) == ("/x", True)
