@@ -110,11 +110,13 @@ PyObject* describe(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Releases the memory: the step restores the bytes of `use`, and makes the tensor of them.
+// Releases the memory: the step restores the bytes of `use`, and makes the tensor of them. Does
+// nothing if another thread has moved the tensor meanwhile.
 PyObject* release(PyObject* self, PyObject* use) {
   HANDLE_TH_ERRORS
   auto& kept = kept_of(self);
-  if (kept.token.defined()) kept.layout.emplace(kept.token);
+  if (!kept.token.defined()) Py_RETURN_NONE;
+  kept.layout.emplace(kept.token);
   return move(self, use);
   END_HANDLE_TH_ERRORS
 }

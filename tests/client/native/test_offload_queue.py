@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_client import native
 from storm_client.planner.machine import CPU
 from storm_client.results import Results
 from support.following import Followed, follow_by
@@ -25,6 +26,9 @@ LEARNED = 2
 """Steps before one that compiled code follows."""
 
 STEPS = LEARNED + 2
+
+OFFLOAD = 1
+"""What::OFFLOAD of script.h."""
 
 
 @pytest.fixture
@@ -467,3 +471,38 @@ def test_plans_are_made_from_what_offloading_has_cost_the_thread(
         lanes[0].unread.read_all()
         wait_until(lambda: client.status().entries == 0, 30, client.status)
     assert compiled[-1]
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_tensor_that_is_moved_while_it_is_offloaded_comes_from_where_it_was_moved() -> None:
+    """Another thread whose memory has run out moves it, as this thread is about to release it."""
+    follow: Any = native.module()
+    unpacked = []
+
+    def offload_waiting(waiting: list[Any]) -> None:
+        for kept in waiting:
+            assert kept.describe() is not None
+            kept.move("moved")
+            kept.release("offloaded")
+
+    def unpack(handle: object) -> Tensor:
+        unpacked.append(handle)
+        return torch.ones(64)
+
+    nothing = lambda *_: None  # noqa: E731
+    hooks = [nothing] * 12
+    hooks[3], hooks[4] = unpack, offload_waiting
+    tallies = follow.Tallies()
+    row = tallies.add_row()
+    script = follow.Script([(0, OFFLOAD, 256, (), row, 0, False, True, None)], [], 1)
+    follower = follow.Follower(
+        script, tallies, follow.ModelStorages([]), tuple(hooks), 128, row, row
+    )
+    x = torch.ones(64, requires_grad=True)
+    follower.batch_offloads(x, 1 << 20, False)
+    with torch.autograd.graph.saved_tensors_hooks(follower.pack, follower.unpack):
+        held = x * 2
+        y = held.sin()
+    follower.end()
+    y.sum().backward()
+    assert unpacked == ["moved"]
