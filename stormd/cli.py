@@ -35,6 +35,7 @@ from stormd.output import (
     EXIT_NO_DAEMON,
     EXIT_OK,
     EXIT_USAGE,
+    open_closed_streams,
     print_to_stderr,
 )
 from stormd.protocol import ProtocolError
@@ -57,6 +58,7 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, sys.argv if None, and return the exit status."""
+    open_closed_streams()
     line = parser()
     given = sys.argv[1:] if arguments is None else list(arguments)
     line.set_defaults(line=line, given=given)  # for `completion`, and to start a daemon again

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import select
 import sys
 import time
 from contextlib import suppress
 from os import write
+from pathlib import Path
 from typing import Any, Final
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "EXIT_OK",
     "EXIT_RESTART",
     "EXIT_USAGE",
+    "open_closed_streams",
     "print_to_stderr",
     "write_json",
     "write_line",
@@ -40,6 +43,18 @@ EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by SIGINT."""
 
 SAY_SECONDS: Final = 2.0
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of each standard stream that was closed at the start.
+
+    Otherwise a file opened later would get its descriptor, and whatever is written to it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode)  # noqa: SIM115 - for as long as the process lives
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def write_json(value: Any) -> None:

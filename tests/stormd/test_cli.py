@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import tempfile
+
 import pytest
+from storm_client.transport.handshake import is_listening
+from support.waiting import wait_until
 
 from stormd import __version__, cli
 from stormd.errors import AddressInUse
 
 COMMANDS = ["run", "serve", "status", "top", "doctor", "bench", "demo", "completion"]
+
+
+WITHOUT_STREAMS = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "stormd"]
 
 
 def _exit_status(arguments: list[str]) -> int:
@@ -78,3 +88,21 @@ def test_a_failure_of_the_daemon_exits_1(
     monkeypatch.setattr("stormd.commands.serve.run", fail)
     assert _exit_status(["serve"]) == 1
     assert capsys.readouterr().err == "stormd: a daemon lives at ipc:///x\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--version"], 0), (["status", "--address", "ipc:///no/such/stormd.sock"], 3)],
+)
+def test_closed_streams_change_no_exit_status(arguments: list[str], expected: int) -> None:
+    assert subprocess.run([*WITHOUT_STREAMS, *arguments], check=False).returncode == expected
+
+
+def test_a_daemon_serves_without_standard_streams() -> None:
+    with tempfile.TemporaryDirectory(prefix="storm-") as base:
+        address = f"ipc://{base}/stormd.sock"
+        serve = ["serve", "--device", "cpu", "--address", address, "--workers", "2"]
+        with subprocess.Popen([*WITHOUT_STREAMS, *serve]) as process:
+            wait_until(lambda: is_listening(address) or process.poll() is not None, 60.0)
+            process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
