@@ -16,6 +16,7 @@ after the other, returns the outputs of `forward`.
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple, TypedDict
 
 import torch
@@ -96,20 +97,21 @@ class AdaptiveRankSemiseparable(nn.Module):
         self.taps = nn.Parameter(torch.empty(conv_size, d_model))
         self.project = nn.Linear(d_model, (3 if decay else 2) * max_rank + 1)
         self.out = nn.Linear(max_rank, d_model, bias=False)
-        self.register_buffer("ranks", torch.arange(max_rank) + 0.5, persistent=False)
+        self.register_buffer("ranks", torch.empty(max_rank), persistent=False)
         self.ranks: Tensor
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise all weights: most ranks open, decay rates from fast to almost none."""
+        """Initialise all memory: most ranks open, decay rates from fast to almost none."""
         with torch.no_grad():
+            self.ranks.copy_(torch.arange(self.max_rank) + 0.5)
             nn.init.uniform_(self.taps, -(self.conv_size**-0.5), self.conv_size**-0.5)
             self.project.reset_parameters()
             self.out.reset_parameters()
             bias = self.project.bias
             bias[-1] = _OPEN
             if self.decay:
-                spans = torch.logspace(0.5, torch.tensor(_LONGEST).log10().item(), self.max_rank)
+                spans = torch.logspace(0.5, math.log10(_LONGEST), self.max_rank)
                 bias[2 * self.max_rank : -1] = (spans - 1).log()
 
     def extra_repr(self) -> str:

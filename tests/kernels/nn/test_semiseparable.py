@@ -112,6 +112,22 @@ def _trained(penalty: float) -> tuple[float, float]:
     return diagnostics["mean_rank"].item(), error.item()
 
 
+def test_a_layer_made_on_meta_is_initialised_like_any_other(layer):
+    with torch.device("meta"):
+        made = AdaptiveRankSemiseparable(WIDTH, RANK, 3, layer.decay)
+    made.to_empty(device="cpu").double()
+    for memory in (*made.parameters(), *made.buffers()):
+        memory.data.fill_(torch.nan)
+    torch.manual_seed(0)
+    made.reset_parameters()
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    for one, other in zip(
+        (*made.parameters(), *made.buffers()), (*layer.parameters(), *layer.buffers()), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_the_penalty_lowers_the_rank_in_use():
     free, _ = _trained(0.0)
     priced, _ = _trained(1.0)
