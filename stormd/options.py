@@ -122,13 +122,21 @@ def parse_host_port(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    plain = ":" not in host or address.startswith("[")
-    if not host or not plain or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+    plain = _is_host(host) and (":" not in host or address.startswith("["))
+    if not plain or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ConfigError(
             f"metrics_address is {address!r}, not HOST:PORT with a port of at most 65535: "
             "write it as in 127.0.0.1:9464 or [::1]:9464, or leave it empty for none"
         )
     return host, int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text can be looked up: it has no empty label, nor one that is too long."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _has_type(kind: Kind, value: Any) -> bool:

@@ -73,8 +73,12 @@ def test_reads_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x", f"h:{'9' * 5000}"]
-)
+    "text",
+    [
+        "", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x", f"h:{'9' * 5000}",
+        "127..0.0.1:9464", f"{'h' * 64}:9464",
+    ],
+)  # fmt: skip
 def test_refuses_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match="metrics_address"):
         parse_host_port(text)
