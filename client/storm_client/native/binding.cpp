@@ -4,6 +4,8 @@
 #include "tensors.h"
 #include "watching.h"
 
+#include <cstring>
+
 namespace storm {
 namespace binding {
 
@@ -40,6 +42,38 @@ std::optional<Source> constant(const at::Tensor& tensor, const ModelStorages& mo
   // If no operation made the memory, it can be written to without a version counting that.
   const bool copies = is_small && !is_result(tensor);
   return Alias(copies ? copied(tensor) : alias_of(tensor));
+}
+
+// Returns whether two tensors share a storage.
+bool share(const at::Tensor& one, const at::Tensor& other) {
+  return storage_of(one.unsafeGetTensorImpl()) == storage_of(other.unsafeGetTensorImpl());
+}
+
+// Returns what a product of batches has multiplied: its arguments reshaped to three dimensions, if
+// some of these are copies and all such copies are recomputed; else nothing. The product of these is
+// the same, in another shape.
+std::vector<at::Tensor> recomputed_batches(const Call& call, const Begun& begun,
+                                           const at::Tensor& output, const Values& values) {
+  constexpr size_t FACTORS = 2;
+  const bool is_product = !call.kernel && std::strcmp(call.name, "aten::matmul") == 0;
+  if (!is_product || begun.reshapes.size() != FACTORS) return {};
+  std::vector<at::Tensor> batches;
+  bool copies = false;
+  for (size_t at = 0; at < FACTORS; ++at) {
+    const auto& [source, made] = begun.reshapes[at];
+    const at::Tensor& argument = begun.inputs[at].toTensor();
+    const bool is_of_it = made.dim() == 3 && argument.dim() > 3 &&
+                          source == storage_of(argument.unsafeGetTensorImpl()) &&
+                          made.sizes().slice(1) == argument.sizes().slice(argument.dim() - 2);
+    const bool is_copy = is_of_it && !share(made, argument);
+    if (!is_of_it || (is_copy && values.recomputed(made) == nullptr)) return {};
+    copies |= is_copy;
+    batches.push_back(made);
+  }
+  const int64_t count = batches[0].size(0);
+  const bool fit = batches[1].size(0) == count && output.is_contiguous() &&
+                   output.numel() == count * batches[0].size(1) * batches[1].size(2);
+  return copies && fit ? batches : std::vector<at::Tensor>();
 }
 
 // Returns how many of the inputs share an output's storage.
@@ -203,6 +237,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
   }
   const auto circumstances = Circumstances::present(output.device().type(), call.choice);
   if (!circumstances) return false;
+  const auto batches = binding::recomputed_batches(call, begun, output, values);
   std::vector<Source> sources;
   sources.reserve(call.inputs.size());
   const size_t known = unpacked.size();
@@ -212,9 +247,14 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
     fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
            !binding::lies_elsewhere(one);
     if (!fits) return;
+    if (!batches.empty() && !binding::share(batches[next], one)) {
+      sources.push_back(RecipeResult(values.recomputed(batches[next]), batches[next]));
+      return;
+    }
+    const at::Tensor& read = batches.empty() ? one : batches[next];
     std::optional<Source> source =
         next < over ? binding::former_of(begun, next, call, one, output, values)
-                    : binding::source_of(script, call.inputs[next], begun, one, values,
+                    : binding::source_of(script, call.inputs[next], begun, read, values,
                                          model_storages, min_bytes, unpacked);
     fits = source.has_value();
     if (fits) sources.push_back(*std::move(source));
@@ -226,6 +266,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
   Operation operation = begun.launch ? Operation(begun.launch) : Operation(*call.op);
   auto recipe = std::make_shared<Recipe>(std::move(operation), begun.inputs, std::move(sources),
                                          *circumstances, begun.draw);
+  if (!batches.empty()) recipe->shapes(output.sizes());
   if (begun.launch) begun.recipe = recipe;
   if (made.result == nullptr) made.result = std::make_shared<Result>(output);
   made.result->made_by(std::move(recipe), call.place);

@@ -69,12 +69,19 @@ struct Cast {
   at::Tensor made;
 };
 
+// A reshape of an argument by a call in progress: a copy, or a view.
+struct Reshape {
+  const c10::StorageImpl* source;
+  at::Tensor made;
+};
+
 // A call in progress: the parts that its recipe needs. The object is reused for the next call,
 // whose inputs take the same memory.
 struct Begun {
   void clear() {
     inputs.clear();
     casts.clear();
+    reshapes.clear();
     draw.reset();
     launch.reset();
     former.clear();
@@ -83,6 +90,7 @@ struct Begun {
 
   std::vector<c10::IValue> inputs;
   std::vector<Cast> casts;     // of those inputs
+  std::vector<Reshape> reshapes;   // of those inputs, in order
   std::shared_ptr<Draw> draw;  // if it draws random numbers and that can be recorded
   std::shared_ptr<Launch> launch;  // of a kernel, if it is no operator's call
   std::vector<Before> former;      // what a launch has overwritten: its first inputs
@@ -93,7 +101,7 @@ struct Begun {
 // call's inputs are those that the script expects, and nothing else decides the output.
 //
 // If the cast of an argument has a recipe, the new recipe reads that cast: otherwise the argument
-// would be cast again.
+// would be cast again. So does a product of batches with the copies that it makes of its arguments.
 bool make_recipe(const Script& script, const Call& call, Begun& begun, const at::Tensor& output,
                  TrackedStorage& made, Values& values, const ModelStorages& model_storages,
                  int64_t min_bytes, std::vector<Unpacked>& unpacked);

@@ -1,6 +1,8 @@
 // How a step advances along its script: its calls, its beginning and its end.
 #include "following.h"
 
+#include <cstring>
+
 namespace storm {
 namespace follower {
 
@@ -113,6 +115,8 @@ void Follower::ends(const at::RecordFunction& ended, CallKind kind) {
     if (is_tracked && is_cast && !pending.begun.inputs.empty() && !call.inputs.empty()) {
       call.casts.push_back({pending.begun.inputs.front().toTensor(), output});
     }
+    const bool is_reshape = kind == CallKind::COPY && std::strcmp(called.name, "aten::reshape") == 0;
+    if (is_reshape && is_ordinary(impl) && !call.inputs.empty()) call.reshapes.push_back({copied, output});
     ++place;
   });
   if (kind == CallKind::CALL && !met_unexpected) {

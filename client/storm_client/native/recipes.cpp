@@ -416,6 +416,7 @@ at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
   if (!call(op, stack)) raise_lost("drawn");
   at::Tensor made = output_at(stack, place);
   TORCH_CHECK(made.defined(), op.operator_name(), " has no output ", place, " any more");
+  if (sizes_) made = made.view(*sizes_);
   return circumstances_.records ? made.detach() : made;
 }
 

@@ -186,6 +186,8 @@ class Recipe {
   // other outputs of a launch are offered to their results. Releases the GIL meanwhile, except for
   // a launch.
   at::Tensor run(size_t place, InputRestorer& restorer);
+  // Has the recipe return its output in a shape that the operator does not give it.
+  void shapes(c10::IntArrayRef sizes) { sizes_.emplace(sizes.begin(), sizes.end()); }
   void makes(std::weak_ptr<Result> result, size_t place) { results_.emplace_back(std::move(result), place); }
 
  private:
@@ -208,6 +210,7 @@ class Recipe {
   std::vector<Source> sources_;
   Circumstances circumstances_;
   std::shared_ptr<Draw> draw_;
+  std::optional<c10::SmallVector<int64_t, 5>> sizes_;
   std::vector<std::pair<std::weak_ptr<Result>, size_t>> results_;
 };
 

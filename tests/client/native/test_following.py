@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
@@ -18,6 +19,7 @@ from support.training import assert_identical, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, silu
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -952,3 +954,39 @@ def test_a_step_that_leaves_its_script_goes_on_in_python(
     for rows in [16] * STEPS + [24, 16, 8, 16, 16, 24, 24, 24, 8, 16]:
         assert_identical(step(lambda: offload, rows), step(nullcontext, rows))
     assert any(compiled)
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_what_calls_make_of_their_arguments_is_recomputed_once(
+    autocasts: bool,
+    device: str,
+    client: storm.Client,
+    compiled: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256)
+    x, w = inputs(device)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=autocasts)
+
+    def made_in_backward(block: Block) -> Counter[str]:
+        """Return how often a backward pass has copied and cast."""
+        with block(), autocast:
+            q, k = (one.view(2, 8, 4, 16).transpose(1, 2) for one in (x @ w, (x + 1) @ w))
+            scores = (q @ k.transpose(2, 3)).softmax(-1)
+            y = (scores @ k.sin()).tanh().reshape(ROWS, WIDTH).to(torch.float32).exp()
+            loss = (y @ w).tanh().square().sum()
+        del scores, y  # what is held is not recomputed
+        with profile(activities=[ProfilerActivity.CPU]) as calls:
+            loss.backward()
+        names = ("aten::clone", "aten::_to_copy")
+        return Counter(one.name for one in calls.events() if one.name in names)
+
+    for _ in range(SETTLED_STEPS):
+        found = made_in_backward(lambda: offload)
+    assert compiled[-1]
+    found -= made_in_backward(nullcontext)
+    assert offload.plan is not None
+    recomputed = Counter(row.operation for row in offload.plan.rows if row.decision == "replay")
+    assert found["aten::clone"] == recomputed["reshape"] > 0
+    assert found["aten::_to_copy"] == recomputed["to"]
