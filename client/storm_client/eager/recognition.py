@@ -273,7 +273,7 @@ class StepSignatures:
 
     def __init__(self) -> None:
         """Start without known signatures."""
-        self._lock = threading.Lock()  # protects the table
+        self._lock = threading.RLock()  # protects the table; a signal handler may read it
         self._known: dict[tuple[Event, ...], StepSignature] = {}
         """The most recently used signature is the last. An OrderedDict would hash all events of
         each signature whenever it is iterated, which takes longer than all else at a step's

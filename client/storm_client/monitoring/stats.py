@@ -139,7 +139,7 @@ class StatsRecorder:
     def __init__(self, whole: StatsRecorder | None = None) -> None:
         """Start at zero; for a layer's recorder, `whole` is the recorder of the Offload."""
         self._whole = whole
-        self._lock = threading.Lock()  # protects all attributes below
+        self._lock = threading.RLock()  # protects all below; a signal handler may read them
         self._own = _Sums()
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}

@@ -354,7 +354,12 @@ class Session(Listener):
             self._inbound.prefetch(uses)
 
     def settle(self, timeout: float) -> None:
-        """Send what may be sent; wait until all stores are encoded, at most `timeout` seconds."""
+        """Send what may be sent; wait until all stores are encoded, at most `timeout` seconds.
+
+        Does nothing for a signal handler that has interrupted this thread's work on the session.
+        """
+        if self.connection.lock._is_owned():  # type: ignore[attr-defined]  # typeshed's gap
+            return
         with suppress(DaemonLost):
             self.send_unshared()
         deadline = time.monotonic() + timeout

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager.recognition import KNOWN_KINDS, Recurrence, behind_repeated
+from storm_client.eager.recognition import (
+    KNOWN_KINDS,
+    Recurrence,
+    StepRecord,
+    StepSignatures,
+    behind_repeated,
+)
 from torch import nn
 
 
@@ -103,3 +110,28 @@ def test_a_step_around_more_others_than_are_remembered_is_known_in_the_end(
     counts = [0] * 4 + [KNOWN_KINDS + 1] * 3 + [0] * 3
     plain = around_others(network(), nullcontext(), counts)
     assert all(map(torch.equal, plain, around_others(net, offload, counts)))
+
+
+class Signalling:
+    """Equal to nothing; a signal arrives as it is compared."""
+
+    def __eq__(self, other: object) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return False
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_ask_for_the_plan_at_any_moment() -> None:
+    """It waited for ever for the thread that it had interrupted."""
+    signatures, found = StepSignatures(), []
+    step = StepRecord(signatures, None)
+    step.record_event((torch.sin, 0, torch.float32, ()), 4)
+    known = signatures.ended(step)
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(signatures.latest))
+    try:
+        signatures.begins_with([(Signalling(), 0, torch.float32, ())])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [known]

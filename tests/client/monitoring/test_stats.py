@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import signal
 import threading
 
 import pytest
@@ -94,3 +95,25 @@ def test_every_saved_byte_is_accounted_for(client: storm.Client) -> None:
     assert stats.ratio > 1
     assert stats.store_seconds > 0
     assert offload.stats().restore_wait_seconds > 0
+
+
+class Signalling(str):
+    """A signal arrives as it is looked up."""
+
+    def __hash__(self) -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().__hash__()
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_read_the_statistics_at_any_moment() -> None:
+    """It waited for ever for the thread that it had interrupted."""
+    recorder, found = StatsRecorder(), []
+    recorder.skipped(8, "small")
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(recorder.snapshot()))
+    try:
+        recorder.of_layer(Signalling("layer"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found
+    assert all(one.skipped_bytes == 8 for one in found)

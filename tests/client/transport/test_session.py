@@ -139,3 +139,22 @@ def test_nothing_is_fetched_ahead_in_a_capture(
         assert looks == []
     torch.autograd.grad(loss, kept)
     assert len(looks) == 1
+
+
+def test_a_signal_handler_that_settles_changes_nothing_beneath_the_thread_it_interrupts(
+    session: Session,
+) -> None:
+    """Dead records were forgotten while the thread went through them, and its step raised."""
+    tensors, recorder = [torch.randn(1000) for _ in range(3)], StatsRecorder()
+    records = [session.hold(t.untyped_storage(), t.dtype, "raw", recorder) for t in tensors]
+
+    class Settling(list[StoredRange]):
+        def __contains__(self, record: object) -> bool:
+            records.clear()
+            session.settle(0.0)
+            return False
+
+    del tensors
+    session.send_unshared(but=Settling())
+    session.settle(30)
+    assert not records
