@@ -282,13 +282,11 @@ class Server:
         )
 
     def _provide_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Call `tell` with the state of all processes, once the workers have reported theirs."""
+        """Call `tell` with the state of all processes, as last reported."""
         if self._worker is not None:
             self._worker.provide_status(tell)
-        elif self._fleet is None:
-            tell(self.status())
         else:
-            self._fleet.refresh(lambda: tell(self.status()))
+            tell(self.status())
 
     # --- parts of open, in order ------------------------------------------------------------
 
@@ -327,7 +325,7 @@ class Server:
             post=self._mailbox.post,
             lifeline_of=partial(worker_lifeline_path, parse_address(self._config.address)),
             on_session=lambda *report: self._gateway.take_report(*report),  # noqa: PLW0108 - not made yet
-            provide_status=self._provide_status,
+            status=self.status,
             on_change=self._progress.set,
             on_progress=self._on_progress,
         )
@@ -454,7 +452,7 @@ class Server:
                 resume_seconds=0.0 if self._records is None else config.resume_seconds,
                 epoch=0 if self._records is None else self._records.epoch,
             ),
-            status=self._provide_status,
+            provide_status=self._provide_status,
             fleet=self._fleet,
         )
         return Gateway(dispatch, opening)

@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -78,9 +77,8 @@ class _Worker:
         if shares_pool(config):
             self._budget = PoolBudget(rows, order["workers"], config.host_bytes, FIRST_BYTES)
         self._sessions: set[int] = set()
-        self._status_callbacks: deque[Callable[[dict[str, Any]], None]] = (
-            deque()
-        )  # await the front's answers
+        self._asked: list[Callable[[dict[str, Any]], None]] = []  # await the front's answer
+        self._not_asked: list[Callable[[dict[str, Any]], None]] = []  # await the one after it
         self._end = end
         self._channel: WorkerChannel
         self._pinned = 0.0
@@ -168,12 +166,24 @@ class _Worker:
         }
 
     def _request_status(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Ask the front for the state of all processes: a client may ask any of them for it."""
-        self._status_callbacks.append(tell)
+        """Ask the front for the state of all processes: a client may ask any of them for it.
+
+        One question is under way at a time, and answers all who had asked before it was sent.
+        """
+        self._not_asked.append(tell)
+        if not self._asked:
+            self._ask()
+
+    def _ask(self) -> None:
+        self._asked, self._not_asked = self._not_asked, []
         self._channel.send("ask")
 
     def _answer(self, state: dict[str, Any]) -> None:
-        self._status_callbacks.popleft()(state)
+        asked, self._asked = self._asked, []
+        if self._not_asked:
+            self._ask()
+        for tell in asked:
+            tell(state)
 
     # --- messages to the front --------------------------------------------------------------
 

@@ -253,7 +253,7 @@ class Gateway:
             if peer is not None:
                 yield from self._while_live(peer, self._request(peer, request, message) or ())
             elif connection.is_open:
-                self._opening.answer(connection, request, message)
+                yield from self._opening.answer(connection, request, message)
             yield
 
     def _handle_frame(self, peer: Peer, frame: bytes | None) -> Iterator[None] | None:
@@ -416,14 +416,10 @@ class Gateway:
     def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
         self._dispatch.send_pong(peer, request)
 
-    def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
+    def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> Iterator[None]:
         """Answer in a separate frame: a state is large, and a batch of them might not fit."""
-
-        def answer(state: dict[str, Any]) -> None:
-            if peer.is_live:
-                self._dispatch.send_alone(peer, request, Status(state))
-
-        self._opening.status(answer)
+        state = yield from self._opening.status(peer.connection)
+        self._dispatch.send_alone(peer, request, Status(state))
 
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._dispatch.send_outbox(peer)

@@ -13,7 +13,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ class Terms:
 class Opening:
     """Answers connections without a session; a valid Hello opens one, here or in the `fleet`.
 
-    `status` provides the state that answers a StatusRequest.
+    `provide_status` provides the state that answers a StatusRequest.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Opening:
         *,
         terms: Terms,
         lanes: Mapping[str, Lane],
-        status: ProvideStatus,
+        provide_status: ProvideStatus,
         fleet: Fleet | None = None,
     ) -> None:
         self._terms = terms
@@ -96,7 +96,7 @@ class Opening:
         self._ledger = dispatch.ledger
         self._counters = dispatch.counters
         self._control = dispatch.control
-        self.status: Final = status
+        self._provide_status = provide_status
         self._fleet = fleet
 
     def problem(self, connection: Connection) -> Refused | None:
@@ -116,25 +116,49 @@ class Opening:
         self._counters.malformed += 1
         return Refused("UsageError", str(error))
 
-    def answer(self, connection: Connection, request: int, message: Message) -> None:
-        """Answer a message; a Hello may open a session."""
+    def answer(self, connection: Connection, request: int, message: Message) -> Iterator[None]:
+        """Answer a message, in steps; a Hello may open a session."""
         answer: Message | None
         if isinstance(message, Hello):
-            answer = self._open(connection, request, message)
+            answer = yield from self._open(connection, request, message)
         elif isinstance(message, Resume):
             answer = self._resume(connection, message)
         elif isinstance(message, StatusRequest):
-            self.status(lambda state: self._send(connection, request, Status(state)))
-            return
+            answer = Status((yield from self.status(connection)))
         else:
             answer = Refused("DaemonLost", "this connection has no session: send Hello first")
-        self._reply(connection, request, answer)
-
-    def _reply(self, connection: Connection, request: int, answer: Message | None) -> None:
         if isinstance(answer, Refused):
             self.refuse(connection, request, answer)
         elif answer is not None:
             self._send(connection, request, answer)
+
+    def status(self, connection: Connection) -> Generator[None, None, dict[str, Any]]:
+        """Return the state, in steps, once the work of other processes so far is known."""
+        if self._fleet is not None:
+            yield from self._waited(connection, self._fleet.refresh)
+        found = yield from self._waited(connection, self._provide_status)
+        state: dict[str, Any] = found[0]
+        return state
+
+    def _waited(
+        self, connection: Connection, ask: Callable[[Callable[..., None]], None]
+    ) -> Generator[None, None, tuple[Any, ...]]:
+        """Call `ask` with a callback, and return what the callback is called with.
+
+        Until then the connection's later requests wait: a client that asks faster than it can be
+        answered costs others no time.
+        """
+        found: list[tuple[Any, ...]] = []
+
+        def take(*values: Any) -> None:
+            found.append(values)
+            self._control.unpark()
+
+        ask(take)
+        while not found:
+            self._control.park(connection)
+            yield
+        return found[0]
 
     def refuse(self, connection: Connection, request: int, answer: Refused) -> None:
         """Send a refusal to a connection without a session."""
@@ -147,22 +171,22 @@ class Opening:
     # --- Hello ------------------------------------------------------------------------------
 
     def _open(
-        self, connection: Connection, request: int, hello: Hello, *, is_retry: bool = False
-    ) -> Welcome | Refused | None:
-        """Open a session; None if the answer comes later, or from another process.
+        self, connection: Connection, request: int, hello: Hello
+    ) -> Generator[None, None, Welcome | Refused | None]:
+        """Open a session, in steps; None if another process answers.
 
-        If no place is free, workers are first asked about places that have just become free;
-        `is_retry` says that this was done.
+        If no place is free, workers are first asked about places that have just become free.
         """
         uid = connection.credentials.uid
         problem = self._hello_problem(connection, hello)
         connection.is_spent = connection.granted != 0
         if problem is not None:
             return problem
-        problem = self._place_problem(uid, has_lane=hello.device != NO_LANE)
-        if problem is not None and self._fleet is not None and not is_retry:
-            self._fleet.refresh(lambda: self._open_after_refresh(connection, request, hello))
-            return None
+        has_lane = hello.device != NO_LANE
+        problem = self._place_problem(uid, has_lane=has_lane)
+        if problem is not None and self._fleet is not None:
+            yield from self._waited(connection, self._fleet.refresh)
+            problem = self._place_problem(uid, has_lane=has_lane)
         if problem is not None:
             return problem
         try:
@@ -172,10 +196,6 @@ class Opening:
             return self._open_here(connection, hello)
         except LaneUnavailable as error:
             return Refused("UsageError", str(error))
-
-    def _open_after_refresh(self, connection: Connection, request: int, hello: Hello) -> None:
-        if connection.is_open and connection not in self._peers.by_connection:
-            self._reply(connection, request, self._open(connection, request, hello, is_retry=True))
 
     def _place_problem(self, uid: int, *, has_lane: bool) -> Refused | None:
         """Return why there is no place for a session, after trying to make one."""

@@ -159,9 +159,9 @@ class Fleet:
 
     `on_session(session, cause)` is called for each session that has its lifeline, with "attached",
     and for each that has ended. `on_progress(done, total)` gets the bytes that are pinned.
-    `on_change` is called after anything that may have changed `is_idle`. `provide_status` passes
-    the state of all processes to its argument, for clients that ask a worker. `lifeline_of` returns
-    the path of each worker's lifelines.
+    `on_change` is called after anything that may have changed `is_idle`. `status` returns the state
+    of all processes as last reported, for clients that ask a worker. `lifeline_of` returns the path
+    of each worker's lifelines.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Fleet:
         post: Post,
         lifeline_of: Callable[[int], Path],
         on_session: OnSession,
-        provide_status: Callable[[Callable[[dict[str, Any]], None]], None],
+        status: Callable[[], dict[str, Any]],
         on_change: Callable[[], None],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ class Fleet:
         self._loop = loop
         self._lifeline_of = lifeline_of
         self._on_session = on_session
-        self._provide_status = provide_status
+        self._state_of_all = status
         self._on_change = on_change
         self._on_progress = on_progress
         self._columns: dict[int, int] = {}
@@ -430,7 +430,7 @@ class Fleet:
             worker.take_state(values[1])
             self._end_round_if_answered()
         elif kind == "ask":
-            self._provide_status(lambda state: worker.send("state", state))
+            self.refresh(lambda: worker.send("state", self._state_of_all()))
         elif kind == "attached":
             self._on_session(values[0], kind)
         elif kind == "ended":

@@ -372,6 +372,19 @@ def test_a_worker_that_hangs_harms_nobody_else(shared: ChildDaemon) -> None:
         assert one.restored(one.stored(b"y" * KIB), KIB, offset=KIB) == b"y" * KIB
 
 
+def test_requests_behind_one_for_the_state_wait_for_it(shared: ChildDaemon) -> None:
+    """Else a client could ask faster than it is answered, and all answers would come at once."""
+    stopped = workers_of(shared)[0]["pid"]
+    with RawClient(shared.address) as client:
+        os.kill(stopped, signal.SIGSTOP)  # the front waits a second for what it says
+        try:
+            client.send(StatusRequest(), Ping())
+            client.wait_for(Refused)
+            assert isinstance(client.received[0].message, Status)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+
+
 # --- who means harm -------------------------------------------------------------------------
 
 
