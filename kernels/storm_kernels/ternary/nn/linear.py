@@ -52,7 +52,7 @@ class TernaryLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make a trainable layer with latent weights initialised as in torch.nn.Linear."""
+        """Make a trainable layer."""
         super().__init__()
         if activations not in ACTIVATIONS:
             raise UsageError(f"activations is {activations!r}; choose one of {ACTIVATIONS}")
@@ -62,11 +62,13 @@ class TernaryLinear(nn.Module):
         self.group = group
         for name in ("bit0", "bit1", "scale"):
             self.register_buffer(name, None)
-        latent = torch.empty((out_features, in_features), device=device, dtype=dtype)
-        self.weight = nn.Parameter(nn.init.kaiming_uniform_(latent, a=math.sqrt(5)))
+        self.weight = nn.Parameter(
+            torch.empty((out_features, in_features), device=device, dtype=dtype)
+        )
         self.bias = None
         if bias:
-            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        self.reset_parameters()
 
     @classmethod
     def from_linear(
@@ -129,6 +131,14 @@ class TernaryLinear(nn.Module):
         if self.weight is not None:
             self._keep(self.tensor)
         return self
+
+    def reset_parameters(self) -> None:
+        """Initialise latent weights as in torch.nn.Linear, and the bias as zeros, unless frozen."""
+        if self.weight is None:
+            return
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out_features) for x of (..., in_features), in x's dtype.

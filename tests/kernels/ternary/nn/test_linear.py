@@ -102,6 +102,21 @@ def test_from_linear_keeps_bias_mode_and_dtype():
     assert TernaryLinear.from_linear(nn.Linear(64, 8, bias=False)).bias is None
 
 
+def test_a_layer_made_on_meta_is_initialised_like_any_other():
+    made = TernaryLinear(70, 9, device="meta").to_empty(device="cpu")
+    nn.init.constant_(made.weight, torch.nan)
+    nn.init.constant_(made.bias, torch.nan)
+    torch.manual_seed(1)
+    made.reset_parameters()
+    torch.manual_seed(1)
+    assert torch.equal(made.weight, TernaryLinear(70, 9).weight)
+    assert not made.bias.any()
+    frozen = TernaryLinear.from_linear(nn.Linear(70, 9))
+    before = frozen.bias.clone()
+    frozen.reset_parameters()
+    assert torch.equal(frozen.bias, before)
+
+
 def test_state_dicts_hold_planes():
     layer = TernaryLinear.from_linear(nn.Linear(70, 5))
     state = layer.state_dict()
