@@ -64,6 +64,8 @@ def linear(
     _check(x, w)
     if bias is not None and bias.shape != w.shape[:1]:
         raise UsageError(f"bias of shape {tuple(bias.shape)} for {w.shape[0]} columns")
+    if bias is not None:
+        _check_dtypes(x, bias, "a bias")
     if hopper.takes(x, (w,)) and (bias is None or _fits(bias, x)):
         return _linear_on_device(x.detach(), w.detach(), bias, encode=encode)
     from torch.nn import functional
@@ -153,9 +155,13 @@ def _check(x: Tensor, w: Tensor) -> None:
             f"x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}; give (..., k) "
             "and (n, k)"
         )
-    if x.dtype != w.dtype and not _autocasts(x):
+    _check_dtypes(x, w, "a weight")
+
+
+def _check_dtypes(x: Tensor, other: Tensor, name: str) -> None:
+    if x.dtype != other.dtype and not _autocasts(x):
         raise UsageError(
-            f"x is {x.dtype} and a weight {w.dtype}: convert one of them, as by x.to(w.dtype)"
+            f"x is {x.dtype} and {name} {other.dtype}: convert one of them, as by .to({x.dtype})"
         )
 
 
