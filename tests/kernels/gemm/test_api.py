@@ -87,7 +87,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         gemm.grad_weight(x, x)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="bias of shape"):
         gemm.linear(x, gate, up[0])
-    with pytest.raises(UsageError, match="x is torch.bfloat16 and a bias torch.float32"):
+    with pytest.raises(UsageError, match=r"x is torch.bfloat16 and a bias torch.float32"):
         gemm.linear(x, gate, gate[:, 0].float())
     with pytest.raises(UsageError, match="give one shape"):
         gemm.gated_mlp(x, gate, up[:128])
