@@ -269,10 +269,16 @@ class Fleet:
             self._shared = -1
 
     def reload(self, config: Config) -> None:
-        """Make all workers apply the reloadable settings of `config`."""
+        """Make all workers apply the reloadable settings of `config`.
+
+        Raises:
+            ConfigError: a worker's part does not fit; nothing has changed.
+        """
+        plans = [worker.plan for worker in self._workers]
+        parts = [asdict(worker_config(config, plan, len(plans))) for plan in plans]
         self._config = config
-        for worker in self._workers:
-            worker.send("reload", asdict(self._settings(worker)))
+        for worker, part in zip(self._workers, parts, strict=True):
+            worker.send("reload", part)
 
     # --- sessions ---------------------------------------------------------------------------
 

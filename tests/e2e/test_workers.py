@@ -348,6 +348,24 @@ def test_settings_that_are_read_again_reach_the_workers(
             wait_until(is_so)
 
 
+def test_settings_that_do_not_fit_a_worker_are_not_taken(tmp_path: Path) -> None:
+    """Not even by a worker that is started later: it could not begin with them."""
+    settings = tmp_path / "stormd.toml"
+    settings.touch()
+    with ChildDaemon(flags=[*FLAGS, "--max-sessions=1", f"--config={settings}"]) as daemon:
+        settings.write_text('session_share_bytes = "48MiB"\n')
+        os.kill(daemon.pid, signal.SIGHUP)
+        log = Path(daemon.address.removeprefix("ipc://")).parent / "log"
+        wait_until(lambda: "settings not reloaded" in log.read_text())
+        os.kill(workers_of(daemon)[0]["pid"], signal.SIGKILL)
+
+        def is_back() -> bool:
+            found = workers_of(daemon)[0]
+            return (found["phase"], found["starts"]) == ("serving", 2)
+
+        wait_until(is_back, 60.0, lambda: workers_of(daemon))
+
+
 def _answer(client: RawClient, entry: int) -> Any:
     return client.wait(
         lambda envelope: (
