@@ -76,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return _unread()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich met it, and ends with status 1
+            return _unread()
+        raise
     return exit_status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 
 import pytest
 from storm_client.transport.handshake import is_listening
+from support.daemon_thread import DaemonThread
 from support.waiting import wait_until
 
 from stormd import __version__, cli
@@ -96,6 +98,15 @@ def test_a_failure_of_the_daemon_exits_1(
 )
 def test_closed_streams_change_no_exit_status(arguments: list[str], expected: int) -> None:
     assert subprocess.run([*WITHOUT_STREAMS, *arguments], check=False).returncode == expected
+
+
+def test_a_pipe_that_nobody_reads_is_no_failed_check(daemon: DaemonThread) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "stormd", "status", "--address", daemon.address]
+    for shown in ([], ["--json"]):
+        assert subprocess.run([*command, *shown], stdout=writing, check=False).returncode == 141
+    os.close(writing)
 
 
 def test_a_daemon_serves_without_standard_streams() -> None:
