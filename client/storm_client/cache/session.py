@@ -128,8 +128,8 @@ class CacheSession(Listener):
         except ProtocolError as error:
             raise UsageError(str(error).removeprefix("CachePut.")) from error
         with self._putting:
-            self.ask(begin)
             try:
+                self.ask(begin)
                 self.ask(CacheCommit(self._store(data, dtype)))
             except BaseException:
                 with suppress(StormError):  # else the session's end cancels the put
@@ -144,18 +144,12 @@ class CacheSession(Listener):
             UsageError: a CUDA graph is being captured.
             DaemonLost: the daemon has ended or hangs.
         """
-        size = found.part_bytes
-        begins = range(0, found.nbytes, size)
-        parts = [
-            Part(entry, begin, min(size, found.nbytes - begin))
-            for entry, begin in enumerate(begins, start=found.first_entry)
-        ]
+        parts = _parts(found)
         try:
             memory = self._inbound.restore_staged(found.first_entry, parts, found.nbytes)
         finally:
-            entries = [part.entry for part in parts]
             with self._connection.lock, suppress(StormError):  # a lost connection has released them
-                self._connection.send(0, Release(entries))
+                self._connection.send(0, _release(parts))
         self._lane.order_after_copies(memory)
         empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
         return empty.set_(memory, 0, (found.nbytes,), (1,))
@@ -172,8 +166,11 @@ class CacheSession(Listener):
     # --- called by the connection --------------------------------------------------------------
 
     def on_message(self, request: int, message: Message) -> None:
-        """Handle a reply."""
-        self._transfers.on_reply(request, message)
+        """Handle a reply; a tensor that nobody waits for was asked for and then interrupted."""
+        if isinstance(message, CacheTensor):
+            self._connection.post(0, _release(_parts(message)))
+        else:
+            self._transfers.on_reply(request, message)
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -211,6 +208,19 @@ class CacheSession(Listener):
             f"the daemon at {self._connection.address} {what} for {STALL_SECONDS:g} s; see "
             "`stormd status` and its log"
         )
+
+
+def _parts(found: CacheTensor) -> list[Part]:
+    """Return the chunks of a tensor that the daemon has lent."""
+    begins = range(0, found.nbytes, found.part_bytes)
+    return [
+        Part(entry, begin, min(found.part_bytes, found.nbytes - begin))
+        for entry, begin in enumerate(begins, start=found.first_entry)
+    ]
+
+
+def _release(parts: list[Part]) -> Release:
+    return Release([part.entry for part in parts])
 
 
 def _check_cache(address: str, welcome: Welcome) -> None:

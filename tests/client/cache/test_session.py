@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from stormd.protocol import (
     CacheTensor,
     Envelope,
     Failed,
+    Message,
     Rejected,
     Restored,
 )
@@ -218,3 +219,34 @@ def test_a_get_without_memory_for_it_returns_what_it_was_lent(
             fetch(session, "a")
     put(session, "b", tensor)
     assert torch.equal(fetch(session, "b"), tensor)
+
+
+def interrupted(request: Callable[[], object], session: CacheSession) -> None:
+    """Make a request, with Ctrl-C before its answer."""
+    connection = session._connection
+
+    def send(number: int, message: Message) -> None:
+        patched.undo()
+        connection.post(number, message)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(connection, "send", send)
+        with pytest.raises(KeyboardInterrupt):
+            request()
+
+
+def test_a_put_that_is_interrupted_as_it_begins_is_no_longer_open(session: CacheSession) -> None:
+    interrupted(lambda: put(session, "a", data(PART)), session)
+    tensor = data(PART)
+    put(session, "a", tensor)
+    assert torch.equal(fetch(session, "a"), tensor)
+
+
+def test_a_get_that_is_interrupted_returns_what_it_was_lent(session: CacheSession) -> None:
+    """The cache has room for one: it could not be replaced, were it lent still."""
+    tensor = data(9 * PART)
+    put(session, "a", tensor)
+    interrupted(lambda: session.ask(CacheGet("a")), session)
+    session.ask(CacheFind("a"))  # answered after the interrupted one
+    put(session, "b", tensor)
