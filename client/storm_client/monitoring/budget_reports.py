@@ -30,6 +30,9 @@ FIRST_STEP: Final = 4
 
 TIMED_STEPS: Final = 4
 
+SEND_SECONDS: Final = 1.0
+"""Longest wait for a command that does not read."""
+
 
 class Advising:
     """Counts the steps of one Offload up to the one that reports. Threads may share it."""
@@ -68,8 +71,9 @@ class Advising:
         self._send(answers(found, ratio(), lasted, devices()))
 
     def _send(self, message: dict[str, Any]) -> None:
-        # If the command has ended, training goes on without an answer.
+        # If the command has ended, or does not read, training goes on without an answer.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
+            there.settimeout(SEND_SECONDS)
             there.connect(self._path)
             there.send(json.dumps(message).encode())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_command_that_has_gone_stops_no_training(
 ) -> None:
     listener.close()
     assert trained(client, 9).stats().offloaded_bytes > 0
+
+
+@pytest.mark.timeout(60)
+def test_a_command_that_does_not_read_stops_no_training(
+    client: storm.Client, listener: socket.socket
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.connect(listener.getsockname())
+        other.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                other.send(b"unread")
+        assert trained(client, 9).stats().offloaded_bytes > 0
 
 
 def test_steps_that_save_nothing_are_told_of_too() -> None:
