@@ -46,6 +46,10 @@ class Comparison:
         self.decisions: dict[Alternative, list[Decision]] = {}
         self._kept_bytes: dict[Alternative, int] = {}
         """Bytes that each plan keeps on the device."""
+        self._asked: tuple[Problem, Machine, int | None] | None = None
+        """What the plans in `_choices` were made from."""
+        self._choices: dict[Alternative, Choice] = {}
+        """The plans as made: each may be followed several times."""
         self._turn = math.inf
         self.followed: Alternative | None = None
         """The alternative that steps follow now; ranks follow a decision only some steps later."""
@@ -91,7 +95,7 @@ class Comparison:
         """
         search = self.search
         while True:
-            choice = choose_alternative(search.current, problem, machine, room=room)
+            choice = self._choice(search.current, problem, machine, room)
             if search.is_settled or search.is_remeasuring:
                 break
             like = self.measured_like(choice.decisions)
@@ -112,7 +116,7 @@ class Comparison:
         search, choice = self.search, self.choose(problem, machine, room)
         found = [(search.current, choice)]
         for alternative in search.upcoming():
-            choice = choose_alternative(alternative, problem, machine, room=room)
+            choice = self._choice(alternative, problem, machine, room)
             others = [other.decisions for _, other in found]
             like = None if search.is_remeasuring else self.measured_like(choice.decisions)
             if like or choice.decisions in others or search.is_too_slow(choice.link_seconds):
@@ -120,6 +124,20 @@ class Comparison:
             found.append((alternative, choice))
             self._record(alternative, problem, choice)
         return found
+
+    def _choice(
+        self, alternative: Alternative, problem: Problem, machine: Machine, room: int | None
+    ) -> Choice:
+        """Return the choice of an alternative, made once: that may take longer than a step."""
+        asked = problem, machine, room
+        if self._asked != asked:
+            self._asked = asked
+            self._choices.clear()
+        if alternative not in self._choices:
+            self._choices[alternative] = choose_alternative(
+                alternative, problem, machine, room=room
+            )
+        return self._choices[alternative]
 
     def record_decisions(self, problem: Problem, choice: Choice) -> None:
         """Record the decisions of the current plan."""

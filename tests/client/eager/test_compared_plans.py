@@ -233,3 +233,12 @@ def test_ranks_go_on_after_a_plan_that_decides_as_a_measured_one() -> None:
         assert turn[0] == alternative
         compared.record_turns([alternative], [[seconds] * 4])
     assert compared.search.best == MORE
+
+
+def test_a_plan_is_made_once_from_the_same_figures() -> None:
+    values = value(0), *(value(n, 100, "silu", 0, seconds=20.0) for n in (1, 2))
+    problem, compared = Problem(values, forward_seconds=200.0), Comparison(PlanSearch())
+    made = compared.choose(problem, CPU, None)
+    assert compared.choose(replace(problem), CPU, None) is made
+    assert compared.choose(problem, CPU, 50) is not made
+    assert compared.choose(problem, CPU, None) is not made
