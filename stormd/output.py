@@ -16,7 +16,10 @@ import time
 from contextlib import suppress
 from os import write
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "EXIT_FAILED",
@@ -26,6 +29,7 @@ __all__ = [
     "EXIT_RESTART",
     "EXIT_USAGE",
     "open_closed_streams",
+    "plain_console",
     "print_to_stderr",
     "write_json",
     "write_line",
@@ -65,6 +69,13 @@ def write_json(value: Any) -> None:
 def write_line(text: str = "") -> None:
     """Print one line."""
     sys.stdout.write(text + "\n")
+
+
+def plain_console() -> Console:
+    """Return a console that prints all text as it is: it may be a client's, or a command."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False)
 
 
 def print_to_stderr(text: str, seconds: float = SAY_SECONDS) -> None:

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
-from stormd.output import EXIT_FAILED, EXIT_OK, print_to_stderr, write_json
+from stormd.output import EXIT_FAILED, EXIT_OK, plain_console, print_to_stderr, write_json
 from stormd.protocol import temporary_directory
 from stormd.protocol.variables import ADVISE_VARIABLE, PREFIX
 from stormd.sizes import exact_size, format_size, suggested_pool
@@ -140,10 +141,8 @@ def _pool(found: list[dict[str, Any]]) -> int:
 
 
 def _print(command: list[str], found: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-
     first = found[0]
-    console = Console()
+    console = plain_console()
     console.print(
         f"trainer 1 of {len(found)}, on {first['device']}: a step takes "
         f"{_ms(first['step_seconds'])} and saves {format_size(first['saved_bytes'])} in large "
@@ -168,7 +167,7 @@ def _print(command: list[str], found: list[dict[str, Any]]) -> None:
         "recompute, so this command has a larger pool than the table. Replace its budget by the "
         "largest one that fits into memory:"
     )
-    line = f"stormd run --pool-bytes {pool} --budget least -- {' '.join(command)}"
+    line = f"stormd run --pool-bytes {pool} --budget least -- {shlex.join(command)}"
     console.print(line, soft_wrap=True)  # to be copied
 
 

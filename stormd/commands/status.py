@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from stormd.commands.arguments import add_daemon_arguments
-from stormd.output import EXIT_OK, write_json
+from stormd.output import EXIT_OK, plain_console, write_json
 from stormd.query import StatusQuery, find_address
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -35,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_tables(address: str, state: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from stormd.commands.status_view import status_view
 
-    Console().print(status_view(address, state))
+    plain_console().print(status_view(address, state))

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from stormd.commands.arguments import add_daemon_arguments, positive_int, positive_seconds
-from stormd.output import EXIT_OK, write_json
+from stormd.output import EXIT_OK, plain_console, write_json
 from stormd.query import StatusQuery, find_address
 
 if TYPE_CHECKING:
@@ -78,12 +78,11 @@ def _print_json(states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) 
 
 def _show(address: str, states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) -> None:
     """Show each view in place of the last, or below it if the output is not a terminal."""
-    from rich.console import Console
     from rich.live import Live
 
     from stormd.commands.status_view import rates_between, status_view
 
-    console = Console()
+    console = plain_console()
     views = (
         status_view(address, now, rates_between(before, now) if before else None)
         for before, now in states

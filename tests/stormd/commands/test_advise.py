@@ -100,6 +100,9 @@ def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[
         "stormd run --pool-bytes 25GiB --budget least -- python train.py",
     ):
         assert part in printed
+    module._print(["python", "train.py", "models=[gpt2,bert]", "a b"], [trainer])
+    copied = "-- python train.py 'models=[gpt2,bert]' 'a b'"
+    assert copied in capsys.readouterr().out
     module._print(["python", "train.py"], [{**trainer, "device": "cpu"}])
     assert "transfer time both ways" in " ".join(capsys.readouterr().out.split())
     module._print(["python", "train.py"], [{**trainer, "saved_bytes": 0, "budgets": []}])
