@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from stormd.errors import DirectoryUnsafe, error_with_remedy
 from stormd.protocol import temporary_directory
 from stormd.supervise.keeper import keep
 from stormd.supervise.processes import Family, end_by, exit_status
@@ -39,8 +40,7 @@ def supervise(request: Request) -> int:
     sys.stderr.flush()
     family = Family()
     with ExitStack() as cleanup:
-        below = temporary_directory("stormd-run-12345678/stormd.sock")
-        directory = Path(tempfile.mkdtemp(prefix="stormd-run-", dir=below))
+        directory = _private_directory()
         cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         witness = Witness()
         cleanup.callback(witness.close)
@@ -57,6 +57,22 @@ def supervise(request: Request) -> int:
     if ended == -signal.SIGINT and at_terminal:
         end_by(signal.SIGINT)
     return exit_status(ended)
+
+
+def _private_directory() -> Path:
+    """Make a directory for sockets and logs.
+
+    Raises:
+        DirectoryUnsafe: there is no directory for temporary files.
+    """
+    try:
+        below = temporary_directory("stormd-run-12345678/stormd.sock")
+        return Path(tempfile.mkdtemp(prefix="stormd-run-", dir=below))
+    except OSError as error:
+        raise DirectoryUnsafe(
+            "no directory for sockets and logs can be made: "
+            f"{error_with_remedy(error, 'set TMPDIR to one that this user may write to')}"
+        ) from error
 
 
 def _passed_here() -> set[signal.Signals]:

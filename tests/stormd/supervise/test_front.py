@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,20 @@ def test_the_command_has_the_streams_and_its_status_is_the_run_s(
     out, err = run.process.communicate("through\n", timeout=300)
     assert (out, run.process.returncode) == ("through\n", status)
     assert err.startswith("aside\n")
+
+
+NO_TEMPORARY = "import sys, tempfile; tempfile.tempdir = '/proc'; from stormd.cli import main; "
+
+
+def test_without_a_directory_for_temporary_files_it_says_so_in_one_line() -> None:
+    script = NO_TEMPORARY + "sys.exit(main(['run', '--', 'true']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("stormd: no directory for sockets and logs can be made: ")
+    assert done.stderr.endswith("set TMPDIR to one that this user may write to\n")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_signal_to_the_run_alone_or_its_whole_group_reaches_the_command_once(
