@@ -248,12 +248,13 @@ class Gateway:
         except ProtocolError as error:
             self._opening.refuse(connection, 0, self._opening.undecodable(frame, error))
             return
-        for request, message in batch:
+        rest = iter(batch)
+        for request, message in rest:
             peer = self._peers.by_connection.get(connection)
             if peer is not None:
                 yield from self._while_live(peer, self._request(peer, request, message) or ())
             elif connection.is_open:
-                yield from self._opening.answer(connection, request, message)
+                yield from self._opening.answer(connection, request, message, rest)
             yield
 
     def _handle_frame(self, peer: Peer, frame: bytes | None) -> Iterator[None] | None:

@@ -116,11 +116,17 @@ class Opening:
         self._counters.malformed += 1
         return Refused("UsageError", str(error))
 
-    def answer(self, connection: Connection, request: int, message: Message) -> Iterator[None]:
-        """Answer a message, in steps; a Hello may open a session."""
+    def answer(
+        self, connection: Connection, request: int, message: Message, rest: Iterator[Envelope]
+    ) -> Iterator[None]:
+        """Answer a message, in steps; a Hello may open a session.
+
+        `rest` are the messages behind it in its frame. They are taken if another process is to
+        handle them.
+        """
         answer: Message | None
         if isinstance(message, Hello):
-            answer = yield from self._open(connection, request, message)
+            answer = yield from self._open(connection, request, message, rest)
         elif isinstance(message, Resume):
             answer = self._resume(connection, message)
         elif isinstance(message, StatusRequest):
@@ -171,7 +177,7 @@ class Opening:
     # --- Hello ------------------------------------------------------------------------------
 
     def _open(
-        self, connection: Connection, request: int, hello: Hello
+        self, connection: Connection, request: int, hello: Hello, rest: Iterator[Envelope]
     ) -> Generator[None, None, Welcome | Refused | None]:
         """Open a session, in steps; None if another process answers.
 
@@ -191,7 +197,8 @@ class Opening:
             return problem
         try:
             if self._fleet is not None and _is_for_workers(hello):
-                self._hand_over(connection, request, hello, self._fleet.lane_for(hello))
+                lane = self._fleet.lane_for(hello)
+                self._hand_over(connection, hello, lane, [Envelope(request, hello), *rest])
                 return None
             return self._open_here(connection, hello)
         except LaneUnavailable as error:
@@ -219,8 +226,13 @@ class Opening:
         )
         return self._welcome(peer, attachment.staging_bytes)
 
-    def _hand_over(self, connection: Connection, request: int, hello: Hello, lane: Worker) -> None:
-        """Give a session its place here, and its connection to the worker that will serve it."""
+    def _hand_over(
+        self, connection: Connection, hello: Hello, lane: Worker, batch: list[Envelope]
+    ) -> None:
+        """Give a session its place here, and its connection to the worker that will serve it.
+
+        The worker begins with `batch`, the Hello and what came behind it.
+        """
         session, uid = _new_session_id(), connection.credentials.uid
         peer = Peer(
             record=self._record_session(session, connection.credentials, hello, NOTHING_SHARED),
@@ -230,8 +242,7 @@ class Opening:
             is_live=False,
         )
         self._peers.add_of_worker(peer)
-        frame = encode([Envelope(request, hello)])
-        lane.hand_over(session, uid, frame, self._control.hand_over(connection))
+        lane.hand_over(session, uid, encode(batch), self._control.hand_over(connection))
 
     def _welcome(self, peer: Peer, staging_bytes: int) -> Welcome:
         terms, record = self._terms, peer.record

@@ -415,8 +415,9 @@ def test_what_comes_right_behind_hello_is_heard_by_the_worker(shared: ChildDaemo
     with RawClient(shared.address) as client:
         client.send_bytes(encode([Envelope(1, hello), Envelope(2, Ping())]))
         client.send_bytes(encode([Envelope(3, StatusRequest())]))
-        assert isinstance(client.wait(lambda one: one.request == 1).message, Welcome)
-        assert isinstance(client.wait(lambda one: one.request == 3).message, Status)
+        for request, kind in enumerate((Welcome, Pong, Status), 1):
+            found = client.wait(lambda one, request=request: one.request == request)  # type: ignore[misc]
+            assert isinstance(found.message, kind)
         client.send(Goodbye())  # without a lifeline its place would be free after seconds
 
 
