@@ -61,6 +61,7 @@ class _Connection:
     credentials = Credentials(uid=os.getuid(), gid=os.getgid(), pid=os.getpid())
     identity = b""
     granted = 0
+    is_spent = False
     is_open = True
     is_reachable = True
     unsent = 0
@@ -75,7 +76,7 @@ class _Control:
     def nothing(self, *_: object) -> None:
         pass
 
-    start = session_opened = session_ended = tick = nothing
+    start = session_opened = session_ended = tick = unpark = nothing
 
     def allow(self, uids: frozenset[int]) -> None:
         self.allowed_uids = uids
@@ -184,7 +185,7 @@ class DaemonCore:
             dispatch,
             lanes=lanes,
             terms=Terms(lifeline_path="/nowhere", cache_chunk_bytes=PART_BYTES, lease_seconds=5.0),
-            status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
+            provide_status=lambda tell: tell({"entries": self.ledger.holdings.entries}),
         )
         self._gateway = Gateway(dispatch, opening)
         lifelines: Any = _Lifelines()
