@@ -34,15 +34,16 @@ class NativeCounts:
     def __init__(self, tallies: Tallies) -> None:
         self.tallies = tallies
         self._rows: dict[tuple[str, str, str], int] = {}
-        self._names: list[tuple[str, str, str]] = []
+        self._names: dict[int, tuple[str, str, str]] = {}
 
     def row(self, layer: str, what: str, reason: str = "") -> int:
         """Return the row that counts a layer's tensors with the outcome `what`."""
         name = layer, what, reason
         row = self._rows.get(name)
         if row is None:
-            row = self._rows[name] = self.tallies.add_row()
-            self._names.append(name)
+            row = self.tallies.add_row()  # an interrupt behind it leaves a row that nobody uses
+            self._names[row] = name
+            self._rows[name] = row
         return row
 
     def drain(self) -> tuple[Iterator[Counted], float]:

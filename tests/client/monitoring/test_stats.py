@@ -11,6 +11,7 @@ import threading
 import pytest
 import storm_client as storm
 import torch
+from storm_client.monitoring.native_counts import NativeCounts
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder
 
 
@@ -117,3 +118,30 @@ def test_a_signal_handler_may_read_the_statistics_at_any_moment() -> None:
         signal.signal(signal.SIGUSR1, before)
     assert found
     assert all(one.skipped_bytes == 8 for one in found)
+
+
+class InterruptedTallies:
+    """Counts one small tensor in each row; the first new row is interrupted."""
+
+    rows = 0
+
+    def add_row(self) -> int:
+        self.rows += 1
+        if self.rows == 1:
+            raise KeyboardInterrupt
+        return self.rows - 1
+
+    def drain(self) -> tuple[list[tuple[int, int, int]], float]:
+        return [(row, 1, 8 * row) for row in range(1, self.rows)], 0.0
+
+
+def test_an_interrupt_of_a_new_row_moves_no_counts_to_another() -> None:
+    """The next block raised an IndexError, or a layer got another one's counts."""
+    recorder = StatsRecorder()
+    counts = recorder.native = NativeCounts(InterruptedTallies())
+    with pytest.raises(KeyboardInterrupt):
+        counts.row("first", "skipped", "small")
+    for layer in ("first", "second"):
+        counts.row(layer, "skipped", "small")
+    found = {name: stats.skipped_bytes for name, stats in recorder.layers().items()}
+    assert found == {"first": 8, "second": 16}
