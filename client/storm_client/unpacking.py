@@ -238,4 +238,6 @@ class Unpacking:
 
     def _recomputed(self, result: Result) -> torch.Tensor | None:
         """Return the recomputed tensor; None if the step departed before a recipe was made."""
-        return None if self._planned.has_diverged and not result.has_recipe else result.made()
+        return (
+            None if self._planned.has_diverged and not result.has_recipe else result.made(anew=True)
+        )

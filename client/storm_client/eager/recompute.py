@@ -89,16 +89,18 @@ class Recipe:
         self._differentiates = bool(self._choice) and torch.is_grad_enabled()
         """Whether the choice of its kernels may have depended on which inputs need a gradient."""
 
-    def run(self) -> Any:
+    def run(self, *, anew: bool = False) -> Any:
         """Run the operation again; its results are part of no graph.
+
+        If `anew`, recomputed inputs are not read from memory that somebody still holds.
 
         Raises:
             ActivationLost: it would make other bits now.
         """
         if self._settings != settings_of_kernels(self._device, self._choice):
             raise lost("settings")
-        arguments = [self._filled(argument) for argument in self._arguments]
-        options = {name: self._filled(value) for name, value in self._options.items()}
+        arguments = [self._filled(argument, anew) for argument in self._arguments]
+        options = {name: self._filled(value, anew) for name, value in self._options.items()}
         records = self._differentiates
         # In a backward pass there is mostly nothing to change, and a check is cheaper.
         grad = _AS_IT_IS if torch.is_grad_enabled() is records else torch.set_grad_enabled(records)
@@ -117,14 +119,14 @@ class Recipe:
             return _AS_IT_IS
         return _casting(self._device, self._autocast)
 
-    def _filled(self, argument: Any) -> Any:
+    def _filled(self, argument: Any, anew: bool) -> Any:
         if isinstance(argument, Input):
-            tensor = argument.source.tensor()
+            tensor = argument.source.tensor(anew=anew)
             if self._differentiates and argument.requires_grad:
                 return tensor.detach().requires_grad_()
             return tensor
         if type(argument) in (list, tuple):
-            return type(argument)(map(self._filled, argument))
+            return type(argument)(self._filled(one, anew) for one in argument)
         return argument
 
 
@@ -264,27 +266,29 @@ class Result:
             raise lost("overwritten")
         return self.viewed_anew(view)
 
-    def viewed_anew(self, view: View) -> torch.Tensor:
+    def viewed_anew(self, view: View, *, anew: bool = False) -> torch.Tensor:
         """Return a view of the recomputed memory, even if its own memory still exists.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        made = self.made()
+        made = self.made(anew=anew)
         return made if view == self._view else view.rebuild(made.untyped_storage())
 
-    def viewed_for_writing(self, view: View) -> torch.Tensor:
+    def viewed_for_writing(self, view: View, *, anew: bool = False) -> torch.Tensor:
         """Return a view of the recomputed memory, for a caller that writes to it.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        made = self.made()
+        made = self.made(anew=anew)
         is_alone = self._uses == 1 and _references(made.untyped_storage()) == _ALONE
         return view.rebuild((made if is_alone else copied(made)).untyped_storage())
 
-    def made(self) -> torch.Tensor:
+    def made(self, *, anew: bool = False) -> torch.Tensor:
         """Return the recomputed tensor, made now or for an earlier request.
+
+        If `anew`, what it is recomputed from is recomputed, too, even if its memory still exists.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -294,7 +298,7 @@ class Result:
         stream = _stream(self._device)
         tensor = self._remembered(stream)
         if tensor is None:
-            tensor = self._run(*self._recipe)
+            tensor = self._run(*self._recipe, anew=anew)
         self._note_request((tensor, stream))
         return tensor
 
@@ -318,8 +322,8 @@ class Result:
             return None
         return self._memo[0] if all(version.unchanged for version in self._users) else None
 
-    def _run(self, recipe: Recipe, index: int | None) -> torch.Tensor:
-        made = recipe.run()
+    def _run(self, recipe: Recipe, index: int | None, *, anew: bool) -> torch.Tensor:
+        made = recipe.run(anew=anew)
         for known, place in recipe.results:
             other = known()
             if other is not None and other is not self:

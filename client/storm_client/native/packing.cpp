@@ -313,6 +313,7 @@ PyObject* recompute_for_trial(PyObject* self, PyObject* packed) {
   c10::InferenceMode guard(false);
   Locked locked(follower.lock);
   InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);
+  restorer.anew = true;
   at::Tensor made = make_recomputed(packed, restorer);
   if (!made.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(made);

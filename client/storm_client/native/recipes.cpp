@@ -266,7 +266,8 @@ RecipeResult::RecipeResult(std::shared_ptr<Result> result, const at::Tensor& ten
 
 at::Tensor RecipeResult::tensor(InputRestorer& restorer) {
   const bool is_as_it_was = version_.is_unchanged() && !result_->is_overwritten();
-  if (is_as_it_was) return result_->viewed(view_, restorer);
+  const bool is_anew = restorer.anew && result_->has_recipe();
+  if (is_as_it_was && !is_anew) return result_->viewed(view_, restorer);
   if (!result_->has_recipe()) version_.check();
   return result_->viewed_anew(view_, restorer);
 }

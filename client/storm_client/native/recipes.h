@@ -47,6 +47,7 @@ struct InputRestorer {
   InputRestorer(PyObject* restore_input, PyObject* load)
       : function(Ref::borrowed(restore_input)), load(Ref::borrowed(load)) {}
 
+  bool anew = false;  // whether recomputed inputs are not read from memory that somebody holds
   Ref function;  // unpacks what Python has packed
   Ref load;      // returns the storage of a tensor that waited and was offloaded
   double seconds = 0.0;

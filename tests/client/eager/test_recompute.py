@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager.bits import checksum, copied, same_bits
-from storm_client.eager.recompute import Input, Recipe
-from storm_client.eager.sources import Alias
+from storm_client.eager.recompute import Input, Pins, Recipe, Result
+from storm_client.eager.sources import Alias, RecipeResult
 from storm_client.errors import ActivationLost
+from storm_client.saved.versions import SavedVersion, View
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.thread_counts import omp_threads, one_thread
 from support.training import seeded
@@ -41,6 +42,26 @@ def packs(log: list[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def test_a_trial_recomputes_what_is_still_held() -> None:
+    """Else it would prove nothing of steps in which it is not."""
+    x, factor, pins = seeded("cpu", 8, 8), [2.0], Pins()
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor[0]
+
+    held = scaled(x)
+    pin = pins.add(held.untyped_storage())
+    result = Result(held, pin, pins)
+    result.made_by(recipe_of(scaled, x), None)
+    source = RecipeResult(result, View.of(held), SavedVersion.of(held, pin.address))
+    made = held.exp()
+    tried = Result(made, pins.add(made.untyped_storage()), pins)
+    tried.made_by(Recipe(torch.exp, [Input(source, requires_grad=False)], {}, "cpu"), None)
+    factor[0] = 3.0
+    assert torch.equal(tried.made(), made)
+    assert torch.equal(tried.made(anew=True), scaled(x).exp())
 
 
 @pytest.mark.parametrize(
