@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, starmap
+from itertools import accumulate, chain, pairwise, permutations, starmap
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -77,10 +77,9 @@ class _Known:
         self.choices = [choice for one in self.alike for choice in one.choices.costs]
         self.places = list(starmap(slice, pairwise(accumulate(sizes, initial=0))))
         self.costs = np.array([cost for one in self.alike for cost in one.choices.costs.values()])
-        which = np.repeat(np.arange(len(sizes)), sizes)
-        self.origins, self.targets = np.nonzero(
-            (which[:, None] == which) & ~np.eye(len(which), dtype=np.bool_)
-        )
+        within = (permutations(range(one.start, one.stop), 2) for one in self.places)
+        pairs = np.array([*chain.from_iterable(within)], np.intp).reshape(-1, 2)
+        self.origins, self.targets = pairs.T
         self.more = self.costs[self.targets] - self.costs[self.origins]
 
     def by_prices(self, share: float, room: int) -> Iterator[_Counts]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -184,3 +185,16 @@ def test_chains_do_not_grow_behind_what_rests_on_them() -> None:
         run = run + 1 if decision == REPLAY else 0
         longest = max(longest, run)
     assert 8 <= longest <= 16
+
+
+def test_a_step_of_many_sizes_takes_little_memory_to_plan() -> None:
+    """As of a loop over ever longer inputs: no two values are alike."""
+    values = [value(number, 1000 + number) for number in range(1000)]
+    tracemalloc.start()
+    try:
+        choice = chosen(values, budget_bytes=500_000)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert choice.kept_bytes <= 500_000
+    assert most < 4 << 20
