@@ -88,12 +88,12 @@ def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     body's Python code runs for at most three micro-batches, and the rest repeat the third. Only the
     last values of variables reach the next micro-batch and the code after the loop: sum losses up,
     rather than listing them. The body must not count in Python, either: a number that changes with
-    each micro-batch would stop at the third.
+    each micro-batch would stop at the third. Nor may it leave the loop early.
 
     Raises:
-        UsageError: `count` is no integer of at least 1, a tensor's rows are not divisible by it,
-            there is no tensor, or a variable of the loop's function counts micro-batches in a
-            capture.
+        UsageError: `count` is no integer of at least 1, a tensor's rows are not divisible by it, or
+            there is no tensor. In a capture also: a variable of the loop's function counts
+            micro-batches, or the loop is left early.
     """
     if type(count) is not int or count < 1:
         raise UsageError(f"count is {count!r}; it must be a number of micro-batches, at least 1")

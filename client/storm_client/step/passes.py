@@ -188,6 +188,8 @@ def _copy(placeholder: fx.Node, nodes: Sequence[fx.Node], graph: fx.Graph) -> No
 
 def _rolled(nodes: list[fx.Node], captured: Captured, found: Ordered) -> list[fx.Node]:
     """Return the nodes with one micro-batch in place of the second and all further ones."""
+    if 0 < captured.recording.micro_batch < captured.loop.count:
+        raise _differs("the step leaves the loop before its end")
     if captured.loop.count <= BODY:
         return nodes
     second = [node for node in nodes if node.meta[MICRO_BATCH] == BODY]

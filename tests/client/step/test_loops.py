@@ -127,6 +127,18 @@ def until_the_last(weight: Tensor, x: Tensor) -> Tensor:
     return weight
 
 
+def left_in(last: int) -> Callable[[Tensor, Tensor], None]:
+    """Return a step that leaves its loop in a micro-batch, without a trace in the next ones."""
+
+    def body(weight: Tensor, x: Tensor) -> None:
+        for number, part in enumerate(storm.micro_batches(x, 4)):
+            (part * weight).sum().backward()
+            if number == last:
+                break
+
+    return body
+
+
 def two_loops(weight: Tensor, x: Tensor) -> Tensor:
     for part in storm.micro_batches(x, 4):
         (part * weight).sum().backward()
@@ -149,6 +161,8 @@ def of_what_is_made(weight: Tensor, x: Tensor) -> Tensor:
         (numbered, "uses 1 where the third uses 2"),
         (averaged, "changes its variable 'parts' with each part, but of 4"),
         (until_the_last, "changes its variable 'number' with each part"),
+        (left_in(0), "leaves the loop before its end"),
+        (left_in(2), "leaves the loop before its end"),
         (two_loops, "one loop"),
         (of_what_is_made, "arguments of the step"),
     ],
