@@ -76,6 +76,7 @@ def capture(
             check_arguments(captured, (arguments, options))
             recording.generators.check()
     recording.graph.erase_node(recording.root)
+    recording.drop_weak_references()
     return captured
 
 

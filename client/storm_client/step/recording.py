@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorConverter,
     FakeTensorMode,
 )
 from torch.utils import _pytree as pytree
@@ -106,6 +107,10 @@ class Recording:
         node = self._input(fake)
         found = self.outside[id(tensor)] = Outside(tensor, fake, node, argument)
         return found
+
+    def drop_weak_references(self) -> None:
+        """Drop those to the tensors from before the step: PyTorch swaps no tensor that has one."""
+        self.fake_mode.fake_tensor_converter = FakeTensorConverter()
 
     def record_leaf(self, tensor: torch.Tensor) -> None:
         """Note the gradient of a tensor, before the step can change it."""

@@ -1,7 +1,8 @@
 """What a step's Python code may decide by besides its arguments: its variables and modules.
 
-Plain values are compared by value, objects by identity. An object is held by a weak reference, so a
-comparison keeps nothing alive. A new object at the address of a freed one counts as another.
+Plain values are compared by value, objects by identity. An object other than a tensor is held by a
+weak reference, so a comparison does not keep it alive. A new object at the address of a freed one
+counts as another.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, TypeVar
@@ -68,12 +70,14 @@ class _Same:
     __slots__ = ("_find",)
 
     def __init__(self, value: object) -> None:
-        """Hold `value` by a weak reference, where its type allows that."""
-        self._find: Callable[[], object]
-        try:
-            self._find = weakref.ref(value)
-        except TypeError:
-            self._find = lambda: value
+        """Hold `value` by a weak reference, where its type allows that.
+
+        Tensors are held themselves: PyTorch swaps none that has a weak reference.
+        """
+        self._find: Callable[[], object] = lambda: value
+        if not isinstance(value, torch.Tensor):
+            with suppress(TypeError):
+                self._find = weakref.ref(value)
 
     def __eq__(self, other: object) -> bool:
         """Return whether both refer to the same object, which is still alive."""

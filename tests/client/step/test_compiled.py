@@ -215,6 +215,34 @@ def test_a_state_that_is_loaded_is_used(wrap: Wrap) -> None:
     both(wrap, run)
 
 
+def test_parameters_may_be_swapped_between_steps(wrap: Wrap) -> None:
+    """PyTorch swaps no tensor that has a weak reference; the step has some in a list, too."""
+
+    class Clipping(Training):
+        def step(self, x: Tensor) -> None:
+            self.net(x).square().mean().backward()
+            for parameter in self.parameters:
+                parameter.grad.clamp_(-0.1, 0.1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def run(make: Callable[..., object]) -> list[Tensor]:
+        training = Clipping()
+        training.parameters = list(training.net.parameters())
+        step = make(training.step)
+        for _ in range(3):
+            step(seeded("cpu", 8, 32))
+            for parameter in training.parameters:
+                other = nn.Parameter(parameter.detach() * 2)
+                torch.utils.swap_tensors(parameter, other)
+        return training.everything()
+
+    torch.manual_seed(5)
+    expected = run(lambda step: step)
+    torch.manual_seed(5)
+    assert_identical(run(wrap), expected)
+
+
 def test_gradients_that_are_left_are_added_to(wrap: Wrap) -> None:
     def run(training: Training, step: Callable[..., Tensor]) -> None:
         x = seeded("cpu", 8, 32)
