@@ -208,14 +208,13 @@ class Unpacking:
                 return tensor if is_handle else replayed.version.alias(tensor)
             began, restore_seconds = perf_counter(), self._restore_seconds
             with ranges.span("replay", replayed.result.nbytes):
-                tensor = replayed.result.viewed(replayed.view)
-            replayed.result.add_user(replayed.version)
+                tensor = replayed.result.unpacked(replayed.view, replayed.version)
             waited = self._restore_seconds - restore_seconds
         if replayed.checksum is not None:
             compare(replayed.checksum, tensor.untyped_storage())
         self._trace.used(id(replayed.result))
         self._recorder.replayed(self._trace.paused("replay", began) - waited)
-        return replayed.version.alias(tensor)
+        return tensor
 
     def _run_trial(
         self, trial: Trial, recompute: Callable[[], torch.Tensor | None]

@@ -14,6 +14,7 @@ import storm_client as storm
 import torch.distributed as dist
 from support.daemon_process import DaemonProcess
 from support.devices import DEVICES
+from support.planning import replay_all
 from support.random_programs import compare_freely, process_group, run
 from support.training import assert_identical
 
@@ -22,6 +23,7 @@ BATCH = 10
 """Free programs that share a test, and the names of those that follow each other."""
 BATCHES = 3
 SLOW_BATCHES = 200
+PLANNED_STEPS = 8
 PROCESSES = 2
 PROCESSES_SECONDS = 300.0
 
@@ -54,6 +56,18 @@ def group() -> Iterator[None]:
 )
 def test_free_programs(batch: int, device: str, client: storm.Client) -> None:
     compare_freely(range(batch * BATCH, (batch + 1) * BATCH), device, client)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", [7, 23, 200580, 202060])
+def test_free_programs_that_follow_plans(
+    seed: int, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two have blocks in blocks and uncounted writes in a backward pass."""
+    replay_all(monkeypatch)
+    compare_freely(range(seed, seed + 1), device, client, steps=PLANNED_STEPS)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from storm_client.eager.events import SAVED, Event, RecordedValue, values_of
 from storm_client.eager.followed_plan import NOTHING, Expected, FollowedPlan
 from storm_client.eager.gradients import Gradients
 from storm_client.eager.signature import StepSignature
-from storm_client.planner.decisions import OFFLOAD, Decision
+from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 
 __all__ = ["KNOWN_KINDS", "Recurrence", "StepRecord", "StepSignatures", "behind_repeated"]
 
@@ -95,6 +95,9 @@ class StepRecord:
     """The signature whose script was left in the middle, so that some values were not seen."""
     _position: int = 0
     _events: list[Event] = field(default_factory=list)
+    _unplanned: set[int] = field(default_factory=set)
+    """Values that the plan recomputes and this step does not, or the reverse: it had followed
+    another plan when they were made."""
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -157,7 +160,7 @@ class StepRecord:
         script = (
             None if self.signature is None or not self.may_follow_script else self.signature.script
         )
-        if script is not None:
+        if script is not None and not self._unplanned:
             self.script = script
             self.set_position(len(self._events))
 
@@ -197,16 +200,37 @@ class StepRecord:
             return None
         if position >= len(signature.events) or signature.events[position] != event:
             self.has_diverged = True
-            signature = self.signature = self.signatures.begins_with(self._events)
+            signature = self.signatures.begins_with(self._events)
+            self._change_to(signature)
             if signature is None:
                 if self._left_script_of is not None:
                     self._left_script_of.watch_closely()
                 return None
-        return (
-            None
-            if signature.followed is None
-            else signature.followed.decision_for(event[1], nbytes)
-        )
+        return None if signature.followed is None else self.decision_for(event[1], nbytes)
+
+    def _change_to(self, signature: StepSignature | None) -> None:
+        """Go on with another signature, whose plan holds for what is not made from other values.
+
+        A proof holds for a value whose inputs are held as the plan says. So what is made from an
+        input that is held otherwise is not recomputed.
+        """
+        made = {one for one in range(len(self.values)) if self._recomputes(one)}
+        self.signature = signature
+        if signature is None or signature.followed is None:
+            return
+        decisions = signature.followed.decisions
+        self._unplanned = {
+            one for one in range(len(self.values)) if isinstance(decisions[one], Replay)
+        } ^ made
+        for value in signature.values[len(self.values) :]:
+            is_replay = isinstance(decisions[value.number], Replay)
+            if is_replay and not self._unplanned.isdisjoint(value.inputs):
+                self._unplanned.add(value.number)
+
+    def _recomputes(self, number: int) -> bool:
+        plan = self.plan
+        is_replay = plan is not None and isinstance(plan.decision_for(number, 0), Replay)
+        return is_replay ^ (number in self._unplanned)
 
     def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded.
@@ -214,7 +238,11 @@ class StepRecord:
         A value that the plan keeps is offloaded as well if it is larger than the plan knows.
         """
         plan = self.plan
-        return OFFLOAD if plan is None else plan.decision_for(number, nbytes)
+        if plan is None:
+            return OFFLOAD
+        decision = plan.decision_for(number, nbytes)
+        is_unplanned = number in self._unplanned and isinstance(decision, Replay)
+        return OFFLOAD if is_unplanned else decision
 
     def layer(self, number: int) -> str:
         """Return the layer in which a value was made; empty where it is not known."""

@@ -208,6 +208,7 @@ class Result:
         "_pins",
         "_recipe",
         "_remaining_uses",
+        "_unpacked",
         "_users",
         "_uses",
         "_view",
@@ -229,6 +230,8 @@ class Result:
         self._device = tensor.device
         self._recipe: tuple[Recipe, int | None] | None = None
         self._memo: tuple[torch.Tensor, int] | None = None
+        self._unpacked: tuple[WeakStorage, int] | None = None
+        """The recomputed storage that autograd got last, and the stream on which it was made."""
         self._users: list[SavedVersion] = []
         self._uses = 0
         self._remaining_uses = 0
@@ -258,13 +261,37 @@ class Result:
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        origin = self._origin.storage()
-        if origin is not None and origin.nbytes() == self.nbytes:
+        origin = self._original_storage()
+        if origin is not None:
             self._note_request(None)
             return view.rebuild(origin)
+        return self.viewed_anew(view)
+
+    def unpacked(self, view: View, version: SavedVersion) -> torch.Tensor:
+        """Return the same for a tensor that autograd saved at a version.
+
+        As long as a backward pass holds what it got before, it gets the same memory again: it may
+        write to one of its saved tensors and read another.
+        """
+        stream, storage = _stream(self._device), self._original_storage()
+        if storage is None and self._unpacked is not None and self._unpacked[1] == stream:
+            storage = self._unpacked[0].storage()
+        if storage is not None:
+            self._note_request(self._memo)
+            return version.alias(view.rebuild(storage))
+        tensor = self.viewed_anew(view)
+        self._unpacked = self._pins.add(tensor.untyped_storage()), stream
+        self.add_user(version)
+        return version.alias(tensor)
+
+    def _original_storage(self) -> torch.UntypedStorage | None:
+        """Return its own memory if that is held; `ActivationLost` if it was overwritten then."""
+        origin = self._origin.storage()
+        if origin is not None and origin.nbytes() == self.nbytes:
+            return origin
         if self.is_overwritten:
             raise lost("overwritten")
-        return self.viewed_anew(view)
+        return None
 
     def viewed_anew(self, view: View, *, anew: bool = False) -> torch.Tensor:
         """Return a view of the recomputed memory, even if its own memory still exists.

@@ -28,7 +28,7 @@ from storm_client.eager.sources import (
     Source,
 )
 from storm_client.monitoring.layers import Layers, Place
-from storm_client.planner.decisions import Decision
+from storm_client.planner.decisions import Decision, Replay
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.snapshots import Ready, base_of, is_result
 from storm_client.saved.versions import SavedVersion, View
@@ -356,7 +356,9 @@ class Values:
             is_small = tensor.untyped_storage().nbytes() < self._min_bytes
             # A tensor that no operation made can be written to uncounted.
             return Alias.of(copied(tensor) if is_small and not is_result(tensor) else tensor)
-        if tracked.result is not None:
+        nbytes = tensor.untyped_storage().nbytes()
+        is_replay = isinstance(self._step.decision_for(tracked.number, nbytes), Replay)
+        if tracked.result is not None and is_replay:
             tracked.result.expect_use()
             version = SavedVersion.of(tensor, tracked.pin.address)
             return RecipeResult(tracked.result, View.of(tensor), version)

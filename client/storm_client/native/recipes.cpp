@@ -468,13 +468,31 @@ void Result::expect_use() {
 
 at::Tensor Result::viewed(const View& view, InputRestorer& restorer) {
   // PyTorch would read the original memory, whatever was written to it.
-  auto origin = origin_.lock();
-  if (origin && origin->nbytes() == nbytes_) {
-    note_request({}, 0);
-    return view.over(c10::Storage(std::move(origin)));
+  auto origin = original_storage();
+  if (!origin) return viewed_anew(view, restorer);
+  note_request({}, 0);
+  return view.over(c10::Storage(std::move(origin)));
+}
+
+at::Tensor Result::unpacked(const View& view, InputRestorer& restorer) {
+  const uint64_t stream = stream_of(device_);
+  auto storage = original_storage();
+  if (!storage && unpacked_ && unpacked_stream_ == stream) storage = unpacked_->lock();
+  if (storage) {
+    note_request(memo_, memo_stream_);
+    return view.over(c10::Storage(std::move(storage)));
   }
+  at::Tensor tensor = viewed_anew(view, restorer);
+  unpacked_ = tensor.storage().getWeakStorageImpl();
+  unpacked_stream_ = stream;
+  return tensor;
+}
+
+c10::intrusive_ptr<c10::StorageImpl> Result::original_storage() const {
+  auto origin = origin_.lock();
+  if (origin && origin->nbytes() == nbytes_) return origin;
   if (is_overwritten_) raise_lost("overwritten");
-  return viewed_anew(view, restorer);
+  return {};
 }
 
 at::Tensor Result::viewed_anew(const View& view, InputRestorer& restorer) {

@@ -231,6 +231,10 @@ class Result : public std::enable_shared_from_this<Result> {
   // Returns a view of the original memory while somebody holds that, else of a recomputed storage.
   at::Tensor viewed(const View& view, InputRestorer& restorer);
   at::Tensor viewed_anew(const View& view, InputRestorer& restorer);
+  // Returns the same as `viewed` for a tensor that autograd saved. As long as a backward pass holds
+  // what it got before, it gets the same memory again: it may write to one of its saved tensors and
+  // read another.
+  at::Tensor unpacked(const View& view, InputRestorer& restorer);
   // Returns a view of recomputed memory that nobody else has, for an operation that writes to it.
   at::Tensor viewed_for_writing(const View& view, InputRestorer& restorer);
   // Keeps an output that was recomputed with another result, if a use is still expected.
@@ -240,6 +244,8 @@ class Result : public std::enable_shared_from_this<Result> {
 
  private:
   at::Tensor made(InputRestorer& restorer);
+  // Returns the original storage if somebody holds it, else null. Raises if it was overwritten then.
+  c10::intrusive_ptr<c10::StorageImpl> original_storage() const;
   void note_request(at::Tensor made, uint64_t stream);
 
   WeakStorage origin_;
@@ -252,6 +258,8 @@ class Result : public std::enable_shared_from_this<Result> {
   size_t place_ = 0;
   at::Tensor memo_;
   uint64_t memo_stream_ = 0;
+  std::optional<WeakStorage> unpacked_;  // what autograd got last
+  uint64_t unpacked_stream_ = 0;
   std::vector<std::pair<c10::VariableVersion, uint32_t>> users_;
   int uses_ = 0;
   int remaining_uses_ = 0;

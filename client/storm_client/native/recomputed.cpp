@@ -48,7 +48,7 @@ PyObject* recomputed(std::shared_ptr<Result> result, const at::Tensor& tensor) {
 
 at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer) {
   const auto& [result, view, version] = recomputed_type::of(self);
-  at::Tensor tensor = result->viewed(view, restorer);
+  at::Tensor tensor = result->unpacked(view, restorer);
   result->add_user(version.counter());
   tensor.unsafeGetTensorImpl()->set_version_counter(version.counter());
   return tensor;

@@ -64,6 +64,21 @@ def test_a_trial_recomputes_what_is_still_held() -> None:
     assert torch.equal(tried.made(anew=True), scaled(x).exp())
 
 
+def test_what_a_backward_pass_gets_shares_memory_as_long_as_it_holds_some() -> None:
+    """A function may write to one of its saved tensors and read another."""
+    x, pins = seeded("cpu", 8, 8), Pins()
+    made = x.exp()
+    result = Result(made, pins.add(made.untyped_storage()), pins)
+    result.made_by(recipe_of(torch.exp, x), None)
+    views = [(View.of(one), SavedVersion.of(one, 0)) for one in (made[:4], made)]
+    del made
+    part, whole = (result.unpacked(*one) for one in views)
+    part.data.zero_()
+    assert not whole[:4].any()
+    del part, whole
+    assert torch.equal(result.unpacked(*views[1]), x.exp())
+
+
 @pytest.mark.parametrize(
     "around",
     [
