@@ -210,7 +210,7 @@ class Unpacking:
             with ranges.span("replay", replayed.result.nbytes):
                 tensor = replayed.result.unpacked(replayed.view, replayed.version)
             waited = self._restore_seconds - restore_seconds
-        if replayed.checksum is not None:
+        if replayed.checksum is not None and not replayed.result.is_own_memory(tensor):
             compare(replayed.checksum, tensor.untyped_storage())
         self._trace.used(id(replayed.result))
         self._recorder.replayed(self._trace.paused("replay", began) - waited)
@@ -237,6 +237,4 @@ class Unpacking:
 
     def _recomputed(self, result: Result) -> torch.Tensor | None:
         """Return the recomputed tensor; None if the step departed before a recipe was made."""
-        return (
-            None if self._planned.has_diverged and not result.has_recipe else result.made(anew=True)
-        )
+        return None if self._planned.has_diverged and not result.has_recipe else result.tried()

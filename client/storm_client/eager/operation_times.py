@@ -286,7 +286,7 @@ class _Place:
                 self._shape, self._stride, dtype=self._dtype, device=self._device
             )
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:  # noqa: ARG002
+    def tensor(self) -> torch.Tensor:
         """Return the memory as a tensor, as a source of a recipe."""
         assert self._held is not None
         return self._held

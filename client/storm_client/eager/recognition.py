@@ -96,8 +96,8 @@ class StepRecord:
     _position: int = 0
     _events: list[Event] = field(default_factory=list)
     _unplanned: set[int] = field(default_factory=set)
-    """Values that the plan recomputes and this step does not, or the reverse: it had followed
-    another plan when they were made."""
+    """Values that the step does not recompute, or not in the plan's way: it had followed another
+    plan when they, or what they are made from, were made."""
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -214,23 +214,19 @@ class StepRecord:
         A proof holds for a value whose inputs are held as the plan says. So what is made from an
         input that is held otherwise is not recomputed.
         """
-        made = {one for one in range(len(self.values)) if self._recomputes(one)}
+        made = {value.number for value in self.values if self._recomputes(value.number)}
         self.signature = signature
         if signature is None or signature.followed is None:
             return
-        decisions = signature.followed.decisions
-        self._unplanned = {
-            one for one in range(len(self.values)) if isinstance(decisions[one], Replay)
-        } ^ made
-        for value in signature.values[len(self.values) :]:
-            is_replay = isinstance(decisions[value.number], Replay)
-            if is_replay and not self._unplanned.isdisjoint(value.inputs):
-                self._unplanned.add(value.number)
+        self._unplanned = set()
+        for value, decision in zip(signature.values, signature.followed.decisions, strict=True):
+            number, is_replay = value.number, isinstance(decision, Replay)
+            is_held_otherwise = number < len(self.values) and is_replay != (number in made)
+            if is_held_otherwise or (is_replay and not self._unplanned.isdisjoint(value.inputs)):
+                self._unplanned.add(number)
 
     def _recomputes(self, number: int) -> bool:
-        plan = self.plan
-        is_replay = plan is not None and isinstance(plan.decision_for(number, 0), Replay)
-        return is_replay ^ (number in self._unplanned)
+        return isinstance(self.decision_for(number, 0), Replay)
 
     def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded.

@@ -89,18 +89,16 @@ class Recipe:
         self._differentiates = bool(self._choice) and torch.is_grad_enabled()
         """Whether the choice of its kernels may have depended on which inputs need a gradient."""
 
-    def run(self, *, anew: bool = False) -> Any:
+    def run(self) -> Any:
         """Run the operation again; its results are part of no graph.
-
-        If `anew`, recomputed inputs are not read from memory that somebody still holds.
 
         Raises:
             ActivationLost: it would make other bits now.
         """
         if self._settings != settings_of_kernels(self._device, self._choice):
             raise lost("settings")
-        arguments = [self._filled(argument, anew) for argument in self._arguments]
-        options = {name: self._filled(value, anew) for name, value in self._options.items()}
+        arguments = [self._filled(argument) for argument in self._arguments]
+        options = {name: self._filled(value) for name, value in self._options.items()}
         records = self._differentiates
         # In a backward pass there is mostly nothing to change, and a check is cheaper.
         grad = _AS_IT_IS if torch.is_grad_enabled() is records else torch.set_grad_enabled(records)
@@ -119,14 +117,14 @@ class Recipe:
             return _AS_IT_IS
         return _casting(self._device, self._autocast)
 
-    def _filled(self, argument: Any, anew: bool) -> Any:
+    def _filled(self, argument: Any) -> Any:
         if isinstance(argument, Input):
-            tensor = argument.source.tensor(anew=anew)
+            tensor = argument.source.tensor()
             if self._differentiates and argument.requires_grad:
                 return tensor.detach().requires_grad_()
             return tensor
         if type(argument) in (list, tuple):
-            return type(argument)(self._filled(one, anew) for one in argument)
+            return type(argument)(map(self._filled, argument))
         return argument
 
 
@@ -220,7 +218,7 @@ class Result:
     def __init__(self, tensor: torch.Tensor, origin: WeakStorage, pins: Pins) -> None:
         """Represent `tensor`; `origin` refers weakly to its storage while `pins` are held."""
         self.original: torch.Tensor | None = None
-        """The tensor, held as long as its recipe is not known."""
+        """The tensor, held as long as its recipe is not known, and after `hold`."""
         self.is_overwritten = False
         """Whether its own memory was modified uncounted."""
         self.nbytes = tensor.untyped_storage().nbytes()
@@ -247,6 +245,12 @@ class Result:
         self.original = None
         if index is not None:
             recipe.results.append((weakref.ref(self), index))
+
+    def hold(self) -> None:
+        """Hold its own memory if somebody holds it: a backward pass reads it as it is then."""
+        origin = self._origin.storage()
+        if origin is not None:
+            self.original = self._view.rebuild(origin)
 
     def expect_use(self) -> None:
         """Count one more expected request for it."""
@@ -284,6 +288,10 @@ class Result:
         self.add_user(version)
         return version.alias(tensor)
 
+    def is_own_memory(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that was returned lies in the result's own memory."""
+        return bool(tensor.untyped_storage()._cdata == self._origin.address)
+
     def _original_storage(self) -> torch.UntypedStorage | None:
         """Return its own memory if that is held; `ActivationLost` if it was overwritten then."""
         origin = self._origin.storage()
@@ -293,29 +301,37 @@ class Result:
             raise lost("overwritten")
         return None
 
-    def viewed_anew(self, view: View, *, anew: bool = False) -> torch.Tensor:
+    def viewed_anew(self, view: View) -> torch.Tensor:
         """Return a view of the recomputed memory, even if its own memory still exists.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        made = self.made(anew=anew)
+        made = self.made()
         return made if view == self._view else view.rebuild(made.untyped_storage())
 
-    def viewed_for_writing(self, view: View, *, anew: bool = False) -> torch.Tensor:
+    def viewed_for_writing(self, view: View) -> torch.Tensor:
         """Return a view of the recomputed memory, for a caller that writes to it.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        made = self.made(anew=anew)
+        made = self.made()
         is_alone = self._uses == 1 and _references(made.untyped_storage()) == _ALONE
         return view.rebuild((made if is_alone else copied(made)).untyped_storage())
 
-    def made(self, *, anew: bool = False) -> torch.Tensor:
-        """Return the recomputed tensor, made now or for an earlier request.
+    def tried(self) -> torch.Tensor:
+        """Return the recomputed tensor, as `unpacked` does when its own memory is not held.
 
-        If `anew`, what it is recomputed from is recomputed, too, even if its memory still exists.
+        Raises:
+            ActivationLost: as `unpacked`.
+        """
+        if self.is_overwritten:
+            raise lost("overwritten")
+        return self.made()
+
+    def made(self) -> torch.Tensor:
+        """Return the recomputed tensor, made now or for an earlier request.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -325,7 +341,7 @@ class Result:
         stream = _stream(self._device)
         tensor = self._remembered(stream)
         if tensor is None:
-            tensor = self._run(*self._recipe, anew=anew)
+            tensor = self._run(*self._recipe)
         self._note_request((tensor, stream))
         return tensor
 
@@ -349,8 +365,8 @@ class Result:
             return None
         return self._memo[0] if all(version.unchanged for version in self._users) else None
 
-    def _run(self, recipe: Recipe, index: int | None, *, anew: bool) -> torch.Tensor:
-        made = recipe.run(anew=anew)
+    def _run(self, recipe: Recipe, index: int | None) -> torch.Tensor:
+        made = recipe.run()
         for known, place in recipe.results:
             other = known()
             if other is not None and other is not self:

@@ -28,7 +28,7 @@ from storm_client.eager.calls import (
 )
 from storm_client.eager.casts import Cast, Casts
 from storm_client.eager.early_reads import EarlyReads
-from storm_client.eager.events import CAST, SAVED, RecordedValue
+from storm_client.eager.events import CAST, SAVED, Event, RecordedValue
 from storm_client.eager.followed_plan import Expected
 from storm_client.eager.following import LoggedEvent
 from storm_client.eager.hidden_calls import KnownCall, known_calls
@@ -190,7 +190,7 @@ class Recording:
             return None
         tracked = self._values.find(tensor, storage)
         tracked.value.uses += 1
-        decision = step.record_event((SAVED, tracked.number, None, ()), storage.nbytes())
+        decision = self._record((SAVED, tracked.number, None, ()), storage.nbytes())
         step.record_save(tracked.number, storage.nbytes())
         decision = OFFLOAD if decision is None else decision
         # If the operation of a value is known, its origin need not be found out.
@@ -346,7 +346,7 @@ class Recording:
             value.over = () if found is inputs else _over(call, output, value.inputs)
             self._values.reads_parameters(value, call.tensors())
             event = (call.function, tracked.number, value.dtype, value.inputs)
-            if isinstance(step.record_event(event, storage.nbytes()), Replay):
+            if isinstance(self._record(event, storage.nbytes()), Replay):
                 self._plan_recompute(
                     tracked, call, found, output, None if outputs[0] is made else index
                 )
@@ -393,7 +393,7 @@ class Recording:
             value = tracked.value
             value.operation, value.inputs = name_of(torch.Tensor.to), numbers_of(inputs)
             event = (CAST, tracked.number, cast.dtype, value.inputs)
-            if isinstance(self.step.record_event(event, value.nbytes), Replay):
+            if isinstance(self._record(event, value.nbytes), Replay):
                 self._cast_again(cast, source, inputs)
 
     def _cast_again(self, cast: Cast, source: torch.Tensor, inputs: Inputs) -> None:
@@ -498,10 +498,19 @@ class Recording:
         are_made = all(before is not None and before.value.operation for before in former)
         return is_sound and are_made and not call.takes(output.untyped_storage())
 
+    def _record(self, event: Event, nbytes: int) -> Decision | None:
+        """Record an event as `StepRecord.record_event` does."""
+        signature = self.step.signature
+        decision = self.step.record_event(event, nbytes)
+        if self.step.signature is not signature:
+            self._values.hold_results()
+        return decision
+
     def _leave_script(self) -> None:
         """Leave the script: look at everything from here on."""
         self.step.leave_script()
         self._values.leave_script()
+        self._values.hold_results()
 
 
 def _is_like(expected: Expected, function: Function, output: torch.Tensor) -> bool:

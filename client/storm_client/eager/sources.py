@@ -84,8 +84,8 @@ class Overwritable(Protocol):
 class Source(Protocol):
     """An input of a recipe."""
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:
-        """Return the tensor as the operation found it; `anew` as in `Result.made`.
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor as the operation found it.
 
         Raises:
             RuntimeError, StormError: the tensor is not available.
@@ -106,7 +106,7 @@ class Alias(NamedTuple):
         held = tensor.detach()
         return cls(held, held._version, held.untyped_storage().nbytes())
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:  # noqa: ARG002
+    def tensor(self) -> torch.Tensor:
         """Return the tensor; ActivationLost if it has changed or its memory was freed."""
         if self.held._version != self.version:
             raise lost("changed", (list(self.held.shape), self.version, self.held._version))
@@ -123,7 +123,7 @@ class PackedInput(NamedTuple):
     value: Overwritable | None = None
     """The value that it holds; None for a copy."""
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:  # noqa: ARG002
+    def tensor(self) -> torch.Tensor:
         """Unpack the tensor; ActivationLost if its memory was modified uncounted."""
         if self.value is not None and self.value.is_overwritten:
             raise lost("overwritten")
@@ -140,7 +140,7 @@ class Copied(NamedTuple):
     copy: PackedInput
     view: View
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:  # noqa: ARG002
+    def tensor(self) -> torch.Tensor:
         """Unpack the copy and return the view."""
         return self.view.rebuild(self.copy.tensor().untyped_storage())
 
@@ -157,7 +157,7 @@ class Blank(NamedTuple):
         view = View.of(tensor)
         return cls(view._replace(offset=view.offset % ALIGNMENT_BYTES), tensor.device)
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:  # noqa: ARG002
+    def tensor(self) -> torch.Tensor:
         """Return a new tensor with arbitrary contents."""
         _, nbytes = self.view.span()
         empty = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -171,17 +171,12 @@ class RecipeResult(NamedTuple):
     view: View
     version: SavedVersion
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:
-        """Return its own memory if that is held unmodified, else recompute it from its inputs.
-
-        If `anew`, recompute it in any case, unless it has no recipe.
-        """
-        is_as_it_was = self.version.unchanged and not self.result.is_overwritten
-        if is_as_it_was and not (anew and self.result.has_recipe):
-            return self.result.viewed(self.view)
-        if not self.result.has_recipe:
-            self.version.check()
-        return self.result.viewed_anew(self.view, anew=anew)
+    def tensor(self) -> torch.Tensor:
+        """Recompute it, even if its own memory is held: that may be written to uncounted."""
+        if self.result.has_recipe:
+            return self.result.viewed_anew(self.view)
+        self.version.check()
+        return self.result.viewed(self.view)
 
 
 class OverwrittenResult(NamedTuple):
@@ -190,9 +185,9 @@ class OverwrittenResult(NamedTuple):
     result: Result
     view: View
 
-    def tensor(self, *, anew: bool = False) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         """Recompute the result from its inputs, since its own memory was overwritten."""
-        return self.result.viewed_for_writing(self.view, anew=anew)
+        return self.result.viewed_for_writing(self.view)
 
     @classmethod
     def over(cls, result: Result, tensor: torch.Tensor) -> OverwrittenResult:

@@ -200,6 +200,16 @@ class Values:
             return call.former
         return [self.before(call.arguments[0])]
 
+    def hold_results(self) -> None:
+        """Hold the results that others hold, too.
+
+        The step is unlike those in which recomputation was tried, so they may be written to
+        uncounted.
+        """
+        for tracked in self._tracked.values():
+            if tracked.result is not None:
+                tracked.result.hold()
+
     def leave_script(self) -> None:
         """Map the storages to the step's own values from now on, no longer to the script's."""
         values = self._step.values

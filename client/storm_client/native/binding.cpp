@@ -215,6 +215,12 @@ Before Values::overwritten(const at::Tensor& tensor) {
   return tracked.version == version ? Before{tracked.number, version, tracked.result} : Before{};
 }
 
+void Values::hold_results() const {
+  for (const auto& [_, tracked] : tracked_) {
+    if (tracked.result != nullptr) tracked.result->hold();
+  }
+}
+
 std::shared_ptr<Result> Values::recomputed(const at::Tensor& tensor) const {
   const auto found = tracked_.find(storage_of(tensor.unsafeGetTensorImpl()));
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();

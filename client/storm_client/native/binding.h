@@ -48,6 +48,10 @@ class Values {
   // Notes an overwrite of a tensor's memory that no version counts. Returns the former value.
   Before overwritten(const at::Tensor& tensor);
 
+  // Holds the results that others hold, too. The step is unlike those in which recomputation was
+  // tried, so they may be written to uncounted.
+  void hold_results() const;
+
   void clear() { tracked_.clear(); }
 
  private:

@@ -108,7 +108,7 @@ void Follower::ends(const at::RecordFunction& ended, CallKind kind) {
     const bool is_view = kind == CallKind::COPY && is_ordinary(impl) && storage_of(impl) == copied;
     const bool is_tracked = is_ordinary(impl) && !is_view && is_in_graph(output) && is_large(impl);
     if (is_tracked && !met_unexpected) {
-      met_unexpected = !advance(called, place, output, pending.begun);
+      if (!advance(called, place, output, pending.begun)) meet_unexpected();
     }
     Begun& call = pending_of(CallKind::CALL).begun;
     const bool is_cast = kind == CallKind::CAST && place == 0 && casts_argument();
@@ -120,7 +120,7 @@ void Follower::ends(const at::RecordFunction& ended, CallKind kind) {
     ++place;
   });
   if (kind == CallKind::CALL && !met_unexpected) {
-    met_unexpected = !advance_byproduct(called, pending.begun);
+    if (!advance_byproduct(called, pending.begun)) meet_unexpected();
   }
   if (kind == CallKind::CALL) byproduct.reset();
   pending.begun.clear();
@@ -190,7 +190,8 @@ PyObject* launched(PyObject* self, PyObject* arguments) {
     const auto& output = THPVariable_Unpack(PyList_GET_ITEM(made, at));
     const auto* impl = output.unsafeGetTensorImpl();
     if (!follower.is_large(impl)) continue;
-    follower.met_unexpected = !follower.advance(called, static_cast<uint32_t>(at), output, begun);
+    const auto place = static_cast<uint32_t>(at);
+    if (!follower.advance(called, place, output, begun)) follower.meet_unexpected();
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -240,8 +241,13 @@ PyObject* continue_at(PyObject* self, PyObject* argument) {
 }
 
 PyObject* leave_script(PyObject* self, PyObject*) {
-  follower_of(self).follows_script = false;
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  follower.follows_script = false;
+  Locked locked(follower.lock);
+  follower.values.hold_results();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 // batch_offloads(a tensor on the device of those that may wait, the most bytes that may wait,

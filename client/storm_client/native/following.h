@@ -90,6 +90,11 @@ struct Follower : public Watcher {
     pending_of(CallKind::CALL).is_looked_at = false;
     pending_of(CallKind::CALL).begun.clear();
   }
+  // Notes a call that the script does not expect. The caller holds `lock`.
+  void meet_unexpected() {
+    met_unexpected = true;
+    values.hold_results();
+  }
   bool advance_byproduct(const Called& called, Begun& begun);
   bool advance(const Called& called, uint32_t place, const at::Tensor& output, Begun& begun);
   // Returns whether an output is large enough for scripts.

@@ -195,7 +195,7 @@ Ref pack_result(Follower& follower, PyObject* object, const at::Tensor& tensor) 
       handle = make_recomputed_handle(follower, tensor, *tracked);
       if (event.is_byproduct) follower.byproduct = tensor;
     }
-    if (tracked == nullptr) follower.met_unexpected = true;
+    if (tracked == nullptr) follower.meet_unexpected();
   }
   if (follower.met_unexpected) return pack_in_python(follower, object, /*leaves_script=*/true);
   advance_past_save(follower, nbytes);
@@ -313,7 +313,6 @@ PyObject* recompute_for_trial(PyObject* self, PyObject* packed) {
   c10::InferenceMode guard(false);
   Locked locked(follower.lock);
   InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);
-  restorer.anew = true;
   at::Tensor made = make_recomputed(packed, restorer);
   if (!made.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(made);

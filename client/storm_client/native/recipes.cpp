@@ -265,11 +265,9 @@ RecipeResult::RecipeResult(std::shared_ptr<Result> result, const at::Tensor& ten
 }
 
 at::Tensor RecipeResult::tensor(InputRestorer& restorer) {
-  const bool is_as_it_was = version_.is_unchanged() && !result_->is_overwritten();
-  const bool is_anew = restorer.anew && result_->has_recipe();
-  if (is_as_it_was && !is_anew) return result_->viewed(view_, restorer);
-  if (!result_->has_recipe()) version_.check();
-  return result_->viewed_anew(view_, restorer);
+  if (result_->has_recipe()) return result_->viewed_anew(view_, restorer);
+  version_.check();
+  return result_->viewed(view_, restorer);
 }
 
 Blank::Blank(const at::Tensor& tensor, size_t alignment) : view_(tensor), device_(tensor.device()) {
@@ -459,6 +457,16 @@ void Result::made_by(std::shared_ptr<Recipe> recipe, size_t place) {
   recipe_->makes(weak_from_this(), place);
   place_ = place;
   original_.reset();
+}
+
+at::Tensor Result::tried(const View& view, InputRestorer& restorer) {
+  if (is_overwritten_) raise_lost("overwritten");
+  return viewed_anew(view, restorer);
+}
+
+void Result::hold() {
+  auto origin = origin_.lock();
+  if (origin) original_ = view_.over(c10::Storage(std::move(origin)));
 }
 
 void Result::expect_use() {

@@ -47,7 +47,6 @@ struct InputRestorer {
   InputRestorer(PyObject* restore_input, PyObject* load)
       : function(Ref::borrowed(restore_input)), load(Ref::borrowed(load)) {}
 
-  bool anew = false;  // whether recomputed inputs are not read from memory that somebody holds
   Ref function;  // unpacks what Python has packed
   Ref load;      // returns the storage of a tensor that waited and was offloaded
   double seconds = 0.0;
@@ -110,7 +109,8 @@ class Copied {
   View view_;
 };
 
-// A view of another recipe's output, at a version.
+// A view of another recipe's output, at a version. It is recomputed even if its own memory is held:
+// that may be written to uncounted.
 class RecipeResult {
  public:
   RecipeResult(std::shared_ptr<Result> result, const at::Tensor& tensor);
@@ -225,9 +225,10 @@ class Result : public std::enable_shared_from_this<Result> {
   bool has_recipe() const { return recipe_ != nullptr; }
   void made_by(std::shared_ptr<Recipe> recipe, size_t place);
   void expect_use();
+  // Holds the original memory if somebody holds it: a backward pass reads it as it is then.
+  void hold();
   // Notes an overwrite of the original memory that no version counts.
   void overwritten() { is_overwritten_ = true; }
-  bool is_overwritten() const { return is_overwritten_; }
   // Returns a view of the original memory while somebody holds that, else of a recomputed storage.
   at::Tensor viewed(const View& view, InputRestorer& restorer);
   at::Tensor viewed_anew(const View& view, InputRestorer& restorer);
@@ -235,6 +236,8 @@ class Result : public std::enable_shared_from_this<Result> {
   // what it got before, it gets the same memory again: it may write to one of its saved tensors and
   // read another.
   at::Tensor unpacked(const View& view, InputRestorer& restorer);
+  // Returns the same as `unpacked` does when nobody holds the original memory.
+  at::Tensor tried(const View& view, InputRestorer& restorer);
   // Returns a view of recomputed memory that nobody else has, for an operation that writes to it.
   at::Tensor viewed_for_writing(const View& view, InputRestorer& restorer);
   // Keeps an output that was recomputed with another result, if a use is still expected.

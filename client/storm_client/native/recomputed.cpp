@@ -56,7 +56,7 @@ at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer) {
 
 at::Tensor make_recomputed(PyObject* self, InputRestorer& restorer) {
   const auto& [result, view, version] = recomputed_type::of(self);
-  return result->has_recipe() ? result->viewed_anew(view, restorer) : at::Tensor();
+  return result->has_recipe() ? result->tried(view, restorer) : at::Tensor();
 }
 
 const SavedVersion& version_of_recomputed(PyObject* self) {
