@@ -33,7 +33,7 @@ class Keeper(Enum):
     """Or unknown hooks, which hold an object whose counts never match."""
     PYTHON = "KeptTensor"
     COMPILED = "Kept"
-    """Until it is offloaded: then a holder of the original counts as much as the token did."""
+    """Both until it is offloaded: then a holder of the original counts as much as the token did."""
 
 
 _use_count = torch._C._storage_Use_Count
@@ -49,7 +49,7 @@ def keeper_of(ctx: Any) -> Keeper:
     if getattr(saved, "unpack_hook", None) is None:
         return Keeper.GRAPH
     if isinstance(saved.data, KeptTensor):
-        return Keeper.PYTHON
+        return Keeper.PYTHON if saved.data.moved is None else Keeper.GRAPH
     is_compiled = type(saved.data).__qualname__ == Keeper.COMPILED.value
     return Keeper.COMPILED if is_compiled and saved.data.token is not None else Keeper.GRAPH
 
