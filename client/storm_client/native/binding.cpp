@@ -273,7 +273,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
   auto recipe = std::make_shared<Recipe>(std::move(operation), begun.inputs, std::move(sources),
                                          *circumstances, begun.draw);
   if (!batches.empty()) recipe->shapes(output.sizes());
-  if (begun.launch) begun.recipe = recipe;
+  (begun.launch ? begun.recipe : begun.of_output) = recipe;
   if (made.result == nullptr) made.result = std::make_shared<Result>(output);
   made.result->made_by(std::move(recipe), call.place);
   return true;
@@ -312,6 +312,7 @@ bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
                            const ModelStorages& model_storages, int64_t min_bytes,
                            std::vector<Unpacked>& unpacked) {
   if (made.result == nullptr) return false;
+  if (begun.of_output && call.depends != Depends::FORMER) begun.of_output->keeps(made.result);
   if (call.depends == Depends::VALUES) {
     return make_recipe(script, call, begun, byproduct, made, values, model_storages, min_bytes,
                        unpacked);

@@ -90,6 +90,7 @@ struct Begun {
     launch.reset();
     former.clear();
     recipe.reset();
+    of_output.reset();
   }
 
   std::vector<c10::IValue> inputs;
@@ -99,6 +100,7 @@ struct Begun {
   std::shared_ptr<Launch> launch;  // of a kernel, if it is no operator's call
   std::vector<Before> former;      // what a launch has overwritten: its first inputs
   std::shared_ptr<Recipe> recipe;  // of a launch, whose outputs share it
+  std::shared_ptr<Recipe> of_output;  // the latest of an operator's output
 };
 
 // Makes the recipe of a call's output, so that its value `made` is recomputed. Returns whether the

@@ -402,7 +402,9 @@ at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
   }
   std::vector<c10::IValue> stack = filled(restorer);
   const bool keeps = place == KEPT;
-  at::AutoGradMode recording(circumstances_.records || keeps);
+  const auto byproduct = keeps ? nullptr : byproduct_.lock();
+  const bool offers = byproduct != nullptr && byproduct->is_expected();
+  at::AutoGradMode recording(circumstances_.records || keeps || offers);
   WithoutHooks unseen(circumstances_.records);
   Autocasting casting(circumstances_.device, circumstances_.autocast);
   c10::impl::ExcludeDispatchKeyGuard unaltered(MODES_OF_PYTHON);
@@ -411,12 +413,18 @@ at::Tensor Recipe::run(size_t place, InputRestorer& restorer) {
     return run(**launch, stack, place);
   }
   const auto& op = std::get<c10::OperatorHandle>(operation_);
-  if (keeps) return kept(op, stack);
-  if (!call(op, stack)) raise_lost("drawn");
+  if (keeps || offers) {
+    const at::Tensor found = kept(op, stack);
+    if (offers && found.defined()) byproduct->offered(found);
+    TORCH_CHECK(offers || found.defined(), op.operator_name(), " has kept one tensor, and does not now");
+    if (keeps) return found;
+  } else if (!call(op, stack)) {
+    raise_lost("drawn");
+  }
   at::Tensor made = output_at(stack, place);
   TORCH_CHECK(made.defined(), op.operator_name(), " has no output ", place, " any more");
   if (sizes_) made = made.view(*sizes_);
-  return circumstances_.records ? made.detach() : made;
+  return circumstances_.records || offers ? made.detach() : made;
 }
 
 at::Tensor Recipe::run(const Launch& launch, const std::vector<c10::IValue>& tensors, size_t place) {
@@ -434,8 +442,7 @@ at::Tensor Recipe::kept(const c10::OperatorHandle& op, std::vector<c10::IValue>&
   Catching catching;
   if (!call(op, stack)) raise_lost("drawn");
   const at::Tensor found = catching.kept(given, output_at(stack, 0));
-  TORCH_CHECK(found.defined(), op.operator_name(), " has kept one tensor, and does not now");
-  return found.detach();
+  return found.defined() ? found.detach() : found;
 }
 
 // --- results ----------------------------------------------------------------------------------
@@ -549,7 +556,7 @@ void Result::note_request(at::Tensor made, uint64_t stream) {
 }
 
 void Result::offered(const at::Tensor& made) {
-  if (remaining_uses_ == 0 || memo_.defined() || !view_.describes(made)) return;
+  if (!is_expected() || !view_.describes(made)) return;
   memo_ = made;
   memo_stream_ = stream_of(device_);
   users_.clear();

@@ -187,6 +187,8 @@ class Recipe {
   // other outputs of a launch are offered to their results. Releases the GIL meanwhile, except for
   // a launch.
   at::Tensor run(size_t place, InputRestorer& restorer);
+  // Notes the result of the call's byproduct: a run offers it to the result, if that is expected.
+  void keeps(std::weak_ptr<Result> byproduct) { byproduct_ = std::move(byproduct); }
   // Has the recipe return its output in a shape that the operator does not give it.
   void shapes(c10::IntArrayRef sizes) { sizes_.emplace(sizes.begin(), sizes.end()); }
   void makes(std::weak_ptr<Result> result, size_t place) { results_.emplace_back(std::move(result), place); }
@@ -200,7 +202,7 @@ class Recipe {
 
   std::vector<c10::IValue> filled(InputRestorer& restorer);
   at::Tensor run(const Launch& launch, const std::vector<c10::IValue>& tensors, size_t place);
-  // Calls an operator and returns its byproduct.
+  // Calls an operator; returns its byproduct, which is undefined unless it is one tensor.
   at::Tensor kept(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
   // Calls an operator; returns whether it has drawn the same random numbers.
   bool call(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack);
@@ -212,6 +214,7 @@ class Recipe {
   Circumstances circumstances_;
   std::shared_ptr<Draw> draw_;
   std::optional<c10::SmallVector<int64_t, 5>> sizes_;
+  std::weak_ptr<Result> byproduct_;
   std::vector<std::pair<std::weak_ptr<Result>, size_t>> results_;
 };
 
@@ -242,6 +245,7 @@ class Result : public std::enable_shared_from_this<Result> {
   at::Tensor viewed_for_writing(const View& view, InputRestorer& restorer);
   // Keeps an output that was recomputed with another result, if a use is still expected.
   void offered(const at::Tensor& made);
+  bool is_expected() const { return remaining_uses_ > 0 && !memo_.defined(); }
   // Notes that the memory was returned to a user, who may modify it and count that in `counter`.
   void add_user(const c10::VariableVersion& counter);
 

@@ -990,3 +990,27 @@ def test_what_calls_make_of_their_arguments_is_recomputed_once(
     recomputed = Counter(row.operation for row in offload.plan.rows if row.decision == "replay")
     assert found["aten::clone"] == recomputed["reshape"] > 0
     assert found["aten::_to_copy"] == recomputed["to"]
+
+
+def test_dropout_is_run_once_for_its_result_and_its_mask(
+    device: str, client: storm.Client, compiled: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=256)
+    x, w = inputs(device)
+
+    def runs_in_backward() -> int:
+        torch.manual_seed(0)
+        with offload:
+            loss = functional.dropout((x @ w).tanh(), 0.3).exp().square().sum()
+        with profile(activities=[ProfilerActivity.CPU]) as calls:
+            loss.backward()
+        return sum(one.name == "aten::dropout" for one in calls.events())
+
+    for _ in range(SETTLED_STEPS):
+        runs = runs_in_backward()
+    assert compiled[-1]
+    assert offload.plan is not None
+    recomputed = {row.operation for row in offload.plan.rows if row.decision == "replay"}
+    assert {"dropout", "dropout mask"} <= recomputed
+    assert runs == 1
