@@ -196,7 +196,7 @@ class StepHooks:
         try:
             self._sessions.send_unshared()
             self._results.send()
-            if followed is not None:
+            if followed is not None and followed.wants_turn:
                 self._unpacking.forward_end = followed, Mark(followed.clock)
         except DaemonLost as loss:
             if not self._keeps_without_daemon:

@@ -72,7 +72,7 @@ class Unpacking:
         """
         self.forward_end: tuple[StepSignature, Mark] | None = None
         """The signature that the forward pass has followed, and when the pass had sent all its
-        tensors. None once the backward pass has asked for a tensor."""
+        tensors. None where no turn has to be timed, and once the backward pass has asked."""
         self._policy = policy
         self._recorder = recorder
         self._keeps_without_daemon = keeps_without_daemon

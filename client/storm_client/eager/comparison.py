@@ -70,6 +70,11 @@ class Comparison:
             return False
         return has_changed(self.machine.link, machine.link)
 
+    @property
+    def wants_turn(self) -> bool:
+        """Whether the turn time is not known yet."""
+        return math.isinf(self._turn)
+
     def turn_seconds(self, times: StepTimes) -> float:
         """Return the turn time for all plans: the first that is known.
 
@@ -77,7 +82,7 @@ class Comparison:
         would not be the one that was measured, and its recomputation would have to be verified
         again.
         """
-        if math.isinf(self._turn):
+        if self.wants_turn:
             self._turn = times.turn_seconds()
         return self._turn
 

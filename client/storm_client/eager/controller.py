@@ -266,7 +266,7 @@ class Planning:
         if step.fills:
             signature.times.record_full_queue(step.begun.until_now(), share)
             return None
-        signature.observe(step.begun.until_now(), share, by_python=not step.counts)
+        signature.observe(step.begun, share, by_python=not step.counts)
         if signature.comparison is not None and step.counts:
             is_compared = share >= NEAR_LARGEST
             current = signature.comparison.search.current

@@ -28,7 +28,7 @@ from storm_client.eager.followed_plan import Expected, FollowedPlan
 from storm_client.eager.following import PythonFallback
 from storm_client.eager.gradients import Gradients, may_lie_elsewhere
 from storm_client.eager.proofs import Evidence, Trial
-from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
+from storm_client.eager.step_times import OBSERVED, StepTimes
 from storm_client.planner.blocks import block_ends
 from storm_client.planner.decisions import REPLAY, Decision, Replay
 from storm_client.planner.link_watch import LinkWatch
@@ -37,6 +37,7 @@ from storm_client.planner.repeated_blocks import repeated_ends
 
 if TYPE_CHECKING:
     from storm_client.eager.following import LoggedEvent
+    from storm_client.eager.recorder import Mark
     from storm_client.planner.plan import Plan
 
 __all__ = ["NEAR_LARGEST", "StepSignature"]
@@ -235,6 +236,11 @@ class StepSignature:
         """The comparison of its plans; None until the time of a forward pass is known."""
         return self.root._comparison
 
+    @property
+    def wants_turn(self) -> bool:
+        """Whether its plans still have to learn how long a turn lasts."""
+        return self.root._comparison is None or self.root._comparison.wants_turn
+
     def compare(self, comparison: Comparison) -> Comparison:
         """Compare plans from now on."""
         self.root._comparison = comparison
@@ -289,15 +295,16 @@ class StepSignature:
         """Whether the next forward pass is to be timed with all of it in the device's queue."""
         return self.followed is not None and self.times.wants_full_queue
 
-    def observe(self, forward: Duration, share: float = 1.0, *, by_python: bool = False) -> None:
-        """Record a forward pass that followed the plan; two of them outdate the plan.
+    def observe(self, begun: Mark, share: float = 1.0, *, by_python: bool = False) -> None:
+        """Note that a forward pass has followed the plan to its end.
 
-        The step saved a `share` of the bytes that the largest step saves.
+        Until two are known, its time since `begun` is recorded; two outdate the plan. The step
+        saved a `share` of the bytes that the largest step saves.
         """
         assert self.followed is not None
         self.followed.steps += 1
         self.followed.by_python += by_python
-        if self.times.observe(forward, share):
+        if self.times.window is None and self.times.observe(begun.until_now(), share):
             self.outdate()
 
     def without_functions(self) -> StepSignature:

@@ -72,9 +72,10 @@ class StepTimes:
         self._full = forward, share
 
     def observe(self, forward: Duration, share: float = 1.0) -> bool:
-        """Record a forward pass that followed the plan; return whether `measure` has enough now."""
-        if self.window is not None:
-            return False
+        """Record a forward pass that followed the plan; return whether `measure` has enough now.
+
+        Call this only as long as there is no `window`.
+        """
         self._forwards = [*self._forwards, (forward, share)][-OBSERVED:]
         return len(self._forwards) == OBSERVED
 

@@ -152,6 +152,23 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     assert plan.bytes_by_decision == offload.plan.bytes_by_decision  # type: ignore[union-attr]
 
 
+def test_turns_and_forward_passes_are_timed_only_until_all_plans_know_them(
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[[Callable[[Alternative], float]], None],
+) -> None:
+    """Each time takes two CUDA events, and so time of the training thread."""
+    take(lambda _: 0.1)
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    trained(net, offload)
+    timed: list[str] = []
+    for name in ("observe", "record_turn"):
+        monkeypatch.setattr(step_times.StepTimes, name, lambda *_, name=name: timed.append(name))
+    trained(net, offload, steps=2)
+    assert not timed
+
+
 def test_plans_are_compared_anew_for_a_link_that_others_use_as_well(
     client: storm.Client,
     monkeypatch: pytest.MonkeyPatch,
