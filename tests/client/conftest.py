@@ -81,7 +81,7 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
         client._supply.sessions.settle(DEADLINE_SECONDS)  # what was saved last may not have left
         wait_until(lambda: _holds_nothing(client), DEADLINE_SECONDS, client.status)
         assert client.status().pool.used_bytes == 0
-        for session in client._supply.sessions._open_sessions():
+        for session in client._supply.sessions.open:
             with session.connection.lock:
                 session.transfers.assert_invariants()
 

@@ -195,7 +195,7 @@ def interrupt_often(seed: int, client: storm.Client) -> None:
 
 def assert_tables_are_right(client: storm.Client) -> None:
     """Check what an interrupt has left, once the reply that it may have struck is handled."""
-    for session in client._supply.sessions._open_sessions():
+    for session in client._supply.sessions.open:
         with session.connection.lock:
             session.connection.flush()
             session.transfers.assert_invariants()
@@ -204,7 +204,7 @@ def assert_tables_are_right(client: storm.Client) -> None:
 def has_whole_staging_area(client: storm.Client) -> bool:
     """Tell whether what was given up has all been given back."""
     gc.collect()
-    for session in client._supply.sessions._open_sessions():
+    for session in client._supply.sessions.open:
         with session.connection.lock:
             session.on_wake()
             session.connection.flush()

@@ -166,9 +166,9 @@ class Connection:
         """
         with self.lock:
             self.check()
-            if self.phase is Phase.OPEN and self.lifeline.ended:
+            if self.phase is Phase.OPEN and self.lifeline.ends_within(0.0):
                 self.daemon_ended()
-            self.check()
+                self.check()
 
     def post(self, request: int, message: Message) -> None:
         """Append a message for the next flush or send; call with the lock held."""

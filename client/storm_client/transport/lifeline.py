@@ -122,13 +122,8 @@ class Lifeline:
         """Return the descriptor to poll, -1 when closed."""
         return self._socket.fileno()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the daemon is gone; do not ask after `close`."""
-        return self.ends_within(0.0)
-
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the daemon's end; return whether it has come."""
+        """Wait for the daemon's end; return whether it has come. Do not ask after `close`."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(seconds * 1000))

@@ -43,16 +43,20 @@ class Sessions:
         """
         self.address = address
         self._timeout = timeout
-        # Protects the opened sessions and _closed; a signal handler may close in _open.
+        # Protects _closed and the sessions; a signal handler may close in _open.
         self._lock = threading.RLock()
         self._closed = False
         self._sessions: dict[torch.device, Session | None] = {}
+        """By device; None where none can be opened."""
+        self.open: list[Session] = []
+        """All sessions, each from before it is in the table."""
         self.control: Session | Control
         """Carries questions that concern no device."""
         if _may_have_gpu():
             self.control = Control(address, timeout)
         else:
             self.control = self._sessions[CPU] = Session(address, CpuLane(), timeout)
+            self.open.append(self.control)
         self.control.connection.end_with(self)
 
     def check(self) -> None:
@@ -60,16 +64,14 @@ class Sessions:
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
         self.control.connection.check_now()
-        for session in self._open_sessions():
+        for session in self.open:
             if session is not self.control:
                 session.connection.check_now()
 
     @property
     def lost(self) -> bool:
         """Whether a session has lost its daemon, or was closed."""
-        return self.control.connection.lost or any(
-            session.connection.lost for session in self._open_sessions()
-        )
+        return self.control.connection.lost or any(session.connection.lost for session in self.open)
 
     def of(self, device: torch.device) -> Session | None:
         """Return the session of `device`, opened if necessary; None if there is none."""
@@ -84,7 +86,7 @@ class Sessions:
 
     def settle(self, timeout: float) -> None:
         """Wait until the stores in flight are encoded, for `timeout` seconds per session."""
-        for session in self._open_sessions():
+        for session in self.open:
             session.settle(timeout)
 
     def send_unshared(self) -> None:
@@ -93,19 +95,19 @@ class Sessions:
         Raises:
             DaemonLost: a daemon is gone.
         """
-        for session in self._open_sessions():
+        for session in self.open:
             session.send_unshared()
 
     def sweep(self) -> None:
         """Release all that is no longer needed, here and in the daemon."""
-        for session in self._open_sessions():
+        for session in self.open:
             session.sweep()
 
     def close(self) -> None:
         """End all sessions. A second call has no effect."""
         with self._lock:
             self._closed = True
-        for session in self._open_sessions():
+        for session in self.open:
             session.close()
         self.control.close()
 
@@ -126,11 +128,9 @@ class Sessions:
         except (UsageError, DaemonUnavailable) as error:
             warnings.warn(f"nothing on {device} is offloaded: {error}", stacklevel=2)
             return None
+        self.open.append(session)
         session.connection.end_with(self)
         return session
-
-    def _open_sessions(self) -> list[Session]:
-        return [session for session in list(self._sessions.values()) if session is not None]
 
 
 class Control(Listener):

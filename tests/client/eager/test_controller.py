@@ -115,7 +115,7 @@ def test_with_the_least_budget_no_more_is_in_flight_than_checkpointing_would_kee
         assert plan.checkpointed_bytes == kept + 2 * one  # the batch, and what the loss saves
         assert plan.turn_bytes == (kept - plan.bytes_by_decision["keep"] if is_bounded else None)
         assert "checkpointing each block would keep" in str(plan)
-        (session,) = client._supply.sessions._open_sessions()
+        (session,) = client._supply.sessions.open
         assert session.transfers.window.limit_at_forward_end == plan.turn_bytes
 
 
