@@ -84,6 +84,7 @@ class Supply:
         """
         sessions = self.current()
         sessions.sweep()
+        sessions.flush()
         answer = sessions.control.connection.request(StatusRequest(), timeout)
         if not isinstance(answer, Status):
             raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")

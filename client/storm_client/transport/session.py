@@ -370,20 +370,19 @@ class Session(Listener):
     def sweep(self) -> None:
         """Release all that is no longer needed: dead records' entries, mappings of freed memory.
 
-        After the daemon's loss nothing is left to release.
+        The daemon learns of it with the next stores, or by a heartbeat. After the daemon's loss
+        nothing is left to release.
         """
         if self.device.type == "cuda":
             retry_allocations()
         with suppress(DaemonLost):
             self.send_unshared()
-        with self.connection.lock, suppress(DaemonLost):
-            self.connection.check()
-            self._release_dead()
-            if self._in_place is not None:
-                self._in_place.sweep()
-                send_offers(self.connection, self._in_place.segments)
-            if self.connection.outbox:
-                self.connection.flush()
+            with self.connection.lock:
+                self.connection.check()
+                self._release_dead()
+                if self._in_place is not None:
+                    self._in_place.sweep()
+                    send_offers(self.connection, self._in_place.segments)
 
     def apply_plan(self, plan: Plan, budget: Budget) -> None:
         """Limit held sources as the plan says, and tell the daemon of the plan, for monitoring."""

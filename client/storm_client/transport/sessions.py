@@ -99,9 +99,19 @@ class Sessions:
             session.send_unshared()
 
     def sweep(self) -> None:
-        """Release all that is no longer needed, here and in the daemon."""
+        """Release all that is no longer needed, here and, soon, in the daemon."""
         for session in self.open:
             session.sweep()
+
+    def flush(self) -> None:
+        """Send what was posted.
+
+        Raises:
+            DaemonLost: a daemon is gone.
+        """
+        for session in self.open:
+            with session.connection.lock:
+                session.connection.flush()
 
     def close(self) -> None:
         """End all sessions. A second call has no effect."""
