@@ -218,12 +218,17 @@ class StepRecord:
         self.signature = signature
         if signature is None or signature.followed is None:
             return
+        decisions = signature.followed.decisions
+        planned = {one for one, decision in enumerate(decisions) if isinstance(decision, Replay)}
+        found = {one for one in planned ^ made if one < len(self.values)}
         self._unplanned = set()
-        for value, decision in zip(signature.values, signature.followed.decisions, strict=True):
-            number, is_replay = value.number, isinstance(decision, Replay)
-            is_held_otherwise = number < len(self.values) and is_replay != (number in made)
-            if is_held_otherwise or (is_replay and not self._unplanned.isdisjoint(value.inputs)):
-                self._unplanned.add(number)
+        while found:  # a value may be made from one with a later number
+            self._unplanned |= found
+            found = {
+                one
+                for one in planned - self._unplanned
+                if not self._unplanned.isdisjoint(signature.values[one].inputs)
+            }
 
     def _recomputes(self, number: int) -> bool:
         return isinstance(self.decision_for(number, 0), Replay)
