@@ -30,7 +30,7 @@ from storm_client.eager.sources import (
 from storm_client.monitoring.layers import Layers, Place
 from storm_client.planner.decisions import Decision, Replay
 from storm_client.saved.ranges import WeakStorage
-from storm_client.saved.snapshots import Ready, base_of, is_result
+from storm_client.saved.snapshots import Ready, base_of, is_result, maker_of
 from storm_client.saved.versions import SavedVersion, View
 
 __all__ = ["Inputs", "SaveHooks", "TrackedStorage", "Values", "is_in_function", "numbers_of"]
@@ -127,7 +127,7 @@ class Values:
         tracked = self._tracked.get(storage._cdata)
         if tracked is not None and tracked.version == version:
             return tracked
-        number, node = len(self._step.values), base_of(tensor).grad_fn or tensor.grad_fn
+        number, node = len(self._step.values), maker_of(tensor)
         value = RecordedValue(
             number=number,
             nbytes=storage.nbytes(),

@@ -30,6 +30,7 @@ __all__ = [
     "base_of",
     "is_result",
     "is_unshared",
+    "maker_of",
 ]
 
 _use_count = torch._C._storage_Use_Count
@@ -140,16 +141,21 @@ class Unchanging(SnapshotProof):
         return True
 
 
-def is_result(tensor: torch.Tensor) -> bool:
-    """Return whether an operation made the tensor's memory: then its changes are counted.
+def maker_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the operation that made the tensor's memory, or changed it last.
 
     A custom function may return a view of memory that it has made itself. Such a view has a
-    grad_fn, and its base has none.
+    grad_fn, and its base has none. The grad_fn of other views is not read: PyTorch raises there if
+    a view that was made with gradients off has been changed.
     """
     base = tensor._base
-    if base is None:
-        return not tensor.is_leaf
-    return not base.is_leaf or (tensor.grad_fn is not None and not base.requires_grad)
+    made = tensor if base is None or not base.requires_grad else base
+    return made.grad_fn
+
+
+def is_result(tensor: torch.Tensor) -> bool:
+    """Return whether an operation made the tensor's memory: then its changes are counted."""
+    return maker_of(tensor) is not None
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -206,6 +206,18 @@ def an_input_that_is_changed_before_anything_is_saved(x: Tensor, w: Tensor) -> I
     yield torch.stack(made).tanh().sum()
 
 
+@case
+def a_parameter_changed_by_a_view_with_gradients_off(block: Block, device: str) -> list[Tensor]:
+    """PyTorch refuses to tell which operation made the view."""
+    x, w = inputs(device)
+    with block():
+        with torch.no_grad():
+            w[3].mul_(0.5)
+        loss = (x @ w).tanh().exp().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
 @forward
 def a_changed_result(x: Tensor, w: Tensor) -> Iterator[Tensor]:
     y = (x @ w).exp()
