@@ -17,7 +17,6 @@ from storm_client.checkpointing import CheckpointedLayers
 from storm_client.devices import is_capturing
 from storm_client.eager.bits import checksum
 from storm_client.eager.controller import Planning
-from storm_client.eager.following import NativePath
 from storm_client.eager.launches import watch_launches
 from storm_client.eager.recompute import Replayed, Result
 from storm_client.eager.recorder import Mark
@@ -84,7 +83,8 @@ class StepHooks:
         self._codec = codec
         self._recorder = recorder
         self._step = Step(history)
-        path, follow = self._native_path(), native.module()
+        follow = native.module()
+        counts = self._native_counts(follow)
         self._min_bytes = planning.min_bytes(policy.min_bytes)
         """Smallest tensor, in bytes, that is not kept as small."""
         self._planned = planning.begin(
@@ -95,7 +95,7 @@ class StepHooks:
                 self._publish_ready,
                 self._offload_when_ready,
             ),
-            native=path,
+            counts=counts,
             follow=follow,
         )
         self._results = Results(
@@ -109,7 +109,7 @@ class StepHooks:
         )
         self._session: Session | None = None
         """The session of the first tensor; it is used to tell the daemon of the plan."""
-        self._follower = self._find_follower(path)
+        self._follower = self._find_follower(follow, counts)
         """Compiled code that follows the step, until the block has ended."""
         self._launches = self._planned.launches
         """Notes the kernels that the block launches, until the block has ended."""
@@ -134,26 +134,26 @@ class StepHooks:
         launches = None if self._launches is None else self._launches.watcher
         return [one for one in (calls, launches) if one is not None]
 
-    def _native_path(self) -> NativePath | None:
-        """Return the access to compiled code if it may follow the step, else None."""
+    def _native_counts(self, follow: native.Native | None) -> NativeCounts | None:
+        """Return the counts of compiled code if it may follow the step, else None."""
         if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
             return None
-        follow = native.module()
         if follow is None or ranges.is_profiling():
             return None
         if self._recorder.native is None:
             self._recorder.native = NativeCounts(follow.Tallies())
-        return NativePath(follow, self._recorder.native)
+        return self._recorder.native
 
-    def _find_follower(self, path: NativePath | None) -> _follow.Follower | None:
+    def _find_follower(
+        self, follow: native.Native, counts: NativeCounts | None
+    ) -> _follow.Follower | None:
         """Return compiled hooks if they can follow all that the step is expected to do."""
         script = self._planned.script
-        if path is None or script is None:
+        if counts is None or script is None:
             return None
         if self._planned.has_unsent_plan:  # no save of such a step may tell the daemon
             with suppress(DaemonLost):
                 self._session = self._sessions.of(self._planned.device)
-        follow, counts = path
         hooks = (
             self._pack_unexpected,
             self._pack_expected,

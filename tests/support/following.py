@@ -26,8 +26,8 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
     followed = Followed()
     find = hooks.StepHooks._find_follower
 
-    def noted(self: hooks.StepHooks, path: object) -> object:
-        follower = find(self, path)
+    def noted(self: hooks.StepHooks, *arguments: object) -> object:
+        follower = find(self, *arguments)
         followed.append(follower is not None)
         return follower
 
@@ -40,7 +40,7 @@ def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
     monkeypatch.setattr(hooks.StepHooks, "_find_follower", noted)
     monkeypatch.setattr(PlannedStep, "leave_script", left)
     if path == "python":
-        monkeypatch.setattr(hooks.StepHooks, "_native_path", lambda _: None)
+        monkeypatch.setattr(hooks.StepHooks, "_native_counts", lambda *_: None)
         return followed
     try:
         build()

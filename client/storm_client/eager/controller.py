@@ -12,13 +12,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from storm_client.eager.following import NativePath, compiled
+from storm_client.eager.following import compiled
 from storm_client.eager.function_modes import is_in_compiled_code
 from storm_client.eager.launches import watch_launches
 from storm_client.eager.operation_times import OperationTimes, keep_busy
@@ -42,6 +41,7 @@ from stormd.protocol import Budget
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins
     from storm_client.eager.step_times import StepTimes
+    from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
     from storm_client.saved.ranges import WeakStorage
 
@@ -106,13 +106,13 @@ class Planning:
         min_bytes: int,
         hooks: SaveHooks,
         *,
-        native: NativePath | None = None,
+        counts: NativeCounts | None = None,
         follow: Native | None = None,
     ) -> PlannedStep:
         """Begin a step that handles tensors of at least `min_bytes` bytes, and offloads by `hooks`.
 
-        Compiled code follows the step where `native` allows that. `follow` is the compiled module
-        if there is one: only with it are random draws and kernel launches seen.
+        Compiled code may follow the step where there are `counts` of its work. `follow` is the
+        compiled module if there is one: only with it are random draws and kernel launches seen.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -122,9 +122,9 @@ class Planning:
         record, watches = self._expected_step()
         signature = record.signature
         fills = signature is not None and signature.wants_full_queue
-        script = None if native is None or fills else self._script(record, native)
+        script = None if counts is None or fills else self._script(record, follow, counts)
         watches = watches and script is None
-        logs_events = watches and self._logs_events(record, native)
+        logs_events = watches and counts is not None and self._logs_events(record)
         calls = follow.CallLog(min_bytes, logs_events) if watches and follow is not None else None
         recording = Recording(
             record,
@@ -140,7 +140,7 @@ class Planning:
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = self._recorder(recording, follow) if watches else None
         plan = record.plan
-        waits = native is not None and script is None
+        waits = counts is not None and script is None
         return PlannedStep(
             self,
             recording,
@@ -192,7 +192,9 @@ class Planning:
             return False
         return signature is None or (learns if signature.followed is None else signature.may_replay)
 
-    def _script(self, record: StepRecord, native: NativePath) -> _follow.Script | None:
+    def _script(
+        self, record: StepRecord, follow: Native, counts: NativeCounts
+    ) -> _follow.Script | None:
         """Return the script for compiled code from the step's begin; None if Python follows it."""
         signature, plan = record.signature, record.plan
         if signature is None or plan is None or record.script is not plan.script:
@@ -202,12 +204,12 @@ class Planning:
         if signature.fallback.steps > 0:
             signature.fallback.steps -= 1
             return None
-        return compiled(signature, plan, native.follow, native.counts)
+        return compiled(signature, plan, follow, counts)
 
-    def _logs_events(self, record: StepRecord, native: NativePath | None) -> bool:
+    def _logs_events(self, record: StepRecord) -> bool:
         """Return whether the calls of a step have to be recorded for compiled code."""
         plan = record.plan
-        if native is None or plan is None or record.script is None or self.options.verifies:
+        if plan is None or record.script is None or self.options.verifies:
             return False
         return not plan.logged
 
@@ -281,23 +283,25 @@ class Planning:
 
     def _free_pins(self) -> None:
         """Free the weak storages of steps whose results are all freed."""
-        with suppress(IndexError):  # another thread may have taken the last
-            for _ in range(len(self._pinned)):
+        for _ in range(len(self._pinned)):
+            try:
                 reference, storages = self._pinned.popleft()
                 if reference() is not None:
                     self._pinned.append((reference, storages))
                     continue
                 while storages:
                     storages.pop().free()
+            except IndexError:
+                return  # another thread has taken the last
 
     # --- plans ------------------------------------------------------------------------------
 
     def _make_plans(self, *, learns: bool) -> None:
         """Remake plans that have new information, and make first ones if steps are learned."""
-        self._compare_plans()
-        self._note_link()
-        self._note_shortage()
         if (latest := self._signatures.latest) is not None:
+            self._compare_plans(latest)
+            self._note_link(latest)
+            self._note_shortage(latest)
             latest.look_for_gradients()
         if self._ranks.are_sharing:
             self._ranks.agree(self.maker, self._expect_agreed)
@@ -306,28 +310,27 @@ class Planning:
             if may_be_planned and not self._ranks.shares(signature):
                 self._make_again(signature)
 
-    def _compare_plans(self) -> None:
+    def _compare_plans(self, latest: StepSignature) -> None:
         """Have the latest signature follow another plan where the steps' times call for that."""
-        signature = self._signatures.latest
-        if signature is None or signature.comparison is None:
+        comparison = latest.comparison
+        if comparison is None:
             return
-        if self._ranks.shares(signature):
-            self._ranks.record_times(signature, signature.times.known_steps())
-        elif signature.comparison.record_times(signature.times):
-            signature.outdate()
+        if self._ranks.shares(latest):
+            self._ranks.record_times(latest, latest.times.known_steps())
+        elif comparison.record_times(latest.times):
+            latest.outdate()
 
-    def _note_link(self) -> None:
+    def _note_link(self, latest: StepSignature) -> None:
         """Have the latest signature follow a new plan where its link has another speed by now."""
-        signature = self._signatures.latest
-        if signature is None or not self.maker.has_another_link(signature.root):
+        if not self.maker.has_another_link(latest.root):
             return
-        if signature.comparison is not None and not self._ranks.shares(signature):
-            signature.comparison.start_again(self.maker.measured(signature))
-        signature.outdate()
+        if latest.comparison is not None and not self._ranks.shares(latest):
+            latest.comparison.start_again(self.maker.measured(latest))
+        latest.outdate()
 
-    def _note_shortage(self) -> None:
+    def _note_shortage(self, latest: StepSignature) -> None:
         """Have plans made anew, with less memory, where a device has run out of memory since."""
-        short = shortage_bytes(self.devices)
+        short = shortage_bytes(latest.devices)
         if short != self.maker.lacked_bytes:
             self.maker.lacked_bytes = short
             self._signatures.outdate()

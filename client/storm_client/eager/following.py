@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from storm_client.monitoring.native_counts import NativeCounts
     from storm_client.native import Native, _follow
 
-__all__ = ["LoggedEvent", "NativePath", "PythonFallback", "compiled"]
+__all__ = ["LoggedEvent", "PythonFallback", "compiled"]
 
 _CONSTANT = -1
 """Stands for an input that is always kept: small, or a parameter."""
@@ -53,13 +53,6 @@ class _Does(IntEnum):
     COUNT = 0
     LOOK_UP = 1
     RECOMPUTE = 2
-
-
-class NativePath(NamedTuple):
-    """The compiled module, and the counters of its work."""
-
-    follow: Native
-    counts: NativeCounts
 
 
 class LoggedEvent(NamedTuple):

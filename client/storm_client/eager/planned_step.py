@@ -211,7 +211,8 @@ class PlannedStep:
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
         recording, self.recording = self.recording, None
-        self._note_proofs()
+        if self._proofs:
+            self._note_proofs()
         if self.mode is not None:
             self.mode.end()
             if self.mode.meets_compiled_code:

@@ -332,8 +332,7 @@ class StepSignatures:
     def outdated(self) -> list[StepSignature]:
         """Return the signatures that have to be planned."""
         with self._lock:
-            roots = dict.fromkeys(signature.root for signature in self._known.values())
-        return [root for root in roots if root.is_outdated]
+            return list({one.root: None for one in self._known.values() if one.is_outdated})
 
     def prefer(self, signature: StepSignature) -> None:
         """Make a signature the latest, and expect it where one with the same root was expected."""

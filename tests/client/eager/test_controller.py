@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager.controller import Planning
+from storm_client.eager import controller
 from storm_client.eager.signature import StepSignature
 from storm_client.planner import shortage
 from support.daemon_process import DaemonProcess
@@ -129,7 +129,7 @@ def test_a_plan_has_less_room_where_memory_has_run_out(
     assert offload.plan is not None
     before = offload.plan.bytes_by_decision["keep"]
     cpu = torch.device("cpu")
-    monkeypatch.setattr(Planning, "devices", [cpu])
+    monkeypatch.setattr(controller, "shortage_bytes", lambda _: shortage.shortage_bytes([cpu]))
     shortage.record_shortage(cpu, before // 2)
     train(offload, net)
     assert 0 < offload.plan.bytes_by_decision["keep"] <= before - before // 2
