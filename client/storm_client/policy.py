@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from storm_client.monitoring.layers import modules_inside
 from storm_client.planner import OFFLOAD, Decision, Keep
@@ -79,6 +80,8 @@ class Policy:
         """The same table for compiled code."""
         self._may_be_stale = True
         self._looks = -1
+        self._hooks_without: int | None = None
+        """How many hooks had ever been registered when no parameter had one; None before that."""
 
     def refresh(self) -> None:
         """Look the modules' storages up again before the next tensor is declared not theirs.
@@ -102,7 +105,7 @@ class Policy:
                     tensor = owner.tensor()
                     if tensor is not None:
                         owned[tensor.untyped_storage()._cdata] = owner
-        self._owned, self._native = owned, None
+        self._owned, self._native, self._hooks_without = owned, None, None
 
     def owned(self, follow: Native) -> _follow.ModelStorages:
         """Return the modules' storages at the last look-up, for compiled code."""
@@ -112,6 +115,23 @@ class Policy:
             tensors = (owner.tensor() for owner in self._owned.values())
             self._native = follow.ModelStorages([one for one in tensors if one is not None])
         return self._native
+
+    def acts_on_gradients_early(self) -> bool:
+        """Return whether gradients may be used before the end of the pass that computes them.
+
+        Ranks exchange gradients within the pass, and a parameter's hook may run an optimizer. The
+        parameters are looked at after a hook was registered anywhere, and after all storages were
+        looked up: it takes longer than all else between a forward pass and its backward pass. A
+        parameter that joins the modules with hooks may count only after the latter.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return True
+        registered = RemovableHandle.next_id
+        if self._hooks_without != registered:
+            if any(map(_has_hooks, modules_inside(self.modules))):
+                return True
+            self._hooks_without = registered
+        return False
 
     def small_owned_bytes(self) -> int:
         """Return the total bytes of the modules' parameters below `min_bytes`."""
@@ -193,3 +213,12 @@ def _layout(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return "nested"
     return "sparse" if "sparse" in str(tensor.layout) else "layout"
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a hook uses the gradient of a module's own parameter."""
+    return any(
+        parameter._post_accumulate_grad_hooks or parameter._backward_hooks
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )

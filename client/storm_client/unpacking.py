@@ -24,7 +24,6 @@ from storm_client.planner import Step
 from storm_client.saved.distributed import Distributed
 from storm_client.saved.ranges import Handle, Located, Use
 from storm_client.saved.versions import KeptTensor, SavedVersion
-from storm_client.transport.confirmation import acts_on_gradients_early
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +117,7 @@ class Unpacking:
     @cached_property
     def _may_hand_out(self) -> bool:
         """Whether memory may be used before the daemon has confirmed its restore."""
-        return not acts_on_gradients_early(self._policy.modules)
+        return not self._policy.acts_on_gradients_early()
 
     def _note_request(self, version: SavedVersion) -> torch.Tensor | None:
         """Note that a tensor saved at `version` is needed; return its replacement, if it has one.

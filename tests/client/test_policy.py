@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from storm_client import policy
 from storm_client.planner import OFFLOAD, Keep
 from storm_client.policy import Policy
 from torch import Tensor, nn
@@ -78,3 +79,36 @@ def test_a_module_that_moved_is_known_again_after_refresh() -> None:
         net.to(dtype)
         policy.refresh()
         assert policy.decide(net.weight.data) == Keep("parameter")
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameters_are_looked_at_only_after_a_hook_was_registered(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between each forward and its backward pass a model's modules took up to a millisecond."""
+    looks, known = [], policy.modules_inside
+    monkeypatch.setattr(
+        policy, "modules_inside", lambda modules: looks.append(modules) or known(modules)
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    of_model = Policy([model], 1)
+    assert not of_model.acts_on_gradients_early()
+    assert not of_model.acts_on_gradients_early()
+    assert len(looks) == 1
+    handle = getattr(model[1].bias, hook)(lambda _: None)
+    assert of_model.acts_on_gradients_early()
+    assert of_model.acts_on_gradients_early()
+    handle.remove()
+    assert not of_model.acts_on_gradients_early()
+
+
+def test_a_hook_of_a_parameter_that_replaces_another_counts() -> None:
+    model, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    other.weight.register_hook(lambda _: None)
+    of_model = Policy([model], 1)
+    assert isinstance(of_model.decide(model[0].weight), Keep)
+    assert not of_model.acts_on_gradients_early()
+    model[0] = other
+    of_model.refresh()
+    assert isinstance(of_model.decide(other.weight.detach()), Keep)
+    assert of_model.acts_on_gradients_early()

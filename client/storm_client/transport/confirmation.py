@@ -8,14 +8,12 @@ gradients. Memory is not handed out early if something uses gradients within the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from storm_client.monitoring.layers import modules_inside
-
-__all__ = ["Confirmation", "acts_on_gradients_early"]
+__all__ = ["Confirmation"]
 
 MAX_PASSES = 64
 """Passes remembered; a pass that an error has ended does not report its end."""
@@ -48,18 +46,3 @@ class Confirmation:
     def _end(self, this: int) -> None:
         self._passes.discard(this)
         self._confirm(this)
-
-
-def acts_on_gradients_early(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether gradients may be used before the end of the pass that computes them.
-
-    Ranks exchange gradients within the pass, and a parameter's hook may run an optimizer.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return True
-    return any(
-        parameter._post_accumulate_grad_hooks or parameter._backward_hooks
-        for part in modules_inside(modules)
-        for parameter in part._parameters.values()
-        if parameter is not None
-    )
