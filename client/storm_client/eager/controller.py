@@ -304,7 +304,7 @@ class Planning:
             self._note_shortage(latest)
             latest.look_for_gradients()
         if self._ranks.are_sharing:
-            self._ranks.agree(self.maker, self._expect_agreed)
+            self._ranks.agree(self.maker, self._expect)
         for signature in self._signatures.outdated():
             may_be_planned = signature.followed is not None or (learns and signature.is_learned)
             if may_be_planned and not self._ranks.shares(signature):
@@ -349,10 +349,6 @@ class Planning:
         latest = self._signatures.latest
         if planned is not signature or (latest is not None and latest.root is signature):
             self._signatures.prefer(planned)
-
-    def _expect_agreed(self, signature: StepSignature, planned: StepSignature) -> None:
-        """Expect the next step to be of `planned`, on whose plan the ranks have agreed."""
-        self._expect(signature, planned)
 
     # --- for people -------------------------------------------------------------------------
 
