@@ -49,7 +49,7 @@ def run(seed: int, device: str, context: Context) -> list[Tensor]:
             step(random, values)
             if len(values) > 5:
                 del values[random.randrange(len(values))]
-        loss = torch.stack([value.sum() for value in values]).tanh().sum()
+        loss = torch.stack([value.sum() for value in values]).sin().sum()
     if random.random() < 0.5:
         values.clear()
     if random.random() < 0.3:
@@ -156,7 +156,7 @@ class _Program:
                 self.values.append(self.leaves[block % 2] * 1.5)
                 self.do(self.random.randrange(8, FREE_STEPS), FORWARD)
                 terms = [*self.terms, *(value.sum() for value in self.values)]
-                loss = torch.stack([term.reshape(()) for term in terms]).tanh().sum()
+                loss = torch.stack([term.reshape(()) for term in terms]).sin().sum()
                 self.terms = [loss]
             self.of_ended_blocks |= {_storage(value) for value in self.values}
             self.do(self.random.randrange(6), BETWEEN)
