@@ -50,8 +50,8 @@ bool share(const at::Tensor& one, const at::Tensor& other) {
 }
 
 // Returns what a product of batches has multiplied: its arguments reshaped to three dimensions, if
-// some of these are copies and all such copies are recomputed; else nothing. The product of these is
-// the same, in another shape.
+// some of these are copies, or casts, and all of those are recomputed; else nothing. The product of
+// these is the same, in another shape.
 std::vector<at::Tensor> recomputed_batches(const Call& call, const Begun& begun,
                                            const at::Tensor& output, const Values& values) {
   constexpr size_t FACTORS = 2;
@@ -61,9 +61,13 @@ std::vector<at::Tensor> recomputed_batches(const Call& call, const Begun& begun,
   bool copies = false;
   for (size_t at = 0; at < FACTORS; ++at) {
     const auto& [source, made] = begun.reshapes[at];
-    const at::Tensor& argument = begun.inputs[at].toTensor();
+    const at::Tensor argument = begun.inputs[at].toTensor();
+    at::Tensor read = argument;
+    for (const Cast& cast : begun.casts) {
+      if (cast.source.is_same(argument)) read = cast.made;
+    }
     const bool is_of_it = made.dim() == 3 && argument.dim() > 3 &&
-                          source == storage_of(argument.unsafeGetTensorImpl()) &&
+                          source == storage_of(read.unsafeGetTensorImpl()) &&
                           made.sizes().slice(1) == argument.sizes().slice(argument.dim() - 2);
     const bool is_copy = is_of_it && !share(made, argument);
     if (!is_of_it || (is_copy && values.recomputed(made) == nullptr)) return {};
