@@ -36,12 +36,18 @@ from stormd.protocol import (
 TIMEOUT_SECONDS = 60.0
 
 
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """Its destructor would wait for ever for the sockets of a test that has failed."""
+
+    __del__ = object  # type: ignore[assignment]  # called without arguments
+
+
 class RawClient:
     """One connection; `open` makes it a session with `staging` mapped."""
 
     def __init__(self, address: str, **options: int | bytes) -> None:
         """Connect, with these ZeroMQ options set (`RCVHWM=1`)."""
-        self._context = zmq.Context()
+        self._context = _Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         for name, value in options.items():
