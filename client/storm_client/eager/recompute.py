@@ -257,25 +257,15 @@ class Result:
         self._uses += 1
         self._remaining_uses += 1
 
-    def viewed(self, view: View) -> torch.Tensor:
-        """Return a view of its own memory while that is held, else of recomputed memory.
+    def unpacked(self, view: View, version: SavedVersion) -> torch.Tensor:
+        """Return a tensor that autograd saved at a version, as a view of its own memory if held.
 
-        Its own memory is what PyTorch would read, whatever has been written to it.
+        That is what PyTorch would read, whatever has been written to it. Otherwise the memory is
+        recomputed. As long as a backward pass holds what it got before, it gets the same memory
+        again: it may write to one of its saved tensors and read another.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
-        """
-        origin = self._original_storage()
-        if origin is not None:
-            self._note_request(None)
-            return view.rebuild(origin)
-        return self.viewed_anew(view)
-
-    def unpacked(self, view: View, version: SavedVersion) -> torch.Tensor:
-        """Return the same for a tensor that autograd saved at a version.
-
-        As long as a backward pass holds what it got before, it gets the same memory again: it may
-        write to one of its saved tensors and read another.
         """
         stream, storage = _stream(self._device), self._original_storage()
         if storage is None and self._unpacked is not None and self._unpacked[1] == stream:
@@ -283,7 +273,7 @@ class Result:
         if storage is not None:
             self._note_request(self._memo)
             return version.alias(view.rebuild(storage))
-        tensor = self.viewed_anew(view)
+        tensor = self.viewed(view)
         self._unpacked = self._pins.add(tensor.untyped_storage()), stream
         self.add_user(version)
         return version.alias(tensor)
@@ -301,12 +291,18 @@ class Result:
             raise lost("overwritten")
         return None
 
-    def viewed_anew(self, view: View) -> torch.Tensor:
-        """Return a view of the recomputed memory, even if its own memory still exists.
+    def viewed(self, view: View) -> torch.Tensor:
+        """Return a view of the recomputed memory; of its own, if that is held, without a recipe.
+
+        Its own memory may be written to without a version counting it, so it is read only then.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
+        origin = None if self.has_recipe else self._original_storage()
+        if origin is not None:
+            self._note_request(None)
+            return view.rebuild(origin)
         made = self.made()
         return made if view == self._view else view.rebuild(made.untyped_storage())
 

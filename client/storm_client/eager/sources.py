@@ -172,10 +172,9 @@ class RecipeResult(NamedTuple):
     version: SavedVersion
 
     def tensor(self) -> torch.Tensor:
-        """Recompute it, even if its own memory is held: that may be written to uncounted."""
-        if self.result.has_recipe:
-            return self.result.viewed_anew(self.view)
-        self.version.check()
+        """Return the tensor; see `Result.viewed`."""
+        if not self.result.has_recipe:
+            self.version.check()
         return self.result.viewed(self.view)
 
 

@@ -366,9 +366,7 @@ class Values:
             is_small = tensor.untyped_storage().nbytes() < self._min_bytes
             # A tensor that no operation made can be written to uncounted.
             return Alias.of(copied(tensor) if is_small and not is_result(tensor) else tensor)
-        nbytes = tensor.untyped_storage().nbytes()
-        is_replay = isinstance(self._step.decision_for(tracked.number, nbytes), Replay)
-        if tracked.result is not None and is_replay:
+        if tracked.result is not None and self._recomputes(tracked):
             tracked.result.expect_use()
             version = SavedVersion.of(tensor, tracked.pin.address)
             return RecipeResult(tracked.result, View.of(tensor), version)
@@ -381,6 +379,10 @@ class Values:
                 self.pack_input(copied(tensor), tracked.number), self._hooks.restore_input
             )
         return Copied(tracked.copy, View.of(tensor))
+
+    def _recomputes(self, tracked: TrackedStorage) -> bool:
+        """Return whether the present plan recomputes a value, which an earlier one may have."""
+        return isinstance(self._step.decision_for(tracked.number, tracked.value.nbytes), Replay)
 
     def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter)

@@ -4,6 +4,7 @@
 #include "tensors.h"
 #include "watching.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace storm {
@@ -44,9 +45,15 @@ std::optional<Source> constant(const at::Tensor& tensor, const ModelStorages& mo
   return Alias(copies ? copied(tensor) : alias_of(tensor));
 }
 
-// Returns whether two tensors share a storage.
-bool share(const at::Tensor& one, const at::Tensor& other) {
-  return storage_of(one.unsafeGetTensorImpl()) == storage_of(other.unsafeGetTensorImpl());
+// Returns whether a storage is that of an argument, or of a cast that autocast has made of it.
+bool is_of(const c10::StorageImpl* storage, const at::Tensor& argument,
+           const std::vector<Cast>& casts) {
+  const auto has = [&](const at::Tensor& one) {
+    return storage_of(one.unsafeGetTensorImpl()) == storage;
+  };
+  return has(argument) || std::any_of(casts.begin(), casts.end(), [&](const Cast& cast) {
+           return cast.source.is_same(argument) && has(cast.made);
+         });
 }
 
 // Returns what a product of batches has multiplied: its arguments reshaped to three dimensions, if
@@ -62,22 +69,18 @@ std::vector<at::Tensor> recomputed_batches(const Call& call, const Begun& begun,
   for (size_t at = 0; at < FACTORS; ++at) {
     const auto& [source, made] = begun.reshapes[at];
     const at::Tensor argument = begun.inputs[at].toTensor();
-    at::Tensor read = argument;
-    for (const Cast& cast : begun.casts) {
-      if (cast.source.is_same(argument)) read = cast.made;
-    }
-    const bool is_of_it = made.dim() == 3 && argument.dim() > 3 &&
-                          source == storage_of(read.unsafeGetTensorImpl()) &&
-                          made.sizes().slice(1) == argument.sizes().slice(argument.dim() - 2);
-    const bool is_copy = is_of_it && !share(made, argument);
-    if (!is_of_it || (is_copy && values.recomputed(made) == nullptr)) return {};
+    const bool fits = made.dim() == 3 && argument.dim() > 3 &&
+                      made.sizes().slice(1) == argument.sizes().slice(argument.dim() - 2) &&
+                      is_of(source, argument, begun.casts);
+    const bool is_copy = fits && !made.is_alias_of(argument);
+    if (!fits || (is_copy && values.recomputed(made) == nullptr)) return {};
     copies |= is_copy;
     batches.push_back(made);
   }
   const int64_t count = batches[0].size(0);
-  const bool fit = batches[1].size(0) == count && output.is_contiguous() &&
-                   output.numel() == count * batches[0].size(1) * batches[1].size(2);
-  return copies && fit ? batches : std::vector<at::Tensor>();
+  const bool is_whole = batches[1].size(0) == count && output.is_contiguous() &&
+                        output.numel() == count * batches[0].size(1) * batches[1].size(2);
+  return copies && is_whole ? batches : std::vector<at::Tensor>();
 }
 
 // Returns how many of the inputs share an output's storage.
@@ -240,7 +243,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
   const size_t over = begun.launch ? begun.former.size() : binding::count_in(output, begun.inputs);
   if (measures || (!begun.launch && over != call.overwrites)) return false;
   if (begun.draw == nullptr && draws_numbers(call, begun.inputs)) return false;
-  if (begun.recipe != nullptr) {
+  if (begun.launch && begun.recipe != nullptr) {
     if (made.result == nullptr) made.result = std::make_shared<Result>(output);
     made.result->made_by(begun.recipe, call.place);
     return true;
@@ -257,7 +260,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
     fits = fits && next < call.inputs.size() && is_ordinary(one.unsafeGetTensorImpl()) &&
            !binding::lies_elsewhere(one);
     if (!fits) return;
-    if (!batches.empty() && !binding::share(batches[next], one)) {
+    if (!batches.empty() && !batches[next].is_alias_of(one)) {
       sources.push_back(RecipeResult(values.recomputed(batches[next]), batches[next]));
       return;
     }
@@ -277,7 +280,7 @@ bool make_recipe(const Script& script, const Call& call, Begun& begun, const at:
   auto recipe = std::make_shared<Recipe>(std::move(operation), begun.inputs, std::move(sources),
                                          *circumstances, begun.draw);
   if (!batches.empty()) recipe->shapes(output.sizes());
-  (begun.launch ? begun.recipe : begun.of_output) = recipe;
+  begun.recipe = recipe;
   if (made.result == nullptr) made.result = std::make_shared<Result>(output);
   made.result->made_by(std::move(recipe), call.place);
   return true;
@@ -316,7 +319,7 @@ bool make_byproduct_recipe(const Script& script, const Call& call, Begun& begun,
                            const ModelStorages& model_storages, int64_t min_bytes,
                            std::vector<Unpacked>& unpacked) {
   if (made.result == nullptr) return false;
-  if (begun.of_output && call.depends != Depends::FORMER) begun.of_output->keeps(made.result);
+  if (begun.recipe && call.depends != Depends::FORMER) begun.recipe->keeps(made.result);
   if (call.depends == Depends::VALUES) {
     return make_recipe(script, call, begun, byproduct, made, values, model_storages, min_bytes,
                        unpacked);

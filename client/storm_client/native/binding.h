@@ -90,17 +90,15 @@ struct Begun {
     launch.reset();
     former.clear();
     recipe.reset();
-    of_output.reset();
   }
 
   std::vector<c10::IValue> inputs;
   std::vector<Cast> casts;     // of those inputs
-  std::vector<Reshape> reshapes;   // of those inputs, in order
+  std::vector<Reshape> reshapes;  // of those inputs, in order
   std::shared_ptr<Draw> draw;  // if it draws random numbers and that can be recorded
   std::shared_ptr<Launch> launch;  // of a kernel, if it is no operator's call
   std::vector<Before> former;      // what a launch has overwritten: its first inputs
-  std::shared_ptr<Recipe> recipe;  // of a launch, whose outputs share it
-  std::shared_ptr<Recipe> of_output;  // the latest of an operator's output
+  std::shared_ptr<Recipe> recipe;  // of its latest output; those of a launch share it
 };
 
 // Makes the recipe of a call's output, so that its value `made` is recomputed. Returns whether the

@@ -265,8 +265,7 @@ RecipeResult::RecipeResult(std::shared_ptr<Result> result, const at::Tensor& ten
 }
 
 at::Tensor RecipeResult::tensor(InputRestorer& restorer) {
-  if (result_->has_recipe()) return result_->viewed_anew(view_, restorer);
-  version_.check();
+  if (!result_->has_recipe()) version_.check();
   return result_->viewed(view_, restorer);
 }
 
@@ -468,7 +467,7 @@ void Result::made_by(std::shared_ptr<Recipe> recipe, size_t place) {
 
 at::Tensor Result::tried(const View& view, InputRestorer& restorer) {
   if (is_overwritten_) raise_lost("overwritten");
-  return viewed_anew(view, restorer);
+  return viewed(view, restorer);
 }
 
 void Result::hold() {
@@ -482,9 +481,8 @@ void Result::expect_use() {
 }
 
 at::Tensor Result::viewed(const View& view, InputRestorer& restorer) {
-  // PyTorch would read the original memory, whatever was written to it.
-  auto origin = original_storage();
-  if (!origin) return viewed_anew(view, restorer);
+  auto origin = has_recipe() ? nullptr : original_storage();
+  if (!origin) return view.over(made(restorer).storage());
   note_request({}, 0);
   return view.over(c10::Storage(std::move(origin)));
 }
@@ -497,7 +495,7 @@ at::Tensor Result::unpacked(const View& view, InputRestorer& restorer) {
     note_request(memo_, memo_stream_);
     return view.over(c10::Storage(std::move(storage)));
   }
-  at::Tensor tensor = viewed_anew(view, restorer);
+  at::Tensor tensor = viewed(view, restorer);
   unpacked_ = tensor.storage().getWeakStorageImpl();
   unpacked_stream_ = stream;
   return tensor;
@@ -508,11 +506,6 @@ c10::intrusive_ptr<c10::StorageImpl> Result::original_storage() const {
   if (origin && origin->nbytes() == nbytes_) return origin;
   if (is_overwritten_) raise_lost("overwritten");
   return {};
-}
-
-at::Tensor Result::viewed_anew(const View& view, InputRestorer& restorer) {
-  const at::Tensor tensor = made(restorer);
-  return view.over(tensor.storage());
 }
 
 at::Tensor Result::viewed_for_writing(const View& view, InputRestorer& restorer) {

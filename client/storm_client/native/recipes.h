@@ -109,8 +109,7 @@ class Copied {
   View view_;
 };
 
-// A view of another recipe's output, at a version. It is recomputed even if its own memory is held:
-// that may be written to uncounted.
+// A view of another recipe's output, at a version.
 class RecipeResult {
  public:
   RecipeResult(std::shared_ptr<Result> result, const at::Tensor& tensor);
@@ -232,12 +231,13 @@ class Result : public std::enable_shared_from_this<Result> {
   void hold();
   // Notes an overwrite of the original memory that no version counts.
   void overwritten() { is_overwritten_ = true; }
-  // Returns a view of the original memory while somebody holds that, else of a recomputed storage.
+  // Returns a view of a recomputed storage. Only without a recipe it reads the original memory, if
+  // somebody holds that: it may be written to without a version counting that.
   at::Tensor viewed(const View& view, InputRestorer& restorer);
-  at::Tensor viewed_anew(const View& view, InputRestorer& restorer);
-  // Returns the same as `viewed` for a tensor that autograd saved. As long as a backward pass holds
-  // what it got before, it gets the same memory again: it may write to one of its saved tensors and
-  // read another.
+  // Returns a tensor that autograd saved, as a view of the original memory if somebody holds that:
+  // PyTorch would read it, whatever was written to it. Otherwise the memory is recomputed. As long
+  // as a backward pass holds what it got before, it gets the same memory again: it may write to one
+  // of its saved tensors and read another.
   at::Tensor unpacked(const View& view, InputRestorer& restorer);
   // Returns the same as `unpacked` does when nobody holds the original memory.
   at::Tensor tried(const View& view, InputRestorer& restorer);
