@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from storm_client.eager.bits import checksum
 from storm_client.planner.decisions import Decision, Replay
-from storm_client.planner.prices import MadeValue
 
 if TYPE_CHECKING:
+    from storm_client.eager.events import RecordedValue
     from storm_client.eager.followed_plan import FollowedPlan
     from storm_client.eager.signature import StepSignature
 
@@ -73,29 +74,40 @@ class Ways:
     """Numbers the ways in which values are recomputed.
 
     Two plans recompute a value in the same way if both hold its operation's inputs alike. That is,
-    each input is kept in both, offloaded in both, or recomputed in both in the same way.
+    each input is kept in both, offloaded in both, or recomputed in both in the same way. An input
+    that no operation made is copied for the first operation that reads it and is recomputed. Until
+    a later operation reads it, something may write to it uncounted. So that first operation has to
+    be the same in both plans, too.
     """
 
     def __init__(self) -> None:
         """Start without any."""
         self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._next = count()  # several threads may ask at once
 
-    def of(self, values: Sequence[MadeValue], decisions: Sequence[Decision]) -> list[int]:
+    def of(self, values: Sequence[RecordedValue], decisions: Sequence[Decision]) -> list[int]:
         """Return for each value the number of its way under `decisions`; -1 if not recomputed."""
+        made = [isinstance(decision, Replay) for decision in decisions]
         found: dict[int, int] = {}
+        copied_for: dict[int, int] = {}
+        for value, is_made in zip(values, made, strict=True):
+            for number in value.inputs if is_made else ():
+                if number >= 0 and not values[number].is_result:
+                    copied_for.setdefault(number, value.number)
 
         def way(number: int) -> int:
             if number not in found:
                 found[number] = -1  # for a value made from itself, which no plan recomputes
                 held = tuple((n, held_as(n)) for n in values[number].inputs)
-                found[number] = self._numbers.setdefault((number, *held), len(self._numbers))
+                found[number] = self._numbers.setdefault((number, *held), next(self._next))
             return found[number]
 
         def held_as(number: int) -> Hashable:
+            if number >= 0 and made[number]:
+                return way(number)
             decision = None if number < 0 else decisions[number]
-            return way(number) if isinstance(decision, Replay) else type(decision).__name__
+            return type(decision).__name__, copied_for.get(number)
 
-        made = (isinstance(decision, Replay) for decision in decisions)
         return [way(number) if is_made else -1 for number, is_made in enumerate(made)]
 
 

@@ -209,29 +209,30 @@ class StepRecord:
         return None if signature.followed is None else self.decision_for(event[1], nbytes)
 
     def _change_to(self, signature: StepSignature | None) -> None:
-        """Go on with another signature, whose plan holds for what is not made from other values.
+        """Go on with another signature.
 
-        A proof holds for a value whose inputs are held as the plan says. So what is made from an
-        input that is held otherwise is not recomputed.
+        A proof holds for one way to recompute a value. Earlier values were recomputed, or not, as
+        the former plan said. If that makes the way of a value another than the new plan's, the
+        value is not recomputed, nor is what is made from it.
         """
-        made = {value.number for value in self.values if self._recomputes(value.number)}
-        self.signature = signature
+        numbers = range(len(self.values))
+        made = {one for one in numbers if isinstance(self.decision_for(one, 0), Replay)}
+        self.signature, self._unplanned = signature, set()
         if signature is None or signature.followed is None:
             return
-        decisions = signature.followed.decisions
-        planned = {one for one, decision in enumerate(decisions) if isinstance(decision, Replay)}
-        found = {one for one in planned ^ made if one < len(self.values)}
-        self._unplanned = set()
-        while found:  # a value may be made from one with a later number
+        plan = signature.followed
+        decisions = list(plan.decisions)
+        for number in numbers:
+            if isinstance(decisions[number], Replay) != (number in made):
+                decisions[number] = Replay() if number in made else OFFLOAD
+        while True:
+            ways = signature.evidence.ways.of(signature.values, decisions)
+            found = {one for one, way in enumerate(ways) if way != plan.ways[one]}
+            if found <= self._unplanned:
+                return
             self._unplanned |= found
-            found = {
-                one
-                for one in planned - self._unplanned
-                if not self._unplanned.isdisjoint(signature.values[one].inputs)
-            }
-
-    def _recomputes(self, number: int) -> bool:
-        return isinstance(self.decision_for(number, 0), Replay)
+            for number in found.difference(numbers):
+                decisions[number] = OFFLOAD
 
     def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded.
@@ -332,7 +333,8 @@ class StepSignatures:
     def outdated(self) -> list[StepSignature]:
         """Return the signatures that have to be planned."""
         with self._lock:
-            return list({one.root: None for one in self._known.values() if one.is_outdated})
+            outdated = (one.root for one in self._known.values() if one.is_outdated)
+            return list(dict.fromkeys(outdated))
 
     def prefer(self, signature: StepSignature) -> None:
         """Make a signature the latest, and expect it where one with the same root was expected."""

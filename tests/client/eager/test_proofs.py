@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.eager.events import RecordedValue
 from storm_client.eager.followed_plan import FollowedPlan
-from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Trial
+from storm_client.eager.proofs import ENOUGH_SIZES, Proofs, Trial, Ways
 from storm_client.eager.signature import StepSignature
-from storm_client.planner.decisions import Replay
+from storm_client.planner.decisions import OFFLOAD, Replay
 from support.planning import replay_all
 from torch import Tensor
 
@@ -32,6 +32,25 @@ def test_three_sizes_prove_all_between(compared: list[int], nbytes: int) -> None
     else:
         assert proofs.holds("this", nbytes) == (min(compared) <= nbytes <= max(compared))
     assert not proofs.holds("another", nbytes)
+
+
+def test_a_way_includes_when_an_input_that_no_operation_made_is_copied() -> None:
+    """Something may write to it uncounted between the operations that read it."""
+
+    def value(number: int, *inputs: int, is_result: bool) -> RecordedValue:
+        shape = torch.Size([4])
+        return RecordedValue(number, 16, torch.float32, shape, is_result=is_result, inputs=inputs)
+
+    def way_of_the_last(*values: RecordedValue, replays_both: bool) -> int:
+        first = Replay() if replays_both else OFFLOAD
+        return ways.of(values, [OFFLOAD, first, Replay()])[-1]
+
+    ways = Ways()
+    for is_result in (False, True):
+        made = value(0, is_result=is_result)
+        values = made, value(1, 0, is_result=True), value(2, 0, is_result=True)
+        both, alone = (way_of_the_last(*values, replays_both=one) for one in (True, False))
+        assert (both == alone) == is_result
 
 
 def test_a_step_that_goes_on_otherwise_proves_nothing(
