@@ -37,6 +37,8 @@ ENOUGH_TRIES: Final = 4
 """Trials of a value for which Python follows the steps. Compiled code continues the trials of a
 value that no backward pass has asked for by then."""
 
+_AT_TIMES: Final = "recomputed, it had the same bits at times only"
+
 Sizes: TypeAlias = tuple[int, ...]
 """In bytes, ascending: `ENOUGH_SIZES` of them stand for all between the first and the last."""
 
@@ -123,6 +125,8 @@ class Evidence:
         """Values that cannot be recomputed, with the reason."""
         self.failed: dict[int, tuple[Trial, str]] = {}
         """By value: trials that have failed since the latest plan, with the reason."""
+        self._failed_ways: set[tuple[int, int]] = set()
+        """Ways that have failed, each with the size."""
         self.unchanged = Proofs()
         """Values that are still as they were made when they are offloaded."""
         self.changed: set[int] = set()
@@ -138,9 +142,27 @@ class Evidence:
         return self.recomputed.version + len(self._never_requested)
 
     def prove(self, number: int, way: int, nbytes: int) -> None:
-        """Record that a value recomputed in some way was the same at a size."""
+        """Record that a value recomputed in some way was the same at a size.
+
+        If that way has also failed at this size, the value is rejected. An example is a step with
+        two backward passes, and an uncounted write between them.
+        """
+        if (way, nbytes) in self._failed_ways:
+            self.rejected.setdefault(number, _AT_TIMES)
+            return
         self.recomputed.add(way, nbytes)
         self._tries.pop(number, None)
+
+    def fail(self, trial: Trial, reason: str) -> None:
+        """Record that a trial has failed; `settle` finds the values at fault.
+
+        If the same way has been proved at this size in the meantime, the value is rejected.
+        """
+        way = trial.plan.ways[trial.number]
+        self.failed[trial.number] = trial, reason
+        self._failed_ways.add((way, trial.nbytes))
+        if self.recomputed.holds(way, trial.nbytes):
+            self.rejected.setdefault(trial.number, _AT_TIMES)
 
     def count_trial(self, number: int) -> bool:
         """Count a trial; return whether a backward pass may still complete it.
@@ -198,6 +220,8 @@ class Trial(NamedTuple):
     def succeed(self) -> None:
         """Record that both were the same."""
         self.signature.evidence.prove(self.number, self.plan.ways[self.number], self.nbytes)
+        if self.number in self.signature.evidence.rejected:
+            self.signature.outdate()
 
     def fail(self, reason: str) -> None:
         """Record that the value could not be recomputed."""

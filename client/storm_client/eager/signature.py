@@ -145,7 +145,7 @@ class StepSignature:
 
     def fail(self, trial: Trial, reason: str) -> None:
         """Record that a trial has failed; the next plan rejects the values that are at fault."""
-        self.evidence.failed[trial.number] = trial, reason
+        self.evidence.fail(trial, reason)
         self.outdate()
 
     # --- sizes ------------------------------------------------------------------------------

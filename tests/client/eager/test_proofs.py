@@ -53,6 +53,23 @@ def test_a_way_includes_when_an_input_that_no_operation_made_is_copied() -> None
         assert (both == alone) == is_result
 
 
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_a_value_that_is_the_same_at_times_only_is_rejected(fails_first: bool) -> None:
+    """Of two backward passes through one step, the second may meet an uncounted write."""
+    values = [RecordedValue(0, 16, torch.float32, torch.Size([4]), operation="mul")]
+    signature = StepSignature((), values)
+    plan = FollowedPlan((), values, [Replay()], ways=[0], logged=[])
+    trial, evidence = Trial(signature, 0, plan, 16), signature.evidence
+    if fails_first:
+        trial.fail("other bits")
+        trial.succeed()
+    else:
+        trial.succeed()
+        trial.fail("other bits")
+    assert "at times" in evidence.rejected[0]
+    assert signature.is_outdated
+
+
 def test_a_step_that_goes_on_otherwise_proves_nothing(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
