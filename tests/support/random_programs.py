@@ -357,7 +357,8 @@ def lend_memory(program: _Program) -> None:
     owner = program.fresh()
     if program.random.random() < 0.5:
         program.buffers.append(owner)
-    lent = torch.from_dlpack(owner) if owner.is_cuda else torch.from_numpy(owner.numpy())
+    alias = owner.detach()  # to lend `owner` itself would free the memory if it got other data
+    lent = torch.from_dlpack(alias) if owner.is_cuda else torch.from_numpy(alias.numpy())
     program.buffers.append(lent)
     program.values.append((program.value() * lent).cos())
 
