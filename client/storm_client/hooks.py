@@ -92,6 +92,7 @@ class StepHooks:
             SaveHooks(
                 self._pack_input,
                 self._unpacking.restore_input,
+                self._unpacking.inputs,
                 self._publish_ready,
                 self._offload_when_ready,
             ),
@@ -166,6 +167,7 @@ class StepHooks:
             self._unpacking.restore_input,
             self._planned.note_made,
             self._results.offload_when_made,
+            self._unpacking.protect_inputs,
             self._unpacking.note_unpack,
         )
         return follow.Follower(  # type: ignore[no-any-return]

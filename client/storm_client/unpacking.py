@@ -16,7 +16,7 @@ import torch
 from storm_client.eager.bits import compare, same_bits
 from storm_client.eager.proofs import Trial
 from storm_client.eager.recompute import Replayed, Result
-from storm_client.eager.sources import OtherNumbers
+from storm_client.eager.sources import HeldInputs, OtherNumbers, is_own_backward
 from storm_client.errors import DaemonLost, StormError, lost_in_backward
 from storm_client.hook_stack import untraced
 from storm_client.monitoring import profiler_ranges as ranges
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Packed", "Tried", "Unpacking"]
 
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
 
 class Tried(NamedTuple):
     """Autograd's object for a tensor that compiled code recomputes and that is offloaded, too.
@@ -56,7 +58,8 @@ class Tried(NamedTuple):
         return packed.version
 
 
-Packed = Handle | KeptTensor | Replayed | Tried | Distributed
+_Plain = Handle | KeptTensor | Replayed | Tried
+Packed = _Plain | Distributed
 
 
 class Unpacking:
@@ -75,6 +78,11 @@ class Unpacking:
         self._policy = policy
         self._recorder = recorder
         self._keeps_without_daemon = keeps_without_daemon
+        self.inputs = HeldInputs()
+        """What recipes made in Python read."""
+        self._written: dict[int, torch.UntypedStorage] = {}
+        """By address: memory that a custom function's backward may have written to, for the next
+        backward pass over the same graph."""
         self._replaying = threading.RLock()  # protects all results of the step, and the following
         self._restore_seconds = 0.0
         """Seconds spent on restoring inputs of recomputation, which count as waiting."""
@@ -97,9 +105,17 @@ class Unpacking:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # PyTorch will set the returned tensor's version
                 return self.unpack(packed)
-        if isinstance(packed, (Handle, Distributed)):
-            return self._load(packed) if isinstance(packed, Handle) else packed.unpack()
-        replaced = self._note_request(packed if isinstance(packed, KeptTensor) else packed.version)
+        if isinstance(packed, Distributed):
+            return packed.unpack()
+        tensor = self._unpacked(packed)
+        if packed.version.storage and not is_own_backward():
+            self._hand_out(packed, tensor)
+        return tensor
+
+    def _unpacked(self, packed: _Plain) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            return self._load(packed)
+        replaced = self._note_request(packed.version)
         if replaced is not None:
             return replaced
         if isinstance(packed, Replayed):
@@ -108,6 +124,22 @@ class Unpacking:
             return self._run_trial(packed.trial, lambda: packed.recompute(packed.recomputed))
         self._trace.used(id(packed))
         return self._kept(packed)
+
+    def _hand_out(self, packed: _Plain, tensor: torch.Tensor) -> None:
+        """Prepare for uncounted writes to a tensor, by a custom function's backward or a script."""
+        storage = tensor.untyped_storage()
+        self.protect_inputs(packed.version.storage)
+        self.protect_inputs(storage._cdata)
+        if isinstance(packed, Replayed):
+            with self._replaying:
+                packed.result.protect(tensor)
+        if _keeps_graph() and torch._C._current_autograd_node() is not None:
+            self._written[storage._cdata] = storage
+
+    def protect_inputs(self, storage: int) -> None:
+        """Copy what recipes read of a storage, before somebody gets it who may write to it."""
+        with self._replaying:
+            self.inputs.protect(storage)
 
     def _kept(self, kept: KeptTensor) -> torch.Tensor:
         """Return a tensor that was kept, from memory or from the daemon if it was moved."""

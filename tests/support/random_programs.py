@@ -473,7 +473,6 @@ class Overlapping(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         part, whole = ctx.saved_tensors
         part.data.mul_(0.5)
-        ctx.part = part  # a result that is changed without a version is held for a second pass
         return slope * whole.cos(), None
 
 

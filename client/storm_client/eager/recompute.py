@@ -204,6 +204,7 @@ class Result:
         "_memo",
         "_origin",
         "_pins",
+        "_protected",
         "_recipe",
         "_remaining_uses",
         "_unpacked",
@@ -230,6 +231,8 @@ class Result:
         self._memo: tuple[torch.Tensor, int] | None = None
         self._unpacked: tuple[WeakStorage, int] | None = None
         """The recomputed storage that autograd got last, and the stream on which it was made."""
+        self._protected: torch.UntypedStorage | None = None
+        """Without a recipe: a copy that recipes read, since its own memory may be written to."""
         self._users: list[SavedVersion] = []
         self._uses = 0
         self._remaining_uses = 0
@@ -278,6 +281,19 @@ class Result:
         self.add_user(version)
         return version.alias(tensor)
 
+    def protect(self, tensor: torch.Tensor) -> None:
+        """Have recipes read a copy of `tensor`, which was returned to somebody who may write to it.
+
+        Without this, recipes would read what autograd got: the memory remembered for them, or its
+        own.
+        """
+        storage = tensor.untyped_storage()._cdata
+        if self._memo is not None and self._memo[0].untyped_storage()._cdata == storage:
+            self._memo = copied(self._memo[0]), self._memo[1]
+            self._users.clear()
+        if not self.has_recipe and self._uses > 1 and self.is_own_memory(tensor):
+            self._protected = copied(tensor).untyped_storage()
+
     def is_own_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor that was returned lies in the result's own memory."""
         return bool(tensor.untyped_storage()._cdata == self._origin.address)
@@ -299,7 +315,9 @@ class Result:
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        origin = None if self.has_recipe else self._original_storage()
+        origin = self._protected
+        if origin is None and not self.has_recipe:
+            origin = self._original_storage()
         if origin is not None:
             self._note_request(None)
             return view.rebuild(origin)

@@ -4,20 +4,26 @@ A source is one of these:
 
 - a packed tensor, kept or offloaded as autograd's saved tensors are;
 - the result of another recipe;
-- an alias, for parameters, and for small results whose version is checked;
+- an alias, for parameters;
 - a copy, for tensors that no operation made, which could change uncounted. The copy of a large
   tensor is packed as well, once a step.
 
 For an overwritten value the recipe of the operation that made it is the only source.
+
+A custom function's backward may write to the saved tensors that it gets, uncounted. PyTorch's own
+do not. So before such a backward, or a script, gets memory that a living recipe reads, the recipe
+gets a copy (`HeldInputs`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
+from storm_client.eager.bits import copied
 from storm_client.errors import ActivationLost
 from storm_client.saved.versions import SavedVersion, View
 
@@ -29,11 +35,13 @@ __all__ = [
     "Alias",
     "Blank",
     "Copied",
+    "HeldInputs",
     "OtherNumbers",
     "OverwrittenResult",
     "PackedInput",
     "RecipeResult",
     "Source",
+    "is_own_backward",
     "lost",
 ]
 
@@ -94,7 +102,7 @@ class Source(Protocol):
 
 
 class Alias(NamedTuple):
-    """A tensor that is always kept: a parameter, or a small tensor."""
+    """A tensor that is always kept: a parameter, or the copy of a small tensor."""
 
     held: torch.Tensor
     version: int
@@ -115,19 +123,80 @@ class Alias(NamedTuple):
         return self.held
 
 
-class PackedInput(NamedTuple):
+class PackedInput:
     """A tensor that was packed like a saved tensor of autograd, so kept or offloaded."""
 
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor]
-    value: Overwritable | None = None
-    """The value that it holds; None for a copy."""
+    __slots__ = ("__weakref__", "_copied_on", "_copy", "_packed", "_unpack", "_value")
+
+    def __init__(
+        self, packed: Any, unpack: Callable[[Any], torch.Tensor], value: Overwritable | None = None
+    ) -> None:
+        """Hold what `unpack` returns for `packed`: the memory of `value`, or a copy if None."""
+        self._packed = packed
+        self._unpack = unpack
+        self._value = value
+        self._copy: torch.Tensor | None = None
+        self._copied_on: torch.cuda.Stream | None = None
 
     def tensor(self) -> torch.Tensor:
         """Unpack the tensor; ActivationLost if its memory was modified uncounted."""
-        if self.value is not None and self.value.is_overwritten:
+        if self._value is not None and self._value.is_overwritten:
             raise lost("overwritten")
-        return self.unpack(self.packed)
+        if self._copy is None:
+            return self._unpack(self._packed)
+        stream = _stream_of(self._copy)
+        if self._copied_on is not None and stream is not None and stream != self._copied_on:
+            stream.wait_stream(self._copied_on)
+            self._copy.record_stream(stream)
+        return self._copy
+
+    def protect(self) -> None:
+        """Read a copy from now on, since others may write to the memory.
+
+        Raises:
+            StormError: the tensor cannot be unpacked.
+        """
+        if self._copy is None and self._packed.version.unchanged:
+            self._copy = copied(self._unpack(self._packed))
+            self._copied_on = _stream_of(self._copy)
+
+
+def _stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    """Return this thread's current stream on a tensor's device; None for a CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+class HeldInputs:
+    """The packed inputs of a step's living recipes, by the storages that they were packed from."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._by_storage: dict[int, list[weakref.ref[PackedInput]]] = {}
+
+    def add(self, held: PackedInput, storage: int) -> PackedInput:
+        """Add an input whose memory autograd may get too; return it."""
+        self._by_storage.setdefault(storage, []).append(weakref.ref(held))
+        return held
+
+    def protect(self, storage: int) -> None:
+        """Have the inputs from a storage read copies from now on.
+
+        Raises:
+            StormError: one of them cannot be unpacked.
+        """
+        for reference in self._by_storage.get(storage, ()):
+            held = reference()
+            if held is not None:
+                held.protect()
+
+
+def is_own_backward() -> bool:
+    """Return whether one of PyTorch's own backward functions is running in this thread.
+
+    They do not write to saved tensors. Those of custom functions in C++ are all `CppFunction`.
+    """
+    kind = type(torch._C._current_autograd_node())
+    return kind.__module__ == "builtins" and kind.__name__ not in ("NoneType", "CppFunction")
 
 
 class Copied(NamedTuple):

@@ -22,6 +22,7 @@ from storm_client.eager.sources import (
     Alias,
     Blank,
     Copied,
+    HeldInputs,
     OverwrittenResult,
     PackedInput,
     RecipeResult,
@@ -31,7 +32,7 @@ from storm_client.monitoring.layers import Layers, Place
 from storm_client.planner.decisions import Decision, Replay
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.snapshots import Ready, base_of, is_result, maker_of
-from storm_client.saved.versions import SavedVersion, View
+from storm_client.saved.versions import KeptTensor, SavedVersion, View
 
 __all__ = ["Inputs", "SaveHooks", "TrackedStorage", "Values", "is_in_function", "numbers_of"]
 
@@ -45,6 +46,8 @@ class SaveHooks(NamedTuple):
     pack_input: Callable[[torch.Tensor, Decision, str], Any]
     """Keeps or offloads an input of recipes, given its decision and its layer."""
     restore_input: Callable[[Any], torch.Tensor]
+    inputs: HeldInputs
+    """Has them read copies when a custom function's backward gets their memory."""
     publish_ready: Callable[[torch.Tensor], int]
     """Returns a number that the device publishes once the tensor has been made; 0 if unused."""
     offload_when_ready: Callable[[torch.Tensor, Ready], None]
@@ -363,22 +366,29 @@ class Values:
 
     def _source(self, tensor: torch.Tensor, tracked: TrackedStorage | None) -> Source:
         if tracked is None:
-            is_small = tensor.untyped_storage().nbytes() < self._min_bytes
-            # A tensor that no operation made can be written to uncounted.
-            return Alias.of(copied(tensor) if is_small and not is_result(tensor) else tensor)
+            if tensor.untyped_storage().nbytes() >= self._min_bytes:
+                return Alias.of(tensor)  # a parameter
+            if is_result(tensor):
+                return self._held(KeptTensor.keeping(tensor), tensor)
+            return Alias.of(copied(tensor))  # the tensor itself can be written to uncounted
         if tracked.result is not None and self._recomputes(tracked):
             tracked.result.expect_use()
             version = SavedVersion.of(tensor, tracked.pin.address)
             return RecipeResult(tracked.result, View.of(tensor), version)
         if is_result(tensor):
-            return PackedInput(
-                self.pack_input(tensor, tracked.number), self._hooks.restore_input, tracked
-            )
+            return self._held(self.pack_input(tensor, tracked.number), tensor, tracked)
         if tracked.copy is None:
             tracked.copy = PackedInput(
                 self.pack_input(copied(tensor), tracked.number), self._hooks.restore_input
             )
         return Copied(tracked.copy, View.of(tensor))
+
+    def _held(
+        self, packed: Any, tensor: torch.Tensor, tracked: TrackedStorage | None = None
+    ) -> PackedInput:
+        """Hold a tensor that was packed for a recipe, and whose memory autograd may get, too."""
+        held = PackedInput(packed, self._hooks.restore_input, tracked)
+        return self._hooks.inputs.add(held, tensor.untyped_storage()._cdata)
 
     def _recomputes(self, tracked: TrackedStorage) -> bool:
         """Return whether the present plan recomputes a value, which an earlier one may have."""

@@ -34,15 +34,18 @@ bool is_parameter(const at::Tensor& tensor, const ModelStorages& model_storages)
 }
 
 // Returns how to hold a constant input, a small one or a parameter; none for any other input.
-std::optional<Source> constant(const at::Tensor& tensor, const ModelStorages& model_storages,
-                               int64_t min_bytes) {
+std::optional<Source> constant(const at::Tensor& tensor, Values& values,
+                               const ModelStorages& model_storages, int64_t min_bytes) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Alias(tensor);
   const auto nbytes = static_cast<int64_t>(storage_of(tensor.unsafeGetTensorImpl())->nbytes());
   const bool is_small = nbytes < min_bytes;
   if (!is_small && !is_parameter(tensor, model_storages)) return {};
+  if (!is_small) return Alias(alias_of(tensor));
   // If no operation made the memory, it can be written to without a version counting that.
-  const bool copies = is_small && !is_result(tensor);
-  return Alias(copies ? copied(tensor) : alias_of(tensor));
+  if (!is_result(tensor)) return Alias(copied(tensor));
+  auto packed = std::make_shared<Packed>(tensor, nullptr);
+  values.add_input(tensor, packed);
+  return Shared(std::move(packed));
 }
 
 // Returns whether a storage is that of an argument, or of a cast that autocast has made of it.
@@ -129,7 +132,7 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
                                 std::vector<Unpacked>& unpacked) {
   auto cast = recomputed_cast(begun.casts, input, values);
   if (number == CONSTANT) {
-    return cast ? std::move(cast) : constant(input, model_storages, min_bytes);
+    return cast ? std::move(cast) : constant(input, values, model_storages, min_bytes);
   }
   TrackedStorage* tracked = values.match_input(number, input, min_bytes);
   if (tracked == nullptr || cast) return tracked == nullptr ? std::nullopt : std::move(cast);
@@ -142,6 +145,7 @@ std::optional<Source> source_of(const Script& script, int number, const Begun& b
       tracked->is_overwritten = std::make_shared<bool>(false);
     }
     packed = std::make_shared<Packed>(held, copies ? nullptr : tracked->is_overwritten);
+    if (!copies) values.add_input(input, packed);
     const auto nbytes = static_cast<int64_t>(storage_of(held.unsafeGetTensorImpl())->nbytes());
     if (!script.keeps(number, nbytes)) unpacked.push_back({held, number, packed});
   }
@@ -220,6 +224,17 @@ Before Values::overwritten(const at::Tensor& tensor) {
   if (tracked.result != nullptr) tracked.result->overwritten();
   const auto version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
   return tracked.version == version ? Before{tracked.number, version, tracked.result} : Before{};
+}
+
+void Values::add_input(const at::Tensor& tensor, const std::shared_ptr<Packed>& packed) {
+  inputs_.emplace(storage_of(tensor.unsafeGetTensorImpl()), packed);
+}
+
+void Values::protect_inputs(const c10::StorageImpl* storage, InputRestorer& restorer) {
+  const auto [first, last] = inputs_.equal_range(storage);
+  for (auto at = first; at != last; ++at) {
+    if (const auto packed = at->second.lock()) packed->protect(restorer);
+  }
 }
 
 void Values::hold_results() const {

@@ -48,16 +48,24 @@ class Values {
   // Notes an overwrite of a tensor's memory that no version counts. Returns the former value.
   Before overwritten(const at::Tensor& tensor);
 
+  // Notes a recipe's input that was packed from a tensor whose memory autograd may get, too.
+  void add_input(const at::Tensor& tensor, const std::shared_ptr<Packed>& packed);
+
+  // Has the inputs of living recipes that were packed from a storage read copies from now on.
+  void protect_inputs(const c10::StorageImpl* storage, InputRestorer& restorer);
+
   // Holds the results that others hold, too. The step is unlike those in which recomputation was
   // tried, so they may be written to uncounted.
   void hold_results() const;
 
-  void clear() { tracked_.clear(); }
+  // Forgets the storages; the inputs of recipes stay known.
+  void forget_storages() { tracked_.clear(); }
 
  private:
   TrackedStorage* track(int number, const at::Tensor& tensor);
 
   std::unordered_map<const c10::StorageImpl*, TrackedStorage> tracked_;
+  std::unordered_multimap<const c10::StorageImpl*, std::weak_ptr<Packed>> inputs_;
 };
 
 // An input that Python packs as soon as Python code may run.

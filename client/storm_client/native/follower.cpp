@@ -273,7 +273,7 @@ PyObject* forget(PyObject* self, PyObject*) {
   auto offloaded = std::exchange(follower.offloaded_when_made, {});
   follower.by_python.clear();
   Locked locked(follower.lock);
-  follower.values.clear();
+  follower.values.forget_storages();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -28,6 +28,7 @@ enum Hook {
   RESTORE_INPUT,     // such a handle: the tensor
   MADE,              // a value's number, a large tensor just made: whether Python packs it
   OFFLOAD_WHEN_MADE,  // the same, for one that may be offloaded at once: a use for LOAD, or None
+  PROTECT_INPUTS,    // once the script was left, an address of a storage: nothing; recipes copy it
   FIRST_UNPACK,      // called once, when the backward pass first unpacks a tensor
   HOOKS,
 };
@@ -76,6 +77,9 @@ struct Follower : public Watcher {
   OffloadQueue queue;
   std::unordered_map<const c10::StorageImpl*, OffloadedWhenMade> offloaded_when_made;
   std::unordered_set<const c10::StorageImpl*> by_python;  // large results that Python packs
+  // Memory that a custom function's backward may have written to, for the next backward pass over
+  // the same graph.
+  std::unordered_map<const c10::StorageImpl*, c10::Storage> written;
   std::recursive_mutex lock;  // protects `values`, and all results of the step
   Values values;
 

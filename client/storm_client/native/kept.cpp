@@ -170,6 +170,8 @@ PyObject* python_handle_of(PyObject* self) {
   return kept.python_handle;
 }
 
+const SavedVersion& version_of_kept(PyObject* self) { return kept::kept_of(self).version; }
+
 PyObject* keep_for_now(const at::Tensor& tensor, int position) {
   PyObject* self = keep(tensor);
   kept::kept_of(self).base = WeakTensor(base_of(tensor).getIntrusivePtr());

@@ -14,6 +14,8 @@ PyObject* keep(const at::Tensor& tensor);
 // borrowed. Raises RuntimeError if a moved tensor was modified in place since it was saved.
 PyObject* python_handle_of(PyObject* kept);
 
+const SavedVersion& version_of_kept(PyObject* kept);
+
 // Keeps a result until it is offloaded with others; `position` is that of its event.
 PyObject* keep_for_now(const at::Tensor& tensor, int position);
 

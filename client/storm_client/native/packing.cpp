@@ -5,6 +5,7 @@
 
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace storm {
 namespace follower {
@@ -319,9 +320,38 @@ PyObject* recompute_for_trial(PyObject* self, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* unpack(PyObject* self, PyObject* packed) {
-  HANDLE_TH_ERRORS
-  auto& follower = follower_of(self);
+// Returns the address of the storage that was packed.
+const c10::StorageImpl* packed_storage(PyObject* packed) {
+  if (Py_TYPE(packed) == &KeptType) return version_of_kept(packed).storage();
+  if (Py_TYPE(packed) == &RecomputedType) return version_of_recomputed(packed).storage();
+  Ref version = expected(PyObject_GetAttrString(packed, "version"));
+  Ref storage = expected(PyObject_GetAttrString(version.get(), "storage"));
+  return static_cast<const c10::StorageImpl*>(PyLong_AsVoidPtr(storage.get()));
+}
+
+// Prepares for uncounted writes to an unpacked tensor, by a custom function's backward or a script:
+// recipes that read the memory get copies, and the next pass over a retained graph gets the memory.
+void hand_out(Follower& follower, PyObject* packed, const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage() || packed_storage(packed) == nullptr) return;
+  const c10::StorageImpl* storages[] = {packed_storage(packed), storage_of(impl)};
+  {
+    Locked locked(follower.lock);
+    InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);
+    for (const auto* storage : storages) follower.values.protect_inputs(storage, restorer);
+    if (Py_TYPE(packed) == &RecomputedType) protect_recomputed(packed, tensor);
+  }
+  if (torch::autograd::get_current_node() && torch::autograd::get_current_graph_task_keep_graph()) {
+    follower.written.insert_or_assign(storage_of(impl), tensor.storage());
+  }
+  if (follower.follows_script) return;
+  for (const auto* storage : storages) {
+    Ref address = expected(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
+    call_hook(follower, PROTECT_INPUTS, address.get());
+  }
+}
+
+Ref unpacked(Follower& follower, PyObject* packed) {
   if (follower.hooks[FIRST_UNPACK] != nullptr) {
     Ref hook = Ref::stolen(std::exchange(follower.hooks[FIRST_UNPACK], nullptr));
     expected(PyObject_CallNoArgs(hook.get()));
@@ -330,20 +360,30 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
   const auto* type = Py_TYPE(packed);
   if (type == &KeptType && is_offloaded(packed)) {
     c10::InferenceMode guard(false);
-    return THPVariable_Wrap(
-        unpack_offloaded(packed, [&](PyObject* use) { return call_hook(follower, LOAD, use); }));
+    return expected(THPVariable_Wrap(
+        unpack_offloaded(packed, [&](PyObject* use) { return call_hook(follower, LOAD, use); })));
   }
   PyObject* handle = type == &KeptType ? python_handle_of(packed) : nullptr;
   if (handle != nullptr) {
     Ref held = Ref::borrowed(handle);
-    return call_hook(follower, UNPACK, held.get()).release();
+    return call_hook(follower, UNPACK, held.get());
   }
   if (type != &KeptType && type != &RecomputedType) {
-    return call_hook(follower, UNPACK, packed).release();
+    return call_hook(follower, UNPACK, packed);
   }
   c10::InferenceMode guard(false);  // PyTorch sets the version of the returned tensor
   const bool is_kept = type == &KeptType;
-  return THPVariable_Wrap(is_kept ? unpack_kept(packed) : recompute(follower, packed));
+  return expected(THPVariable_Wrap(is_kept ? unpack_kept(packed) : recompute(follower, packed)));
+}
+
+PyObject* unpack(PyObject* self, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  Ref tensor = unpacked(follower, packed);
+  if (!is_own_backward()) {
+    hand_out(follower, packed, THPVariable_Unpack(tensor.get()));
+  }
+  return tensor.release();
   END_HANDLE_TH_ERRORS
 }
 

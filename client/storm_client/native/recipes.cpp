@@ -10,7 +10,9 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/PyInterpreter.h>
 
 #include <chrono>
@@ -229,6 +231,23 @@ at::Tensor Alias::tensor(InputRestorer&) {
   return held_;
 }
 
+PrivateCopy::PrivateCopy(const at::Tensor& tensor)
+    : copy_(copied(tensor)),
+      stream_(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device())) {}
+
+at::Tensor PrivateCopy::tensor() const {
+  const auto device = copy_.device();
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  const c10::Stream now = streams.getStream(device);
+  if (now != stream_) {
+    c10::Event made(device.type());
+    made.record(stream_);
+    made.block(now);
+    streams.recordDataPtrOnStream(copy_.storage().data_ptr(), now);
+  }
+  return copy_;
+}
+
 Packed::Packed(const at::Tensor& tensor, Overwritten is_overwritten)
     : kept_(alias_of(tensor)), version_(tensor), is_overwritten_(std::move(is_overwritten)) {}
 
@@ -245,11 +264,17 @@ void Packed::is_packed(PyObject* handle) {
 
 at::Tensor Packed::tensor(InputRestorer& restorer) {
   if (is_overwritten_ != nullptr && *is_overwritten_) raise_lost("overwritten");
-  if (handle_ == nullptr) {
-    version_.check();
-    return kept_;
-  }
-  return restorer.tensor(handle_);
+  return copy_ ? copy_->tensor() : unpacked(restorer);
+}
+
+at::Tensor Packed::unpacked(InputRestorer& restorer) {
+  if (handle_ != nullptr) return restorer.tensor(handle_);
+  version_.check();
+  return kept_;
+}
+
+void Packed::protect(InputRestorer& restorer) {
+  if (!copy_ && version_.is_unchanged()) copy_.emplace(unpacked(restorer));
 }
 
 Copied::Copied(std::shared_ptr<Packed> copy, const at::Tensor& tensor)
@@ -481,10 +506,24 @@ void Result::expect_use() {
 }
 
 at::Tensor Result::viewed(const View& view, InputRestorer& restorer) {
-  auto origin = has_recipe() ? nullptr : original_storage();
-  if (!origin) return view.over(made(restorer).storage());
+  c10::Storage read;
+  if (protected_) {
+    read = protected_->storage();
+  } else if (!has_recipe()) {
+    if (auto origin = original_storage()) read = c10::Storage(std::move(origin));
+  }
+  if (!read) return view.over(made(restorer).storage());
   note_request({}, 0);
-  return view.over(c10::Storage(std::move(origin)));
+  return view.over(std::move(read));
+}
+
+void Result::protect(const at::Tensor& tensor) {
+  if (memo_.defined() && memo_.is_alias_of(tensor)) {
+    memo_ = copied(memo_);
+    users_.clear();
+  }
+  const bool is_own = storage_of(tensor.unsafeGetTensorImpl()) == origin_._unsafe_get_target();
+  if (!has_recipe() && uses_ > 1 && is_own) protected_ = copied(tensor);
 }
 
 at::Tensor Result::unpacked(const View& view, InputRestorer& restorer) {

@@ -57,7 +57,7 @@ struct InputRestorer {
 // The ways to hold an input of a recipe. Each returns the tensor as it was.
 // All raise RuntimeError or StormError if they cannot return it.
 
-// A constant input, kept on the device: a parameter or a small tensor.
+// A constant input, kept on the device: a parameter or the copy of a small tensor.
 class Alias {
  public:
   explicit Alias(at::Tensor held);
@@ -72,20 +72,37 @@ class Alias {
 // Whether the memory of a value was overwritten without a version counting that.
 using Overwritten = std::shared_ptr<bool>;
 
+// A copy of a tensor, for the streams of one device.
+class PrivateCopy {
+ public:
+  explicit PrivateCopy(const at::Tensor& tensor);
+  // Returns the copy, complete for this thread's current stream.
+  at::Tensor tensor() const;
+
+ private:
+  at::Tensor copy_;
+  c10::Stream stream_;  // on which it was made
+};
+
 // A kept tensor, or the handle that replaced it since. All recipes of a step share it.
 class Packed {
  public:
-  // `is_overwritten` is null for a copy.
+  // `is_overwritten` is null for a copy, and for a small tensor.
   Packed(const at::Tensor& tensor, Overwritten is_overwritten);
   ~Packed();
   at::Tensor tensor(InputRestorer& restorer);
+  // Has it read a copy from now on: others may write to the memory.
+  void protect(InputRestorer& restorer);
   // Replaces the tensor by a handle: one from Python, or a Kept that waits to be offloaded.
   void is_packed(PyObject* handle);
 
  private:
+  at::Tensor unpacked(InputRestorer& restorer);
+
   at::Tensor kept_;
   SavedVersion version_;
   Overwritten is_overwritten_;
+  std::optional<PrivateCopy> copy_;
   PyObject* handle_ = nullptr;
 };
 
@@ -243,6 +260,9 @@ class Result : public std::enable_shared_from_this<Result> {
   at::Tensor tried(const View& view, InputRestorer& restorer);
   // Returns a view of recomputed memory that nobody else has, for an operation that writes to it.
   at::Tensor viewed_for_writing(const View& view, InputRestorer& restorer);
+  // Has recipes read a copy of what `unpacked` has returned, which may be written to uncounted: of
+  // the memory that is remembered for them, or of its own.
+  void protect(const at::Tensor& tensor);
   // Keeps an output that was recomputed with another result, if a use is still expected.
   void offered(const at::Tensor& made);
   bool is_expected() const { return remaining_uses_ > 0 && !memo_.defined(); }
@@ -265,6 +285,7 @@ class Result : public std::enable_shared_from_this<Result> {
   size_t place_ = 0;
   at::Tensor memo_;
   uint64_t memo_stream_ = 0;
+  std::optional<at::Tensor> protected_;  // without a recipe: what recipes read of it
   std::optional<WeakStorage> unpacked_;  // what autograd got last
   uint64_t unpacked_stream_ = 0;
   std::vector<std::pair<c10::VariableVersion, uint32_t>> users_;

@@ -59,6 +59,10 @@ at::Tensor make_recomputed(PyObject* self, InputRestorer& restorer) {
   return result->has_recipe() ? result->tried(view, restorer) : at::Tensor();
 }
 
+void protect_recomputed(PyObject* self, const at::Tensor& tensor) {
+  recomputed_type::of(self).result->protect(tensor);
+}
+
 const SavedVersion& version_of_recomputed(PyObject* self) {
   return recomputed_type::of(self).version;
 }

@@ -19,6 +19,10 @@ at::Tensor unpack_recomputed(PyObject* self, InputRestorer& restorer);
 // if it has no recipe. The caller holds the step's lock. Raises ActivationLost, DaemonLost.
 at::Tensor make_recomputed(PyObject* self, InputRestorer& restorer);
 
+// Has recipes read a copy of what `unpack_recomputed` has returned: whoever gets it may write to it.
+// The caller holds the step's lock.
+void protect_recomputed(PyObject* self, const at::Tensor& tensor);
+
 const SavedVersion& version_of_recomputed(PyObject* self);
 
 }  // namespace storm

@@ -3,6 +3,9 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <cstring>
+#include <typeinfo>
+
 namespace storm {
 namespace {
 
@@ -43,6 +46,14 @@ bool is_result(const at::Tensor& tensor) {
 bool is_in_graph(const at::Tensor& output) {
   const auto& state = c10::AutogradState::get_tls_state();
   return output.requires_grad() || !(state.get_fw_grad_mode() || state.get_inference_mode());
+}
+
+bool is_own_backward() {
+  static constexpr char GENERATED[] = "N5torch8autograd9generated";  // a namespace, mangled
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return false;
+  const auto& ran = *node;
+  return std::strncmp(typeid(ran).name(), GENERATED, sizeof(GENERATED) - 1) == 0;
 }
 
 uint64_t stream_of(c10::Device device) {

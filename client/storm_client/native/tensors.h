@@ -37,6 +37,10 @@ uint64_t stream_of(c10::Device device);
 const c10::DispatchKeySet MODES_OF_PYTHON({c10::DispatchKey::Python,
                                            c10::DispatchKey::PythonTLSSnapshot});
 
+// Returns whether one of PyTorch's own backward functions is running in this thread: they do not
+// write to saved tensors. A custom function's may.
+bool is_own_backward();
+
 // Returns an alias that shares the version counter and is part of no graph.
 at::Tensor alias_of(const at::Tensor& tensor);
 

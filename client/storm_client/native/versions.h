@@ -25,6 +25,9 @@ class SavedVersion {
 
   uint32_t number() const { return expected_; }
 
+  // The address of its storage when it was saved.
+  const c10::StorageImpl* storage() const { return storage_; }
+
   // The tensor itself, while it lives.
   const WeakTensor& saved() const { return saved_; }
 

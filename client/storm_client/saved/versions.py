@@ -117,6 +117,11 @@ class SavedVersion:
         return cls(token, tensor, _storage(token))
 
     @property
+    def version(self) -> SavedVersion:
+        """Itself: what autograd holds either has a version or is one."""
+        return self
+
+    @property
     def unchanged(self) -> bool:
         """Whether the tensor still has the version at which it was saved."""
         return self.token._version == self.expected
