@@ -62,7 +62,7 @@ def test_free_programs(batch: int, device: str, client: storm.Client) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "seed", [7, 23, 200580, 202060, 5000620, 6000000, 6000270, 6203270, 6401150]
+    "seed", [7, 23, 200580, 202060, 5000620, 6000000, 6000270, 6203270, 6401150, 6801080]
 )
 def test_free_programs_that_follow_plans(
     seed: int, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
