@@ -270,6 +270,7 @@ def compared(case: str, rank: int, address: str) -> dict[str, Any]:
             "followed": followed,
             "compared": offload.plan.compared if offload.plan else "",
             "in_turn": IN_TURN,
+            "first_settled": next((one for one in COMPARED if "settled after" in one), ""),
             "settled": ["settled after" in one for one in COMPARED],
             "offloaded_bytes": (stats := offload.stats()).offloaded_bytes,
             "skipped": dict(stats.skipped),

@@ -149,7 +149,8 @@ def test_ranks_on_gpus_compare_plans_together(case: str) -> None:
         first, second = run([case], daemon, gpus="0,1")[case]
     assert first["followed"] == second["followed"]
     assert first["offloaded_bytes"] > 0
-    assert first["compared"] == second["compared"] != ""
+    # Later the leader may note that other work on the machine slows the chosen plan.
+    assert first["first_settled"] == second["first_settled"] != ""
     assert len(set(first["followed"])) > 2, "several plans were followed"
     assert not first["messages"]
 
