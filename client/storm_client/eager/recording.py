@@ -126,6 +126,8 @@ class Recording:
         The identity of such a value need not be known: any tensor taken for it may be kept.
         """
         expected = self.step.expected
+        if self._kept is not None:
+            return None  # it may be a byproduct, whose event comes when its function has run
         if not expected.keep_reason or not is_plain(tensor) or not is_result(tensor):
             return None
         nbytes = tensor.untyped_storage().nbytes()

@@ -1031,3 +1031,37 @@ def test_dropout_is_run_once_for_its_result_and_its_mask(
     assert compiled[-1]
     assert recomputed(offload).keys() >= {"dropout", "dropout mask"}
     assert runs == 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+def test_byproducts_that_are_kept(
+    share: float,
+    device: str,
+    client: storm.Client,
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies that are overwritten, masks and indices: some are kept, and some recomputed."""
+    replay_all(monkeypatch)
+    x, w = inputs(device)
+
+    def step(block: Block) -> list[Tensor]:
+        torch.manual_seed(0)
+        w.grad = None
+        with block():
+            y = x @ w
+            for _ in range(3):
+                y = silu(y * 1.5, inplace=True)
+                y = functional.dropout(y, 0.2)
+                y = functional.max_pool1d(y, 3, stride=1, padding=1)
+            loss = y.square().mean()
+            del y
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    expected = step(nullcontext)
+    offload = client.offload(min_bytes=1024, budget=share)
+    for _ in range(SETTLED_STEPS):
+        assert_identical(step(lambda: offload), expected)
+    assert {row.decision for row in offload.plan.rows} >= {"keep", "replay"}
+    assert followed[-1] == followed.may_be_compiled
