@@ -36,8 +36,6 @@ from storm_client.planner.machine import LinkFigures
 from storm_client.policy import Policy
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
     from storm_client.planner.plan import Plan
@@ -163,12 +161,7 @@ class Offload:
 
     if TYPE_CHECKING:
 
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
+        def __exit__(self, *_: object) -> None:
             """End the step; its saved tensors live as long as the graph that needs them."""
     else:
         __exit__ = BlockExit()

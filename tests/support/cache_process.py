@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Self
 
 import storm_client as storm
@@ -62,12 +61,7 @@ class CacheProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         self._process.close()
         self._orders.close()

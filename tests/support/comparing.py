@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -18,12 +17,7 @@ class Way(Protocol):
 
     def __enter__(self) -> object: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def stats(self) -> object:
         """Send what may leave, and wait until it has left."""
@@ -36,12 +30,7 @@ class Plain:
     def __enter__(self) -> Plain:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def stats(self) -> None:
