@@ -155,7 +155,6 @@ class Round:
         return self._ledger.on_request[type(message)](self._record, 1, message, time.monotonic())
 
     def _move(self) -> None:
-        assert self._ledger.spills is not None
         jobs = self._ledger.spills.moves(time.monotonic())
         if jobs:
             self._tier.begin(jobs)

@@ -78,7 +78,6 @@ def polite(address: str, seconds: float) -> dict[str, Any]:
 def greedy(address: str, seconds: float) -> dict[str, Any]:
     """Keep many large stores and restores in flight; return how many were done."""
     client = RawClient(address).open(staging_bytes=(GREEDY_WINDOW + 1) * GREEDY_BYTES)
-    assert client.staging is not None
     client.staging[: GREEDY_WINDOW * GREEDY_BYTES] = os.urandom(GREEDY_WINDOW * GREEDY_BYTES)
     began, numbers, done = time.monotonic(), 0, 0
     while not done or time.monotonic() - began < seconds:
@@ -206,10 +205,8 @@ def _run(address: str, roles: list[str], seconds: float) -> list[dict[str, Any]]
     with ExitStack() as stack:
         clients = [stack.enter_context(_process(role, address, seconds)) for role in roles]
         for client in clients:
-            assert client.stdout is not None
             assert client.stdout.readline() == "ready\n"
         for client in clients:
-            assert client.stdin is not None
             client.stdin.write("go\n")
             client.stdin.flush()
         return [json.loads(client.communicate()[0]) for client in clients]

@@ -93,7 +93,6 @@ def recorded(name: str, address: str) -> Problem:
                 x = block(x)
         training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
         signature = offload._planning._signatures.latest
-        assert signature is not None
         values = [value.planned() for value in signature.values]
         timed = tuple(
             replace(value, nbytes=value.nbytes * SCALE**2, seconds=_gpu_seconds(value, values))

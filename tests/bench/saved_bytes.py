@@ -102,7 +102,6 @@ def measured(work: Workload, client: storm.Client, min_bytes: int = MIN_BYTES) -
         loss = work.loss(model)
     loss.backward()
     signature = offload._planning._signatures.latest
-    assert signature is not None
     saved = [value for value in signature.values if value.is_saved]
     offloadable = Counter[str]()
     for value in saved:

@@ -563,7 +563,6 @@ def test_single_operations_are_recomputed_beside_named_layers(client: storm.Clie
     offload = client.offload(net, min_bytes=1 << 10, layers=Layer)
     for _ in range(2 * STEPS):
         assert_identical(step(net, lambda: offload, torch.ones(32 * ROWS, WIDTH)), plain)
-    assert offload.plan is not None
     assert "gelu" in {row.operation for row in offload.plan.rows if row.decision == "replay"}
     assert offload.stats().replayed_bytes > 0
 

@@ -292,7 +292,6 @@ def test_a_script_ends_at_the_first_sigint(
         text=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "training\n"
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=300)

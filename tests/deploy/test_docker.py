@@ -61,7 +61,6 @@ def test_what_is_copied_exists_and_reaches_the_build(
         assert any(fnmatch.fnmatch(path, pattern) for pattern in sent), path
     assert all((repository / path).exists() for path in sent)
     match = re.search(r"wheel\.packages = \[(.*)\]", (repository / "pyproject.toml").read_text())
-    assert match is not None
     folders = {package.strip(' "').split("/")[0] for package in match[1].split(",")}
     assert folders <= set(copied(stages["build"]))
 

@@ -118,7 +118,6 @@ def test_a_client_that_resumes_without_its_memory_costs_no_descriptors(
     resumable: ChildDaemon,
 ) -> None:
     def resume_in_vain(welcome: Welcome | None) -> None:
-        assert welcome is not None
         with RawClient(resumable.address) as client:
             again = client.ask(resume(welcome))
             assert isinstance(again, Welcome)
@@ -188,7 +187,6 @@ def handed_over(config: Config, **changes: Any) -> dict[str, int]:
     handover.records()
     handover.record_layout(config, [Space(1 << 20), Space(1 << 20)])
     journal = handover._journal
-    assert journal is not None
     for kind, payload in changes.items():
         journal.write(int(kind.removeprefix("kind")), payload)
     kept = {"stormd-pool": pool, "stormd-journal": os.dup(journal.descriptor)}
@@ -265,7 +263,6 @@ def test_a_socket_that_is_bound_elsewhere_is_not_taken(tmp_path: Path) -> None:
         handover.close()
         handover = Handover(Notifier(), {CONTROL: os.dup(listening.fileno())})
         found = handover.listening(CONTROL, tmp_path / "old")
-        assert found is not None
         found.close()
         handover.close()
 

@@ -206,7 +206,6 @@ def test_a_source_changed_while_it_is_read_harms_its_owner_alone(
 ) -> None:
     """What was stored then may be anything; it comes back checked, or as CorruptBlob."""
     staging = hostile.staging
-    assert staging is not None
     noise = [os.urandom(64 << 10) for _ in range(2)]
     for round_number in range(1, 50):
         staging[: 64 << 10] = noise[0]
@@ -321,7 +320,6 @@ def test_a_user_who_is_not_allowed_fills_nothing_and_keeps_nobody_out(tmp_path: 
         entry = neighbour.open().stored(b"data")
         before = resident_bytes(process.pid)
         crowd = as_another_user(CROWD, process.address)
-        assert crowd.stdout is not None
         assert crowd.stdout.readline() == "sent\n"
         for _ in range(20):
             with RawClient(process.address) as newcomer:
@@ -342,7 +340,6 @@ def test_a_user_takes_no_more_than_its_own_places(
     daemon = make_daemon(allowed_uids=(0, ANOTHER_UID), max_sessions=8)
     Path(daemon.address.removeprefix("ipc://")).chmod(0o666)
     greedy = as_another_user(HELLOS, daemon.address)
-    assert greedy.stdout is not None
     assert json.loads(greedy.stdout.readline()) == ["Welcome"] * 4 + ["Refused"] * 8
     with ExitStack() as stack:
         for _ in range(4):

@@ -55,7 +55,6 @@ class Managed:
 
     def logged(self, event: str) -> dict[str, Any]:
         """Return the next log line of an event; the test's own deadline bounds the wait."""
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             fields: dict[str, Any] = json.loads(line)
             if fields["event"] == event:
@@ -65,7 +64,6 @@ class Managed:
     def told(self, wanted: str) -> list[str]:
         """Return what the manager is told up to and with a datagram that begins with `wanted`."""
         lines: list[str] = []
-        assert self._manager is not None
         while not lines or lines[-1] != wanted:
             lines.append(self._manager.recv(4096).decode().split("\n")[0])
         return lines
@@ -140,8 +138,6 @@ def test_what_a_manager_is_told_settings_metrics_and_the_log_of_a_real_daemon(
             second.open()
             first.stored(b"x" * 5000)
             check_metrics(port, sessions=2)
-            assert first.welcome is not None
-            assert second.welcome is not None
             numbers = [first.welcome.session, second.welcome.session]
             told = {
                 one["id"]: one["session"] for one in first.ask(StatusRequest()).state["sessions"]
@@ -321,7 +317,6 @@ def test_a_limit_of_open_files_under_which_nobody_is_served_is_refused(
     line = shlex.join([sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)])
     command = ["bash", "-c", f"ulimit -n {limit}; exec {line}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         lines = iter(process.stderr)
         while not (line := next(lines)).startswith("stormd: "):
             if json.loads(line)["event"] == "ready":

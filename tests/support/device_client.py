@@ -138,7 +138,6 @@ class DeviceClientLane(CpuLane):
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         in_place = self.in_place
-        assert in_place is not None
         with in_place.lock:
             slot = self.reserve(nbytes)
         if slot is None:

@@ -74,7 +74,6 @@ class FakeTier:
 
     def move(self, now: float = 0.0) -> None:
         """Take what is to be begun."""
-        assert self._ledger.spills is not None
         self.jobs += self._ledger.spills.moves(now)
 
     def finish(self, index: int = 0, *, fail: bool = False, now: float = 0.0) -> None:

@@ -166,7 +166,6 @@ def is_shareable(address: int) -> bool:
 
 def reserved_range(address: int) -> tuple[int, int]:
     found = _mapped(address)
-    assert found is not None
     return found[2].address, found[2].nbytes
 
 

@@ -43,7 +43,6 @@ def trains(address: str) -> bool:
 def kill_in_kernel() -> None:
     command = [sys.executable, "-c", SPIN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as spinning:
-        assert spinning.stdout is not None
         assert spinning.stdout.readline() == "spins\n"
         spinning.kill()
 

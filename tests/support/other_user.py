@@ -82,8 +82,6 @@ def listening_impostor() -> Iterator[tuple[Path, Callable[[], str]]]:
         open_directory(0o1777) as directory,
         as_another_user(IMPOSTOR, str(directory / "impostor")) as process,
     ):
-        assert process.stdout is not None
-        assert process.stdin is not None
         assert process.stdout.readline() == "listening\n"
 
         def heard() -> str:

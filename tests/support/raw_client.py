@@ -164,7 +164,6 @@ class RawClient:
 
     def store(self, data: bytes, *, offset: int = 0, codec: str = "raw", **changes: Any) -> int:
         """Copy data to staging and send Store, without waiting; return the entry's id."""
-        assert self.staging is not None
         self.staging[offset : offset + len(data)] = data
         self._entries += 1
         fields = {
@@ -187,7 +186,6 @@ class RawClient:
 
     def restored(self, entry: int, nbytes: int, *, offset: int = 0, ticket: int = 1) -> bytes:
         """Restore an entry and return its bytes."""
-        assert self.staging is not None
         self.send(
             Restore(ticket=ticket, entry=entry, segment=0, offset=offset, nbytes=nbytes, sequence=0)
         )
@@ -199,7 +197,6 @@ class RawClient:
 
     def is_cut_off(self, timeout: float = TIMEOUT_SECONDS) -> bool:
         """Whether the daemon closes the lifeline within the time."""
-        assert self.line is not None
         self.line.settimeout(timeout)
         try:
             return self.line.recv(1) == b""

@@ -37,15 +37,11 @@ class Scripts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None
         self._process.communicate()  # the end of its orders is its end
         assert self._process.returncode == 0
 
     def lines(self, script: Path, *arguments: str, **environ: str) -> list[str]:
         """Run a script to its end, which has to be one in order; return what it has printed."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             order = [[str(script), *arguments], environ, str(out), str(err)]

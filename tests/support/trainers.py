@@ -55,8 +55,6 @@ class Trainers:
 
     def start(self, address: str, steps: int = ENDLESS, *, device: str = "cpu") -> int:
         """Start a trainer at a daemon; return its process id."""
-        assert self._process is not None
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([address, steps, device]).encode() + b"\n")
         self._process.stdin.flush()
         self._started.append(int(self.next(NURSERY, START_SECONDS).words))
@@ -112,17 +110,12 @@ class Trainers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()  # the nursery's order to kill its children and end
         self._process.wait()
         self._process.stdout.close()
 
     def _read(self, seconds: float) -> bool:
         """Take in what arrives within the time; return whether anything did."""
-        assert self._process is not None
-        assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         if not select.select([descriptor], [], [], max(0.0, seconds))[0]:
             return False

@@ -72,7 +72,6 @@ def patterns(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 def same(found: torch.Tensor | None, put: torch.Tensor) -> bool:
     """Compare bits: NaNs too, which torch.equal would tell apart."""
-    assert found is not None
     assert (found.dtype, found.shape) == (put.dtype, put.shape)
     plain = put.detach().resolve_conj().resolve_neg().contiguous()
     return torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
@@ -110,16 +109,13 @@ def test_every_view_comes_back_as_a_plain_tensor(
     client.cache.put("view", tensor)
     found = client.cache.get("view")
     assert same(found, tensor)
-    assert found is not None
     assert found.is_contiguous()
     assert not found.requires_grad
 
 
 def test_it_is_kept_compressed(client: storm.Client) -> None:
     client.cache.put("normal", torch.randn(MIB).bfloat16())
-    status = client.status().cache
-    assert status is not None
-    assert 0 < status.used_bytes < 2 * MIB / 1.3
+    assert 0 < client.status().cache.used_bytes < 2 * MIB / 1.3
     assert client.status().entries == 0, "it is nobody's activation"
 
 
@@ -131,7 +127,6 @@ def test_a_gpus_tensor_comes_back_on_any_device(client: storm.Client) -> None:
     client.cache.put("gpu", tensor)
     for device in ("cuda", "cpu", torch.device("cuda", 0)):
         found = client.cache.get("gpu", device=device)
-        assert found is not None
         assert found.device.type == torch.device(device).type
         assert same(found.cpu(), tensor.cpu())
     client.cache.put("host", tensor.cpu())
@@ -179,9 +174,7 @@ def test_what_was_used_longest_ago_makes_room(client: storm.Client) -> None:
     for number in range(6, 9):
         client.cache.put(str(number), patterns(torch.uint8, MIB))
     assert client.cache.list() == ["0", "3", "4", "5", "6", "7", "8"]
-    status = client.status().cache
-    assert status is not None
-    assert status.evictions == 2
+    assert client.status().cache.evictions == 2
 
 
 def test_a_tensor_larger_than_the_cache_is_refused_and_nothing_changes(

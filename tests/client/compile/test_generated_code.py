@@ -104,7 +104,6 @@ def test_what_is_moved_again_is_read_from_memory(
         x = seeded(device, 4, 10, 15).to(torch.bfloat16).requires_grad_()
         loss = wrap(net)(x).float().square().mean()
         loss.backward()
-        assert x.grad is not None
         return [loss.detach(), x.grad, *gradients(net)]
 
     expected = trained(torch.compile)
@@ -193,7 +192,6 @@ def test_a_norm_is_computed_again_from_its_statistic(
         x = seeded(device, 64, 32).to(torch.bfloat16).requires_grad_()
         loss = wrap(net)(x).float().square().mean()
         loss.backward()
-        assert x.grad is not None
         return [loss.detach(), x.grad, *gradients(net)]
 
     expected = trained(torch.compile)

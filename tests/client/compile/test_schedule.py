@@ -51,7 +51,6 @@ def peak(values: list[Saved], draft: Draft) -> int:
     lasts = [value.last_use for value in values]
     for number, (value, decision) in enumerate(zip(values, draft.decisions, strict=True)):
         if decision == REPLAY:
-            assert value.recipe is not None
             for source in value.recipe.sources:
                 lasts[source] = max(lasts[source], draft.first_uses[number])
     most = 0

@@ -83,13 +83,11 @@ def step(net: nn.Module, x: Tensor, context: Context = nullcontext) -> list[Tens
 
 def recomputed(plan: Plan | None) -> set[str]:
     """Return by which operations something is recomputed."""
-    assert plan is not None
     return {row.operation for row in plan.rows if row.decision == "replay"}
 
 
 def unknown(plan: Plan | None, *, but: Sequence[tuple[int, ...]]) -> list[object]:
     """Return what no operation is known of, but tensors of some shapes, which none has made."""
-    assert plan is not None
     return [
         row
         for row in plan.rows

@@ -93,10 +93,7 @@ def trained(net: nn.Module, context: object, steps: int = STEPS) -> list[torch.T
 
 
 def comparison_of(offload: storm.Offload) -> Comparison:
-    signature = offload._planning._signatures.latest
-    assert signature is not None
-    assert signature.comparison is not None
-    return signature.comparison
+    return offload._planning._signatures.latest.comparison
 
 
 def search_of(offload: storm.Offload) -> PlanSearch:
@@ -121,7 +118,6 @@ def test_bits_are_the_same_whatever_is_followed_and_all_settles(
     said = [one for one in caplog.messages if "of the plans that steps have followed" in one]
     assert len(said) == 1
     assert str(search) in said[0]
-    assert offload.plan is not None
     assert said[0].endswith(offload.plan.in_short())
     assert f"compared: {search}" in str(offload.plan)
 
@@ -143,7 +139,6 @@ def test_the_plan_that_took_the_least_is_followed_from_then_on(
     before, plan = offload.stats(), offload.plan
     trained(net, offload, steps=2)
     after = offload.stats()
-    assert plan is not None
     (said,) = [one for one in caplog.messages if "of the plans that steps have followed" in one]
     assert said.endswith(plan.in_short())
     assert (plan.bytes_by_decision["replay"] > 0) is (best == PREDICTED)
@@ -191,7 +186,6 @@ def test_plans_are_compared_anew_for_a_link_that_others_use_as_well(
         assert compared.search.is_settled
         assert compared.is_reported is True
         planned_for = seconds if is_news else 1e-7
-        assert compared.machine is not None
         assert compared.machine.link == pytest.approx(planned_for)
     plain = [
         one for steps in (STEPS, 60, 60, 60) for one in trained(network(), nullcontext(), steps)
@@ -226,18 +220,13 @@ def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
     offload = client.offload(net, min_bytes=4096)
     trained(net, offload, steps=8)
     signature = offload._planning._signatures.latest
-    assert signature is not None
-    assert signature.followed is not None
     again = [n for n, one in enumerate(signature.followed.decisions) if isinstance(one, Replay)]
     assert again
     Trial(signature, again[0], signature.followed, 1).fail("it had other bits")
     trained(net, offload, steps=20)
-    assert signature.comparison is not None
     for decisions in signature.comparison.decisions.values():
         assert len(decisions) == len(signature.root.values)
-    plan = signature.root.followed
-    assert plan is not None
-    assert not isinstance(plan.decisions[again[0]], Replay)
+    assert not isinstance(signature.root.followed.decisions[again[0]], Replay)
 
 
 def test_ranks_go_on_after_a_plan_that_decides_as_a_measured_one() -> None:

@@ -76,7 +76,6 @@ def test_what_ligers_kernels_make_is_recomputed(
     offload = client.offload(layers, min_bytes=4096)
     for _ in range(STEPS):
         assert_identical(step(offload), expected)
-    assert offload.plan is not None
     for kernel in ("_rms_norm_forward_kernel", "_swiglu_forward_kernel", "_triton_rope"):
         made = {row.decision for row in offload.plan.rows if row.operation == kernel}
         assert made == {"replay"}, offload.plan

@@ -51,7 +51,6 @@ class Reader:
         if out.ready:
             self.used.append(out.ready)
         if out.ready in self.copies:
-            assert record.source is not None
             record.source.copy_(self.copies[out.ready])
         return out
 

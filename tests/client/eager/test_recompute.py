@@ -125,7 +125,6 @@ def test_casts_that_autocast_keeps_stay() -> None:
         kept.append(cast_of(first) is cast_of(second))
 
     def cast_of(product: Tensor) -> object:
-        assert product.grad_fn is not None
         return product.grad_fn.next_functions[1][0]
 
     begun = threading.Barrier(2)

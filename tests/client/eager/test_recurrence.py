@@ -73,12 +73,8 @@ def test_when_steps_come_again_they_are_learned_after_all(client: storm.Client) 
     depths = [*NEW, *[2] * 16]
     plain = trained(network(), nullcontext(), depths)
     assert all(map(torch.equal, plain, trained(net, offload, depths)))
-    signature = offload._planning._signatures.latest
-    assert signature is not None
-    assert signature.has_functions
-    plan = offload.plan
-    assert plan is not None
-    assert plan.bytes_by_decision["replay"] > 0
+    assert offload._planning._signatures.latest.has_functions
+    assert offload.plan.bytes_by_decision["replay"] > 0
 
 
 def around_others(net: nn.Module, context: object, counts: list[int]) -> list[torch.Tensor]:

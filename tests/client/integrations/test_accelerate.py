@@ -81,7 +81,6 @@ def test_losses_and_weights_are_identical(
     expected, _ = _train(None, mixed_precision=precision)
     found, offload = _train(client, only_layers=only_layers, mixed_precision=precision)
     assert_identical(found, expected)
-    assert offload is not None
     stats = offload.stats()
     assert stats.offloaded_bytes > 0
     assert set(stats.kept) <= frameworks.may_keep()

@@ -28,7 +28,6 @@ class Configurable:
         _owner: ClassVar[type | None] = None
 
         def build(self, **kwargs: Any) -> Any:
-            assert self._owner is not None
             return self._owner(config=replace(self), **kwargs)
 
     def __init_subclass__(cls) -> None:

@@ -883,7 +883,6 @@ def test_a_save_is_the_same_to_both(
             assert followed[-1] is followed.may_be_compiled
             assert followed.left == left, offload.plan
             assert offload.stats().replayed_bytes > 0
-            assert offload.plan is not None
             decisions = {(row.operation, row.decision) for row in offload.plan.rows}
             assert (RECOMPUTED[name], "replay") in decisions, offload.plan
 
@@ -977,7 +976,6 @@ def calls_of_backward(loss: Tensor) -> Counter[str]:
 
 def recomputed(offload: storm.Offload) -> Counter[str]:
     """Return how many values the plan recomputes by each operation."""
-    assert offload.plan is not None
     return Counter(row.operation for row in offload.plan.rows if row.decision == "replay")
 
 

@@ -86,7 +86,6 @@ def test_a_step_views_what_a_kernel_has_laid_out(wrap: Callable[..., Any]) -> No
     def trained(wrap: Callable[..., Callable[[Tensor], Tensor]]) -> list[Tensor]:
         call, x = wrap(step), seeded("cpu", 3, 4, 8, grad=True)
         made = call(x)
-        assert x.grad is not None
         return [made, x.grad]
 
     assert_identical(trained(wrap), trained(lambda step: step))

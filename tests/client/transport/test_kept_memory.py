@@ -43,7 +43,6 @@ def forward(weight: Tensor) -> Tensor:
 def gradient_of(loss: Tensor, weight: Tensor) -> Tensor:
     weight.grad = None
     loss.backward()
-    assert weight.grad is not None
     return weight.grad.clone()
 
 

@@ -63,7 +63,6 @@ def send_all(transfers: Transfers, one: StoredRange) -> tuple[Outgoing, list[Tra
     sent = []
     for part in transfers.stores.split(one.nbytes):
         slot = transfers.reserve(len(part))
-        assert slot is not None
         sent.append(send(transfers, out, part, Staged(slot.offset), slot))
     return out, sent
 

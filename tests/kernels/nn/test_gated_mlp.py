@@ -194,7 +194,6 @@ def test_on_a_gpu_under_autocast() -> None:
         y = mlp(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
-    assert mlp.gate_proj.weight.grad is not None
     assert mlp.gate_proj.weight.grad.dtype == torch.float32
     expected = functional.linear(
         functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x), mlp.down_proj.weight

@@ -103,7 +103,6 @@ def test_adapters_alone_are_trained() -> None:
     trained = [name for name, one in training.module.named_parameters() if one.requires_grad]
     assert len(trained) == LORA.layers * 7 * 2
     assert all("lora_" in name for name in trained)
-    assert training.optimizer is not None
     assert sum(len(group["params"]) for group in training.optimizer.param_groups) == len(trained)
 
 

@@ -52,7 +52,6 @@ def test_a_pool_that_only_just_fits_into_its_cgroup_is_refused(tmp_path: Path) -
         assert "or container has" in done.stderr
         command = cgroup.running([*SERVE, *flags, "--pool-bytes=200MiB", "--log-format=json"])
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
             assert any(json.loads(line)["event"] == "ready" for line in process.stderr)
             process.terminate()
             assert process.wait(SECONDS) == 0
@@ -76,7 +75,6 @@ def test_under_a_limit_of_address_space_it_is_refused_or_serves(tmp_path: Path, 
     flags = [f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=64MiB", "--log-format=json"]
     command = ["bash", "-c", f"ulimit -v {mib << 10}; exec {shlex.join([*SERVE, *flags])}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         said: list[str] = []
         for line in process.stderr:
             said.append(line)

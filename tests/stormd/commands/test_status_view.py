@@ -132,7 +132,6 @@ def test_between_two_states_rates_are_those_of_the_time_between() -> None:
     before = {**_state(100.0), "gpus": [_gpu(10**9, 1.0)], "spill": _disk(10**9)}
     after = {**_state(102.0), "gpus": [_gpu(21 * 10**9, 1.5)], "spill": _disk(4 * 10**9)}
     rates = rates_between(before, after)
-    assert rates is not None
     assert rates.links["cuda:0"]["store"] == LinkRate(40e9, 0.25)
     assert rates.disk["write"] == LinkRate(2e9, 0.75)
     shown = _shown(after, rates)
@@ -140,7 +139,6 @@ def test_between_two_states_rates_are_those_of_the_time_between() -> None:
     assert row.split()[2:5] == ["40.0", "GB/s", "25%"]
     assert "write 2.0 GB/s" in shown
     appeared = rates_between(_state(100.0) | {"spill": None}, after)
-    assert appeared is not None
     assert appeared.links == {}
     assert "write 2.0 GB/s" in _shown(after, appeared)
     assert rates_between(after, _state(1.0)) is None, "another daemon"

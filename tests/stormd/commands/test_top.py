@@ -23,8 +23,6 @@ def test_a_reader_of_a_pipe_gets_each_look_at_once_and_may_leave(
     with subprocess.Popen(
         [*command, "--interval", "0.01"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as top:
-        assert top.stdout is not None
-        assert top.stderr is not None
         assert top.stdout.readline()
         top.stdout.close()
         assert top.stderr.read() == b""

@@ -194,7 +194,6 @@ def test_what_cannot_be_handled_ends_its_session_alone(
 ) -> None:
     """A result of no entry, and a message at which the daemon has a bug."""
     first, second, other = (connect(daemon).open() for _ in range(3))
-    assert first.welcome is not None
     lost = StoreFailed(session=first.welcome.session, entry=77, detail="of no entry")
     daemon.on_loop(lambda: daemon.server._gateway.take_results([lost]))
     monkeypatch.setitem(daemon.server._gateway._own_handlers, Ping, lambda *_: 1 / 0)

@@ -88,7 +88,6 @@ def test_bytes_come_back(made: Made, codec: str, splintered: bool) -> None:
 
 def test_the_mode_is_what_the_codec_wrote(made: Made) -> None:
     block, mode = made.store(bytes(4096), "ancf", DType.BFLOAT16)
-    assert block.offset is not None
     blob = ctypes.string_at(made.pool.address + block.offset, block.nbytes)
     assert read_header(blob).mode is Mode[mode.upper()]
     assert mode == "constant"

@@ -69,7 +69,6 @@ def test_a_store_that_may_not_be_is_explained(
 ) -> None:
     store, limited = Store(**(RIGHT | changes)), replace(LIMITS, **limits)
     problem = store_problem(session, store, limited, user_bytes=1536, draining=False)
-    assert problem is not None
     assert problem[0] == reason
     assert words in problem[1]
     if reason == "quota":
@@ -80,12 +79,10 @@ def test_a_store_that_may_not_be_is_explained(
 def test_restores_are_limited_and_their_tickets_are_their_own(session: Session) -> None:
     session.tickets[1] = Ticket(entry=3, request=0, since=0.0, together=False)
     problem = restore_problem(session, 1, 3, *INTO)
-    assert problem is not None
     assert "under way" in problem[1]
     for number in range(2, MAX_RESTORES + 1):
         session.tickets[number] = Ticket(entry=3, request=0, since=0.0, together=False)
     problem = restore_problem(session, MAX_RESTORES + 1, 3, *INTO)
-    assert problem is not None
     assert problem[0] == "QuotaExceeded"
 
 

@@ -113,7 +113,6 @@ def test_what_is_left_of_a_daemon_and_what_is_not_there_are_told_apart(tmp_path:
         (left / "below", "does not exist"),
     ):
         trouble = socket_trouble(path)
-        assert trouble is not None
         assert trouble.reason == f"{path} {reason}"
         assert f"stormd serve --address ipc://{path}" in trouble.advice
         assert not trouble.denies
@@ -121,7 +120,6 @@ def test_what_is_left_of_a_daemon_and_what_is_not_there_are_told_apart(tmp_path:
 
 def test_what_is_no_socket_is_none_of_a_daemon(tmp_path: Path) -> None:
     trouble = socket_trouble(tmp_path)
-    assert trouble is not None
     assert f"{trouble}: {trouble.advice}" == f"{tmp_path} is no socket: choose another address"
 
 
@@ -137,7 +135,6 @@ def impostor() -> Iterator[Path]:
 @root_only
 def test_another_users_socket_where_anybody_may_put_one_is_not_spoken_to(impostor: Path) -> None:
     trouble = socket_trouble(impostor, {})
-    assert trouble is not None
     assert f"user {ANOTHER_UID} " in trouble.reason
     assert f"set {DAEMON_UIDS_VARIABLE}={ANOTHER_UID}" in trouble.advice
     assert socket_trouble(impostor, {DAEMON_UIDS_VARIABLE: f"7, {ANOTHER_UID}"}) is None

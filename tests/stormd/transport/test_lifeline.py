@@ -52,7 +52,6 @@ def test_a_token_opens_one_lifeline_whose_end_is_its_sessions(
     assert _is_ended(_connected(daemon, welcome.token))
     monkeypatch.setattr(lifeline, "GREETING_SECONDS", 0.01)
     assert _is_ended(_connected(daemon)), "who says nothing"
-    assert client.line is not None
     client.line.close()
     wait_until(lambda: daemon.status()["counters"]["ended"]["died"] == 1)
 
@@ -61,7 +60,6 @@ def test_a_token_opens_one_lifeline_whose_end_is_its_sessions(
 def test_other_speech_on_the_lifeline_is_its_end(
     daemon: DaemonThread, client: RawClient, said: bytes, descriptors: int
 ) -> None:
-    assert client.line is not None
     socket.send_fds(client.line, [said], [0] * descriptors)
     assert client.is_cut_off()
     wait_until(lambda: not daemon.status()["sessions"])

@@ -15,7 +15,6 @@ def test_a_lack_of_descriptors_is_waited_out(
     daemon: DaemonThread, connect: Callable[..., RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener = daemon.server._control.listener
-    assert listener is not None
     listening = listener._socket
     failures = [OSError(24, "Too many open files")]
 
