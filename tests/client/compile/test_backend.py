@@ -41,9 +41,6 @@ SELDOM = ("blocks_of_their_own", "half_precision_used_further", "tied_weights")
 RECOMPUTED = ("views_and_strides", "what_is_saved_and_then_overwritten")
 """Where all is cheaper to recompute than to offload."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 
 class Compiler:
     """Compiles by the backend, and remembers what it compiled."""

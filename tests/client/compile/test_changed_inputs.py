@@ -12,9 +12,6 @@ from support.compiled_programs import PLAIN, Wrap, perceptron
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 
 class Changing(nn.Module):
     """Adds a buffer, and changes it afterwards: by itself, or by what has gradients."""

@@ -22,9 +22,6 @@ from torch import Tensor, nn
 
 DEADLINE_SECONDS = 60.0
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 Wrap = Callable[..., compiled.CompiledStep]
 
 

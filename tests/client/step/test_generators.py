@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 Wrap = Callable[..., CompiledStep]
 
 Body = Callable[[Tensor, torch.Generator], Tensor]

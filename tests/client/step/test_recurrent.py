@@ -17,9 +17,6 @@ from support.steps import everything
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 WIDTH = 16
 
 Wrap = Callable[..., CompiledStep]

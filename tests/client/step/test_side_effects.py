@@ -14,9 +14,6 @@ from storm_client.step.side_effects import Objects
 from support.training import assert_identical
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 Wrap = Callable[..., CompiledStep]
 
 

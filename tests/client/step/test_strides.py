@@ -20,9 +20,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import select_decomp_table
 from torch.nn import functional
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 
 def traced(step: Callable[..., Any], *arguments: Tensor) -> fx.GraphModule:
     """Return the graph of a step's operations as a compiler is given it, decomposed."""

@@ -27,9 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-"""Of PyTorch's own, where it compiles."""
-
 Wrap = Callable[..., CompiledStep]
 
 
