@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +16,7 @@ from storm_client.eager.ranks import _within
 from storm_client.planner.search import OFFLOAD_ALONE
 from support import agreeing_ranks
 from support.daemon_process import DaemonProcess
-
-TESTS = str(Path(agreeing_ranks.__file__).parents[1])
+from support.rank_processes import rank_processes
 
 
 def tcp() -> str:
@@ -40,26 +35,9 @@ def run(
 ) -> dict[str, list[Any]]:
     """Return what each rank has found, by case; None for one that was killed."""
     store = store or tcp()
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, str(agreeing_ranks.__file__)),
-                *(str(rank), str(world), store, daemon.address, *cases),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": gpus,
-                "PYTHONPATH": os.pathsep.join([TESTS, os.environ["PYTHONPATH"]]),
-            },
-        )
-        for rank in range(world)
-    ]
+    arguments = [[str(rank), str(world), store, daemon.address, *cases] for rank in range(world)]
     found: dict[str, list[Any]] = {case: [] for case in cases}
-    try:
+    with rank_processes(agreeing_ranks, arguments, gpus) as processes:
         for rank, process in enumerate(processes):
             out, err = process.communicate(timeout=400)
             is_killed = cases[-1] == f"killed-{rank}"
@@ -69,10 +47,6 @@ def run(
             for case, line in zip(cases, lines, strict=True):
                 found[case].append(json.loads(line))
                 assert line == "null" or found[case][-1]["same"], case
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     return found
 
 

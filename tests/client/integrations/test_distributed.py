@@ -7,9 +7,6 @@ the same `with` block as anywhere else.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,37 +14,18 @@ from typing import Any
 import pytest
 from support import accelerate_ranks, ranks
 from support.daemon_process import DaemonProcess
-
-TESTS = str(Path(ranks.__file__).parents[1])
+from support.rank_processes import rank_processes
 
 
 def run_ranks(program: ModuleType, file: Path, daemon: DaemonProcess) -> list[Any]:
     """Return what each rank of a program has found."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program.__file__), str(rank), str(file), daemon.address],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": os.pathsep.join([TESTS, os.environ["PYTHONPATH"]]),
-            },
-        )
-        for rank in range(ranks.RANKS)
-    ]
+    arguments = [[str(rank), str(file), daemon.address] for rank in range(ranks.RANKS)]
     found = []
-    try:
+    with rank_processes(program, arguments) as processes:
         for process in processes:
             out, err = process.communicate(timeout=400)
             assert process.returncode == 0, err
             found.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     return found
 
 
