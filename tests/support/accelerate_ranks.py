@@ -60,7 +60,7 @@ def _trained(settings: dict[str, Any], client: Any) -> tuple[list[Any], Any, int
     import torch
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
-    from storm_client.integrations.accelerate import accumulate, auto_wrapped_layers, offload_only
+    from storm_client.integrations.accelerate import auto_wrapped_layers, offload_only
     from support.tiny_llama import tiny_llama, token_rows
     from torch.distributed.tensor import DTensor
 
@@ -80,6 +80,15 @@ def _trained(settings: dict[str, Any], client: Any) -> tuple[list[Any], Any, int
     if client is not None:
         offload = client.offload(model, min_bytes=MIN_BYTES)
         offload_only(offload, auto_wrapped_layers(accelerator, model))
+    losses = [one.reshape(1) for one in train(accelerator, model, optimizer, loader, offload)]
+    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return [*losses, *(one.detach().flatten() for one in shards)], offload, len(shards)
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, offload: Any) -> list[Any]:
+    """Train on every batch, without offload where it is None; return the losses."""
+    from storm_client.integrations.accelerate import accumulate
+
     losses = []
     for batch in loader:
         context: AbstractContextManager[object] = (
@@ -92,9 +101,8 @@ def _trained(settings: dict[str, Any], client: Any) -> tuple[list[Any], Any, int
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.detach().reshape(1))
-    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
-    return [*losses, *(one.detach().flatten() for one in shards)], offload, len(shards)
+        losses.append(loss.detach())
+    return losses
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import storm_client as storm
 import torch
 from support import frameworks
+from support.accelerate_ranks import train
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import assert_identical
 
@@ -16,7 +17,6 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from storm_client.integrations.accelerate import (  # noqa: E402 - skipped before
-    accumulate,
     auto_wrapped_layers,
     offload_only,
 )
@@ -52,19 +52,7 @@ def _train(
     if only_layers:
         accelerator.state.fsdp_plugin = _plugin()
         offload_only(offload, auto_wrapped_layers(accelerator, model))
-    losses = []
-    for batch in loader:
-        context = (
-            accelerator.accumulate(model)
-            if offload is None
-            else accumulate(accelerator, offload, model)
-        )
-        with context:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = train(accelerator, model, optimizer, loader, offload)
     return [*losses, *(p.detach() for p in model.parameters())], offload
 
 
