@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 import storm_client as storm
+from storm_client.lanes.cpu import CpuLane
 from storm_client.native.build import BuildError, build
 from storm_client.transport import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, daemons
@@ -112,16 +113,17 @@ def patience() -> Iterator[None]:
 
 
 @pytest.fixture
-def lane_kind() -> type[InPlaceCpuLane]:
+def lane_kind() -> type[CpuLane]:
+    """The kind of lane that `lanes` are; a file may have another."""
     return InPlaceCpuLane
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch, lane_kind: type[InPlaceCpuLane]) -> list[InPlaceCpuLane]:
+def lanes(monkeypatch: pytest.MonkeyPatch, lane_kind: type[CpuLane]) -> list[CpuLane]:
     """The lanes, which work in place, of the sessions that the test opens."""
-    opened: list[InPlaceCpuLane] = []
+    opened: list[CpuLane] = []
 
-    def lane() -> InPlaceCpuLane:
+    def lane() -> CpuLane:
         opened.append(lane_kind())
         return opened[-1]
 

@@ -19,7 +19,6 @@ import pytest
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.transport import memory_pressure, sessions
 from support.chains import chain, gradient, leaf
 from support.device_client import DeviceClientLane
 from support.waiting import wait_until
@@ -40,16 +39,8 @@ FLAGS = [
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[DeviceClientLane]:
-    opened: list[DeviceClientLane] = []
-
-    def lane() -> DeviceClientLane:
-        opened.append(DeviceClientLane())
-        return opened[-1]
-
-    monkeypatch.setattr(sessions, "CpuLane", lane)
-    monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
-    return opened
+def lane_kind() -> type[DeviceClientLane]:
+    return DeviceClientLane
 
 
 @pytest.fixture
