@@ -38,6 +38,7 @@ from storm_client.planner.problem import Value
 from storm_client.planner.search import OFFLOAD_ALONE, Alternative
 from storm_client.planner.slowest import Agreed
 from storm_client.transport.daemon_loss import Supply
+from support.planning import Took
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -146,7 +147,7 @@ def compared_as_on_a_gpu(rank: int) -> Iterator[None]:
 
     def record_step(self: StepTimes, alternative: Alternative, _: Duration) -> None:
         slow = 0.3 if rank else 0.1
-        known(self, alternative, Passed(0.2 if alternative == OFFLOAD_ALONE else slow))
+        known(self, alternative, Took(0.2 if alternative == OFFLOAD_ALONE else slow))
 
     with (
         patch.object(StepSignature, "is_on_gpu", property(lambda _: True)),
@@ -164,16 +165,6 @@ def share_link(rank: int) -> None:
     if rank == dist.get_world_size() - 1:
         for name in ("link_figures", "latest_link_figures"):
             setattr(Supply, name, lambda *_: LinkFigures(link=3e-7))
-
-
-class Passed:
-    is_known = True
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self) -> float:
-        return self._seconds
 
 
 def train(

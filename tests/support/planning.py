@@ -14,6 +14,7 @@ from storm_client.planner.search import PREDICTED, PlanResult, PlanSearch
 __all__ = [
     "FREE_REPLAYS",
     "SOME_REPLAYS",
+    "Took",
     "mind_the_device_alone",
     "replay_all",
     "value",
@@ -32,6 +33,18 @@ FREE_REPLAYS = replace(
 
 SOME_REPLAYS = replace(FREE_REPLAYS, thread_store=1e-9, unmeasured_expensive=1e9)
 """Products leave, and all else is recomputed."""
+
+
+class Took:
+    """A time that is known, as one between two events that the device has come past."""
+
+    is_known = True
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self) -> float:
+        return self._seconds
 
 
 def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:

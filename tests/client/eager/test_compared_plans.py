@@ -31,7 +31,7 @@ from storm_client.planner.search import (
     PlanSearch,
 )
 from storm_client.transport.daemon_loss import Supply
-from support.planning import value
+from support.planning import Took, value
 from torch import nn
 
 STEPS = 50
@@ -58,21 +58,11 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Alternative], f
         known = step_times.StepTimes.record_step
 
         def record_step(self: step_times.StepTimes, alternative: Alternative, _: Span) -> None:
-            known(self, alternative, _Passed(seconds(alternative)))
+            known(self, alternative, Took(seconds(alternative)))
 
         monkeypatch.setattr(step_times.StepTimes, "record_step", record_step)
 
     return take
-
-
-class _Passed:
-    is_known = True
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self) -> float:
-        return self._seconds
 
 
 def network() -> nn.Sequential:

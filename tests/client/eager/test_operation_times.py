@@ -16,6 +16,7 @@ from storm_client.eager.operation_times import (
     OperationTimes,
 )
 from storm_client.eager.recorder import Mark, Span
+from support.planning import Took
 from support.waiting import wait_until
 
 SHORT = LONG_SECONDS / 2
@@ -58,18 +59,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(operation_times, "torch", SimpleNamespace(cuda=made, **names))
     monkeypatch.setattr(operation_times, "is_capturing", lambda _: False)
     return made
-
-
-class Took:
-    """The time between the events of an operation, where the device has come so far."""
-
-    is_known = True
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self) -> float:
-        return self._seconds
 
 
 def took(times: OperationTimes, function: Any, *arguments: Any, seconds: float = SHORT) -> Any:
