@@ -647,24 +647,6 @@ def test_a_budget_that_cannot_be_kept(device: str, client: storm.Client) -> None
         step(net, x, lambda: offload)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": "much"}, "budget is 'much'.*least, fit"),
-        ({"budget": -1}, "budget is -1"),
-        ({"budget": 1.5}, "budget is 1.5"),
-        ({"verify": "never"}, "verify is 'never'; choose learn or always"),
-        ({"replay": [3]}, "replay has int 3"),
-        ({"replay": "no"}, "replay has str 'no'"),
-    ],
-)
-def test_options_that_mean_nothing(
-    options: dict[str, object], message: str, client: storm.Client
-) -> None:
-    with pytest.raises(storm.UsageError, match=message):
-        client.offload(**options)
-
-
 def test_the_budget_of_the_environment(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
