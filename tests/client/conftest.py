@@ -6,9 +6,11 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import storm_client as storm
+from storm_client import connecting
 from storm_client.lanes.cpu import CpuLane
 from storm_client.native.build import BuildError, build
 from storm_client.transport import memory_pressure, sessions
@@ -110,6 +112,13 @@ def patience() -> Iterator[None]:
     """Give the daemon time: others may use its device and processors."""
     with patient_clients():
         yield
+
+
+@pytest.fixture
+def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep a test from any daemon that this machine may run."""
+    monkeypatch.delenv("STORMD_ADDRESS", raising=False)
+    monkeypatch.setattr(connecting, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
 
 
 @pytest.fixture

@@ -15,13 +15,7 @@ from storm_client import connecting
 from support.daemon_process import DaemonProcess, start_daemon
 from support.scripts import Scripts
 
-
-@pytest.fixture(autouse=True)
-def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep the tests from any daemon that this machine may run."""
-    monkeypatch.delenv("STORMD_ADDRESS", raising=False)
-    monkeypatch.setattr(connecting, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
-
+pytestmark = pytest.mark.usefixtures("no_daemon_by_convention")
 
 # --- what connect is told -------------------------------------------------------------------
 

@@ -12,19 +12,12 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client import connecting
 from support.scripts import Scripts
 from support.waiting import wait_until
 
 from stormd.query import StatusQuery
 
-
-@pytest.fixture(autouse=True)
-def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep the tests from any daemon that this machine may run."""
-    monkeypatch.delenv("STORMD_ADDRESS", raising=False)
-    monkeypatch.setattr(connecting, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
-
+pytestmark = pytest.mark.usefixtures("no_daemon_by_convention")
 
 NOTHING_IS_SET = """
 import os
