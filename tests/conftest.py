@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -140,6 +141,13 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         LEAVING_SECONDS,
         lambda: _shared_files() - files,
     )
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory for sockets: pytest's own paths are too long."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(autouse=True)

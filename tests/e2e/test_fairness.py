@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import storm_client as storm
@@ -34,7 +34,7 @@ def saved(client: storm.Client, nbytes: int) -> tuple[Tensor, Tensor]:
         return chain(x, EACH_BYTES // nbytes), x
 
 
-def test_large_and_small_tensors_move_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_and_small_tensors_move_alike(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While both have work; by turns of one tensor each it would be eight times as much."""
     go_on, stored = threading.Event(), list[StoreJob]()
     store = HostCodec.store
@@ -45,29 +45,28 @@ def test_large_and_small_tensors_move_alike(monkeypatch: pytest.MonkeyPatch) -> 
         return store(codec, source, job)
 
     monkeypatch.setattr(HostCodec, "store", late)
-    with tempfile.TemporaryDirectory(prefix="storm-") as base:
-        config = Config(
-            address=f"ipc://{base}/sock",
-            device="cpu",
-            pool_bytes=256 << 20,
-            cache_bytes=1 << 20,
-            encode_threads=1,
-        )
-        daemon = DaemonThread(config)
-        try:
-            clients = [storm.connect(daemon.address, embedded="never") for _ in range(2)]
-            with clients[0], clients[1], ThreadPoolExecutor(2) as threads:
-                sizes = (1024 * KIB, 128 * KIB)  # both above what the loop does itself
-                graphs = list(threads.map(saved, clients, sizes))
-                wait_until(lambda: all_wait(daemon, EACH_BYTES * 3 // 4), WAIT_SECONDS)
-                go_on.set()
-                for loss, x in graphs:
-                    found = gradient(loss, x)
-                    assert torch.equal(found, gradient(chain(x, EACH_BYTES // x.nbytes), x))
-                del graphs, loss
-        finally:
+    config = Config(
+        address=f"ipc://{place}/sock",
+        device="cpu",
+        pool_bytes=256 << 20,
+        cache_bytes=1 << 20,
+        encode_threads=1,
+    )
+    daemon = DaemonThread(config)
+    try:
+        clients = [storm.connect(daemon.address, embedded="never") for _ in range(2)]
+        with clients[0], clients[1], ThreadPoolExecutor(2) as threads:
+            sizes = (1024 * KIB, 128 * KIB)  # both above what the loop does itself
+            graphs = list(threads.map(saved, clients, sizes))
+            wait_until(lambda: all_wait(daemon, EACH_BYTES * 3 // 4), WAIT_SECONDS)
             go_on.set()
-            daemon.stop()
+            for loss, x in graphs:
+                found = gradient(loss, x)
+                assert torch.equal(found, gradient(chain(x, EACH_BYTES // x.nbytes), x))
+            del graphs, loss
+    finally:
+        go_on.set()
+        daemon.stop()
     assert_alike(stored)
 
 

@@ -6,12 +6,9 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from support.supervised import start_run
 
 SCRIPT = """
@@ -25,13 +22,6 @@ for _ in range(2):
 print(offload.stats().offloaded_bytes, len(storm.connect().status().details["workers"]))
 sys.exit(5)
 """
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory for sockets: pytest's own paths are too long."""
-    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
-        yield Path(directory)
 
 
 def test_a_script_is_served_and_its_status_and_savings_are_told(place: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from storm_client.transport import connection
 from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.failing_file import FailingFile, MemoryFile
-from support.patience import patient_clients
 from support.spilling import ENCRYPT, ENCRYPTIONS, skip_without_disk
 from support.waiting import wait_until
 
@@ -37,29 +35,28 @@ Start = Callable[..., DaemonThread]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, place: Path) -> Iterator[Start]:
     """Start daemons of a small pool with a tier on disk."""
     skip_without_disk(tmp_path)
     started: list[DaemonThread] = []
-    with tempfile.TemporaryDirectory(prefix="storm-") as base, patient_clients():
 
-        def made(**settings: Any) -> DaemonThread:
-            config = Config(
-                address=f"ipc://{base}/{len(started)}.sock",
-                device="cpu",
-                pool_bytes=POOL_BYTES,
-                cache_bytes=0,
-                part_bytes_cpu=MIB,
-                staging_bytes_cpu=4 * MIB,
-                spill_path=str(tmp_path),
-                **{"spill_bytes": 128 * MIB, "spill_encrypt": ENCRYPT, **settings},
-            )
-            started.append(DaemonThread(config))
-            return started[-1]
+    def made(**settings: Any) -> DaemonThread:
+        config = Config(
+            address=f"ipc://{place}/{len(started)}.sock",
+            device="cpu",
+            pool_bytes=POOL_BYTES,
+            cache_bytes=0,
+            part_bytes_cpu=MIB,
+            staging_bytes_cpu=4 * MIB,
+            spill_path=str(tmp_path),
+            **{"spill_bytes": 128 * MIB, "spill_encrypt": ENCRYPT, **settings},
+        )
+        started.append(DaemonThread(config))
+        return started[-1]
 
-        yield made
-        for daemon in started:
-            daemon.stop()
+    yield made
+    for daemon in started:
+        daemon.stop()
     assert not list(tmp_path.iterdir())
 
 

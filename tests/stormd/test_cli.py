@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import pytest
 from storm_client.transport.handshake import is_listening
@@ -109,11 +109,10 @@ def test_a_pipe_that_nobody_reads_is_no_failed_check(daemon: DaemonThread) -> No
     os.close(writing)
 
 
-def test_a_daemon_serves_without_standard_streams() -> None:
-    with tempfile.TemporaryDirectory(prefix="storm-") as base:
-        address = f"ipc://{base}/stormd.sock"
-        serve = ["serve", "--device", "cpu", "--address", address, "--workers", "2"]
-        with subprocess.Popen([*WITHOUT_STREAMS, *serve]) as process:
-            wait_until(lambda: is_listening(address) or process.poll() is not None, 60.0)
-            process.send_signal(signal.SIGTERM)
+def test_a_daemon_serves_without_standard_streams(place: Path) -> None:
+    address = f"ipc://{place}/stormd.sock"
+    serve = ["serve", "--device", "cpu", "--address", address, "--workers", "2"]
+    with subprocess.Popen([*WITHOUT_STREAMS, *serve]) as process:
+        wait_until(lambda: is_listening(address) or process.poll() is not None, 60.0)
+        process.send_signal(signal.SIGTERM)
     assert process.returncode == 0

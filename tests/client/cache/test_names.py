@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import storm_client as storm
 import torch
-from support.daemon_process import DaemonProcess, start_daemon
+from support.daemon_process import DaemonProcess, daemons
 from support.waiting import wait_until
 
 MIB = 1 << 20
@@ -36,16 +34,13 @@ DTYPES = [
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
     """A daemon whose cache and staging areas are small, so that tests fill them."""
-    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
-        daemon = start_daemon(
-            Path(directory),
+    with daemons() as make:
+        yield make(
             "--pool-bytes=16MiB",
             "--cache-bytes=8MiB",
             "--staging-bytes-cpu=512KiB",
             "--part-bytes-cpu=128KiB",
         )
-        yield daemon
-        daemon.stop()
 
 
 @pytest.fixture

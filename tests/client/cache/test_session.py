@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from storm_client.errors import (
 from storm_client.lanes import Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.transport.transfer import Transfer
-from support.daemon_process import DaemonProcess, start_daemon
+from support.daemon_process import DaemonProcess, daemons
 from support.waiting import wait_until
 
 from stormd.protocol import (
@@ -44,16 +42,13 @@ STAGING = 4 * PART
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
-        daemon = start_daemon(
-            Path(directory),
+    with daemons() as make:
+        yield make(
             "--pool-bytes=16MiB",
             "--cache-bytes=1MiB",
             f"--staging-bytes-cpu={STAGING}",
             f"--part-bytes-cpu={PART}",
         )
-        yield daemon
-        daemon.stop()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,6 @@ def signals_are_heeded() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory for sockets: pytest's own paths are too long."""
-    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture
