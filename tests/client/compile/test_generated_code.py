@@ -10,7 +10,6 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import inductor
-from storm_client.planner.plan import Plan
 from support.compiled_programs import PROGRAMS, GatedMlp, Wrap, perceptron, trained
 from support.devices import DEVICES
 from support.training import assert_identical, gradients, seeded
@@ -38,11 +37,6 @@ def test_what_is_stored_is_not_copied_and_comes_back_aligned(client: storm.Clien
 # --- what is recomputed ---------------------------------------------------------------------
 
 
-def replayed(plans: list[Plan]) -> dict[str, str]:
-    rows = [row for plan in plans for row in plan.rows if row.decision == "replay"]
-    return {row.operation: row.reason for row in rows}
-
-
 class Compiled:
     """Compiles what it is called with, and keeps it for its plans."""
 
@@ -55,7 +49,9 @@ class Compiled:
         return self.made[-1]
 
     def replayed(self) -> dict[str, str]:
-        return replayed([plan for one in self.made for plan in storm.compiled_plans(one)])
+        plans = [plan for one in self.made for plan in storm.compiled_plans(one)]
+        rows = [row for plan in plans for row in plan.rows if row.decision == "replay"]
+        return {row.operation: row.reason for row in rows}
 
 
 @pytest.mark.slow
@@ -198,12 +194,11 @@ def test_what_products_read_is_handed_over_besides(client: storm.Client, full_li
     torch.manual_seed(0)
     net = GatedMlp()
     kernels, products = code(torch.compile(net))
-    call = storm.compile(net, client=client, min_bytes=1, budget=0.0)
-    ours, more = code(call)
+    wrap = Compiled(client, budget=0.0)
+    ours, more = code(wrap(net))
     assert ours == kernels
     assert len(more) > len(products)
-    (plan,) = storm.compiled_plans(call)
-    assert "aten.mm.default" in replayed([plan])
+    assert "aten.mm.default" in wrap.replayed()
 
 
 def test_products_are_not_run_again_where_they_may_run_in_another_kernel() -> None:

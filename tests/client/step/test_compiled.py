@@ -16,7 +16,7 @@ from storm_client.errors import UsageError
 from storm_client.step import compiled
 from support.compiled_programs import blocks, perceptron
 from support.daemon_process import DaemonProcess
-from support.steps import OPTIMIZERS, PROGRAMS, everything, train
+from support.steps import OPTIMIZERS, PROGRAMS, everything, step_of, train
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
 
@@ -364,15 +364,7 @@ def test_a_budget_is_kept_and_what_fits_stays(wrap: Wrap) -> None:
     steps = []
     for budget in ("least", 0.8, 1.0):
         net = blocks("cpu", 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(x: Tensor, net: nn.Module = net, optimizer: object = optimizer) -> Tensor:
-            loss = net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = step_of(net, torch.optim.SGD(net.parameters(), lr=0.1))
         steps.append(wrap(step, budget=budget))
         steps[-1](seeded("cpu", 2, 16, 32))
     offloaded = [step.stats().offloaded_bytes for step in steps]

@@ -10,21 +10,13 @@ import torch
 from storm_client.errors import UsageError
 from storm_client.step.compiled import CompiledStep
 from support.compiled_programs import blocks
+from support.steps import step_of
 from support.training import seeded
-from torch import Tensor
 
 
 def transformer(client: storm.Client, **options: object) -> CompiledStep:
     net = blocks("cpu")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
-    def step(x: Tensor) -> Tensor:
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = step_of(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
     return storm.compile_step(step, client=client, codegen="eager", min_bytes=1, **options)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.step import compiled
 from support.compiled_programs import perceptron
+from support.steps import step_of
 from support.training import seeded
 
 MAPPED_AGAIN = """
@@ -59,16 +59,7 @@ def test_a_step_keeps_what_its_temporaries_take_at_once(
     asked: list[int] = []
     monkeypatch.setattr(compiled, "_keep_freed", asked.append)
     net = perceptron("cpu")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    wrap = partial(storm.compile_step, client=client, codegen="eager")
-    call = wrap(step)
+    step = step_of(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    call = storm.compile_step(step, client=client, codegen="eager")
     call(seeded("cpu", 64, 32))
     assert asked == [call.explain().layout.bound]
