@@ -48,11 +48,6 @@ class Histogram:
         self.counts = [sum(pair) for pair in zip(self.counts, other.counts, strict=True)]
         self.total_seconds += other.total_seconds
 
-    @property
-    def count(self) -> int:
-        """All observations."""
-        return sum(self.counts)
-
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound as text with the count of observations up to it, last bound "+Inf"."""
         names = [*(repr(bound) for bound in WAIT_BOUNDS), "+Inf"]

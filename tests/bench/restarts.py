@@ -19,10 +19,9 @@ from typing import Any
 from bench.deaths import FLAGS, NOTICED_SECONDS, reclaimed, start_trainers
 from bench.recording import parser_of, show, spread
 from storm_bench.child_daemon import ChildDaemon
+from support.daemon_process import served_by
 from support.trainers import Trainers
 from support.waiting import wait_until
-
-from stormd.errors import NoDaemon
 
 TRAINERS = 2
 LONGEST_PAUSE = 1.0
@@ -40,11 +39,11 @@ def end_daemons(
     with _daemon(device) as daemon:
         pids = start_trainers(trainers, daemon, TRAINERS, device)
         for number in ends:
-            served_by = _served_by(daemon)
+            serving = served_by(daemon)
             time.sleep(moments.random() * LONGEST_PAUSE)
             ended = time.monotonic()
-            _end(daemon, served_by, number)
-            starts.append(_processor_seconds(_served_by(daemon)))
+            _end(daemon, serving, number)
+            starts.append(_processor_seconds(served_by(daemon)))
             for pid in pids:
                 steps += _steps_so_far(trainers, pid)
                 seconds.append(_first_step_since(trainers, pid, ended))
@@ -70,7 +69,7 @@ def end_all(trainers: Trainers, rounds: int, seed: int = 0, device: str = "cpu")
         for _ in range(rounds):
             pids = start_trainers(trainers, daemon, TRAINERS, device)
             time.sleep(moments.random() * 0.1)
-            _end(daemon, _served_by(daemon), signal.SIGKILL)
+            _end(daemon, served_by(daemon), signal.SIGKILL)
             for pid in pids:
                 trainers.kill(pid)
             reclaimed(daemon, 0)
@@ -101,21 +100,6 @@ def _doing(process: Path) -> str:
     except OSError as error:
         return f"it has gone by now ({error.strerror})"
     return "; ".join([line for line in lines if line.split(":")[0] in told] + waits)
-
-
-def _served_by(daemon: ChildDaemon) -> int:
-    """Return the process id of the daemon, once one answers."""
-    found: list[int] = []
-
-    def answers() -> bool:
-        try:
-            found.append(daemon.status()["pid"])
-        except NoDaemon:  # it was ended while it was asked
-            return False
-        return True
-
-    wait_until(answers, NOTICED_SECONDS)
-    return found[-1]
 
 
 def _steps_so_far(trainers: Trainers, pid: int) -> int:

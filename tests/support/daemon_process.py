@@ -15,8 +15,11 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from storm_client.transport.handshake import is_listening
 from support.waiting import wait_until
+
+from stormd.errors import NoDaemon
 
 START_SECONDS = 60.0
 
@@ -83,6 +86,21 @@ def daemons() -> Iterator[Callable[..., DaemonProcess]]:
         yield make
         for daemon in started:
             daemon.stop()
+
+
+def served_by(daemon: ChildDaemon) -> int:
+    """Return the process id of the daemon, once one answers: each may be ended at any time."""
+    found: list[int] = []
+
+    def answers() -> bool:
+        try:
+            found.append(daemon.status()["pid"])
+        except NoDaemon:  # it was ended while it was asked
+            return False
+        return True
+
+    wait_until(answers, START_SECONDS)
+    return found[-1]
 
 
 def resident_bytes(pid: int) -> int:

@@ -78,10 +78,10 @@ def geometry(dtype: DType, elements: int) -> Geometry:
     return Geometry(_plan(dtype, ()), dtype, 2 * elements)
 
 
-def header(dtype: DType, elements: int, base: int, payload_bytes: int = 0) -> Header:
-    """Return the header of a blob whose window begins at `base`."""
+def header(dtype: DType, elements: int, base: int) -> Header:
+    """Return the header of a blob without records whose window begins at `base`."""
     plan = _plan(dtype, tuple(range(base, base + WIDTH)))
-    return Header(plan, dtype, 2 * elements, payload_bytes, None)
+    return Header(plan, dtype, 2 * elements, 0, None)
 
 
 def _plan(dtype: DType, dictionary: tuple[int, ...]) -> Plan:

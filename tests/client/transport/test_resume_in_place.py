@@ -20,10 +20,9 @@ import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
 from support.chains import chain, gradient, leaf
+from support.daemon_process import served_by
 from support.device_client import DeviceClientLane
 from support.waiting import wait_until
-
-from stormd.errors import NoDaemon
 
 TESTS = Path(__file__).parents[2]
 TRAINERS = 2
@@ -52,20 +51,6 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildDaemon]:
         child.__enter__()
     yield child
     child.close()
-
-
-def served_by(daemon: ChildDaemon) -> int:
-    found: list[int] = []
-
-    def answers() -> bool:
-        try:
-            found.append(daemon.status()["pid"])
-        except NoDaemon:
-            return False
-        return True
-
-    wait_until(answers, 60.0)
-    return found[-1]
 
 
 def end(pid: int, number: int) -> None:
