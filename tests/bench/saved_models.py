@@ -110,10 +110,7 @@ def liger() -> Workload:
     work = WORKLOADS["llama"](SMALL)
     model: Any = work.model
     for layer in model.model.layers:
-        mlp = layer.mlp
-        mlp.forward = lambda x, mlp=mlp: mlp.down_proj(
-            Gated.apply(mlp.gate_proj(x), mlp.up_proj(x))
-        )
+        layer.mlp.forward = partial(_gated, layer.mlp)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.forward = partial(_normed, norm)
     return work

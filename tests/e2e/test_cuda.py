@@ -62,11 +62,10 @@ def lines(process: subprocess.Popen[str], count: int) -> list[str]:
     return [process.stdout.readline().strip() for _ in range(count)]
 
 
-def assert_empty(daemon: ChildDaemon, sessions: int = 0) -> None:
-    wait_until(lambda: len(daemon.status()["sessions"]) == sessions, NOTICED_SECONDS, daemon.status)
-    if not sessions:
-        pool = daemon.status()["pool"]
-        assert pool["used_bytes"] == pool["promised_bytes"] == 0
+def assert_empty(daemon: ChildDaemon) -> None:
+    wait_until(lambda: not daemon.status()["sessions"], NOTICED_SECONDS, daemon.status)
+    pool = daemon.status()["pool"]
+    assert pool["used_bytes"] == pool["promised_bytes"] == 0
 
 
 def test_two_trainers_share_a_daemon_and_stay_exact(daemon: ChildDaemon) -> None:

@@ -52,11 +52,11 @@ class Store:
 class Rank:
     """One that begins a step whenever the test says so."""
 
-    def __init__(self, number: int, world: int, store: Store, digest: str = "same") -> None:
+    def __init__(self, number: int, world: int, store: Store) -> None:
         self.store = store
         self.step = 0
         self.agreement = Agreement(
-            number, world, digest, prefix="storm/0/0", now=Moment(0, 0.0), limits=LIMITS
+            number, world, "same", prefix="storm/0/0", now=Moment(0, 0.0), limits=LIMITS
         )
         self.followed: dict[int, int] = {}
         """By decision, the step from which on it was followed."""
@@ -102,9 +102,9 @@ class Rank:
         return isinstance(self.agreement.phase, Alone)
 
 
-def ranks_of(count: int, digests: Sequence[str] = ()) -> list[Rank]:
+def ranks_of(count: int) -> list[Rank]:
     store = Store()
-    return [Rank(n, count, store, digests[n] if digests else "same") for n in range(count)]
+    return [Rank(n, count, store) for n in range(count)]
 
 
 def come_to_rest(ranks: Sequence[Rank], seconds: float) -> None:

@@ -62,8 +62,8 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_by(self, seconds: float = LATE_SECONDS) -> None:
-        self.now += seconds
+    def pass_by(self) -> None:
+        self.now += LATE_SECONDS
 
 
 @pytest.fixture
