@@ -39,6 +39,7 @@ from stormd.monitoring.counters import Counters
 from stormd.monitoring.health import stuck_workers
 from stormd.monitoring.nvml import GpuGauge
 from stormd.protocol import NO_LANE, parse_address, worker_lifeline_path
+from stormd.protocol.zmtp import framed
 from stormd.provision import (
     adopted_spaces,
     allowed_uids,
@@ -54,7 +55,6 @@ from stormd.state import merged_status, state
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.mailbox import Mailbox
-from stormd.transport.zmtp import framed
 from stormd.workers.fleet import Fleet
 from stormd.workers.plan import WorkerPlace, front_config, plan_workers
 

@@ -27,9 +27,9 @@ from typing import Final
 from stormd import open_files
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
+from stormd.protocol.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
 from stormd.transport.listener import Credentials, Listener, peer_credentials
 from stormd.transport.sessionless import Sessionless
-from stormd.transport.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
 
 __all__ = ["Connection", "ControlSocket"]
 

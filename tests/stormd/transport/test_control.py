@@ -12,9 +12,9 @@ import pytest_asyncio
 import zmq
 
 from stormd.protocol.limits import MAX_FRAME_BYTES
+from stormd.protocol.zmtp import OPENING, framed
 from stormd.transport import control
 from stormd.transport.control import SESSIONLESS_FRAME_BYTES, Connection, ControlSocket
-from stormd.transport.zmtp import OPENING, framed
 
 SECONDS = 60.0
 MAX_HELD = 4 << 20

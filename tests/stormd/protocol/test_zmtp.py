@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from stormd.transport.zmtp import (
+from stormd.protocol.zmtp import (
     COMMAND,
     GREETING_BYTES,
     OPENING,

@@ -1,9 +1,9 @@
-"""ZMTP 3, as much of it as a ROUTER needs: turns the bytes of a connection into messages.
+"""ZMTP 3, as much of it as a ROUTER or a DEALER needs: turns a connection's bytes into messages.
 
 libzmq bounds its queues in messages, keeps all parts of a message until the last has come, however
 many there are, and accepts every connection. So the daemon itself speaks ZeroMQ's protocol
-(https://rfc.zeromq.org/spec/23/, with the heartbeats of 37/ZMTP) to any DEALER. Pure: bytes go in,
-messages come out, and only unread bytes are kept.
+(https://rfc.zeromq.org/spec/23/, with the heartbeats of 37/ZMTP) to any DEALER, and so do our
+clients (dealer.py). Pure: bytes go in, messages come out, and only unread bytes are kept.
 """
 
 from __future__ import annotations
@@ -12,9 +12,22 @@ import struct
 from enum import Enum, auto
 from typing import Final, Literal
 
-__all__ = ["OPENING", "OTHER", "SEVERAL", "Reader", "Token", "ZmtpError", "framed"]
+from stormd.protocol.errors import ProtocolError
+
+__all__ = [
+    "DEALER_OPENING",
+    "GREETING_BYTE",
+    "OPENING",
+    "OTHER",
+    "SEVERAL",
+    "Reader",
+    "Token",
+    "ZmtpError",
+    "framed",
+]
 
 SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
+GREETING_BYTE: Final = SIGNATURE[:1]
 MECHANISM: Final = b"NULL".ljust(20, b"\0")
 GREETING_BYTES: Final = 64
 MIN_VERSION: Final = 3
@@ -28,10 +41,10 @@ COMMAND_BYTES: Final = 4096
 """Maximum bytes of a command: READY has a few properties, PING a context of 16 bytes."""
 
 SOCKET_TYPES: Final = (b"DEALER", b"REQ", b"ROUTER")
-"""The socket types that may connect to a ROUTER."""
+"""The socket types that may connect to a ROUTER, or to a DEALER."""
 
 
-class ZmtpError(Exception):
+class ZmtpError(ProtocolError):
     """The peer breaks the protocol: the rest of its bytes cannot be interpreted."""
 
 
@@ -75,6 +88,11 @@ class Reader:
         self._phase = Phase.OPEN if is_greeted else Phase.GREETING
         self._has_parts = False
         self.data = bytearray()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer has done its handshake: only messages and commands follow."""
+        return self._phase is Phase.OPEN
 
     def read(self) -> bytes | Token | None:
         """Return the next message or a Token in its place; None if more bytes must arrive.
@@ -120,7 +138,7 @@ class Reader:
     def _read_greeting(self) -> bool:
         """Read the greeting; False if it is incomplete. An invalid one raises ZmtpError early."""
         data = bytes(self.data[:GREETING_BYTES])
-        if data[:1] != SIGNATURE[:1][: len(data)] or data[9:10] != SIGNATURE[9:][: len(data[9:10])]:
+        if data[:1] != GREETING_BYTE[: len(data)] or data[9:10] != SIGNATURE[9:][: len(data[9:10])]:
             raise ZmtpError("not ZMTP")
         if data[10:11] and data[10] < MIN_VERSION:
             raise ZmtpError(f"version {data[10]} of ZMTP, older than {MIN_VERSION}")
@@ -182,11 +200,14 @@ def _properties(data: bytes) -> dict[bytes, bytes]:
     return found
 
 
-OPENING: Final = (
-    SIGNATURE
-    + bytes((MIN_VERSION, 1))
-    + MECHANISM
-    + bytes(32)
-    + framed(b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0", COMMAND)
-)  # fmt: skip
+def _opening(kind: bytes) -> bytes:
+    ready = b"\5READY\x0bSocket-Type\0\0\0\6" + kind + b"\x08Identity\0\0\0\0"
+    greeting = SIGNATURE + bytes((MIN_VERSION, 1)) + MECHANISM + bytes(32)
+    return greeting + framed(ready, COMMAND)
+
+
+OPENING: Final = _opening(b"ROUTER")
 """The first bytes that the daemon sends on every connection: its greeting and READY."""
+
+DEALER_OPENING: Final = _opening(b"DEALER")
+"""The same of a client; both types of socket have names of six letters."""
