@@ -1,10 +1,11 @@
-"""The control connection of a session: one DEALER socket, one lifeline, one listening thread.
+"""The control connection of a session: one dealer, one lifeline, one listening thread.
 
-One lock protects the socket and all state that replies change. Callers send in their own thread,
-under the lock, and then handle the replies that have arrived. They must, because a send makes
-libzmq read its mailbox; afterwards the descriptor alone would not announce those replies. The
-thread "storm-io" does the rest: it notices replies, heartbeats and the daemon's death without a
-caller. Every wait ends at a deadline, or with the daemon's death.
+One lock protects the dealer and all state that replies change. Callers send in their own thread,
+under the lock, and then handle the replies that have arrived. A thread that waits for a reply
+listens to the socket itself, unless another one does so already: to be woken by the listening
+thread takes two more switches of threads. The thread "storm-io" does the rest: it notices replies,
+heartbeats and the daemon's death without a caller. Every wait ends at a deadline, or with the
+daemon's death.
 
 If the session outlives its daemon, that thread looks for the next daemon. Meanwhile nothing is
 sent, and waits continue. Then all unanswered requests are repeated.
@@ -21,8 +22,6 @@ import time
 from contextlib import suppress
 from itertools import count
 
-import zmq
-
 from storm_client.errors import (
     ConnectionClosed,
     DaemonLost,
@@ -33,7 +32,7 @@ from storm_client.errors import (
 from storm_client.lanes import Lane, LaneHello
 from storm_client.lanes.offers import Mappable
 from storm_client.transport.frames import Messages
-from storm_client.transport.handshake import FIRST_NUMBER, SEND_QUEUE, Channel, open_channel
+from storm_client.transport.handshake import FIRST_NUMBER, Channel, open_channel
 from storm_client.transport.interrupts import SafeCondition, SafeWeakSet, Wakeup
 from storm_client.transport.io_thread import IoThread, Listener, Phase
 from storm_client.transport.resume import Resumed
@@ -51,6 +50,12 @@ __all__ = ["Connection"]
 
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
+
+SEND_QUEUE = 1 << 18
+"""Messages that may wait for a daemon that does not read before it counts as lost."""
+
+POLL_SECONDS = 0.001
+"""The shortest wait for which a thread listens to the socket: `poll` counts in milliseconds."""
 
 GONE_SECONDS = 1.0
 """Limit for a daemon's lifeline to end after its other socket did: the kernel closes both in turn.
@@ -87,7 +92,7 @@ class Connection:
         self.error: StormError | None = None
         """Why the connection cannot be used: `check` raises it."""
         self.waiting = 0
-        """The number of waiting threads."""
+        """The number of threads that wait for the listening thread's word."""
         self.speeds = Pong(link=0, limit=0, disk=0)
         """The speeds of the session's transfers, as the daemon reported them last: mostly a second
         ago."""
@@ -98,12 +103,14 @@ class Connection:
         self._asked: dict[int, Message] = {}  # requests that wait for an answer
         self._is_deferred = False  # whether the listener was woken to send the posted messages
         self._is_handling = False  # whether `flush` is handling replies
+        self._is_blocked = False  # whether the listener was woken to send what the kernel refused
         self._closing: object = None  # the `close` that waits for the daemon to end the session
         self._thread = IoThread(self)
         self._lane: Lane | None = None
         self._is_attached = False  # whether the daemon has mapped the lane's shared memory
         self.listener = Listener()
         channel = open_channel(address, hello, timeout)
+        self.changed.wakeup = Wakeup()
         self._use(channel)
         self.descriptors = channel.descriptors
         self.wakeup: Wakeup | None = Wakeup()
@@ -112,8 +119,12 @@ class Connection:
 
     def _use(self, channel: Channel) -> None:
         """Use this channel from now on."""
-        self._context, self.socket = channel.context, channel.socket
-        self._messages = Messages(channel.socket, self.outbox)
+        self.dealer = channel.dealer
+        self._messages = Messages(channel.dealer, self.outbox)
+        self._poller = select.poll()  # for the thread that waits, one at a time
+        self._poller.register(channel.dealer, select.POLLIN)
+        assert self.changed.wakeup is not None, "close drops it after this connection has ended"
+        self._poller.register(self.changed.wakeup, select.POLLIN)
         self.lifeline, self.welcome = channel.lifeline, channel.welcome
 
     @property
@@ -205,13 +216,14 @@ class Connection:
         """
         if self.error is not None:
             self.check()
-        if self.outbox:
+        if self.outbox or self.dealer.unsent:
             self._transmit()
         if self._is_handling or self.phase is not Phase.OPEN:
             return False  # a handler has called this: the loop that runs the handler continues
         is_news = False
         self._is_handling = True
         try:
+            self._messages.receive()
             while (envelope := self._messages.first()) is not None:
                 is_news = True
                 self._handle(*envelope)
@@ -225,8 +237,10 @@ class Connection:
             self.check()
         finally:
             self._is_handling = False
-            if is_news and self.waiting:
+            if is_news:
                 self.changed.notify_all()
+        if self.dealer.is_ended and self.phase is Phase.OPEN:
+            self._disconnected()
         if self.outbox:  # messages that the replies have caused
             self._transmit()
         return is_news
@@ -238,8 +252,7 @@ class Connection:
 
     def notify(self) -> None:
         """Wake all waiting threads; call with the lock held."""
-        if self.waiting:
-            self.changed.notify_all()
+        self.changed.notify_all()
 
     def request(self, message: Message, timeout: float) -> Message:
         """Send a message and return its answer.
@@ -286,10 +299,15 @@ class Connection:
         left = max(deadline, self._patient_until) - time.monotonic()
         if left <= 0:
             return False
+        seconds = min(left, every)
+        if seconds >= POLL_SECONDS and self.phase is Phase.OPEN and not self.changed.is_polled:
+            self.changed.poll(self._poller, seconds)
+            self.flush()
+            return True
         self.waiting += 1
         try:
             self._thread.end_pause()
-            self.changed.wait(min(left, every))
+            self.changed.wait(seconds)
         finally:
             self.waiting -= 1
         return True
@@ -324,11 +342,10 @@ class Connection:
             while self._closing is not None or self._thread.is_running:
                 # A join would deadlock if a destructor's thread has the lock.
                 self.changed.wait(PING_SECONDS)
-            self.wakeup = None
+            self.wakeup = self.changed.wakeup = None
             self.lifeline.close()
             self._close_shared()
-            self._messages.close()
-            self._context.destroy(linger=0)
+            self.dealer.close()
         self._thread.join()  # the thread's end runs Python code: better now than within a step
 
     def _say_goodbye(self, closing: object) -> bool:
@@ -359,6 +376,7 @@ class Connection:
             f"{self.address} it cannot share; call storm_client.connect() in the child"
         )
         self._close_shared()
+        self.dealer.close()
         self.lock = threading.RLock()
         self.changed = SafeCondition(self.lock)
 
@@ -415,17 +433,23 @@ class Connection:
         self._is_deferred = False
         if self.phase is Phase.RESUMING:
             return
-        try:
-            self._messages.send()
-        except zmq.Again:
-            self.check()  # a signal handler may have closed the socket
-            if self.lifeline.ends_within(GONE_SECONDS):  # the daemon has ended
-                self.daemon_ended()
-                return
+        was_blocked, self._is_blocked = self._is_blocked, not self._messages.send()
+        if self._is_blocked and not was_blocked:
+            self.wake()
+        if len(self.outbox) > SEND_QUEUE:
             self._lose(
                 DaemonLost(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
             )
             self.check()
+
+    def _disconnected(self) -> None:
+        """Handle the end of the dealer's connection, mostly the daemon's end."""
+        self.check()  # a signal handler may have closed it
+        if self.lifeline.ends_within(GONE_SECONDS):
+            self.daemon_ended()
+            return
+        self._lose(DaemonLost(f"the daemon at {self.address} closed the connection; see its log"))
+        self.check()
 
     def _handle(self, request: int, message: Message) -> None:
         """Handle a reply; after an interrupt the same reply is handled again."""
@@ -450,9 +474,9 @@ class Connection:
     def resume_on(self, found: Resumed) -> None:
         """Use the channel to another daemon, and repeat all unanswered requests to it."""
         self.lifeline.close()
-        self._messages.close()
-        self._context.destroy(linger=0)
-        while (envelope := self._messages.first(receives=False)) is not None:
+        self.dealer.close()
+        self._is_blocked = False
+        while (envelope := self._messages.first()) is not None:
             self._handle(*envelope)
             self._messages.handled()
         self._use(found.channel)

@@ -7,11 +7,11 @@ stays open, and the error says what to do.
 from __future__ import annotations
 
 import os
+import select
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import zmq
 
 from storm_client.errors import (
     DaemonLost,
@@ -26,6 +26,7 @@ from stormd.protocol import (
     PROTOCOL_VERSION,
     Envelope,
     Hello,
+    Message,
     ProtocolError,
     Refused,
     Resume,
@@ -36,19 +37,16 @@ from stormd.protocol import (
     parse_address,
     socket_trouble,
 )
+from stormd.protocol.dealer import Dealer
 
 __all__ = [
     "FIRST_NUMBER",
-    "SEND_QUEUE",
     "Channel",
     "is_listening",
     "open_channel",
     "resumed_channel",
     "socket_path",
 ]
-
-SEND_QUEUE = 16384
-"""Frames that may be queued for a daemon that does not read before it counts as lost."""
 
 HELLO_NUMBER = 1
 """The request number of Hello."""
@@ -61,8 +59,7 @@ FIRST_NUMBER = HELLO_NUMBER + 1
 class Channel:
     """The two sockets of an open session, and the descriptors that the daemon has sent."""
 
-    context: zmq.Context[zmq.Socket[bytes]]
-    socket: zmq.Socket[bytes]
+    dealer: Dealer
     lifeline: Lifeline
     descriptors: list[int]
     """For the session's lane; the caller closes them."""
@@ -71,7 +68,7 @@ class Channel:
     def close(self) -> None:
         """End the session on this side."""
         self.lifeline.close()
-        self.context.destroy(linger=0)
+        self.dealer.close()
 
 
 def socket_path(address: str) -> Path:
@@ -110,15 +107,14 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
         name=_process_name(),
     )
     _check_listening(address)
-    context = _Context()
+    dealer = _connect(address, timeout)
     try:
-        control = _connect(context, address, timeout)
-        welcome = _introduce(control, address, hello, timeout)
+        welcome = _introduce(dealer, address, hello, timeout)
         lifeline, descriptors = Lifeline.attach(welcome.lifeline, welcome.token, timeout)
     except BaseException:
-        context.destroy(linger=0)
+        dealer.close()
         raise
-    return Channel(context, control, lifeline, descriptors, welcome)
+    return Channel(dealer, lifeline, descriptors, welcome)
 
 
 def resumed_channel(
@@ -144,30 +140,17 @@ def resumed_channel(
         uid=os.getuid(),
     )
     _check_listening(address)
-    lifeline, context = Lifeline.connect(welcome.lifeline, timeout), _Context()
+    lifeline = Lifeline.connect(welcome.lifeline, timeout)
+    dealer: Dealer | None = None
     try:
-        control = _connect(context, address, timeout)
-        fresh = _introduce(control, address, resume, timeout, lifeline)
-        return Channel(
-            context, control, lifeline, lifeline.open(fresh.token, timeout, shared), fresh
-        )
+        dealer = _connect(address, timeout)
+        fresh = _introduce(dealer, address, resume, timeout, lifeline)
+        return Channel(dealer, lifeline, lifeline.open(fresh.token, timeout, shared), fresh)
     except BaseException:
         lifeline.close()
-        context.destroy(linger=0)
+        if dealer is not None:
+            dealer.close()
         raise
-
-
-class _Socket(zmq.Socket[bytes]):
-    """A socket that its connection closes. A destructor in Python would lose Ctrl-C."""
-
-    __del__ = object  # type: ignore[assignment]  # called without arguments; runs no Python code
-
-
-class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """The same for the socket's context."""
-
-    _socket_class = _Socket
-    __del__ = object  # type: ignore[assignment]
 
 
 def _check_listening(address: str) -> None:
@@ -182,67 +165,59 @@ def _check_listening(address: str) -> None:
     raise DaemonUnavailable(f"no daemon listens at {address} ({trouble}); {advice}")
 
 
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout: float
-) -> zmq.Socket[bytes]:
-    control = context.socket(zmq.DEALER)
-    control.setsockopt(zmq.LINGER, 0)
-    control.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-    control.setsockopt(zmq.RCVHWM, 0)  # limited by the number of our requests
-    # A session belongs to its connection. After a reconnect to another daemon, messages in flight
-    # would belong to a stranger's session.
-    control.setsockopt(zmq.RECONNECT_IVL, -1)
-    control.setsockopt(zmq.SNDTIMEO, max(1, int(timeout * 1000)))  # if the daemon has ended already
-    control.connect(address)
-    return control
+def _connect(address: str, timeout: float) -> Dealer:
+    """Connect once: after a reconnect, messages in flight would belong to a stranger's session."""
+    try:
+        return Dealer(socket_path(address), timeout)
+    except OSError as error:
+        raise NoAnswer(
+            f"whoever listens at {address} did not accept a connection within {timeout:g} s "
+            f"({error}); see `stormd status`"
+        ) from error
 
 
 def _introduce(
-    control: zmq.Socket[bytes],
+    dealer: Dealer,
     address: str,
     first: Hello | Resume,
     timeout: float,
     lifeline: Lifeline | None = None,
 ) -> Welcome:
-    """Send a Hello or Resume and return the Welcome, unless the end of `lifeline` comes first."""
-    if not _is_answered(control, encode([Envelope(HELLO_NUMBER, first)]), timeout, lifeline):
-        raise NoAnswer(
-            f"whoever listens at {address} did not answer within {timeout:g} s; "
-            "check that it is stormd (`stormd status`), or raise timeout"
-        )
-    return _welcomed(control.recv(), address)
-
-
-def _is_answered(
-    control: zmq.Socket[bytes], frame: bytes, timeout: float, lifeline: Lifeline | None
-) -> bool:
-    """Send a frame and wait; return whether an answer has come.
+    """Send a Hello or Resume and return the Welcome, unless the end of `lifeline` comes first.
 
     Raises:
         Gone: the daemon ended before that.
     """
-    try:
-        control.send(frame)
-    except zmq.Again:
-        return False
-    poller = zmq.Poller()
-    poller.register(control, zmq.POLLIN)
+    dealer.send(encode([Envelope(HELLO_NUMBER, first)]))
+    poller, deadline = select.poll(), time.monotonic() + timeout
+    poller.register(dealer, select.POLLIN)
     if lifeline is not None:
-        poller.register(lifeline.fileno(), zmq.POLLIN)
-    ready = dict(poller.poll(max(1, int(timeout * 1000))))
-    if ready and control not in ready:
-        raise Gone("the daemon ended before it had answered")
-    return bool(ready)
+        poller.register(lifeline, select.POLLIN)
+    while not dealer.is_ended and (left := deadline - time.monotonic()) > 0:
+        ready = dict(poller.poll(left * 1000))
+        if ready and dealer.fileno() not in ready:
+            raise Gone("the daemon ended before it had answered")
+        try:
+            frames, dealer.unread = dealer.received()
+            if frames:
+                return _welcomed(decode(frames[0])[0].message, address)
+        except ProtocolError as error:
+            raise ProtocolMismatch(
+                f"the daemon at {address} answered Hello in a way that version "
+                f"{PROTOCOL_VERSION} does not know ({error}); install the daemon's version"
+            ) from error
+    if dealer.is_ended:
+        raise (NoAnswer if lifeline is None else Gone)(
+            f"whoever listens at {address} closed the connection; check that it is stormd "
+            "(`stormd status`), and see its log"
+        )
+    raise NoAnswer(
+        f"whoever listens at {address} did not answer within {timeout:g} s; "
+        "check that it is stormd (`stormd status`), or raise timeout"
+    )
 
 
-def _welcomed(frame: bytes, address: str) -> Welcome:
-    try:
-        answer = decode(frame)[0].message
-    except ProtocolError as error:
-        raise ProtocolMismatch(
-            f"the daemon at {address} answered Hello in a way that version "
-            f"{PROTOCOL_VERSION} does not know ({error}); install the daemon's version"
-        ) from error
+def _welcomed(answer: Message, address: str) -> Welcome:
     if isinstance(answer, Refused):
         refusal = named(answer.kind, answer.detail)
         # A daemon that is ending refuses with DaemonLost; without a session it is unavailable.

@@ -29,12 +29,19 @@ class SafeCondition:
     The standard library's condition variable releases the lock by one call. If a signal handler
     raises right after that call, nobody takes the lock again. Here the waiting thread holds the
     lock afterwards, however the wait has ended.
+
+    One thread at a time may `poll` instead, which also waits for descriptors.
     """
 
     def __init__(self, lock: Any) -> None:
         """Release `lock`, a threading.RLock, while a thread waits."""
         self._lock = lock
         self._waiters: dict[int, threading.Lock] = {}
+        self.wakeup: Wakeup | None = None
+        """Ends a `poll`, whose poller must have it registered. Its owner sets and drops it."""
+        self._is_signalled = False  # whether the thread that polls was woken; the lock protects it
+        self.is_polled = False
+        """Whether a thread is in `poll`."""
 
     def wait(self, seconds: float | None = None) -> None:
         """Return at the next `notify_all`, or after `seconds`."""
@@ -51,8 +58,27 @@ class SafeCondition:
                 self._lock._acquire_restore(*released)
             self._waiters.pop(id(waiter), None)
 
+    def poll(self, poller: select.poll, seconds: float) -> None:
+        """As `wait`, but return also when `poller` reports something."""
+        wakeup = self.wakeup  # kept open until this returns
+        released: list[object] = []
+        try:
+            self.is_polled = True
+            released.extend(starmap(self._lock._release_save, ((),)))
+            poller.poll(seconds * 1000)
+        finally:
+            self.is_polled = False
+            if released:
+                self._lock._acquire_restore(*released)
+        if self._is_signalled and wakeup is not None:
+            wakeup.clear()
+            self._is_signalled = False
+
     def notify_all(self) -> None:
         """Wake all waiting threads."""
+        if self.is_polled and self.wakeup is not None:
+            self._is_signalled = True
+            self.wakeup.signal()
         for waiter in list(self._waiters.values()):
             if waiter.locked():
                 waiter.release()

@@ -14,8 +14,6 @@ from collections import deque
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-import zmq
-
 from storm_client.errors import DaemonLost, DaemonUnavailable, ProtocolMismatch, StormError
 from storm_client.transport.resume import resumed
 from stormd.protocol import Message
@@ -137,7 +135,7 @@ class IoThread:
         try:
             while self._serve() and self._resume():
                 pass
-        except (StormError, zmq.ZMQError) as error:
+        except StormError as error:
             connection.fail(DaemonLost(f"the connection to {address} broke: {error}"))
         finally:
             connection.fail(
@@ -157,7 +155,8 @@ class IoThread:
         assert wakeup is not None, "close drops it after this thread has ended"
         poller = select.poll()
         lifeline, awakened = connection.lifeline.fileno(), wakeup.fileno()
-        for descriptor in (connection.socket.fileno(), lifeline, awakened):
+        control = connection.dealer.fileno()
+        for descriptor in (control, lifeline, awakened):
             poller.register(descriptor, select.POLLIN)
         ready: dict[int, int] = {}
         next_ping = time.monotonic()
@@ -170,6 +169,8 @@ class IoThread:
                 return False
             if not connection.waiting:
                 self._pause.acquire(timeout=QUIET_SECONDS)
+            is_blocked = bool(connection.dealer.unsent)
+            poller.modify(control, select.POLLIN | select.POLLOUT * is_blocked)
             ready = dict(poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000)))
             if lifeline in ready:
                 with connection.lock:

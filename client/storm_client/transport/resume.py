@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
-import zmq
-
 from storm_client.errors import DaemonUnavailable
 from storm_client.lanes import STAGING
 from storm_client.lanes.offers import Mappable
@@ -35,6 +33,7 @@ from stormd.protocol import (
     decode,
     encode,
 )
+from stormd.protocol.dealer import Dealer
 
 __all__ = ["Resumed", "resumed"]
 
@@ -160,9 +159,9 @@ class _Asking:
     def __init__(self, channel: Channel, is_over: Callable[[], bool]) -> None:
         self._channel = channel
         self._is_over = is_over
-        self._poller = zmq.Poller()
-        self._poller.register(channel.socket, zmq.POLLIN)
-        self._poller.register(channel.lifeline.fileno(), select.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(channel.dealer, select.POLLIN)
+        self._poller.register(channel.lifeline, select.POLLIN)
 
     def __call__(self, number: int, message: Message) -> Message:
         """Return the answer.
@@ -170,24 +169,22 @@ class _Asking:
         Raises:
             NoAnswer: the daemon has ended, or takes too long.
         """
-        socket, deadline = self._channel.socket, time.monotonic() + ATTEMPT_SECONDS
-        try:
-            socket.send(encode([Envelope(number, message)]))
-        except zmq.Again as error:
-            raise Gone(_ENDED) from error
+        dealer, deadline = self._channel.dealer, time.monotonic() + ATTEMPT_SECONDS
+        dealer.send(encode([Envelope(number, message)]))
         while not self._is_over() and time.monotonic() < deadline:
             ready = dict(self._poller.poll(LOOK_MILLISECONDS))
-            if socket in ready:
-                for request, answer in self._decoded(socket.recv()):
+            if dealer.fileno() in ready and not dealer.is_ended:
+                for request, answer in self._received(dealer):
                     if request == number:
                         return answer
             elif ready:
                 raise Gone(_ENDED)
         raise NoAnswer(_ENDED)
 
-    def _decoded(self, frame: bytes) -> list[Envelope]:
+    def _received(self, dealer: Dealer) -> list[Envelope]:
         try:
-            return list(decode(frame))
+            frames, dealer.unread = dealer.received()
+            return [envelope for frame in frames for envelope in decode(frame)]
         except ProtocolError as error:
             raise DaemonUnavailable(
                 f"the daemon's answer is of another version: {error}"

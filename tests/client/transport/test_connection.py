@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -170,7 +172,9 @@ def test_an_interrupt_loses_no_message(
 def exchange(connection: Connection) -> None:
     """Send, and wait for an answer with the lock held: so it is this thread which handles it."""
     connection.flush()
-    connection.socket.poll(30000)
+    poller = select.poll()
+    poller.register(connection.dealer, select.POLLIN)
+    poller.poll(30000)
     connection.flush()
 
 
@@ -235,16 +239,17 @@ def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> No
 def test_a_wait_ends_when_a_signal_handler_closes_just_before_it(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def closing() -> None:
+    def closing(*arguments: Any) -> None:
         monkeypatch.undo()
         connection.close()
+        connection.changed.poll(*arguments)
 
     def wait() -> None:
         with connection.lock:
             while True:
                 connection.wait(time.monotonic() + 300)
 
-    monkeypatch.setattr(connection._thread, "end_pause", closing)
+    monkeypatch.setattr(connection.changed, "poll", closing)
     with ThreadPoolExecutor() as pool:
         assert "was closed" in str(pool.submit(wait).exception(30))
 
@@ -289,6 +294,36 @@ def test_a_close_that_is_interrupted_once_it_has_said_goodbye_is_finished_by_the
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_what_the_kernel_refuses_is_sent_once_the_daemon_reads(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    """By the listening thread: nobody makes another call."""
+    daemon = make_daemon("--pool-bytes", "16MiB")
+    connection, _ = started(daemon)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        with connection.lock:
+            while not connection.dealer.unsent:
+                connection.send(0, Release([1] * 256))
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    wait_until(lambda: not connection.dealer.unsent, 30)
+    assert not connection.outbox
+    connection.request(Ping(), 30)
+    connection.close()
+
+
+def test_the_end_of_the_socket_alone_ends_the_connection(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon closes it if too much waits on it, and then ends the session."""
+    monkeypatch.setattr("storm_client.transport.connection.GONE_SECONDS", 0.0)
+    connection.dealer._line.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: connection.lost, 30)
+    with pytest.raises(storm.DaemonLost, match="closed the connection; see its log"):
+        connection.check()
 
 
 def test_closing_where_the_lock_is_held(connection: Connection) -> None:

@@ -6,19 +6,24 @@ Messages that are joined are the same parts in the same order, in fewer envelope
 from __future__ import annotations
 
 import random
+import select
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.transport.frames import Frames, joined
+from storm_client.transport import frames
+from storm_client.transport.frames import Messages, joined
 
 from stormd.protocol import (
     RESTORE_FIELDS,
     Envelope,
+    Ping,
     Release,
     Restore,
     RestoreParts,
@@ -29,23 +34,26 @@ from stormd.protocol import (
     pack,
     unpack,
 )
+from stormd.protocol.dealer import Dealer
+from stormd.protocol.limits import MAX_FRAME_BYTES
+from stormd.protocol.zmtp import OPENING, Reader, framed
 
-INTERRUPTS = 1000
-FRAMES = 50_000
+FRAMES = 20_000
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Two ends of a connection without limits."""
-    context = zmq.Context()
-    one, other = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    for end in (one, other):
-        end.setsockopt(zmq.SNDHWM, 0)
-        end.setsockopt(zmq.RCVHWM, 0)
-    one.bind("inproc://frames")
-    other.connect("inproc://frames")
-    yield one, other
-    context.destroy(linger=0)
+def ends(tmp_path: Path) -> Iterator[tuple[Dealer, socket.socket]]:
+    """A dealer, and the socket that it is connected to."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "control"))
+        listener.listen()
+        dealer = Dealer(tmp_path / "control", 30)
+        peer, _ = listener.accept()
+    with peer:
+        peer.settimeout(30)
+        peer.sendall(OPENING)
+        yield dealer, peer
+    dealer.close()
 
 
 @contextmanager
@@ -60,7 +68,7 @@ def interrupts() -> Iterator[Callable[[Callable[[], object]], None]]:
 
     def repeat(function: Callable[[], object]) -> None:
         try:
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-4))
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
             while True:
                 function()
         except KeyboardInterrupt:
@@ -73,64 +81,87 @@ def interrupts() -> Iterator[Callable[[Callable[[], object]], None]]:
         signal.signal(signal.SIGALRM, before)
 
 
+def read_all(peer: socket.socket, count: int) -> list[int]:
+    """Return the request numbers of so many messages."""
+    reader, numbers = Reader(MAX_FRAME_BYTES), list[int]()
+    while len(numbers) < count and (data := peer.recv(1 << 20)):
+        reader.data += data
+        while (found := reader.read()) is not None:
+            if isinstance(found, bytes):
+                numbers += [envelope.request for envelope in decode(found)]
+    return numbers
+
+
 def test_what_is_interrupted_is_sent_once(
-    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+    ends: tuple[Dealer, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames = Frames(ends[0])
-    state: tuple[int, list[int]] = (0, [])
-
-    def send() -> None:
-        nonlocal state
-        number, sent = state
-        frames.send(b"%d" % number, sent)
-        state = (number + 1, [])
-
-    with interrupts() as repeat:
-        for _ in range(INTERRUPTS):
-            repeat(send)
-    number, sent = state
-    expected = number + bool(sent)
-    received = [ends[1].recv() for _ in range(expected)]
-    assert received == [b"%d" % number for number in range(expected)]
-    assert not ends[1].poll(0)
+    """Also where the peer does not read, and the kernel accepts a part of a frame."""
+    monkeypatch.setattr(frames, "FRAME_MESSAGES", 1)
+    dealer, peer = ends
+    outbox = [Envelope(number, Release([number])) for number in range(FRAMES)]
+    messages = Messages(dealer, outbox)
+    with ThreadPoolExecutor() as pool, interrupts() as repeat:
+        received = pool.submit(read_all, peer, FRAMES)
+        while outbox or dealer.unsent:
+            repeat(messages.send)
+        assert received.result(60) == list(range(FRAMES))
 
 
 def test_what_is_interrupted_is_received_once(
-    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+    ends: tuple[Dealer, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(FRAMES):
-        ends[1].send(b"%d" % number)
-    frames = Frames(ends[0])
-    state: tuple[int, list[int]] = (0, [])
-    is_empty = False
+    monkeypatch.setattr("stormd.protocol.dealer.READ_BYTES", 64)
+    dealer, peer = ends
+    messages = Messages(dealer, [])
+    seen: list[int] = []
 
     def receive() -> None:
-        nonlocal state, is_empty
-        number, received = state
-        frame = frames.receive(received)
-        if frame is None:
-            is_empty = True
-            return
-        assert int(frame) == number
-        state = (number + 1, [])
+        messages.receive()
+        while (envelope := messages.first()) is not None:
+            if envelope.request != len(seen) - 1:  # it was noted before an interrupt
+                assert envelope.request == len(seen)
+                seen.append(envelope.request)
+            messages.handled()
 
-    with interrupts() as repeat:
-        while not is_empty:
+    frame = b"".join(framed(encode([Envelope(number, Ping())])) for number in range(FRAMES))
+    with ThreadPoolExecutor() as pool, interrupts() as repeat:
+        sent = pool.submit(peer.sendall, frame)
+        while len(seen) < FRAMES:
             repeat(receive)
-    assert state[0] == FRAMES
+        sent.result(60)
 
 
-def test_a_closed_socket_is_not_called(
-    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+def test_a_peer_that_does_not_read_is_told_of(ends: tuple[Dealer, socket.socket]) -> None:
+    dealer, peer = ends
+    outbox = [Envelope(number, Release([1] * 256)) for number in range(FRAMES)]
+    messages = Messages(dealer, outbox)
+    assert not messages.send()
+    assert outbox
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(read_all, peer, FRAMES)
+        while not messages.send():
+            select.select([], [dealer], [], 30)
+        assert received.result(60) == list(range(FRAMES))
+
+
+def test_a_closed_dealer_and_a_closed_peer_are_no_error(
+    ends: tuple[Dealer, socket.socket],
 ) -> None:
-    """A signal handler may close it between the last check and the call, which would crash."""
-    frames = Frames(ends[0])
-    ends[1].send(b"waiting")
-    frames.close()
-    with pytest.raises(zmq.Again):
-        frames.send(b"late", [])
-    assert frames.receive([]) is None
-    assert not ends[1].poll(0)
+    """A signal handler may close the dealer between any two steps."""
+    dealer, peer = ends
+    peer.sendall(framed(encode([Envelope(7, Ping())])))
+    peer.close()
+    messages = Messages(dealer, [Envelope(1, Ping())])
+    assert messages.send()
+    messages.receive()
+    assert messages.first() == Envelope(7, Ping())
+    messages.handled()
+    messages.receive()
+    assert dealer.is_ended
+    dealer.close()
+    messages.receive()
+    dealer.send(b"late")
+    assert messages.first() is None
 
 
 def restore(number: int) -> Envelope:

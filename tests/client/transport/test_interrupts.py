@@ -1,4 +1,4 @@
-"""What wakes the listener, and a set of what lives: no Python code runs where an interrupt is lost.
+"""What wakes threads, and a set of what lives: no Python code runs where an interrupt is lost.
 
 That waits keep their locks is shown by `tests/client/test_interrupts.py`.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import select
 import sys
+import threading
 
-from storm_client.transport.interrupts import SafeWeakSet, Wakeup
+from storm_client.transport.interrupts import SafeCondition, SafeWeakSet, Wakeup
+from support.waiting import wait_until
 
 
 def is_readable(wakeup: Wakeup) -> bool:
@@ -26,6 +28,34 @@ def test_a_signal_is_seen_once() -> None:
     assert wakeup.clear()
     assert not wakeup.clear()
     assert not is_readable(wakeup)
+
+
+def test_a_thread_that_polls_is_woken_by_a_descriptor_and_by_a_change() -> None:
+    lock = threading.RLock()
+    changed, other, poller = SafeCondition(lock), Wakeup(), select.poll()
+    changed.wakeup = Wakeup()
+    for wakeup in (changed.wakeup, other):
+        poller.register(wakeup, select.POLLIN)
+
+    def poll() -> None:
+        with lock:
+            changed.poll(poller, 60)
+
+    def notify() -> None:
+        with lock:
+            changed.notify_all()
+
+    for wake in (notify, other.signal):
+        thread = threading.Thread(target=poll)
+        thread.start()
+        wait_until(lambda: changed.is_polled)
+        with lock:  # which the thread has left
+            pass
+        wake()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not is_readable(changed.wakeup)
+    assert not changed.is_polled
 
 
 class Member:

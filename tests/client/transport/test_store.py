@@ -117,7 +117,7 @@ def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(small: Daem
             thread = threading.Thread(target=collect, args=(errors, loss.backward))
             thread.start()
             connection = client._supply.sessions.of(torch.device("cpu")).connection
-            wait_until(lambda: connection.waiting == 1, 30)
+            wait_until(lambda: connection.changed.is_polled, 30)
         finally:
             os.kill(small.pid, signal.SIGCONT)
         thread.join(30)
