@@ -134,6 +134,8 @@ class Recorder(Watching):
             return
         if made is arguments[0]:
             return  # the call has overwritten its input
+        if isinstance(made, torch.Tensor) and made.nbytes < recording.min_bytes:
+            return  # compiled code does not see calls with small results
         timing: Callable[[], float] | None = None
         if recording.step.signature is None and kept.is_cuda:
             timing = self._operations.of(byproduct, arguments, options, kept, draw=draw)
