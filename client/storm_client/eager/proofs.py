@@ -10,7 +10,7 @@ A trial proves a value: a step recomputes it or reads it early, and also offload
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -37,7 +37,11 @@ ENOUGH_TRIES: Final = 4
 """Trials of a value for which Python follows the steps. Compiled code continues the trials of a
 value that no backward pass has asked for by then."""
 
+ENOUGH_SEARCHES: Final = 3
+"""Steps whose logs have no call that made a value, until it is no longer recomputed."""
+
 _AT_TIMES: Final = "recomputed, it had the same bits at times only"
+_BY_SEVERAL: Final = "no single operator makes it, so compiled code could not follow its steps"
 
 Sizes: TypeAlias = tuple[int, ...]
 """In bytes, ascending: `ENOUGH_SIZES` of them stand for all between the first and the last."""
@@ -133,6 +137,8 @@ class Evidence:
         """Values that are not."""
         self._tries: Counter[int] = Counter()
         """The number of trials of each value under the present decisions."""
+        self._searches: Counter[int] = Counter()
+        """The number of steps in whose logs no single call has made a value."""
         self._never_requested: set[int] = set()
         """Values for which no backward pass has asked in all trials of some plan."""
 
@@ -163,6 +169,16 @@ class Evidence:
         self._failed_ways.add((way, trial.nbytes))
         if self.recomputed.holds(way, trial.nbytes):
             self.rejected.setdefault(trial.number, _AT_TIMES)
+
+    def note_unlogged(self, numbers: Collection[int]) -> bool:
+        """Record that no call in a step's log made some values; return whether to reject them.
+
+        Not at once: a user's dispatch mode hides all calls of a step.
+        """
+        self._searches.update(numbers)
+        found = [one for one in numbers if self._searches[one] >= ENOUGH_SEARCHES]
+        self.rejected.update({one: _BY_SEVERAL for one in found if one not in self.rejected})
+        return bool(found)
 
     def count_trial(self, number: int) -> bool:
         """Count a trial; return whether a backward pass may still complete it.

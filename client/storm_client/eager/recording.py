@@ -107,6 +107,8 @@ class Recording:
         self.early = EarlyReads(step, self._values.pins, hooks, is_on=reads_early)
         """Values that may be read as soon as they have been made."""
         self._casts = Casts()
+        self._unlogged: list[int] = []
+        """Values that matter to recomputation, and that no single call in the log has made."""
         self._kept: list[torch.Tensor] | None = None
         """Tensors saved since the last function of the table began; None if not needed."""
 
@@ -138,9 +140,16 @@ class Recording:
         return expected
 
     def logged(self) -> list[LoggedEvent] | None:
-        """Return the step's saves and calls; None unless all that matters is known."""
+        """Return the step's saves and calls; None unless all that matters is known.
+
+        What no single call has made is not recomputed later: Python would have to follow all steps.
+        """
         step, calls = self.step, self._calls
         if calls is None or not step.is_as_expected or step.expected.what is not None:
+            return None
+        if self._unlogged:
+            if step.signature is not None:
+                step.signature.note_unlogged(self._unlogged)
             return None
         logged = [LoggedEvent(*one) for one in calls.entries()]
         # A script's own operator may be written in Python, so compiled code must not run it.
@@ -162,18 +171,20 @@ class Recording:
         With an `entry` of the log, the hidden call of that entry has made the value instead.
         """
         calls, expected = self._calls, self.step.expected
-        if calls is not None and isinstance(expected.what, Byproduct):
-            if not calls.assign_byproduct(tensors, self.step.count, entry):
-                self._calls = None
+        if calls is None:
             return
-        if calls is not None and not calls.assign_output(made, tensors, self.step.count, entry):
-            self._calls = None  # made by several calls, which only Python can recompute
+        if isinstance(expected.what, Byproduct):
+            is_logged = calls.assign_byproduct(tensors, self.step.count, entry)
+        else:
+            is_logged = calls.assign_output(made, tensors, self.step.count, entry)
+        if expected.matters and not is_logged:
+            self._unlogged.append(expected.value.number)
 
     def _note_cast(self, cast: Cast, source: torch.Tensor) -> None:
         """Record the same for a cast that autocast has made."""
         calls, address = self._calls, cast.tracked.pin.address
         if calls is not None and not calls.assign_cast(address, [source], self.step.count):
-            self._calls = None
+            self._unlogged.append(self.step.expected.value.number)
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Record that autograd saves `tensor`; return None in a step that is not remembered."""

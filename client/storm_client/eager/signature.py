@@ -15,7 +15,7 @@ the current step has run, never of those of another step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -147,6 +147,21 @@ class StepSignature:
         """Record that a trial has failed; the next plan rejects the values that are at fault."""
         self.evidence.fail(trial, reason)
         self.outdate()
+
+    def note_unlogged(self, numbers: Collection[int]) -> None:
+        """Record that no single call in a step's log made some values that recomputation needs.
+
+        After a few such steps nothing is recomputed that is one of them, or is made from one.
+        """
+        unlogged = set(numbers)
+        decisions = [] if self.followed is None else self.followed.decisions
+        recomputed = [
+            value.number
+            for value, decision in zip(self.values, decisions, strict=False)
+            if isinstance(decision, Replay) and unlogged & {value.number, *value.inputs}
+        ]
+        if self.evidence.note_unlogged(recomputed):
+            self.outdate()
 
     # --- sizes ------------------------------------------------------------------------------
 

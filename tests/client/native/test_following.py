@@ -1064,3 +1064,29 @@ def test_byproducts_that_are_kept(
         assert_identical(step(lambda: offload), expected)
     assert {row.decision for row in offload.plan.rows} >= {"keep", "replay"}
     assert followed[-1] == followed.may_be_compiled
+
+
+def test_what_no_single_call_makes_is_not_recomputed_for_long(
+    client: storm.Client, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a cast deep inside of a norm: else Python would follow all steps."""
+    replay_all(monkeypatch)
+    x, w = inputs("cpu")
+
+    def step(block: Block) -> list[Tensor]:
+        w.grad = None
+        with block(), torch.autocast("cpu", torch.bfloat16):
+            y = x
+            for _ in range(3):
+                y = functional.rms_norm((y @ w).tanh(), (WIDTH,))
+            loss = y.exp().square().mean()
+            del y
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    expected = step(nullcontext)
+    offload = client.offload(min_bytes=1024)
+    for _ in range(SETTLED_STEPS):
+        assert_identical(step(lambda: offload), expected)
+    assert {row.decision for row in offload.plan.rows} >= {"replay"}
+    assert followed[-1] == followed.may_be_compiled
