@@ -33,6 +33,7 @@ MODELS: Final = {
     "wav2vec2": "wav2vec2, width 768, 12 layers",
     "resnet": "ResNet-50, 256 images",
     "swin": "Swin-B, 96 images",
+    "efficientnet": "EfficientNet-B4, 96 images",
     "ranks": "Llama 8B, 6 layers, 8,192 tokens a rank",
     "split": "Llama, half of its layers on each of two GPUs",
 }

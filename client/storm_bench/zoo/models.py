@@ -285,6 +285,7 @@ WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
     "swin": lambda size: _of_images(
         size, "swin_base_patch4_window7_224", "swin_tiny_patch4_window7_224", 96
     ),
+    "efficientnet": lambda size: _of_images(size, "efficientnet_b4", "efficientnet_b0", 96),
     "ranks": _make_ranks,
     "split": _make_split,
 }
