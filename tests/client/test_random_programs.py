@@ -7,15 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import storm_client as storm
 import torch.distributed as dist
+from support.comparing import Plain, assert_same, outcome
 from support.daemon_process import DaemonProcess
 from support.devices import DEVICES
 from support.planning import replay_all
-from support.random_programs import compare_freely, process_group, run
+from support.random_programs import compare_freely, process_group, run, run_freely
 from support.training import assert_identical
 
 PROGRAMS = 16
@@ -70,6 +72,37 @@ def test_free_programs_that_follow_plans(
     """Most have blocks in blocks, or uncounted writes to what recomputation reads."""
     replay_all(monkeypatch)
     compare_freely(range(seed, seed + 1), device, client, steps=PLANNED_STEPS)
+
+
+OVERWRITTEN = [8006670]
+"""A part of a recomputed value is overwritten by what only a later plan recomputes."""
+
+ALTERNATING = [8003350, 8003351]
+"""In a step that turns out to be of the other kind, a tensor was saved as one that is proved in the
+expected kind, and was made by another operation."""
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("seeds", "budget", "order"),
+    [(OVERWRITTEN, 1 << 14, "0000"), (ALTERNATING, "least", "110011100010")],
+)
+def test_free_programs_in_an_order(
+    seeds: list[int],
+    budget: int | str,
+    order: str,
+    device: str,
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    offload = client.offload(min_bytes=1, codec="raw", budget=budget)
+    programs = [partial(run_freely, seed) for seed in seeds]
+    expected = [outcome(program, Plain(), device) for program in programs]
+    for which in map(int, order):
+        assert_same(outcome(programs[which], offload, device), expected[which])
 
 
 @pytest.mark.slow

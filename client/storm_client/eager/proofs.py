@@ -83,7 +83,8 @@ class Ways:
     each input is kept in both, offloaded in both, or recomputed in both in the same way. An input
     that no operation made is copied for the first operation that reads it and is recomputed. Until
     a later operation reads it, something may write to it uncounted. So that first operation has to
-    be the same in both plans, too.
+    be the same in both plans, too. And either plan recomputes something that has overwritten the
+    value, or neither does.
     """
 
     def __init__(self) -> None:
@@ -94,10 +95,12 @@ class Ways:
     def of(self, values: Sequence[RecordedValue], decisions: Sequence[Decision]) -> list[int]:
         """Return for each value the number of its way under `decisions`; -1 if not recomputed."""
         made = [isinstance(decision, Replay) for decision in decisions]
+        recomputed = [value for value, is_made in zip(values, made, strict=True) if is_made]
+        overwritten = {number for value in recomputed for number in value.over}
         found: dict[int, int] = {}
         copied_for: dict[int, int] = {}
-        for value, is_made in zip(values, made, strict=True):
-            for number in value.inputs if is_made else ():
+        for value in recomputed:
+            for number in value.inputs:
                 if number >= 0 and not values[number].is_result:
                     copied_for.setdefault(number, value.number)
 
@@ -105,7 +108,8 @@ class Ways:
             if number not in found:
                 found[number] = -1  # for a value made from itself, which no plan recomputes
                 held = tuple((n, held_as(n)) for n in values[number].inputs)
-                found[number] = self._numbers.setdefault((number, *held), next(self._next))
+                key = (number, number in overwritten, *held)
+                found[number] = self._numbers.setdefault(key, next(self._next))
             return found[number]
 
         def held_as(number: int) -> Hashable:
@@ -199,7 +203,7 @@ class Evidence:
 
         A value that is recomputed from one at fault is tried again: the next plan recomputes it in
         another way, and all that is made from it. If no fault explains a failure, the value itself
-        is rejected.
+        is rejected; or first what has overwritten it, if that is recomputed.
         """
         latest, self.failed = self.failed, {}
         failed = list(latest.values())  # a backward pass may still add one
@@ -210,7 +214,8 @@ class Evidence:
         }
         for trial, reason in failed:
             if trial.number in at_fault or at_fault.isdisjoint(trial.recomputed_inputs()):
-                self.rejected.setdefault(trial.number, reason)
+                for number in trial.overwriting() or [trial.number]:
+                    self.rejected.setdefault(number, reason)
 
     def has_tried(self, number: int) -> bool:
         """Return whether compiled code may continue the trials of a value that is not proved."""
@@ -253,6 +258,11 @@ class Trial(NamedTuple):
                 seen.add(number)
                 waiting.append(number)
                 yield number
+
+    def overwriting(self) -> list[int]:
+        """Return the values that have overwritten this one and that the plan recomputes."""
+        after = (one.number for one in self.signature.values if self.number in one.over)
+        return [one for one in after if isinstance(self.plan.decision_for(one, 0), Replay)]
 
     def is_unproved(self, number: int) -> bool:
         """Return whether a value has a trial of its own, which has not proved the plan's way."""

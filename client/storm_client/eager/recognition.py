@@ -213,7 +213,8 @@ class StepRecord:
 
         A proof holds for one way to recompute a value. Earlier values were recomputed, or not, as
         the former plan said. If that makes the way of a value another than the new plan's, the
-        value is not recomputed, nor is what is made from it.
+        value is not recomputed, nor is what is made from it. Nor is a value that was saved as one
+        that the former signature has proved, and is made by another operation.
         """
         numbers = range(len(self.values))
         made = {one for one in numbers if isinstance(self.decision_for(one, 0), Replay)}
@@ -225,6 +226,11 @@ class StepRecord:
         for number in numbers:
             if isinstance(decisions[number], Replay) != (number in made):
                 decisions[number] = Replay() if number in made else OFFLOAD
+        proofs = signature.evidence.recomputed
+        for number in self._awaited():
+            is_proved = proofs.holds(plan.ways[number], self.values[number].nbytes)
+            if isinstance(plan.decisions[number], Replay) and not is_proved:
+                decisions[number] = OFFLOAD
         while True:
             ways = signature.evidence.ways.of(signature.values, decisions)
             found = {one for one, way in enumerate(ways) if way != plan.ways[one]}
@@ -233,6 +239,14 @@ class StepRecord:
             self._unplanned |= found
             for number in found.difference(numbers):
                 decisions[number] = OFFLOAD
+
+    def _awaited(self) -> set[int]:
+        """Return the values that were saved before the operation that makes them was seen.
+
+        The latest event, which the former signature did not expect, may be that operation.
+        """
+        seen = {number for what, number, *_ in self._events[:-1] if what is not SAVED}
+        return {one.number for one in self.values if one.is_saved and one.number not in seen}
 
     def decision_for(self, number: int, nbytes: int) -> Decision:
         """Return the decision for a value of `nbytes`; one without a valid number is offloaded.
