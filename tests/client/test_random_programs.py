@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch.distributed as dist
+from storm_client.planner.machine import Machine
 from support.comparing import Plain, assert_same, outcome
 from support.daemon_process import DaemonProcess
 from support.devices import DEVICES
-from support.planning import replay_all
+from support.following import PATHS, follow_by
+from support.planning import FREE_REPLAYS, SOME_REPLAYS, replay_all
 from support.random_programs import compare_freely, process_group, run, run_freely
 from support.training import assert_identical
 
@@ -82,22 +84,34 @@ ALTERNATING = [8003350, 8003351]
 expected kind, and was made by another operation."""
 
 
+GIVEN = [8602150]
+"""What a recomputed value is made from gets other data before the next tensor is saved."""
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("seeds", "budget", "order"),
-    [(OVERWRITTEN, 1 << 14, "0000"), (ALTERNATING, "least", "110011100010")],
+    ("seeds", "budget", "order", "machine"),
+    [
+        (OVERWRITTEN, 1 << 14, "0000", FREE_REPLAYS),
+        (ALTERNATING, "least", "110011100010", FREE_REPLAYS),
+        (GIVEN, "least", "00000", SOME_REPLAYS),
+    ],
 )
 def test_free_programs_in_an_order(
     seeds: list[int],
     budget: int | str,
     order: str,
+    machine: Machine,
+    path: str,
     device: str,
     client: storm.Client,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replay_all(monkeypatch)
+    replay_all(monkeypatch, machine)
+    follow_by(path, monkeypatch)
     offload = client.offload(min_bytes=1, codec="raw", budget=budget)
     programs = [partial(run_freely, seed) for seed in seeds]
     expected = [outcome(program, Plain(), device) for program in programs]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from storm_client.eager import plan_maker
-from storm_client.planner.machine import CPU
+from storm_client.planner.machine import CPU, Machine
 from storm_client.planner.problem import Value
 from storm_client.planner.search import PREDICTED, PlanResult, PlanSearch
 
@@ -47,9 +47,9 @@ class Took:
         return self._seconds
 
 
-def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every plan that is made from now on recompute all that it can."""
-    monkeypatch.setattr(plan_maker, "machine_of", lambda _: FREE_REPLAYS)
+def replay_all(monkeypatch: pytest.MonkeyPatch, machine: Machine = FREE_REPLAYS) -> None:
+    """Have every plan that is made from now on recompute all that it can, or by a machine."""
+    monkeypatch.setattr(plan_maker, "machine_of", lambda _: machine)
     mind_the_device_alone(monkeypatch)
 
 

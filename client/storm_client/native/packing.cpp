@@ -144,6 +144,7 @@ void pack_inputs(Follower& follower) {
       note_made(follower, tensor, number);
       continue;
     }
+    if (!source->keeps(tensor)) continue;  // the recipe goes on reading the memory that it keeps
     Ref packed = packed_input(follower, tensor, number);
     Locked locked(follower.lock);
     source->is_packed(packed.get());

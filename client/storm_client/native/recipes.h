@@ -93,6 +93,8 @@ class Packed {
   at::Tensor tensor(InputRestorer& restorer);
   // Has it read a copy from now on: others may write to the memory.
   void protect(InputRestorer& restorer);
+  // Returns whether a tensor still has the kept memory: it may have been given other data since.
+  bool keeps(const at::Tensor& tensor) const { return kept_.is_alias_of(tensor); }
   // Replaces the tensor by a handle: one from Python, or a Kept that waits to be offloaded.
   void is_packed(PyObject* handle);
 
