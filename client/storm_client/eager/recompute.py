@@ -20,7 +20,7 @@ from storm_client.eager.bits import copied
 from storm_client.eager.function_modes import are_altered, unaltered
 from storm_client.eager.operations import Function, bound, choice_of
 from storm_client.eager.settings import settings_of_kernels
-from storm_client.eager.sources import Source, lost
+from storm_client.eager.sources import PrivateCopy, Source, lost
 from storm_client.saved.ranges import WeakStorage
 from storm_client.saved.versions import SavedVersion, View
 
@@ -231,7 +231,7 @@ class Result:
         self._memo: tuple[torch.Tensor, int] | None = None
         self._unpacked: tuple[WeakStorage, int] | None = None
         """The recomputed storage that autograd got last, and the stream on which it was made."""
-        self._protected: torch.UntypedStorage | None = None
+        self._protected: PrivateCopy | None = None
         """Without a recipe: a copy that recipes read, since its own memory may be written to."""
         self._users: list[SavedVersion] = []
         self._uses = 0
@@ -292,7 +292,7 @@ class Result:
             self._memo = copied(self._memo[0]), self._memo[1]
             self._users.clear()
         if not self.has_recipe and self._uses > 1 and self.is_own_memory(tensor):
-            self._protected = copied(tensor).untyped_storage()
+            self._protected = PrivateCopy(tensor)
 
     def is_own_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor that was returned lies in the result's own memory."""
@@ -315,8 +315,10 @@ class Result:
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
         """
-        origin = self._protected
-        if origin is None and not self.has_recipe:
+        origin = None
+        if self._protected is not None:
+            origin = self._protected.tensor().untyped_storage()
+        elif not self.has_recipe:
             origin = self._original_storage()
         if origin is not None:
             self._note_request(None)

@@ -39,6 +39,7 @@ __all__ = [
     "OtherNumbers",
     "OverwrittenResult",
     "PackedInput",
+    "PrivateCopy",
     "RecipeResult",
     "Source",
     "is_own_backward",
@@ -123,10 +124,29 @@ class Alias(NamedTuple):
         return self.held
 
 
+class PrivateCopy:
+    """A copy of a tensor, for the streams of one device."""
+
+    __slots__ = ("_copied_on", "_copy")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Copy `tensor` on this thread's current stream."""
+        self._copy = copied(tensor)
+        self._copied_on = _stream_of(tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the copy, complete for this thread's current stream."""
+        stream = _stream_of(self._copy)
+        if self._copied_on is not None and stream is not None and stream != self._copied_on:
+            stream.wait_stream(self._copied_on)
+            self._copy.record_stream(stream)
+        return self._copy
+
+
 class PackedInput:
     """A tensor that was packed like a saved tensor of autograd, so kept or offloaded."""
 
-    __slots__ = ("__weakref__", "_copied_on", "_copy", "_packed", "_unpack", "_value")
+    __slots__ = ("__weakref__", "_copy", "_packed", "_unpack", "_value")
 
     def __init__(
         self, packed: Any, unpack: Callable[[Any], torch.Tensor], value: Overwritable | None = None
@@ -135,20 +155,13 @@ class PackedInput:
         self._packed = packed
         self._unpack = unpack
         self._value = value
-        self._copy: torch.Tensor | None = None
-        self._copied_on: torch.cuda.Stream | None = None
+        self._copy: PrivateCopy | None = None
 
     def tensor(self) -> torch.Tensor:
         """Unpack the tensor; ActivationLost if its memory was modified uncounted."""
         if self._value is not None and self._value.is_overwritten:
             raise lost("overwritten")
-        if self._copy is None:
-            return self._unpack(self._packed)
-        stream = _stream_of(self._copy)
-        if self._copied_on is not None and stream is not None and stream != self._copied_on:
-            stream.wait_stream(self._copied_on)
-            self._copy.record_stream(stream)
-        return self._copy
+        return self._unpack(self._packed) if self._copy is None else self._copy.tensor()
 
     def protect(self) -> None:
         """Read a copy from now on, since others may write to the memory.
@@ -157,8 +170,7 @@ class PackedInput:
             StormError: the tensor cannot be unpacked.
         """
         if self._copy is None and self._packed.version.unchanged:
-            self._copy = copied(self._unpack(self._packed))
-            self._copied_on = _stream_of(self._copy)
+            self._copy = PrivateCopy(self._unpack(self._packed))
 
 
 def _stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:

@@ -334,8 +334,9 @@ const c10::StorageImpl* packed_storage(PyObject* packed) {
 // recipes that read the memory get copies, and the next pass over a retained graph gets the memory.
 void hand_out(Follower& follower, PyObject* packed, const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
-  if (!impl->has_storage() || packed_storage(packed) == nullptr) return;
-  const c10::StorageImpl* storages[] = {packed_storage(packed), storage_of(impl)};
+  const c10::StorageImpl* saved = packed_storage(packed);
+  if (!impl->has_storage() || saved == nullptr) return;
+  const c10::StorageImpl* storages[] = {saved, storage_of(impl)};
   {
     Locked locked(follower.lock);
     InputRestorer restorer(follower.hooks[RESTORE_INPUT], follower.hooks[LOAD]);

@@ -508,7 +508,7 @@ void Result::expect_use() {
 at::Tensor Result::viewed(const View& view, InputRestorer& restorer) {
   c10::Storage read;
   if (protected_) {
-    read = protected_->storage();
+    read = protected_->tensor().storage();
   } else if (!has_recipe()) {
     if (auto origin = original_storage()) read = c10::Storage(std::move(origin));
   }
@@ -523,7 +523,7 @@ void Result::protect(const at::Tensor& tensor) {
     users_.clear();
   }
   const bool is_own = storage_of(tensor.unsafeGetTensorImpl()) == origin_._unsafe_get_target();
-  if (!has_recipe() && uses_ > 1 && is_own) protected_ = copied(tensor);
+  if (!has_recipe() && uses_ > 1 && is_own) protected_.emplace(tensor);
 }
 
 at::Tensor Result::unpacked(const View& view, InputRestorer& restorer) {

@@ -287,7 +287,7 @@ class Result : public std::enable_shared_from_this<Result> {
   size_t place_ = 0;
   at::Tensor memo_;
   uint64_t memo_stream_ = 0;
-  std::optional<at::Tensor> protected_;  // without a recipe: what recipes read of it
+  std::optional<PrivateCopy> protected_;  // without a recipe: what recipes read of it
   std::optional<WeakStorage> unpacked_;  // what autograd got last
   uint64_t unpacked_stream_ = 0;
   std::vector<std::pair<c10::VariableVersion, uint32_t>> users_;
