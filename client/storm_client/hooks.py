@@ -139,7 +139,7 @@ class StepHooks:
         """Return the counts of compiled code if it may follow the step, else None."""
         if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
             return None
-        if follow is None or ranges.is_profiling():
+        if follow is None:
             return None
         if self._recorder.native is None:
             self._recorder.native = NativeCounts(follow.Tallies())

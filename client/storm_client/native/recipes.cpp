@@ -10,6 +10,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -554,6 +555,17 @@ at::Tensor Result::viewed_for_writing(const View& view, InputRestorer& restorer)
   return view.over(tensor.storage());
 }
 
+// Shows profilers a recomputation, as monitoring/profiler_ranges.py does in Python.
+class ProfilerRange {
+ public:
+  explicit ProfilerRange(size_t nbytes) : range_(at::RecordScope::USER_SCOPE) {
+    if (range_.isActive()) range_.before("storm replay #0, " + std::to_string(nbytes) + " B");
+  }
+
+ private:
+  at::RecordFunction range_;
+};
+
 at::Tensor Result::made(InputRestorer& restorer) {
   if (!recipe_) raise_lost("memory");
   const uint64_t stream = stream_of(device_);
@@ -563,6 +575,7 @@ at::Tensor Result::made(InputRestorer& restorer) {
   }
   at::Tensor tensor = memo_;
   if (!is_as_it_was) {
+    const ProfilerRange range(nbytes_);
     tensor = recipe_->run(place_, restorer);
     const size_t nbytes = storage_of(tensor.unsafeGetTensorImpl())->nbytes();
     if (!view_.describes(tensor) || nbytes != nbytes_) {

@@ -1031,6 +1031,30 @@ def test_dropout_is_run_once_for_its_result_and_its_mask(
     assert runs == 1
 
 
+def test_profiled_steps_are_followed_as_others_are(
+    device: str, client: storm.Client, followed: Followed
+) -> None:
+    offload = client.offload(min_bytes=256)
+    x, w = inputs(device)
+
+    def step(block: Block) -> list[Tensor]:
+        w.grad = None
+        with block():
+            loss = ((x @ w).tanh().exp() @ w).square().sum()
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    expected = step(nullcontext)
+    for _ in range(SETTLED_STEPS):
+        step(lambda: offload)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        found = step(lambda: offload)
+    assert_identical(found, expected)
+    assert followed[-1] == followed.may_be_compiled
+    words = {" ".join(one.name.split()[:2]) for one in profiled.events()}
+    assert "storm replay" in words
+
+
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8])
 def test_byproducts_that_are_kept(
     share: float,
