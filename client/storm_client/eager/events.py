@@ -110,6 +110,7 @@ class RecordedValue:
             is_given=not (self.operation or self.made_by),
             parameter_bytes=self.parameter_bytes,
             gathered_bytes=self.gathered_bytes,
+            device=self.device.index,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -360,6 +361,8 @@ def _busy_seconds(signature: StepSignature, values: Sequence[Value]) -> float | 
     twice = {number for what, number, *_ in signature.events if isinstance(what, Byproduct)}
     twice |= {value.over[0] for value in signature.values if value.over}
     together = sum(one for number, one in enumerate(seconds) if number not in twice)
+    if len(signature.devices) > 1 and math.isfinite(together):
+        return together  # the timed pass is that of one GPU
     return min(timed, together) if together > 0.0 else timed
 
 

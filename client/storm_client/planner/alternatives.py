@@ -10,6 +10,7 @@ from storm_client.planner.below_checkpointing import (
     is_below_checkpointing,
 )
 from storm_client.planner.decisions import Keep
+from storm_client.planner.devices import merged, parts_of
 from storm_client.planner.machine import Machine
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative
@@ -29,8 +30,26 @@ def choose_alternative(
 ) -> Choice:
     """Return the decisions of an alternative's plan.
 
-    `room` is the number of bytes that may be kept; None means as few as possible.
+    `room` is the number of bytes that may be kept; None means as few as possible. Several GPUs
+    share it by the bytes that each of them saves. One that runs no block keeps as much as
+    checkpointing: everything.
     """
+    parts = parts_of(problem)
+    saved = sum(part.saved_bytes for part in parts)
+    choices = []
+    for part in parts:
+        asked, share = alternative, room
+        if alternative.fills_blocks and problem.block_ends and not part.problem.block_ends:
+            asked, share = alternative._replace(fills_blocks=False), part.saved_bytes
+        elif room is not None and len(parts) > 1:
+            share = room * part.saved_bytes // max(saved, 1)
+        choices.append(_choose(asked, part.problem, machine, share))
+    return merged(problem, parts, choices)
+
+
+def _choose(
+    alternative: Alternative, problem: Problem, machine: Machine, room: int | None
+) -> Choice:
     window = problem.forward_seconds
     asked = problem
     if window is not None and alternative.link_share != 1.0:
@@ -54,12 +73,16 @@ def kept_bytes(problem: Problem, choice: Choice) -> int:
     """Return the bytes of saved values that a choice keeps on the device.
 
     Return at most the bytes that checkpointing each block would keep if the step's peak with this
-    choice is not above that with its blocks checkpointed.
+    choice is on no GPU above that with its blocks checkpointed.
     """
     decided = zip(problem.values, choice.decisions, strict=True)
     kept = sum(
         value.nbytes for value, decision in decided if value.is_saved and isinstance(decision, Keep)
     )
-    if kept > problem.checkpointed_bytes and is_below_checkpointing(problem, choice):
+    if kept <= problem.checkpointed_bytes:
+        return kept
+    parts = parts_of(problem)
+    blocks = [one for one in parts if one.problem.block_ends] or parts
+    if all(is_below_checkpointing(one.problem, one.choice_of(choice)) for one in blocks):
         return problem.checkpointed_bytes
     return kept

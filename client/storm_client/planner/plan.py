@@ -13,6 +13,7 @@ import torch
 from storm_client.errors import UsageError
 from storm_client.notebooks import table_html
 from storm_client.planner.decisions import Keep, Offload, Replay
+from storm_client.planner.devices import parts_of
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice
 from storm_client.planner.timeline import checkpointed, kept_by_checkpointing, planned
@@ -67,8 +68,8 @@ class Plan:
     checkpointed_bytes: int | None = None
     """Bytes that checkpointing each block would keep; None if no blocks are known."""
     fullest_bytes: int | None = None
-    """Predicted peak of saved tensors and gradients in a step, without bytes in flight; None if no
-    blocks are known."""
+    """Predicted peak of saved tensors and gradients in a step, without bytes in flight, on the
+    fullest of several GPUs; None if no blocks are known."""
     checkpointed_fullest_bytes: int | None = None
     """The same if each block is checkpointed."""
     measured: frozenset[str] = frozenset()
@@ -83,6 +84,7 @@ class Plan:
         rows = []
         beside = problem.block_ends and problem.recomputes
         others_keep = kept_by_checkpointing(problem) if beside else frozenset()
+        parts = parts_of(problem) if beside else []
         for value, decision, reason, cost in zip(
             problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
@@ -107,8 +109,13 @@ class Plan:
             choice.replay_seconds,
             choice.forward_seconds,
             checkpointed_bytes=problem.nbytes(others_keep) if beside else None,
-            fullest_bytes=planned(problem, choice.decisions).peak_bytes if beside else None,
-            checkpointed_fullest_bytes=checkpointed(problem).peak_bytes if beside else None,
+            fullest_bytes=max(
+                (planned(one.problem, one.choice_of(choice).decisions).peak_bytes for one in parts),
+                default=None,
+            ),
+            checkpointed_fullest_bytes=max(
+                (checkpointed(one.problem).peak_bytes for one in parts), default=None
+            ),
             measured=measured,
         )
 

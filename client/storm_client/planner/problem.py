@@ -43,6 +43,8 @@ class Value:
     gathered_bytes: int = 0
     """The same for parameters gathered for its operation. Neither they nor their gradients are
     kept."""
+    device: int | None = None
+    """Index of its GPU; None on the host, and if all values are in one memory."""
 
     @property
     def is_saved(self) -> bool:
