@@ -62,11 +62,12 @@ def _place(value: Value, first: int) -> int:
 def _part(problem: Problem, numbers: list[int], seconds: Sequence[float]) -> Part:
     """Return the problem of the values with these numbers.
 
-    Its link has the time in which its own operations run in the forward pass. Only on the GPU where
-    the forward pass ends is memory short when it ends, and only there tensors are needed at once.
+    Its link has the time in which its own operations run in the forward pass. Only the GPU that
+    saves the last value has the loss, and tensors that are needed at once. The model's result may
+    be copied to another GPU after that.
     """
     places = {number: place for place, number in enumerate(numbers)}
-    is_last = numbers[-1] == len(problem.values) - 1
+    is_last = max((one.number for one in problem.saved), default=-1) in places
     share = _sum(seconds[n] for n in numbers) / (_sum(seconds) or 1.0)
     window = problem.forward_seconds
     part = replace(

@@ -90,6 +90,16 @@ def test_each_part_has_the_values_of_its_device() -> None:
     assert (first.problem.plain_loss_bytes, second.problem.plain_loss_bytes) == (0, MIB)
 
 
+def test_a_result_may_be_copied_to_the_first_device() -> None:
+    problem = step(3, 0, 1)
+    last = problem.values[-1]
+    copy = replace(last, number=last.number + 1, inputs=(last.number,), uses=0, device=0)
+    first, second = parts_of(replace(problem, values=(*problem.values, copy)))
+    assert [len(first.numbers), first.numbers[-1]] == [len(second.numbers), copy.number]
+    assert [one.problem.plain_loss_bytes for one in (first, second)] == [0, MIB]
+    assert [one.problem.turn_seconds for one in (first, second)] == [math.inf, 0.0]
+
+
 def test_values_on_the_host_belong_to_the_first_gpu() -> None:
     problem = step(2, None, 1, 0)
     first, second = parts_of(problem)
