@@ -5,10 +5,11 @@
 
 Where a step is bound by the host, machines and minutes differ by more than methods do. So each
 method has a few steps in turn, several times; a figure is the median of one turn. A workload is
-one model for all of them, and a model of the zoo is built for each. Thread time is the training
-thread's own, and switches are how often in a step another thread took its core.
-Memory is PyTorch's peak on a GPU, and the most that PyTorch held there for it, used or not: a turn
-begins with a step that does not count, after all unused memory of the turn before was given back.
+one model for all of them. A model of the zoo, or of `other_models.py`, is built for each. Thread
+time is the training thread's own, and switches are how often in a step another thread took its
+core. Memory is PyTorch's peak on a GPU, and the most that PyTorch held there for it, used or not: a
+turn begins with a step that does not count, after all unused memory of the turn before was given
+back.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import storm_client as storm
 import torch
+from other_models import OTHERS
 from recording import parser_of, record
 from storm_bench.devices import device_here
 from storm_bench.train import BUDGET_PREFIX
@@ -34,6 +36,7 @@ from storm_bench.train.measure import _step as step
 from storm_bench.train.methods import METHODS, method_of
 from storm_bench.train.workloads import WORKLOADS, make
 from storm_bench.zoo import MODELS
+from storm_bench.zoo import models as zoo_models
 from storm_bench.zoo.models import Size
 from storm_bench.zoo.row import Training, Trial
 
@@ -70,7 +73,8 @@ def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str
 
 
 def measure_model(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what each method took in each turn, with a model of the zoo."""
+    """Return what each method took in each turn, with a model of the zoo or another one."""
+    zoo_models.WORKLOADS.update(OTHERS)
     device = torch.device(device_here())
     size = Size(device, is_small=device.type == "cpu")
     budgets = {BUDGET_PREFIX + budget: budget for budget in options.budgets}
@@ -141,7 +145,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--workload", choices=WORKLOADS, default="llama-small")
-    which.add_argument("--model", choices=MODELS, help="of `stormd bench zoo`")
+    which.add_argument(
+        "--model", choices=[*MODELS, *OTHERS], help="of `stormd bench zoo`, or of `other_models.py`"
+    )
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=["none", "checkpoint", "storm"]
     )

@@ -34,6 +34,10 @@ class Cast(NamedTuple):
     """Whether the running function made the cast; False if it comes from autocast's cache."""
     dtype: torch.dtype
 
+    def is_cached(self, source: torch.Tensor) -> bool:
+        """Return whether autocast caches the cast of `source`, until autocast ends."""
+        return source.requires_grad and source.is_leaf and torch.is_autocast_cache_enabled()
+
     def source_among(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
         """Return the argument that the cast copies; None if it may have changed since.
 

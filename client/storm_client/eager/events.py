@@ -59,6 +59,8 @@ class RecordedValue:
     """Bytes of the parameters it reads that get gradients and that no later operation reads."""
     gathered_bytes: int = 0
     """The same of parameters that were gathered to be read, and freed by the end of the block."""
+    is_cached: bool = False
+    """Whether autocast holds it until the forward pass ends."""
     place: Place = NOWHERE
     """Where in the model it was made or saved."""
     seconds: float = 0.0
@@ -110,6 +112,7 @@ class RecordedValue:
             is_given=not (self.operation or self.made_by),
             parameter_bytes=self.parameter_bytes,
             gathered_bytes=self.gathered_bytes,
+            is_cached=self.is_cached,
             device=self.device.index,
         )
 

@@ -339,6 +339,8 @@ class Recording:
         step, outputs = self.step, outputs_of(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
         casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
+        if not large and step.values:
+            self._values.reads_parameters(step.values[-1], call.tensors())
         if not large and not casts:
             return
         if casts:
@@ -405,6 +407,7 @@ class Recording:
             tracked = cast.tracked
             value = tracked.value
             value.operation, value.inputs = name_of(torch.Tensor.to), numbers_of(inputs)
+            value.is_cached = cast.is_cached(source)
             event = (CAST, tracked.number, cast.dtype, value.inputs)
             if isinstance(self._record(event, value.nbytes), Replay):
                 self._cast_again(cast, source, inputs)

@@ -43,6 +43,8 @@ class Value:
     gathered_bytes: int = 0
     """The same for parameters gathered for its operation. Neither they nor their gradients are
     kept."""
+    is_cached: bool = False
+    """Whether autocast holds it until the forward pass ends: the cast of a parameter."""
     device: int | None = None
     """Index of its GPU; None on the host, and if all values are in one memory."""
 

@@ -5,7 +5,8 @@ in reverse order. So a moment of either pass has the number of a value. The mome
 between both passes, is one more than the last number. At each moment, memory holds:
 
 - kept values, from the moment they are made to their last use;
-- in the forward pass, values that an operation still reads;
+- in the forward pass, values that an operation still reads, and casts of parameters that autocast
+  caches, which are freed after the loss;
 - in the backward pass, offloaded and recomputed values from their first use to their last, and the
   inputs of recomputed values;
 - gradients of values, from the first operation that contributes to one to the operation that made
@@ -173,7 +174,7 @@ def _forward(problem: Problem, kept: Set[int]) -> list[int]:
     changes = [0] * (len(values) + 1)
     for number, reader in last_reader.items():
         changes[number] += values[number].nbytes
-        if number not in kept:
+        if number not in kept and not values[number].is_cached:
             changes[reader + 1] -= values[number].nbytes
     return list(accumulate(changes))[:-1]
 
@@ -192,6 +193,7 @@ def _backward(
         else:
             arriving.setdefault(first, []).append(number)
     found = _gradients(problem)
+    found[-1] += sum(one.nbytes for one in values if one.is_cached and one.number not in kept)
     for moment in reversed(range(len(found))):
         chain = sorted(arriving[moment]) if moment in arriving else ()
         most, done = _recomputing(problem, chain, recomputed, spans)
@@ -243,13 +245,19 @@ def _recomputing(
 
 
 def _gradients(problem: Problem) -> list[int]:
-    """Return the bytes of values' gradients at each moment."""
-    readers = {value.number: value.number for value in problem.values if value.operation}
+    """Return the bytes of values' gradients at each moment.
+
+    If it is not known from what an operation made a value, it made it from as many bytes.
+    """
+    readers = {value.number: value.number for value in problem.values if not value.is_given}
+    changes = [0] * (len(problem.values) + 2)
     for value in problem.values:
         for source in value.inputs:
             if source in readers:
                 readers[source] = max(readers[source], value.number)
-    changes = [0] * (len(problem.values) + 2)
+        if not (value.is_given or value.operation):
+            changes[value.number] += value.nbytes
+            changes[value.number + 1] -= value.nbytes
     for number, reader in readers.items():
         changes[number] += problem.values[number].nbytes
         changes[reader + 1] -= problem.values[number].nbytes
