@@ -340,7 +340,9 @@ class Recording:
         large = [index for index, output in enumerate(outputs) if self._is_large(output, call)]
         casts = bool(self._casts) and not (call.is_launch or may_view(call.function))
         if not large and step.values:
-            self._values.reads_parameters(step.values[-1], call.tensors())
+            # Not `isinstance`: it reads an attribute, which would compute a deferred copy.
+            read = [one for one in call.tensors() if issubclass(type(one), torch.nn.Parameter)]
+            self._values.reads_parameters(step.values[-1], read)
         if not large and not casts:
             return
         if casts:
