@@ -168,6 +168,29 @@ def test_what_autocast_caches_lies_there_until_the_forward_pass_ends() -> None:
     ]  # fmt: skip
 
 
+class Shifted(nn.Module):
+    """Shifts a large tensor by what a wide product makes of a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(64, 64), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.large(x).tanh() + self.small(condition)
+
+
+def test_parameters_that_only_small_results_read_have_gradients_too(client: storm.Client) -> None:
+    model = Shifted()
+    x, condition = torch.randn(512, 64), torch.randn(1, 256)
+    offload = client.offload(model, min_bytes=8192)
+    with offload:
+        loss = model(x, condition).square().sum()
+    loss.backward()
+    problem = offload._planning.maker.problem(offload._planning._signatures.latest)
+    parameters = sum(one.nbytes for one in model.parameters())
+    assert sum(one.parameter_bytes for one in problem.values) == parameters
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_checkpointing_a_loss_takes_what_pytorchs_own_does(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
