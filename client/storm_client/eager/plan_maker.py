@@ -17,7 +17,7 @@ from storm_client.eager.events import SAVED, RecordedValue, saved_numbers
 from storm_client.eager.operations import Function
 from storm_client.errors import UsageError
 from storm_client.planner.alternatives import choose_alternative
-from storm_client.planner.in_flight import free_bytes, last_bytes
+from storm_client.planner.in_flight import free_bytes, in_flight_bytes, last_bytes
 from storm_client.planner.machine import LinkFigures, Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.prices import operation_seconds
@@ -311,7 +311,13 @@ class PlanMaker:
         most, held = signature.checkpointed_bytes, None
         if most is not None and self.options.budget == "least":
             held = max(0, most - plan.bytes_by_decision["keep"])
-        return replace(plan, checkpointed_bytes=plan.checkpointed_bytes or most, turn_bytes=held)
+        stored = [row.nbytes for row in plan.rows if row.decision == "offload"]
+        return replace(
+            plan,
+            checkpointed_bytes=plan.checkpointed_bytes or most,
+            turn_bytes=held,
+            in_flight_bytes=in_flight_bytes(stored) if signature.is_on_gpu else 0,
+        )
 
 
 def _untimed(signature: StepSignature) -> Alternative:

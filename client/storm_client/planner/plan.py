@@ -65,6 +65,8 @@ class Plan:
     """Time that a compiled graph is expected to wait for the link."""
     turn_bytes: int | None = None
     """Bytes that may be in flight when the forward pass ends; None for the best amount."""
+    in_flight_bytes: int = 0
+    """Most bytes of offloaded tensors that are on a GPU at once: not stored yet, or prefetched."""
     checkpointed_bytes: int | None = None
     """Bytes that checkpointing each block would keep; None if no blocks are known."""
     fullest_bytes: int | None = None
@@ -145,6 +147,8 @@ class Plan:
                 f"checkpointed: {format_size(self.checkpointed_fullest_bytes)} "
                 "(saved tensors and gradients)"
             )
+        if self.in_flight_bytes:
+            yield f"in flight at once: up to {format_size(self.in_flight_bytes)} more"
         if self.compared:
             yield f"compared: {self.compared}"
 

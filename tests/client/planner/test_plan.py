@@ -41,4 +41,6 @@ def test_what_stays_is_said_beside_what_checkpointing_would_keep() -> None:
 def test_the_fullest_moment_and_what_was_measured_are_said() -> None:
     plan = replace(PLAN, fullest_bytes=5 * MIB, checkpointed_fullest_bytes=7 * MIB)
     assert "predicted peak: 5.0 MiB; with each block checkpointed: 7.0 MiB" in str(plan)
+    assert "in flight" not in str(plan)
+    assert "in flight at once: up to 2.0 MiB more" in str(replace(plan, in_flight_bytes=2 * MIB))
     assert "measured: link, thread" in str(replace(PLAN, measured=frozenset({"thread", "link"})))
