@@ -137,9 +137,9 @@ class StepHooks:
 
     def _native_counts(self, follow: native.Native | None) -> NativeCounts | None:
         """Return the counts of compiled code if it may follow the step, else None."""
-        if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
+        if follow is None or self._compiled is not None:
             return None
-        if follow is None:
+        if self._policy.layers is not None or HANDLED.depth:
             return None
         if self._recorder.native is None:
             self._recorder.native = NativeCounts(follow.Tallies())

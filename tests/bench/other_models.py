@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from storm_bench.zoo.models import Size, Workload
+from storm_bench.zoo.models import Size, Workload, of_batch, of_images, of_tokens, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,14 +30,12 @@ DECODER = {
 """Of a language model; others replace some."""
 
 
-def transformer(size: Size, name: str, **settings: Any) -> Any:
+def of_sizes(size: Size, name: str, **settings: Any) -> Any:
     """Return a model of transformers by its class; settings that are pairs depend on the size."""
-    made = getattr(import_module("transformers"), name)
     widths = {
         key: size.of(*one) if isinstance(one, tuple) else one for key, one in settings.items()
     }
-    with size.device:
-        return made(made.config_class(**widths))
+    return transformer(size, name, **widths)
 
 
 def language(
@@ -46,26 +44,16 @@ def language(
     """Return what makes a language model on random tokens, with autocast to `dtype`."""
 
     def make(size: Size) -> Workload:
-        model = transformer(size, name, vocab_size=size.vocabulary, **settings)
+        model = of_sizes(size, name, **settings)
         model.config.use_cache = False
-        shape = (rows, size.of(tokens, 64))
-        batch = torch.randint(0, size.vocabulary, shape, device=size.device)
-        return Workload(model, lambda one: one(input_ids=batch, labels=batch).loss, dtype)
+        return of_tokens(size, model, rows, tokens, dtype)
 
     return make
 
 
 def image(name: str, small: str, count: int) -> Make:
     """Return what makes a classifier of timm on so many random images."""
-
-    def make(size: Size) -> Workload:
-        create = import_module("timm").create_model
-        model = create(small if size.is_small else name, num_classes=1000).to(size.device)
-        images = torch.randn(size.of(count, 2), 3, 224, 224, device=size.device)
-        classes = torch.randint(0, 1000, images.shape[:1], device=size.device)
-        return Workload(model, lambda one: F.cross_entropy(one(images), classes), torch.bfloat16)
-
-    return make
+    return lambda size: of_images(size, name, small, count)
 
 
 def clip(size: Size) -> Workload:
@@ -73,12 +61,9 @@ def clip(size: Size) -> Workload:
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
     if size.is_small:
         text = vision = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    text |= {"num_hidden_layers": size.of(12, 2), "vocab_size": 1000, "eos_token_id": 2}
-    vision |= {
-        "num_hidden_layers": size.of(16, 2),
-        "image_size": 224,
-        "patch_size": size.of(14, 56),
-    }
+    text = text | {"num_hidden_layers": size.of(12, 2), "vocab_size": 1000, "eos_token_id": 2}
+    depth, patch = size.of(16, 2), size.of(14, 56)
+    vision = vision | {"num_hidden_layers": depth, "image_size": 224, "patch_size": patch}
     model = transformer(size, "CLIPModel", text_config=text, vision_config=vision)
     count = size.of(96, 2)
     batch = {
@@ -89,7 +74,7 @@ def clip(size: Size) -> Workload:
 
 
 def segformer(size: Size) -> Workload:
-    model = transformer(
+    model = of_sizes(
         size,
         "SegformerForSemanticSegmentation",
         depths=[1] * 4 if size.is_small else [3, 6, 12, 3],
@@ -100,11 +85,11 @@ def segformer(size: Size) -> Workload:
     count, width = size.of(12, 1), size.of(512, 64)
     pixels = torch.randn(count, 3, width, width, device=size.device)
     labels = torch.randint(0, 20, (count, width, width), device=size.device)
-    return Workload(model, lambda one: one(pixel_values=pixels, labels=labels).loss, torch.bfloat16)
+    return of_batch(model, torch.bfloat16, pixel_values=pixels, labels=labels)
 
 
 def videomae(size: Size) -> Workload:
-    model = transformer(
+    model = of_sizes(
         size,
         "VideoMAEForVideoClassification",
         hidden_size=(768, 64),
@@ -117,7 +102,7 @@ def videomae(size: Size) -> Workload:
     width = size.of(224, 32)
     video = torch.randn(size.of(16, 1), 16, 3, width, width, device=size.device)
     labels = torch.randint(0, 100, video.shape[:1], device=size.device)
-    return Workload(model, lambda one: one(pixel_values=video, labels=labels).loss, torch.bfloat16)
+    return of_batch(model, torch.bfloat16, pixel_values=video, labels=labels)
 
 
 def diffusion(size: Size, model: Any, loss: Callable[[Any], Tensor]) -> Workload:

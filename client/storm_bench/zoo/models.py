@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from storm_bench.train.methods import Unavailable
 
-__all__ = ["WORKLOADS", "Size", "Workload"]
+__all__ = [
+    "WORKLOADS",
+    "Size",
+    "Workload",
+    "of_batch",
+    "of_images",
+    "of_tokens",
+    "transformer",
+]
 
 _CLASSES: Final = 1000
 
@@ -50,23 +58,23 @@ class Workload:
     """None without autocast; for float16 the loss is scaled."""
 
 
-def _transformer(size: Size, name: str, **settings: Any) -> Any:
+def transformer(size: Size, name: str, **settings: Any) -> Any:
     """Return a model of the library transformers by the name of its class."""
     made = getattr(import_module("transformers"), name)
     with size.device:
         return made(made.config_class(vocab_size=size.vocabulary, **settings))
 
 
-def _of_tokens(
+def of_tokens(
     size: Size, model: nn.Module, rows: int, tokens: int, autocast: torch.dtype | None = None
 ) -> Workload:
     """Return the workload of a language model on random tokens, int64 [rows, tokens]."""
     shape = (rows, size.of(tokens, 64))
     batch = torch.randint(0, size.vocabulary, shape, device=size.device)
-    return _of_batch(model, autocast, input_ids=batch, labels=batch)
+    return of_batch(model, autocast, input_ids=batch, labels=batch)
 
 
-def _of_batch(model: nn.Module, autocast: torch.dtype | None, **batch: Tensor) -> Workload:
+def of_batch(model: nn.Module, autocast: torch.dtype | None, **batch: Tensor) -> Workload:
     """Return the workload of a model that computes a batch's loss itself, as transformers' do."""
 
     def loss(trained: nn.Module) -> Tensor:
@@ -87,17 +95,17 @@ def _llama(size: Size, **changes: Any) -> Any:
         "max_position_embeddings": 8192,
         "use_cache": False,
     }
-    return _transformer(size, "LlamaForCausalLM", **settings | changes)
+    return transformer(size, "LlamaForCausalLM", **settings | changes)
 
 
 def _make_llama(size: Size) -> Workload:
-    return _of_tokens(size, _llama(size).bfloat16(), 2, 4096)
+    return of_tokens(size, _llama(size).bfloat16(), 2, 4096)
 
 
 def _make_lora(size: Size) -> Workload:
     peft = import_module("peft")
     settings = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return _of_tokens(size, peft.get_peft_model(_llama(size).bfloat16(), settings), 2, 4096)
+    return of_tokens(size, peft.get_peft_model(_llama(size).bfloat16(), settings), 2, 4096)
 
 
 def _make_liger(size: Size) -> Workload:
@@ -110,15 +118,15 @@ def _make_liger(size: Size) -> Workload:
 def _make_float8(size: Size) -> Workload:
     model = _llama(size).bfloat16()
     import_module("torchao.float8").convert_to_float8_training(model.model)
-    return _of_tokens(size, model, 2, 4096)
+    return of_tokens(size, model, 2, 4096)
 
 
 def _make_autocast(size: Size, dtype: torch.dtype) -> Workload:
-    return _of_tokens(size, _llama(size, num_hidden_layers=size.of(6, 2)), 2, 4096, dtype)
+    return of_tokens(size, _llama(size, num_hidden_layers=size.of(6, 2)), 2, 4096, dtype)
 
 
 def _make_moe(size: Size) -> Workload:
-    model = _transformer(
+    model = transformer(
         size,
         "Qwen3MoeForCausalLM",
         hidden_size=size.of(1024, 64),
@@ -134,17 +142,17 @@ def _make_moe(size: Size) -> Workload:
         max_position_embeddings=4096,
         use_cache=False,
     )
-    return _of_tokens(size, model.bfloat16(), 2, 4096)
+    return of_tokens(size, model.bfloat16(), 2, 4096)
 
 
 def _make_eager(size: Size) -> Workload:
     """Return a Llama whose attention is plain operations, on shorter sequences."""
     model = _llama(size, num_hidden_layers=size.of(6, 2), attn_implementation="eager")
-    return _of_tokens(size, model.bfloat16(), 4, 1024)
+    return of_tokens(size, model.bfloat16(), 4, 1024)
 
 
 def _make_gpt2(size: Size) -> Workload:
-    model = _transformer(
+    model = transformer(
         size,
         "GPT2LMHeadModel",
         n_embd=size.of(1024, 64),
@@ -153,11 +161,11 @@ def _make_gpt2(size: Size) -> Workload:
         n_positions=1024,
         use_cache=False,
     )
-    return _of_tokens(size, model, 8, 1024, torch.bfloat16)
+    return of_tokens(size, model, 8, 1024, torch.bfloat16)
 
 
 def _make_bert(size: Size) -> Workload:
-    model = _transformer(
+    model = transformer(
         size,
         "BertForMaskedLM",
         hidden_size=size.of(1024, 64),
@@ -166,11 +174,11 @@ def _make_bert(size: Size) -> Workload:
         intermediate_size=size.of(4096, 256),
         max_position_embeddings=512,
     )
-    return _of_tokens(size, model, 16, 512, torch.bfloat16)
+    return of_tokens(size, model, 16, 512, torch.bfloat16)
 
 
 def _make_t5(size: Size) -> Workload:
-    model = _transformer(
+    model = transformer(
         size,
         "T5ForConditionalGeneration",
         d_model=size.of(1024, 64),
@@ -181,12 +189,12 @@ def _make_t5(size: Size) -> Workload:
         decoder_start_token_id=0,
         use_cache=False,
     )
-    return _of_tokens(size, model, 16, 512, torch.bfloat16)
+    return of_tokens(size, model, 16, 512, torch.bfloat16)
 
 
 def _make_whisper(size: Size) -> Workload:
     layers, heads, inner = size.of(12, 2), size.of(12, 4), size.of(3072, 256)
-    model = _transformer(
+    model = transformer(
         size,
         "WhisperForConditionalGeneration",
         d_model=size.of(768, 64),
@@ -203,12 +211,12 @@ def _make_whisper(size: Size) -> Workload:
     count = size.of(16, 1)
     heard = torch.randn(count, 80, 3000, device=size.device)
     text = torch.randint(0, size.vocabulary, (count, size.of(448, 64)), device=size.device)
-    return _of_batch(model, torch.bfloat16, input_features=heard, labels=text)
+    return of_batch(model, torch.bfloat16, input_features=heard, labels=text)
 
 
 def _make_wav2vec2(size: Size) -> Workload:
     """Return a speech model that does not mask or drop layers at random."""
-    model = _transformer(
+    model = transformer(
         size,
         "Wav2Vec2ForCTC",
         hidden_size=size.of(768, 64),
@@ -221,10 +229,10 @@ def _make_wav2vec2(size: Size) -> Workload:
     count = size.of(16, 2)
     sound = torch.randn(count, size.of(160_000, 8_000), device=size.device)
     text = torch.randint(1, size.vocabulary, (count, size.of(60, 8)), device=size.device)
-    return _of_batch(model, torch.bfloat16, input_values=sound, labels=text)
+    return of_batch(model, torch.bfloat16, input_values=sound, labels=text)
 
 
-def _of_images(size: Size, whole: str, small: str, count: int) -> Workload:
+def of_images(size: Size, whole: str, small: str, count: int) -> Workload:
     """Return the workload of a model of timm that classifies random images."""
     timm = import_module("timm")
     model = timm.create_model(small if size.is_small else whole, num_classes=_CLASSES)
@@ -249,7 +257,7 @@ def _make_ranks(size: Size) -> Workload:
         num_attention_heads=32,
         num_key_value_heads=8,
     )
-    return _of_tokens(size, model.bfloat16(), 1, size.tokens)
+    return of_tokens(size, model.bfloat16(), 1, size.tokens)
 
 
 def _make_split(size: Size) -> Workload:
@@ -262,7 +270,7 @@ def _make_split(size: Size) -> Workload:
         places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
         places |= {f"model.layers.{n}": int(n >= half) for n in range(2 * half)}
         model = import_module("accelerate").dispatch_model(model, device_map=places)
-    return _of_tokens(size, model, 2, 4096)
+    return of_tokens(size, model, 2, 4096)
 
 
 WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
@@ -273,19 +281,19 @@ WORKLOADS: Final[dict[str, Callable[[Size], Workload]]] = {
     "fp32amp": lambda size: _make_autocast(size, torch.bfloat16),
     "fp16scaler": lambda size: _make_autocast(size, torch.float16),
     "moe": _make_moe,
-    "vit": lambda size: _of_images(size, "vit_large_patch16_224", "vit_tiny_patch16_224", 128),
+    "vit": lambda size: of_images(size, "vit_large_patch16_224", "vit_tiny_patch16_224", 128),
     "gpt2": _make_gpt2,
     "bert": _make_bert,
-    "convnext": lambda size: _of_images(size, "convnext_base", "convnext_atto", 96),
+    "convnext": lambda size: of_images(size, "convnext_base", "convnext_atto", 96),
     "eager": _make_eager,
     "t5": _make_t5,
     "whisper": _make_whisper,
     "wav2vec2": _make_wav2vec2,
-    "resnet": lambda size: _of_images(size, "resnet50", "resnet18", 256),
-    "swin": lambda size: _of_images(
+    "resnet": lambda size: of_images(size, "resnet50", "resnet18", 256),
+    "swin": lambda size: of_images(
         size, "swin_base_patch4_window7_224", "swin_tiny_patch4_window7_224", 96
     ),
-    "efficientnet": lambda size: _of_images(size, "efficientnet_b4", "efficientnet_b0", 96),
+    "efficientnet": lambda size: of_images(size, "efficientnet_b4", "efficientnet_b0", 96),
     "ranks": _make_ranks,
     "split": _make_split,
 }
