@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from operator import add
@@ -66,16 +66,19 @@ class Timeline:
         """Return how many more bytes may be kept at each moment of the backward pass.
 
         With so many, this step's peak is not above that of the other, with existing parameter
-        gradients (if the step may find any) and without. A result is negative where this step
-        exceeds that already.
+        gradients (if the step may find any) and without. What is kept at a moment of the backward
+        pass was in memory at that moment of the forward pass, too. A result is negative where this
+        step exceeds that already.
         """
         first, later = other.peak_bytes, other.peak_bytes_beside_gradients
-        new = [first - filling for filling in self._with(self.gradients)]
+        new = [first - most for most in self._most(self.gradients)]
         if not self.finds_gradients:
             return new
-        return [
-            min(one, later - adding) for one, adding in zip(new, self._with(self._new), strict=True)
-        ]
+        return [min(one, later - most) for one, most in zip(new, self._most(self._new), strict=True)]
+
+    def _most(self, gradients: list[int]) -> list[int]:
+        """Return the more of the bytes at each moment of the forward and of the backward pass."""
+        return list(map(max, self._with(gradients), [*self.forward, 0]))
 
     @property
     def _new(self) -> list[int]:
@@ -125,8 +128,8 @@ def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
     """Return the numbers of the values that checkpointing would keep, inside blocks or outside.
 
     These are the block ends and the values saved behind all blocks. Added to these are values that
-    another block saves than the one that made them, and saved inputs that exist before the step
-    makes anything.
+    another block saves or reads than the one that made them, and saved inputs that exist before the
+    step makes anything. A block of two streams, for images and text, hands over both.
     """
     ends = sorted(problem.block_ends)
     given = takewhile(lambda value: value.is_given, problem.values)
@@ -137,7 +140,20 @@ def kept_by_checkpointing(problem: Problem) -> frozenset[int]:
         blocks = {bisect_left(ends, moment) for moment in (first, last, made)}
         if len(blocks) > 1 or len(ends) in blocks:
             found |= {value.number}
-    return found
+    return found.union(_handed_over(problem, ends))
+
+
+def _handed_over(problem: Problem, ends: Sequence[int]) -> Iterator[int]:
+    """Yield the values that an operation reads in another block than the one that made them.
+
+    Casts that autocast caches are no block's input.
+    """
+    for value in problem.values:
+        for source in value.inputs:
+            if source < 0 or problem.values[source].is_given or problem.values[source].is_cached:
+                continue
+            if bisect_left(ends, source) != bisect_left(ends, value.number):
+                yield source
 
 
 def _timeline(

@@ -88,6 +88,43 @@ def test_checkpointing_recomputes_a_block_where_its_backward_pass_begins() -> No
     assert saved[4] == 40 + 40 + 110 + 110
 
 
+def two_streams(count: int, *, cached: bool = False) -> Problem:
+    """Return a step of blocks that hand over a stream of 70 bytes beside that of 5.
+
+    Only casts of the former are saved, in the next block.
+    """
+    values = [value(0, 70, "linear", saved=False), value(1, 5, "linear", saved=False)]
+    ends = set()
+    for _ in range(count):
+        first, text = len(values), len(values) - 1
+        images = text - 1
+        values += [
+            value(first, 140, "to", images, seconds=1.0),
+            replace(value(first + 1, 70, "add", images, first, saved=False), is_cached=cached),
+            value(first + 2, 5, "add", text, first, saved=False),
+        ]
+        ends.add(first + 2)
+    used = {n: (n + 1, n + 1) for n in range(2, len(values), 3)}
+    return Problem(tuple(values), block_ends=frozenset(ends), used_between=used)
+
+
+def test_a_block_is_given_all_that_it_reads_of_the_one_before() -> None:
+    problem = two_streams(3)
+    assert kept_by_checkpointing(problem) == {3, 4, 6, 7, 10}
+    assert kept_by_checkpointing(two_streams(3, cached=True)) == {4, 7, 10}
+    gradients = planned(replace(problem, used_between={}), [OFFLOAD] * 11).backward
+    found = checkpointed(problem).backward
+    assert found[9] - gradients[9] == 70 + 140  # of the blocks before, only what the last one reads
+
+
+def test_what_the_forward_pass_takes_leaves_no_room_later() -> None:
+    """What is kept at a moment of the backward pass was there at that of the forward pass."""
+    most = Timeline([50, 50], [100, 100, 100], [0, 0, 0])
+    step = Timeline([10, 95], [60, 60, 60], [30, 0, 0])
+    assert step.room_below(most) == [10, 5, 40]
+    assert replace(step, finds_gradients=False).room_below(most) == [10, 5, 40]
+
+
 @pytest.mark.parametrize("window", [0.0, 300.0, 2000.0])
 def test_as_little_as_possible_is_at_no_moment_more_than_with_checkpointing(window: float) -> None:
     problem = replace(blocks(5), forward_seconds=window)
