@@ -64,6 +64,12 @@ UNREAD_BYTES: Final = 8 << 20
 answers to all stores of a session with 60,000 entries are a third of it. Less would be too little:
 on a busy machine a client may be unable to read for as long as hundreds of frames take."""
 
+REASONS: Final = {
+    "unreachable": "its answers could not be sent",
+    "failed": "an error in the daemon",
+}
+"""What a client is told, by the cause for which its session ends while the daemon runs on."""
+
 _alike = attrgetter("session", "__class__")
 
 Move = Callable[[Sequence[SpillJob]], None]
@@ -175,7 +181,7 @@ class Dispatch:
     def _ended(self, _peer: Peer, ended: Ended) -> None:
         self.peers.remove(ended.session)
         self.on_session(ended.session, ended.cause)  # before its client learns of it
-        self._lifelines.end(ended.session)
+        self._lifelines.end(ended.session, REASONS.get(ended.cause, ""))
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)
 

@@ -379,7 +379,8 @@ class Welcome(Message):
 
     The client now connects to the stream socket at `lifeline`, sends `token`, and receives file
     descriptors over it: the timeline page, and on the cpu lane the staging area of
-    `staging_bytes`; none without a lane. The session lives as long as that connection.
+    `staging_bytes`; none without a lane. The session lives as long as that connection. If the
+    daemon ends the session while it runs on, it first sends the reason there, as UTF-8.
     `part_bytes` is the size of the largest entry that this lane accepts. The session outlives its
     last message by `lease_seconds`.
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -92,11 +93,18 @@ class LifelineListener:
         """Accept these users from now on; lifelines that have a session are not affected."""
         self._allowed = uids
 
-    def end(self, session: int) -> None:
-        """Close the session's connection, if it has one."""
+    def end(self, session: int, reason: str = "") -> None:
+        """Close the session's connection, if it has one.
+
+        With a `reason` its client is told why this session ends though the daemon does not.
+        """
         line = self._lines.pop(session, None)
-        if line is not None:
-            self._close(line)
+        if line is None:
+            return
+        if reason:
+            with suppress(OSError):  # it does not read, or is gone
+                line.send(reason.encode(), socket.MSG_DONTWAIT)
+        self._close(line)
 
     def close(self, *, keeps_file: bool = False) -> None:
         """Close everything without calling `on_lost`. May be called twice."""

@@ -56,6 +56,7 @@ class RawClient:
         self.received: list[Envelope] = []
         self.welcome: Welcome | None = None
         self.line: socket.socket | None = None
+        self.reason = ""
         self.staging: mmap.mmap | None = None
         self.page: mmap.mmap | None = None
         self._requests = 0
@@ -196,14 +197,16 @@ class RawClient:
         self.send(Release(list(entries)))
 
     def is_cut_off(self, timeout: float = TIMEOUT_SECONDS) -> bool:
-        """Whether the daemon closes the lifeline within the time."""
+        """Whether the daemon closes the lifeline within the time, for `reason` if it says one."""
         self.line.settimeout(timeout)
         try:
-            return self.line.recv(1) == b""
+            while said := self.line.recv(256):
+                self.reason += said.decode()
         except TimeoutError:
             return False
         except ConnectionResetError:
-            return True
+            pass
+        return True
 
     def close(self) -> None:
         """Vanish without a word."""

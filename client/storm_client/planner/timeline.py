@@ -70,11 +70,11 @@ class Timeline:
         pass was in memory at that moment of the forward pass, too. A result is negative where this
         step exceeds that already.
         """
-        first, later = other.peak_bytes, other.peak_bytes_beside_gradients
-        new = [first - most for most in self._most(self.gradients)]
+        new = [other.peak_bytes - most for most in self._most(self.gradients)]
         if not self.finds_gradients:
             return new
-        return [min(one, later - most) for one, most in zip(new, self._most(self._new), strict=True)]
+        later = other.peak_bytes_beside_gradients
+        return list(map(min, new, (later - most for most in self._most(self._new))))
 
     def _most(self, gradients: list[int]) -> list[int]:
         """Return the more of the bytes at each moment of the forward and of the backward pass."""

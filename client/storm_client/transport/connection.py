@@ -461,9 +461,16 @@ class Connection:
             self.listener.on_message(request, message)
 
     def daemon_ended(self) -> None:
-        """Begin to look for the next daemon if stored data outlives this one; otherwise fail."""
+        """Begin to look for the next daemon if stored data outlives this one; otherwise fail.
+
+        Fail as well if the daemon has ended this session alone: no other resumes it.
+        """
         if self.phase is not Phase.OPEN:
             return
+        if reason := self.lifeline.reason:
+            ended = f"the daemon at {self.address} ended this session: {reason}; see its log"
+            self._lose(DaemonLost(ended))
+            self.check()
         if not self.welcome.resume_seconds or not self._thread.is_started:
             self._lose(DaemonLost(self.loss_text))
             self.check()

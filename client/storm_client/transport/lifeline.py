@@ -23,6 +23,9 @@ __all__ = ["MAX_DESCRIPTORS", "Gone", "Lifeline", "NoAnswer"]
 MAX_DESCRIPTORS = 8
 """More than any lane shares; all arrive in one message."""
 
+MAX_REASON_BYTES = 256
+"""Of the reason that a daemon sends before it ends a session."""
+
 
 class NoAnswer(DaemonUnavailable):
     """Somebody listens but has not answered: a daemon that is starting, or was just killed."""
@@ -127,6 +130,15 @@ class Lifeline:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
+
+    @property
+    def reason(self) -> str:
+        """Why the daemon has ended this session; empty if the daemon itself has ended."""
+        try:
+            found = self._socket.recv(MAX_REASON_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return ""
+        return found.decode(errors="replace")
 
     def close(self) -> None:
         """End the session from the daemon's point of view. A second call has no effect."""

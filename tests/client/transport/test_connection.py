@@ -4,7 +4,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from storm_client.lanes import LaneHello
 from storm_client.transport import frames
 from storm_client.transport.connection import Connection
 from storm_client.transport.io_thread import Listener
+from storm_client.transport.lifeline import Lifeline
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 
@@ -315,15 +315,23 @@ def test_what_the_kernel_refuses_is_sent_once_the_daemon_reads(
     connection.close()
 
 
+def test_a_session_that_ends_alone_is_not_called_the_end_of_the_daemon(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lifeline, "reason", "its answers could not be sent")
+    with connection.lock, pytest.raises(storm.DaemonLost, match="ended this session: its answers"):
+        connection.daemon_ended()
+    assert connection.lost
+
+
 def test_the_end_of_the_socket_alone_ends_the_connection(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon closes it if too much waits on it, and then ends the session."""
-    monkeypatch.setattr("storm_client.transport.connection.GONE_SECONDS", 0.0)
-    connection.dealer._line.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: connection.lost, 30)
-    with pytest.raises(storm.DaemonLost, match="closed the connection; see its log"):
-        connection.check()
+    monkeypatch.setattr(connection.lifeline, "ends_within", lambda _: False)
+    with connection.lock, pytest.raises(storm.DaemonLost, match="closed the connection; see its"):
+        connection._disconnected()
+    assert connection.lost
 
 
 def test_closing_where_the_lock_is_held(connection: Connection) -> None:

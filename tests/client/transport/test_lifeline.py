@@ -85,6 +85,17 @@ def test_the_token_is_not_told_to_another_user() -> None:
         assert heard() == "b''"
 
 
+def test_it_tells_a_session_that_ends_alone_from_the_daemons_end() -> None:
+    ours, its = socket.socketpair()
+    lifeline = Lifeline(ours)
+    assert lifeline.reason == ""
+    its.send(b"an error in the daemon")
+    its.close()
+    assert lifeline.reason == lifeline.reason == "an error in the daemon"
+    lifeline.close()
+    assert lifeline.reason == ""
+
+
 def test_a_descriptor_leaves_with_its_number_or_has_to_wait() -> None:
     ours, its = socket.socketpair()
     ours.setblocking(False)

@@ -287,6 +287,7 @@ def test_a_client_that_reads_nothing_is_cut_off(
     for _ in range(100):
         client.send(*[StatusRequest()] * MAX_COSTLY)
     assert client.is_cut_off()
+    assert client.reason == "its answers could not be sent"
     assert daemon.status()["counters"]["ended"]["unreachable"] == 1
     neighbour.stored(b"served")
 
